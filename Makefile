@@ -19,7 +19,7 @@ help:
 	@echo "make test-isa       tests of kernels, beams, engine and random loads on every instruction set this CPU has"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
-	@echo "make soak           the server under mixed traffic and attacks for 20 minutes (SOAK_SECONDS=... for another time)"
+	@echo "make soak           the server under mixed traffic and attacks, twice 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make arm            the C++ test programs built for 64-bit Arm and run under qemu-user, as $(ARM_CPUS)"

@@ -365,7 +365,15 @@ def test_translate_writes_a_line_for_a_line(folder: Path, llm: LLM, shell: Shell
     code, out, _ = shell("translate", str(folder), texts[0], "--beams", "3", "--json", *common)
     (searched,) = llm.generate(texts[0], BeamSearchParams(beam_width=3, max_tokens=6))
     assert (code, json.loads(out)["translation"]) == (0, searched.outputs[0].text.strip())
-    assert json.loads(out)["text"] == texts[0]
+    assert (json.loads(out)["text"], json.loads(out)["score"]) == (texts[0], searched.outputs[0].score)
+    assert "exits" not in json.loads(out)
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"a dog\n\xff\n")
+    code, _, said = shell("translate", folder, "--file", tmp_path / "in.txt")
+    assert code == 1
+    assert "in.txt is not utf-8 text" in said
 
 
 def test_translate_refuses_a_model_without_a_source(shell: Shell, tmp_path: Path) -> None:

@@ -212,6 +212,9 @@ def test_translate_takes_exits_and_a_draft(folder: Path, exits: Path, shell: She
     code, out, said = shell("translate", str(folder), *common, *leaves, "--show-exits")
     assert (code, out.strip()) == (0, left.text.strip())
     assert f"after {AFTER} of 3 layers: {len(left.token_ids) - 1} tokens" in said
+    record = json.loads(shell("translate", str(folder), *common, *leaves, "--json")[1])
+    assert [one["layers"] for one in record["exits"]] == [one.layers for one in left.exits or ()]
+    assert (record["translation"], record["tokens"]) == (left.text.strip(), len(left.token_ids))
     drafts = ["--draft", str(folder), "--speculate", "draft", "--draft-tokens", "3"]
     for more in (drafts, ["--exits", str(exits)]):
         code, out, said = shell("translate", str(folder), *common, *more)

@@ -16,7 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.server.harness import ROOT, Running, until
+from headrace.server.async_llm import AsyncLLM
+from headrace.server.serving import Chosen, open_models
+from headrace.server.settings import CascadeSettings, ServerSettings
+from tests.server.harness import ENGINE, NEVER, PATIENT, ROOT, Running, until
 
 LOOKS = 60  # at the memory, in the time after the warm-up
 LEAST = 150  # exchanges in each of the two: on a slow machine memory takes longer to become what it stays
@@ -27,26 +30,31 @@ DONE = "same streamed chat leave leave_early slow bad bad_field too_big attack o
 
 @dataclass(frozen=True)
 class Soak:
-    """What is served, the jobs with their offline answers, and for how long. Seconds; `pause`: see soak_clients.py."""
+    """What is served, the jobs with their offline answers, and for how long. Seconds; `pause`: see soak_clients.py.
 
-    model: str
-    settings: dict[str, Any]
+    `models`: of each its name, its file or folder, and its settings; the first one is `tiny`. `cascades`: arguments of
+    CascadeSettings. `writers`: fields of requests that are asked for and left; of each its model."""
+
+    models: list[tuple[str, str, dict[str, Any]]]
     jobs: list[dict[str, Any]]
     seconds: float
     warm_up: float
+    cascades: list[tuple[str, list[str], list[float]]] = field(default_factory=list)
+    writers: list[dict[str, Any]] = field(default_factory=lambda: [{"model": "tiny"}])
     pause: float = 0.0
     tidy: bool = False  # let the C library give back at once what is freed, so that what is seen is what is held
 
     def run(self) -> dict[str, Any]:
         """What was done, and `wrong`: what was, line by line."""
-        with Running(self.model, **self.settings, max_queued_requests=8) as server:
-            assert server.llm.pid is not None
-            memory = Memory([os.getpid(), server.llm.pid])
+        with self._server() as server:
+            memory = Memory({"web": os.getpid(), **{one.name: one.llm.pid or 0 for one in server.models.services}})
             first = clients(server, self._spec(1, self.warm_up), self.warm_up, lambda: None)
             report = clients(server, self._spec(2, self.seconds - self.warm_up), self.seconds - self.warm_up, memory.look)
-            wrong = [*first["wrong"], *report["wrong"], *(f"nothing of {name}" for name in DONE if not report["done"][name])]
-            wrong += [*at_rest(server), *memory.grown()]
-            return {**report, "wrong": wrong, "memory": memory.seen}
+            kinds = [*DONE, *{job["kind"] for job in self.jobs}]
+            missed = [f"nothing of {name}" for name in kinds if not report["done"].get(name)]
+            wrong = [*first["wrong"], *report["wrong"], *missed, *at_rest(server), *memory.grown()]
+            report["done"]["preempted"] = server.figure("num_preemptions_total")
+            return {**report, "wrong": wrong, "processes": list(memory.pids), "memory": memory.seen}
 
     def in_a_process(self) -> dict[str, Any]:
         """The same, run in a process of its own."""
@@ -57,27 +65,35 @@ class Soak:
         report: dict[str, Any] = json.loads(done.stdout)
         return report
 
+    def _server(self) -> Running:
+        settings = ServerSettings("tiny", port=0, limits=PATIENT)
+        more = {"stuck_after": NEVER, "max_queued_requests": 8}
+        chosen = [Chosen(name, model, {**ENGINE, **more, **given}) for name, model, given in self.models]
+        cascades = [CascadeSettings(name, tuple(tiers), tuple(least)) for name, tiers, least in self.cascades]
+        return Running.of(open_models(chosen, settings, None, cascades), settings)
+
     def _spec(self, seed: int, seconds: float) -> dict[str, Any]:
-        return {"seed": seed, "seconds": seconds, "least": LEAST, "jobs": self.jobs, "pause": self.pause}
+        timing = {"seed": seed, "seconds": seconds, "least": LEAST, "pause": self.pause}
+        return {**timing, "jobs": self.jobs, "writers": self.writers}
 
 
 @dataclass
 class Memory:
-    """Resident memory of the web process and of the engine process, in MiB."""
+    """Resident memory of the web process and of each engine's, in MiB."""
 
-    pids: list[int]
+    pids: dict[str, int]  # by whose it is
     seen: list[list[float]] = field(default_factory=list)
 
     def look(self) -> None:
         gc.collect()  # an error holds its frames in a circle, and those hold a long prompt
-        self.seen.append([rss(pid) for pid in self.pids])
+        self.seen.append([rss(pid) for pid in self.pids.values()])
 
     def grown(self) -> list[str]:
         """What has grown: the median of the last third of the looks beside that of the first. Large bodies and long texts that
         are under way come and go; what is never given back stays."""
         third = len(self.seen) // 3
         wrong = []
-        for name, looks in zip(("web", "engine"), zip(*self.seen, strict=True), strict=True):
+        for name, looks in zip(self.pids, zip(*self.seen, strict=True), strict=True):
             before, after = median(looks[:third]), median(looks[-third:])
             if after > before * GROWTH:
                 wrong.append(f"the memory of the {name} process grew from {before:.1f} to {after:.1f} MiB")
@@ -108,21 +124,26 @@ def clients(server: Running, spec: dict[str, Any], seconds: float, look: Callabl
 
 def at_rest(server: Running) -> list[str]:
     """What is wrong with a server that has nothing to do any more."""
-    llm = server.llm
-    until(lambda: not llm.tickets and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0)
-    health, expected = server.health(), {"status": "ready", "detail": "", "restarts": 0}
-    found = {
-        "the engine's books": books(server),
-        "the queue": "" if llm.waiting.requests == llm.waiting.tokens == 0 else str(llm.waiting),
-        "health": "" if health == expected else str(health),
-    }
+    found: dict[str, str] = {}
+    for service in server.models.services:
+        until(lambda llm=service.llm: is_idle(llm))  # type: ignore[misc]
+        waiting = service.llm.waiting
+        found[f"the books of the engine of {service.name}"] = books(server, service.llm)
+        found[f"the queue of {service.name}"] = "" if waiting.requests == waiting.tokens == 0 else str(waiting)
+    health = server.health()
+    found["health"] = "" if (health["status"], health["detail"], health["restarts"]) == ("ready", "", 0) else str(health)
     return [f"{name}: {problem}" for name, problem in found.items() if problem]
 
 
-def books(server: Running) -> str:
-    """What the engine process finds wrong with itself."""
+def is_idle(llm: AsyncLLM) -> bool:
+    """Whether nobody asks, and no block is held."""
+    return not llm.tickets and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0
+
+
+def books(server: Running, llm: AsyncLLM) -> str:
+    """What an engine process finds wrong with itself."""
     assert server._loop is not None
-    return asyncio.run_coroutine_threadsafe(server.llm.check(), server._loop).result(600)
+    return asyncio.run_coroutine_threadsafe(llm.check(), server._loop).result(600)
 
 
 if __name__ == "__main__":

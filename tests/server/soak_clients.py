@@ -1,8 +1,8 @@
 """Clients of the soak test: `python -m tests.server.soak_clients SPEC` does to a server, for a while, what clients do.
 
 SPEC is JSON: port, model, seconds, least (exchanges to be begun, however long that takes), seed, pause (mean seconds of a
-client between two exchanges), and jobs with the texts they must give. The report is JSON on stdout: how often each thing was
-done (once at least), which statuses came, and what was wrong.
+client between two exchanges), jobs with what they must give, and writers: fields of requests that are left in the middle. The
+report is JSON on stdout: how often each thing was done (once at least), which statuses came, and what was wrong.
 """
 
 import asyncio
@@ -53,6 +53,7 @@ class Clients:
         self.end = time.monotonic() + spec["seconds"]
         self.begun = 0
         self.fields, self.mistakes = self._in_turn(FIELDS), self._in_turn(list(BAD))
+        self.jobs = self._in_turn(spec["jobs"])
         self.attacks = attacks()
         self.attacked = self._in_turn(list(self.attacks))
         self.todo = self._kinds()
@@ -106,21 +107,23 @@ class Clients:
     # -- what clients do ------------------------------------------------------------------------------------------------
     async def same(self) -> None:
         """A whole answer, which must be the offline one."""
-        job = self.rng.choice(self.spec["jobs"])
-        status, _, body = await self.post("/v1/completions", job["body"])
-        if status == 200 and (text := json.loads(body)["choices"][0]["text"]) != job["text"]:
-            self.wrong.append(f"another answer: {text!r}, not {job['text']!r}")
+        job = next(self.jobs)
+        status, _, body = await self.post(job["path"], job["body"])
+        if status == 200:
+            self.done[job["kind"]] += 1
+            if (said := told(json.loads(body))) != job["says"]:
+                self.wrong.append(f"another answer: {said!r}, not {job['says']!r} ({job['kind']})")
         self.expect("same", status, FINE)
 
     async def streamed(self) -> None:
         """The same answers in pieces."""
-        job = self.rng.choice(self.spec["jobs"])
-        status, _, body = await self.post("/v1/completions", {**job["body"], "stream": True})
+        job = self.rng.choice([one for one in self.spec["jobs"] if one["path"] == "/v1/completions"])
+        status, _, body = await self.post(job["path"], {**job["body"], "stream": True})
         if status == 200:
             lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
             text = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
-            if text != job["text"] or lines[-1] != "[DONE]":
-                self.wrong.append(f"another stream: {text!r}, not {job['text']!r}")
+            if text != job["says"] or lines[-1] != "[DONE]":
+                self.wrong.append(f"another stream: {text!r}, not {job['says']!r} ({job['kind']})")
         self.expect("streamed", status, FINE)
 
     async def chat(self) -> None:
@@ -136,28 +139,21 @@ class Clients:
 
     async def leave(self) -> None:
         """Go in the middle of a stream."""
-        body = {"model": self.spec["model"], "prompt": "The mill", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        body = {"prompt": "The mill", "max_tokens": 150, "ignore_eos": True, "stream": True, **self.writer()}
         reader, writer = await self.open("POST", "/v1/completions", json.dumps(body).encode())
         await reader.read(self.rng.randint(1, 2000))
         self.close(writer)
 
     async def leave_early(self) -> None:
         """Go in the middle of the request, or before a whole answer."""
-        body = json.dumps({"model": self.spec["model"], "prompt": "The mill", "max_tokens": 100}).encode()
+        body = json.dumps({"prompt": "The mill", "max_tokens": 100, **self.writer()}).encode()
         _, writer = await self.open("POST", "/v1/completions", body, cut=self.rng.choice([1, 20, len(body)]))
         await asyncio.sleep(self.rng.random() * 0.1)
         self.close(writer)
 
     async def slow(self) -> None:
         """Read a stream slowly, with a small window."""
-        body = {
-            "model": self.spec["model"],
-            "prompt": "The mill",
-            "max_tokens": 60,
-            "ignore_eos": True,
-            "stream": True,
-            "logprobs": 5,
-        }
+        body = {"prompt": "The mill", "max_tokens": 60, "ignore_eos": True, "stream": True, "logprobs": 5, **self.writer()}
         reader, writer = await self.open("POST", "/v1/completions", json.dumps(body).encode(), window=4096)
         for _ in range(self.rng.randint(5, 30)):
             if not await reader.read(256):
@@ -213,6 +209,11 @@ class Clients:
         self.expect("tokenize", status, FINE)
 
     # -- how ------------------------------------------------------------------------------------------------------------
+    def writer(self) -> dict[str, Any]:
+        """Who is asked for what will be left, and how."""
+        found: dict[str, Any] = self.rng.choice(self.spec["writers"])
+        return found
+
     def expect(self, what: str, status: int, statuses: set[int]) -> None:
         self.statuses[f"{what}: {status}"] += 1
         if status not in statuses | BUSY:
@@ -262,6 +263,13 @@ class Clients:
         transport = writer.transport
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
+
+
+def told(answer: dict[str, Any]) -> Any:
+    """The text of an answer; of classes each label and after how many layers it was said."""
+    if "choices" in answer:
+        return answer["choices"][0]["text"]
+    return [[one["label"], one["layers"]] for one in answer["data"]]
 
 
 async def patiently(work: Coroutine[Any, Any, None]) -> None:

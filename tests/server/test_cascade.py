@@ -15,11 +15,13 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server import cascade as module
 from headrace.server.async_llm import RequestFailedError
-from headrace.server.errors import UNFIT, ApiError
+from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, UNFIT, ApiError
 from headrace.server.fields import ChatRequest, CompletionRequest
+from headrace.server.queueing import QueueFullError
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
-from headrace.server.tickets import DeadlineError
+from headrace.server.supervision import State
+from headrace.server.tickets import DeadlineError, EngineDownError, EngineLostError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
@@ -184,6 +186,53 @@ def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.Monk
     assert [(one["model"], one["score"]) for one in said["usage"]["tiers"]] == [("small", 0.0), ("large", None)]
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_tier_whose_engine_is_down_is_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The next one answers, which a figure says; without the last one there is no answer. Under whose request an engine ended
+    is told so: it may be why, and is not handed on. The control: a cascade that takes no absence for one."""
+    body = {"model": "always", **ASK, "prompt": "The mill"}
+    if path == "chat/completions":
+        body = {"model": "always", **ASK, "messages": [{"role": "user", "content": "The mill"}], "tools": [TOOL]}
+    before = server.figure("cascade_absences_total")
+    small, large = (server.models.find(name).llm for name in ("small", "large"))
+    with monkeypatch.context() as patch:
+        patch.setattr(small.replica.supervision, "state", State.DEAD)
+        patch.setattr(small, "_opened", None)
+        said = server.post(f"/v1/{path}", body)
+        assert [one["model"] for one in said.json()["usage"]["tiers"]] == ["large"]
+        assert server.figure("cascade_absences_total") == before + 1
+        with monkeypatch.context() as control:
+            control.setattr(module, "is_absent", lambda error: False)
+            assert server.post(f"/v1/{path}", body).status_code == 503
+        patch.setattr(large.replica.supervision, "state", State.DEAD)
+        assert server.post(f"/v1/{path}", body).status_code == 503
+    assert [one["model"] for one in server.post(f"/v1/{path}", body).json()["usage"]["tiers"]] == ["small"]
+
+    async def lost(ticket: Any) -> Any:
+        raise EngineLostError("the engine ended")
+
+    monkeypatch.setattr(module, "gathered", lost)
+    said = server.post(f"/v1/{path}", body)
+    assert (said.status_code, said.json()["error"]["code"]) == (503, ENGINE_LOST)
+
+
+@pytest.mark.parametrize(
+    ("error", "absent"),
+    [
+        (EngineDownError("it is being loaded"), True),
+        (ApiError(503, "no room for it", code=MODEL_UNUSABLE), True),
+        (EngineLostError("it ended"), False),
+        (DeadlineError("too late"), False),
+        (QueueFullError("8 wait", 1), False),
+        (ApiError(400, "wrong"), False),
+        (RuntimeError("a mistake of ours"), False),
+    ],
+)
+def test_what_is_an_absence(error: Exception, absent: bool) -> None:
+    """A queue that is full is none: the larger model is not where a crowd goes."""
+    assert module.is_absent(error) is absent
+
+
 def test_an_answer_that_a_context_cut_off_does_not_stand(
     server: Running, offline: dict[str, LLM], files: dict[str, Path]
 ) -> None:
@@ -346,6 +395,7 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ({"threshold": 1.5}, "a threshold from 0 to 1 for each tier but the last"),
         ({"threshold": [0.5, 0.5]}, "a threshold from 0 to 1 for each tier but the last"),
         ({"threshold": float("nan")}, "a threshold from 0 to 1 for each tier but the last"),
+        ({"threshold": 10**400}, "a threshold from 0 to 1 for each tier but the last"),
         ({"threshold": "high"}, "threshold is a number"),
         ({"threshold": True}, "threshold is a number"),
         ({"threshold": 0.5, "score": "vote"}, "the score is min, mean, low, not 'vote'"),
@@ -356,6 +406,8 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ({"threshold": 0.5, "delta": 1}, "there is no setting 'delta'"),
         ({"calibration": "nowhere.json"}, "nowhere.json is not what bench cascade --json writes"),
         ({"calibration": "NONE"}, "found no threshold"),
+        ({"calibration": "HUGE"}, "a threshold from 0 to 1 for each tier but the last"),
+        ({"calibration": "DEEP"}, "is not what bench cascade --json writes"),
         ({"calibration": "MEAN", "score": "min"}, "was calibrated with the score 'mean', not 'min'"),
         ({"calibration": ["MEAN", "MIN"]}, r"its files were calibrated with different scores \(mean, min\); use one"),
     ],
@@ -363,6 +415,8 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_bad_table_is_said_in_a_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     for name, threshold in (("NONE", None), ("MEAN", 0.5), ("MIN", 0.5)):
         (tmp_path / name).write_text(calibrated(threshold, "min" if name == "MIN" else "mean"))
+    (tmp_path / "HUGE").write_text(calibrated(10**400))
+    (tmp_path / "DEEP").write_text("[" * 100_000)
     if isinstance(named := change.get("calibration", []), str):
         named = [named]
     if there := [str(tmp_path / name) for name in named if (tmp_path / name).exists()]:

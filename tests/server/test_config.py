@@ -102,14 +102,24 @@ def test_a_file_holds_every_option(
         ("[[models]]\nmodel = 'x'\nmax_model_len = 'many'", "'--max-model-len'"),
         ("[[models]]\nmodel = 'x'\npreload = 3", "preload true or false"),
         ("[[models]]\nmodel = 'x'\n[[models]]\nmodel = 'x'", "two models have one name"),
+        ("limits = 3", "limits must be a table"),
+        (f"grace = 1{'0' * 400}", "grace must be a finite number"),
+        ("port = inf", "port must be a finite number"),
+        ("port = 2020-01-01", "port must be a text, a number"),
+        (f"port = 1{'0' * 5000}", "a.toml cannot be read"),
+        (f"[[models]]\nmodel = 'x'\nmax_model_len = 1{'0' * 400}", "max_model_len must be a finite number"),
+        ("[[models]]\nmodel = 'x'\nthreads = [1]", "threads must be a text, a number"),
+        (f"[[cascades]]\nname = 'a'\ntiers = ['b', 'c']\nthreshold = 1{'0' * 400}\n[[models]]\nmodel = 'MODEL'", "from 0 to 1"),
     ],
 )
-def test_a_bad_file_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str) -> None:
-    (tmp_path / "a.toml").write_text(text)
+def test_a_bad_file_is_said_in_a_line(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (tmp_path / "a.toml").write_text(text.replace("MODEL", str(tiny)))
     assert main(["serve", "--config", str(tmp_path / "a.toml")]) in (1, 2)
     err = capsys.readouterr().err
     assert says in err
-    assert "Traceback" not in err
+    assert "a bug in Headrace" not in err
 
 
 def test_each_model_of_a_file_may_have_a_classifier(

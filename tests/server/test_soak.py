@@ -1,7 +1,7 @@
 """Mixed traffic for a while: clients that leave, mistakes of every class, bodies that are too large, slow readers, attacks.
 
 Here for a minute on a tiny model, with pauses, as other tests run beside it; `make soak` runs it for 20 minutes on the default
-model, as fast as it goes (SOAK_SECONDS: for how long).
+model, and on tiny ones of every kind, as fast as it goes (SOAK_SECONDS: for how long).
 """
 
 import json
@@ -14,6 +14,7 @@ import pytest
 from headrace import LLM
 from tests.server.harness import ENGINE, Running
 from tests.server.soak import Memory, Soak, clients
+from tests.server.soak_models import every_kind
 from tests.tiny_files import write_tiny_gguf
 
 SHORT, LONG = 45.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
@@ -23,8 +24,8 @@ SURE = 0.02  # a probability that the smaller of two tiny models reaches now and
 REAL = {**ENGINE, "dtype": "auto", "backend": "auto", "kv_cache_memory": "48MiB"}
 
 
-def jobs(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Requests with the texts that offline generation gives."""
+def one_model(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A model, and requests with the texts that offline generation gives: fields of a Soak."""
     llm = LLM(model, **settings)
     params = [
         llm.default_params(temperature=0.0, max_tokens=12 + 7 * n)
@@ -42,34 +43,46 @@ def jobs(model: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         | {name: value for name in ("seed", "cascade_threshold") if (value := getattr(one, name)) is not None}
         for prompt, one in zip(prompts, params, strict=True)
     ]
-    return [{"body": body, "text": text} for body, text in zip(bodies, texts, strict=True)]
+    jobs = [
+        {"kind": "plain", "path": "/v1/completions", "body": body, "says": text}
+        for body, text in zip(bodies, texts, strict=True)
+    ]
+    return {"models": [("tiny", str(model), settings)], "jobs": jobs}
 
 
-def soak(model: Path, settings: dict[str, Any], seconds: float, warm_up: float, **more: Any) -> None:
-    report = Soak(str(model), settings, jobs(model, settings), seconds, warm_up, **more).in_a_process()
-    seen = report.pop("memory")
+def soak(seconds: float, warm_up: float, **given: Any) -> None:
+    report = Soak(seconds=seconds, warm_up=warm_up, tidy=True, **given).in_a_process()
+    seen, processes = report.pop("memory"), report.pop("processes")
     print(json.dumps(report, indent=1))
-    print("MiB of the web process, of the engine:", *(f"{web:.0f},{engine:.0f}" for web, engine in seen))
+    for name, looks in zip(processes, zip(*seen, strict=True), strict=True):
+        print(f"MiB of {name}:", *(f"{one:.0f}" for one in looks))
     assert report["wrong"] == []
 
 
 @pytest.mark.first
 def test_a_short_soak(tiny: Path, tmp_path: Path) -> None:
     smaller = write_tiny_gguf(tmp_path / "smaller.gguf", layers=1, seed=3)
-    soak(tiny, {**ENGINE, "cascade": str(smaller)}, SHORT, SHORT / 3, pause=PAUSE, tidy=True)
+    soak(SHORT, SHORT / 3, pause=PAUSE, **one_model(tiny, {**ENGINE, "cascade": str(smaller)}))
 
 
 @pytest.mark.slow
 @pytest.mark.weights
 def test_a_long_soak(default_model: Path) -> None:
-    soak(default_model, REAL, LONG, min(180.0, LONG / 3), tidy=True)
+    soak(LONG, min(180.0, LONG / 3), **one_model(default_model, REAL))
+
+
+@pytest.mark.slow
+def test_a_long_soak_of_every_kind(tmp_path: Path) -> None:
+    """Tokens that leave, both kinds of cascades, an encoder-decoder, classes."""
+    soak(LONG, min(180.0, LONG / 3), **every_kind(tmp_path))
 
 
 def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
     """The control: with answers that are not the offline ones, and health that is not true, the report says so."""
-    expected = [{"body": {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "temperature": 0}, "text": "something else"}]
+    body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "temperature": 0}
+    expected = [{"kind": "plain", "path": "/v1/completions", "body": body, "says": "something else"}]
     with Running(tiny) as server:
-        spec = {"seed": 3, "seconds": 1.0, "least": 60, "jobs": expected, "pause": 0.0}
+        spec = {"seed": 3, "seconds": 1.0, "least": 60, "jobs": expected, "pause": 0.0, "writers": [{"model": "tiny"}]}
         report = clients(server, spec, 1.0, lambda: None)
         assert {line.split(":")[0] for line in report["wrong"]} == {"another answer", "another stream"}
         server.on_loop(lambda: setattr(server.llm.replica.supervision, "state", "stuck"))
@@ -80,9 +93,10 @@ def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
 def test_memory_that_grows_is_told() -> None:
     """The control: what comes and goes is no growth, what stays is."""
     steady = [[100.0 + 40 * (n % 3), 200.0] for n in range(30)]
-    assert Memory([], steady).grown() == []
+    processes = {"web": 1, "tiny": 2}
+    assert Memory(processes, steady).grown() == []
     leaking = [[web + n, engine] for n, (web, engine) in enumerate(steady)]
-    assert Memory([], leaking).grown() == ["the memory of the web process grew from 142.5 to 166.5 MiB"]
+    assert Memory(processes, leaking).grown() == ["the memory of the web process grew from 142.5 to 166.5 MiB"]
 
 
 def test_books_that_are_out_of_order_are_told(offline: LLM) -> None:

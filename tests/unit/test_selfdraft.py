@@ -59,9 +59,16 @@ def test_a_choice_is_kept_for_its_model(tmp_path: Path, monkeypatch: pytest.Monk
     other.write_bytes(b"2")
     part = Span(skips=(0, 3, 1))
     kept = selfdraft.save(one, part)
-    assert selfdraft.load(one) == part
+    assert selfdraft.load(one, 3) == part
     with pytest.raises(ValueError, match=r"run: headrace bench self-draft .*other\.gguf"):
-        selfdraft.load(other)
-    kept.write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        selfdraft.load(one)
+        selfdraft.load(other, 3)
+    with pytest.raises(ValueError, match=r"is of another model than one\.gguf, which has 2 layers; run"):
+        selfdraft.load(one, 2)
+    for text in ('{"layers": 4, "skips": []}', '{"layers": -1, "skips": []}', '{"layers": 1, "skips": [4]}'):
+        kept.write_text(text)
+        with pytest.raises(ValueError, match="is of another model"):
+            selfdraft.load(one, 3)
+    for text in ("{", '{"x": ' + "[" * 100_000):
+        kept.write_text(text)
+        with pytest.raises(ValueError, match="cannot be read"):
+            selfdraft.load(one, 3)

@@ -1,6 +1,7 @@
 """Cascades of a file of settings, and what `bench cascade --json` wrote of them."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
     return CascadeSettings(
         name,
         tuple(tiers),
-        tuple(float(one) for one in thresholds or [threshold for threshold, _, _ in found]),
+        tuple(_as_float(one) for one in thresholds) or tuple(threshold for threshold, _, _ in found),
         score or (found[0][1] if found else "min"),
         "; ".join(promise for _, _, promise in found),
     )
@@ -37,6 +38,14 @@ def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
 
 def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def _as_float(number: float) -> float:
+    """A number of a file, where integers may have any size: one that no float holds is infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
 
 
 def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
@@ -47,10 +56,10 @@ def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
         promise += f" and of {' before '.join(models)}" if models else ""  # as who measured it called them
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SettingsError(f"{who}: {file} is not what bench cascade --json writes ({type(error).__name__})") from None
     if score is not None and score != scored:
         raise SettingsError(f"{who}: {file} was calibrated with the score {scored!r}, not {score!r}; leave score out")
-    if not isinstance(threshold, int | float):
+    if not isinstance(threshold, int | float) or isinstance(threshold, bool):
         raise SettingsError(f"{who}: {file} found no threshold; calibrate with more questions, or a larger --delta")
-    return float(threshold), scored, promise
+    return _as_float(threshold), scored, promise

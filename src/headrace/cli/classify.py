@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -64,10 +63,7 @@ def classify(
         part = given[start : start + BATCH]
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
         for text, made in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
-            line = {"text": text, "tokens": len(made.token_ids), "label": made.label}
-            line |= {"probabilities": made.probabilities, "layers": made.layers}
-            if show_exits:
-                line["exits"] = [asdict(vote) for vote in made.votes]
+            line = {"text": text, "tokens": len(made.token_ids), **made.record(votes=show_exits)}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         progress.advance(len(part))
     progress.finish()

@@ -24,7 +24,10 @@ def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) ->
     """Arguments, or the lines of a file or of stdin; some may be `blank`. Raises typer.BadParameter, ValueError."""
     if texts and file:
         raise typer.BadParameter("give texts or --file, not both")
-    given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
+    try:
+        given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file or 'standard input'} is not {error.encoding} text (byte {error.start})") from None
     if not given:
         raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
     if not blank and not all(given):

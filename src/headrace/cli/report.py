@@ -14,7 +14,7 @@ def record(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
     Log-probabilities, of outputs or prompt, are there where they were asked for.
     """
     found: dict[str, Any] = {
-        "outputs": [_choice(one, tokenizer) for one in output.outputs],
+        "outputs": [choice(one, tokenizer) for one in output.outputs],
         "finish_reason": "error" if output.error else output.outputs[0].finish_reason,
         "usage": usage(output),
         "error": output.error,
@@ -65,21 +65,22 @@ def _tokens(output: RequestOutput) -> int:
     return sum(len(one.token_ids) for one in output.outputs)
 
 
-def _choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    choice: dict[str, Any] = {
+def choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One of a request's outputs as plain JSON data; what was not asked for is not there."""
+    found: dict[str, Any] = {
         "index": output.index,
         "text": output.text,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
     if output.logprobs is not None:
-        choice["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
-        choice["cumulative_logprob"] = output.cumulative_logprob
+        found["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
+        found["cumulative_logprob"] = output.cumulative_logprob
     if output.score is not None:
-        choice |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
+        found |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
     if output.exits is not None:
-        choice["exits"] = [_exit(one, tokenizer) for one in output.exits]
-    return choice
+        found["exits"] = [_exit(one, tokenizer) for one in output.exits]
+    return found
 
 
 def _exit(entry: Exited, tokenizer: Tokenizer) -> dict[str, Any]:

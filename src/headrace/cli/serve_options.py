@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,14 +37,17 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     data = _read(path)
     known = {param.name: param for param in context.command.params}
     entries, cascades = data.pop("models", []), data.pop("cascades", [])
-    if not isinstance(cascades, list) or not all(isinstance(one, dict) for one in cascades):
+    if not _are_tables(cascades):
         raise typer.BadParameter(f"{path.name}: cascades must be a list of tables, each with a name and tiers")
     context.meta[CASCADES] = cascades
-    for name, value in (data.pop("limits", None) or {}).items():
-        data[f"limit_{name}"] = value
+    limits = data.pop("limits", None) or {}
+    if not isinstance(limits, dict):
+        raise typer.BadParameter(f"{path.name}: limits must be a table, as in [limits] and below it n = 4")
+    data |= {f"limit_{name}": value for name, value in limits.items()}
     for name, value in data.items():
         if name not in known or name == "config" or isinstance(value, dict | list):
             raise typer.BadParameter(f"{path.name}: there is no setting {name!r}; `headrace serve --help` names them all")
+        _check_value(path, name, value)
     context.default_map = {**(context.default_map or {}), **data}
     context.meta[MODELS] = [_entry(path, entry, known, context) for entry in _tables(path, entries)]
     if context.meta[MODELS] and "model" not in data:
@@ -54,22 +58,35 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 def _read(path: Path) -> dict[str, Any]:
     import yaml
 
-    text = path.read_text("utf-8")
     try:
+        text = path.read_text("utf-8")
         data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except Exception as error:  # of parsers that raise what Python's own conversions do, and RecursionError
         raise typer.BadParameter(f"{path.name} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise typer.BadParameter(f"{path.name} must hold settings by name, as TOML (.toml) or YAML")
     return {name.replace("-", "_"): value for name, value in data.items()}
 
 
+def _are_tables(entries: Any) -> bool:
+    """Whether it is a list of settings by name."""
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        return False
+    return all(isinstance(name, str) for one in entries for name in one)
+
+
 def _tables(path: Path, entries: Any) -> list[dict[str, Any]]:
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("model"), str) for entry in entries
-    ):
+    if not _are_tables(entries) or not all(isinstance(entry.get("model"), str) for entry in entries):
         raise typer.BadParameter(f"{path.name}: models must be a list of tables, each with a model")
     return entries
+
+
+def _check_value(path: Path, name: str, value: Any) -> None:
+    """Raises typer.BadParameter for what no option is: dates, lists, numbers that no float holds."""
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
+        raise typer.BadParameter(f"{path.name}: {name} must be a finite number")
+    if not isinstance(value, str | int | float | None):
+        raise typer.BadParameter(f"{path.name}: {name} must be a text, a number, true or false")
 
 
 def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: typer.Context) -> ModelEntry:
@@ -80,6 +97,7 @@ def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: ty
     for name, value in given.items():
         if name not in OF_A_MODEL:
             raise typer.BadParameter(f"{path.name}: {made.model}: there is no setting {name!r} of a model")
+        _check_value(path, name, value)
         made.options[name] = known[name].process_value(context, value)
     return made
 

@@ -70,7 +70,7 @@ def translate(
         made = iter(llm.generate([text for text in part if text.strip()], params))
         for text in part:
             output = next(made) if text.strip() else None
-            print(_line(text, output, as_json), flush=True)
+            print(_line(text, output, llm.tokenizer if as_json else None), flush=True)
             exits += [] if output is None else output.outputs[0].exits or []
         progress.advance(len(part))
     progress.finish()
@@ -90,13 +90,18 @@ def _params(beams: int, max_tokens: int, leaving: LeavingOptions) -> SamplingPar
         raise typer.BadParameter(str(error)) from None
 
 
-def _line(text: str, output: Any, as_json: bool) -> str:
-    """What is printed of a text and its output, None where it is blank. Raises ValueError for one that failed."""
+def _line(text: str, output: Any, tokenizer: Any) -> str:
+    """What is printed of a text and its output, None where it is blank; with a tokenizer as JSON. Raises ValueError for one
+    that failed."""
     if output is not None and output.error is not None:
         raise ValueError(f"{text[:60]!r} cannot be translated: {output.error}")
     one = None if output is None else output.outputs[0]
     translation = "" if one is None else one.text.strip().replace("\n", " ")
-    if not as_json:
+    if tokenizer is None:
         return translation
-    more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": None if one is None else one.finish_reason}
+    from headrace.cli.report import choice
+
+    known = {} if one is None else choice(one, tokenizer)
+    more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": known.get("finish_reason")}
+    more |= {name: known[name] for name in ("score", "exits") if name in known}
     return json.dumps({"text": text, "translation": translation, **more}, ensure_ascii=False)

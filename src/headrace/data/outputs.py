@@ -82,6 +82,12 @@ class Classification(Plain):
     layers: int
     votes: list[Vote] = field(default_factory=list)
 
+    def record(self, *, votes: bool = False) -> dict[str, Any]:
+        """Label, probabilities and layers as plain JSON data, as commands print them and the server sends them; `votes`: those
+        of the exits, too."""
+        found: dict[str, Any] = {"label": self.label, "probabilities": self.probabilities, "layers": self.layers}
+        return found | ({"exits": [vote.to_dict() for vote in self.votes]} if votes else {})
+
     def __repr__(self) -> str:
         return f"Classification({self.label!r}, {self.probabilities[self.label]:.3f}, {self.layers} layers)"
 

@@ -100,7 +100,7 @@ class Exits:
         if not criterion:
             return
         if criterion not in CRITERIA:
-            raise ValueError(f"unknown criterion {criterion!r}; use {', '.join(CRITERIA)}")
+            raise ValueError(f"unknown criterion {criterion!r:.100}; use {', '.join(CRITERIA)}")
         rule = CRITERIA[criterion]
         most = rule.most(len(self.labels), len(self.layers))
         if threshold is not None and not rule.least <= threshold <= most:

@@ -1,7 +1,8 @@
 """A cascade as a model of the server: who is asked first answers where it is sure enough, else the next one answers again.
 
 What a tier before the last says is taken whole and scored by its tokens, as `headrace.workflows.cascade` does offline; so only
-the last one's answer is streamed as it comes. Every tier that was asked is counted.
+the last one's answer is streamed as it comes. Every tier that was asked is counted. Where there is no engine to ask, the next
+tier answers.
 """
 
 import time
@@ -20,7 +21,7 @@ from headrace.decoding.tools import callable_tools
 from headrace.server import chat, completions
 from headrace.server.answers import Chat, Completion, Model, Trial, Usage, now
 from headrace.server.async_llm import RequestFailedError, State
-from headrace.server.errors import UNFIT, ApiError, bad
+from headrace.server.errors import ENGINE_LOST, UNFIT, ApiError, as_api_error, bad
 from headrace.server.fields import ChatRequest, CompletionRequest
 from headrace.server.metrics import LABELS
 from headrace.server.models import Models
@@ -36,6 +37,7 @@ WAYS: dict[type, Way] = {
     ChatRequest: (chat.begin, chat.answered),
     CompletionRequest: (completions.begin, completions.answered),
 }
+UNAVAILABLE = 503
 SHARES = tuple(i / 20 for i in range(1, 21))
 # Fields with token ids, which mean something in one model's vocabulary.
 OF_TOKENS = tuple(one.flat for one in declared(SamplingParams) if one.kind in (IDS, ID_LISTS, BIASES))
@@ -53,11 +55,16 @@ class Cascade:
     _calls: dict[str, CallFormat | None] = field(default_factory=dict)  # how each tier writes them, once it was looked at
     _answers: Any = None
     _scores: Any = None
+    _absences: Any = None
 
     def __post_init__(self) -> None:
         figures, labels = self.models.figures, (*LABELS, "tier")
         self._answers = figures.counter("cascade_answers", "Answers by the model of the cascade that gave them.", labels)
         self._scores = figures.histogram("cascade_score", "How sure a model was, from 0 to 1.", SHARES, labels)
+        text = "Requests that went to the next model of the cascade, as this one had no engine to ask."
+        self._absences = figures.counter("cascade_absences", text, labels)
+        for tier in self.settings.tiers[:-1]:  # a zero is there before the first
+            self._absences.labels(self.settings.name, tier)
 
     async def ask(self, request: Asked, http: Request, salt: bytes) -> Response | Chat | Completion:
         """Answer a request, streamed or whole. Raises what `as_api_error` knows, and ClientGoneError."""
@@ -68,18 +75,21 @@ class Cascade:
         ends = None if seconds is None else time.monotonic() + seconds
         before: tuple[Usage, ...] = ()
         for tier, threshold in self._tiers():
-            async with self.models.use(tier) as service:
-                trial = Trial(self.settings.name, tier, threshold is not None, before)
-                try:
+            trial = Trial(self.settings.name, tier, threshold is not None, before)
+            try:
+                async with self.models.use(tier) as service:
                     job, stands = await self._tried(service, _within(request, ends), http, salt, trial, threshold)
-                except TooLongError:  # the next tier's context may hold it
-                    if threshold is None:
-                        raise
-                    continue
-                if stands and (response := await self._said(job, http, last=threshold is None)) is not None:
-                    self._answers.labels(self.settings.name, tier).inc()
-                    return response
-                before = (*before, trial.usage(job.tickets, job.tickets[0].generated))
+                    if stands and (response := await self._said(job, http, last=threshold is None)) is not None:
+                        self._answers.labels(self.settings.name, tier).inc()
+                        return response
+                    before = (*before, trial.usage(job.tickets, job.tickets[0].generated))
+            except TooLongError:  # the next tier's context may hold it
+                if threshold is None:
+                    raise
+            except Exception as error:
+                if threshold is None or not is_absent(error):
+                    raise
+                self._absences.labels(self.settings.name, tier).inc()
         raise AssertionError("the last tier's answer stands")
 
     async def _tried(
@@ -139,11 +149,16 @@ class Cascade:
     async def _check_calls(self) -> None:
         """Refuse tools where the tiers' templates write calls of them differently. Raises what `Models.use` raises."""
         for tier in self.settings.tiers:
-            if tier not in self._calls:
+            if tier in self._calls:
+                continue
+            try:
                 async with self.models.use(tier) as service:
                     self._calls[tier] = format_of(service.llm.opened.template.source)
-        first, *others = self._calls.values()
-        if any(one != first for one in others):
+            except Exception as error:
+                if not is_absent(error):  # else it writes no calls now
+                    raise
+        known = list(self._calls.values())
+        if any(one != known[0] for one in known[1:]):
             forms = ", ".join(f"{tier}: {form.name if form else 'none'}" for tier, form in self._calls.items())
             raise bad(f"tools: the models of this cascade write calls differently ({forms}); ask one of them", "tools")
 
@@ -155,6 +170,12 @@ class Cascade:
         context = None if loaded is None else loaded.max_model_len
         state = states[0] if states else State.READY
         return Model(self.settings.name, self.created, context, state, msgspec.UNSET, list(self.settings.tiers))
+
+
+def is_absent(error: Exception) -> bool:
+    """Whether there was no engine to ask. Under whose request an engine ended is not handed on: it may have ended by it."""
+    known = as_api_error(error)
+    return known is not None and known.status == UNAVAILABLE and known.code != ENGINE_LOST
 
 
 def _within(request: Asked, ends: float | None) -> Asked:

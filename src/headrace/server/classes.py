@@ -1,6 +1,5 @@
 """/v1/classify: texts or token ids to classes, by the exits of the model's classifier."""
 
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -43,7 +42,4 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
 
 def _entry(index: int, known: Classifier, votes: bool, ids: list[int], ticket: Ticket) -> dict[str, Any]:
     found = known.classification(ids, ticket.classified)
-    one = {"index": index, "label": found.label, "probabilities": found.probabilities, "layers": found.layers}
-    if votes:
-        one["exits"] = [asdict(vote) for vote in found.votes]
-    return {"object": "classification", **one}
+    return {"object": "classification", "index": index, **found.record(votes=votes)}

@@ -5,12 +5,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
@@ -23,6 +23,7 @@ from headrace.weights.source import CLASSIFIER_INFO
 INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibration.json"
 VERSION = 1
 MOST_LABELS, LONGEST_LABEL = 4096, 1024
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Pair = tuple[str, str]  # two texts that are read as one
 
 
@@ -32,10 +33,10 @@ class Info(msgspec.Struct, frozen=True):
     model: str  # a name, for people
     fits: str  # the fingerprint of the model that the exits were trained on
     labels: tuple[str, ...]
-    layers: tuple[int, ...]
+    layers: tuple[Size, ...]
     pooling: str
     trained: dict[str, float | str] = {}  # how: for people
-    version: int = VERSION
+    version: Size = VERSION
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class Rule(msgspec.Struct, frozen=True):
     at most a share `delta` of texts like them is lost: the exit is wrong about it, and the whole model is right. `risk` and
     `mean_layers` are those of the n texts."""
 
-    criterion: str
+    criterion: Annotated[str, msgspec.Meta(min_length=1)]
     threshold: float
     delta: float
     epsilon: float
@@ -135,10 +136,12 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         raise ValueError(f"{absent(place, 'classifier', INFO)}; train one: headrace train-classifier {model.name}")
     try:
         info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
-        tensors = load_file(place / WEIGHTS)
+        with safe_open(place / WEIGHTS, framework="np") as file:  # numpy lacks some of the types that a file may have
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
+            tensors = {name: file.get_tensor(name) for name, kind in kinds.items() if kind == "F32"}
         found = place / CALIBRATION
         rules = msgspec.json.decode(found.read_bytes(), type=tuple[Rule, ...]) if found.is_file() else ()
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, SafetensorError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
     if not c.encoder:
         raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model.name} is none; leave it out")
@@ -146,14 +149,17 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         raise ValueError(f"{place}: classifiers of version {info.version} are unknown; train it again")
     if info.fits != fingerprint(model):
         raise ValueError(
-            f"{place}: this classifier is for {info.model}, and {model.name} is another model; "
+            f"{place}: this classifier is for {info.model!r:.100}, and {model.name} is another model; "
             f"train one for it: headrace train-classifier {model.name}"
         )
     _check(place, info, tensors, model)
     weight, bias = (tensors[name].astype(np.float64) for name in ("weight", "bias"))
     exits = Exits(info.layers, info.labels, info.pooling, weight, bias)
     for rule in rules:
-        exits.check(rule.criterion, rule.threshold)
+        try:
+            exits.check(rule.criterion, rule.threshold)
+        except ValueError as error:
+            raise ValueError(f"{found}: {error}; train it again") from None
     return Classifier(exits, tuple(sorted(rules, key=lambda rule: rule.mean_layers)))
 
 
@@ -165,7 +171,7 @@ def _check(place: Path, info: Info, tensors: dict[str, np.ndarray], model: Opene
     if len(set(labels)) != len(labels) or not 2 <= len(labels) <= MOST_LABELS or max(map(len, labels)) > LONGEST_LABEL:
         raise ValueError(f"{place}: a classifier has 2 to {MOST_LABELS} different labels; train it again")
     if info.pooling not in (*POOLS, BOTH):
-        raise ValueError(f"{place}: unknown pooling {info.pooling!r}; train it again")
+        raise ValueError(f"{place}: unknown pooling {info.pooling!r:.100}; train it again")
     shape = len(layers), len(labels), c.hidden_size * (1 + (info.pooling == BOTH))
     for name, wanted in (("weight", shape), ("bias", shape[:2])):
         if name not in tensors or tensors[name].shape != wanted or tensors[name].dtype != np.float32:

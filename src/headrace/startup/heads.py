@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import torch
@@ -17,6 +18,7 @@ WEIGHTS = "heads.safetensors"
 VERSION = 1
 EVERY = 97  # of so many tokens one is looked at, to tell vocabularies apart
 MAX_HEADS = 16
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Info(msgspec.Struct, frozen=True):
@@ -26,13 +28,13 @@ class Info(msgspec.Struct, frozen=True):
     kind: str
     model: str  # a name, for people
     fits: str  # the signature of models these heads are for
-    hidden_size: int
-    vocab_size: int
-    count: int
+    hidden_size: Size
+    vocab_size: Size
+    count: Size
     trained: dict[str, float | str] = {}  # how: for people
-    layers: tuple[int, ...] = ()
-    drafts: int = 0
-    version: int = VERSION
+    layers: tuple[Size, ...] = ()
+    drafts: Size = 0
+    version: Size = VERSION
 
 
 def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str]) -> None:
@@ -54,18 +56,20 @@ def load(folder: str | Path, target: Opened) -> Heads:
     try:
         info = msgspec.json.decode((place / HEADS_INFO).read_bytes(), type=Info)
         tensors = load_file(place / WEIGHTS)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, SafetensorError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None
     if info.kind not in (HEADS, FEATURE, EXIT) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
-        raise ValueError(f"{place}: heads of this kind or version ({info.kind}, {info.version}) are unknown; train them again")
+        raise ValueError(
+            f"{place}: heads of this kind or version ({info.kind!r:.100}, {info.version}) are unknown; train them again"
+        )
     if (info.hidden_size, info.vocab_size) != (c.hidden_size, c.vocab_size):
         raise ValueError(
-            f"{place}: these heads are for {info.model} ({info.hidden_size} hidden values, {info.vocab_size} tokens), and "
-            f"{target.name} has {c.hidden_size} and {c.vocab_size}; train heads for it: headrace train-heads {target.name}"
+            f"{place}: these heads are for {info.model!r:.100} ({info.hidden_size} hidden values, {info.vocab_size} tokens), "
+            f"and {target.name} has {c.hidden_size} and {c.vocab_size}; train heads for it: headrace train-heads {target.name}"
         )
     if info.fits != signature(target):
         raise ValueError(
-            f"{place}: these heads are for {info.model}, and {target.name} is another model; "
+            f"{place}: these heads are for {info.model!r:.100}, and {target.name} is another model; "
             f"train heads for it: headrace train-heads {target.name}"
         )
     heads = Heads(info.kind, info.count, tensors, info.layers, info.drafts)

@@ -35,7 +35,7 @@ def open_roles(
     elif draft is not None:
         roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
     elif by_itself == SELF:
-        roles.append(Role(SELF, span=selfdraft.load(target.path)))
+        roles.append(Role(SELF, span=selfdraft.load(target.path, target.config.num_layers)))
     elif by_itself == BLOCKS:
         if target.config.mask_id is None:
             raise ValueError(

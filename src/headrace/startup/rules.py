@@ -99,7 +99,7 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
             asked: dict[str, Any] = {"exit_criterion": one.criterion, "exit_threshold": one.threshold, "exit_decay": one.decay}
             SamplingParams(**asked, max_tokens=one.max_tokens)  # a request could ask for it
         return tuple(one for one in rules if state in ("", one.state))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ParamError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ParamError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.runner.span import Span
+from headrace.runner.span import ATTENTION, MLP, Span
 from headrace.weights.store import home
+
+SKIPS = {0, ATTENTION, MLP, ATTENTION | MLP}
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -29,14 +31,16 @@ def save(model: Path, span: Span) -> Path:
     return path
 
 
-def load(model: Path) -> Span:
-    """The saved choice. Raises ValueError where there is none, saying how to make one."""
+def load(model: Path, layers: int) -> Span:
+    """The saved choice for a model of so many layers. Raises ValueError where there is none, or one of another model, saying
+    how to make one."""
+    again = f"run: headrace bench self-draft {model}"
     try:
         saved = msgspec.json.decode(place(model).read_bytes(), type=Saved)
     except FileNotFoundError:
-        raise ValueError(
-            f"no part of {model.name} has been chosen to draft for it; run: headrace bench self-draft {model}"
-        ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no part of {model.name} has been chosen to draft for it; {again}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{place(model)} cannot be read ({error}); remove it") from None
+    if not 0 <= saved.layers <= layers or len(saved.skips) > layers or not set(saved.skips) <= SKIPS:
+        raise ValueError(f"{place(model)} is of another model than {model.name}, which has {layers} layers; {again}")
     return Span(saved.layers, saved.skips)
