@@ -225,17 +225,20 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
         error = sum(one.lost for one in reports) / (sum(one.energy for one in reports) or 1.0)
         return rows, error, float((dequantize_numpy(rows.reshape(-1), kind) == 0).mean()) if how else None
     values, weight, to = _values(job, name), job.importance.get(name), target(job.formats[name])
-    step, lost, zeros = max(1, CHUNK // values.shape[1]), 0.0, 0
+    step, lost, energy, zeros = max(1, CHUNK // values.shape[1]), 0.0, 0.0, 0
 
     def encoded(some: np.ndarray) -> np.ndarray:
         return to.encode(some if how is None else pruned(some, how, weight), weight, threads)
 
-    starts = range(0, len(values), step)
-    rows = np.concatenate([encoded(values[at : at + step]) for at in starts]) if to.by_row else encoded(values)
-    for at in starts:
+    rows = np.empty((0, 0), np.uint8) if to.by_row else encoded(values)
+    for at in range(0, len(values), step):
         some = values[at : at + step]
+        if to.by_row:
+            piece = encoded(some)
+            rows = rows if at else np.empty((len(values), piece.shape[1]), np.uint8)
+            rows[at : at + step] = piece
         read = dequantize_numpy(rows[at : at + step].reshape(-1), kind).reshape(some.shape)
         lost += float(np.square(some - read, dtype=np.float64).sum())
+        energy += float(np.square(some, dtype=np.float64).sum())
         zeros += int((read == 0).sum())
-    energy = float(np.square(values, dtype=np.float64).sum()) or 1.0
-    return rows, lost / energy, zeros / values.size if how else None
+    return rows, lost / (energy or 1.0), zeros / values.size if how else None

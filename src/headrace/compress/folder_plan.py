@@ -163,8 +163,9 @@ def _head(job: Job) -> str:
 def _largest(job: Job, config: ModelConfig) -> int:
     """The most bytes in memory."""
     sizes = [(prod(parts[0].stored), name) for name, parts in job.stored.items()]
-    kinds = {name: KINDS[layout.kind] for name, layout in job.layouts.items()}
-    largest = max(4 * size + (size * kinds[n].nbytes // kinds[n].block if n in kinds else 4 * size) for size, n in sizes)
+    kinds = {name: KINDS[kind] for name, kind in job.kinds.items()}
+    kinds |= {name: KINDS[layout.kind] for name, layout in job.layouts.items()}
+    largest = max(4 * size + size * kinds[name].nbytes // kinds[name].block for size, name in sizes)
     largest = max(largest, reading_bytes(job.pipeline, job.opened, job.opened is not job.origin))
     if job.pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
