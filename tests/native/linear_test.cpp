@@ -4,11 +4,9 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <fstream>
-#include <map>
 #include <memory>
 
-#include "check.h"
+#include "bits.h"
 #include "pack.h"
 
 using namespace headrace;
@@ -269,13 +267,6 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
     }
 }
 
-// Input in sixteenths, so that no machine's way of drawing normal numbers matters.
-std::vector<float> even_floats(std::mt19937& rng, size_t count) {
-    std::vector<float> values(count);
-    for (float& value : values) value = static_cast<float>(below(rng, 257) - 128) / 16.0f;
-    return values;
-}
-
 // Of all results of nine rows of one kind of weights.
 uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool) {
     std::mt19937 rng(static_cast<unsigned>(source));
@@ -284,35 +275,20 @@ uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool
     const std::vector<float> bias = even_floats(rng, 33), x = even_floats(rng, 9 * 768);
     Arena arena(size_t{1} << 21);
     const Results got = results(Layer(which, rows, bias, kernels, arena, pool), x.data(), 9, 1 << 30, kernels, pool);
-    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
-    const auto add = [&](const auto& values) {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(values.data());
-        for (size_t i = 0; i < values.size() * sizeof values[0]; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3;
-    };
-    add(got.stored), add(got.added), add(got.gated), add(got.logits), add(got.maxima), add(got.a8), add(got.bf16);
-    return hash;
+    Hash hash;
+    hash.add(got.stored).add(got.added).add(got.gated).add(got.logits).add(got.maxima).add(got.a8).add(got.bf16);
+    return hash.value();
 }
 
-// Every machine and instruction set gives the bits in the file, where each line is "linear KIND HASH". What differs
-// is printed.
 void check_bits(ThreadPool& pool) {
-    std::map<int, uint64_t> wanted;
-    std::ifstream file(HEADRACE_BITS);
-    int kind = 0;
-    uint64_t hash = 0;
-    for (std::string word; file >> word >> std::dec >> kind >> std::hex >> hash;) wanted[kind] = hash;
-    bool known = true;
-    for (kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
-        for (const Isa isa : supported_isas()) {
-            const uint64_t got = fingerprint(static_cast<SourceKind>(kind), kernels_for(isa), pool);
-            if (wanted.try_emplace(kind, 0).first->second == got) continue;
-            std::printf("linear %d %016llx  (%s)\n", kind, static_cast<unsigned long long>(got), isa_name(isa).data());
-            known = false;
-        }
+    Bits bits;
+    for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
+        bits.compare("linear", kind,
+                     [&](Isa isa) { return fingerprint(static_cast<SourceKind>(kind), kernels_for(isa), pool); });
     }
-    require(known, "bits are not those of tests/native/bits.txt");
+    bits.finish();
     const uint64_t other = fingerprint(SourceKind::kF32, kernels(), pool);
-    require(other != wanted[0], "the control: another kind has the same bits");
+    require(!bits.holds("linear", 0, other), "the control: another kind has the same bits");
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 # The C++ test programs: one source each; they end with 0 where all is well. Target `programs` builds them all.
 enable_testing()
-set(HEADRACE_PROGRAMS arena attention linear program sample threads vec)
+set(HEADRACE_PROGRAMS arena attention bits linear program sample threads vec)
 foreach(name IN LISTS HEADRACE_PROGRAMS)
   add_executable(${name}_test EXCLUDE_FROM_ALL tests/native/${name}_test.cpp)
   target_link_libraries(${name}_test PRIVATE headrace_kernels)
   target_compile_options(${name}_test PRIVATE -O1 -Wall -Wextra -ffp-contract=off)
+  target_compile_definitions(${name}_test PRIVATE HEADRACE_BITS="${CMAKE_CURRENT_SOURCE_DIR}/tests/native/bits.txt")
   list(APPEND HEADRACE_PROGRAM_TARGETS ${name}_test)
   add_test(NAME ${name} COMMAND ${name}_test)
   set_tests_properties(${name} PROPERTIES TIMEOUT 900)
 endforeach()
-target_compile_definitions(linear_test PRIVATE HEADRACE_BITS="${CMAKE_CURRENT_SOURCE_DIR}/tests/native/bits.txt")
 add_custom_target(programs DEPENDS ${HEADRACE_PROGRAM_TARGETS})
 
 # What vec_test asks of each instruction set, compiled as the kernels are.
