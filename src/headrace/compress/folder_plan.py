@@ -18,6 +18,7 @@ from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.report import Matrix, Pipeline, Report, kv_report
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW
+from headrace.compress.walk import LIBRARIES
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
@@ -165,7 +166,7 @@ def _largest(job: Job, config: ModelConfig) -> int:
     sizes = [(prod(parts[0].stored), name) for name, parts in job.stored.items()]
     kinds = {name: KINDS[kind] for name, kind in job.kinds.items()}
     kinds |= {name: KINDS[layout.kind] for name, layout in job.layouts.items()}
-    largest = max(4 * size + size * kinds[name].nbytes // kinds[name].block for size, name in sizes)
+    largest = LIBRARIES + max(4 * size + size * kinds[name].nbytes // kinds[name].block for size, name in sizes)
     largest = max(largest, reading_bytes(job.pipeline, job.opened, job.opened is not job.origin))
     if job.pipeline.judge is not None:
         largest = max(largest, judge_bytes(config, WINDOW))
