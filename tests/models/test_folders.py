@@ -1,8 +1,10 @@
 """Folders of integers: what compress writes is what was rounded, runs packed, goes on where it was stopped."""
 
 import json
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from headrace import native
 from headrace.compress import folder as folders
 from headrace.compress.folder import compress_folder
 from headrace.compress.folder_plan import prepare_folder
+from headrace.compress.layouts import grouped
 from headrace.compress.run import Pipeline, compress, work_folder
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
@@ -233,3 +236,29 @@ def test_a_head_that_no_walk_has_seen_is_written_too(
     errors = [sum(getattr(told, name) for told in report.outputs.values()) for name in ("error", "nearest")]
     assert errors[0] < errors[1]
     assert f" {number_format}" in str(describe(tmp_path / "out")["compress"])
+
+
+@pytest.mark.parametrize("chunk", [1 << 16, 1 << 23])
+def test_a_large_head_takes_its_numbers_and_its_rows(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the numbers, which are made outside, there are rows of int8 and what a chunk needs; of one chunk, the control,
+    there are squares in double."""
+    values = np.ones((4096, 1024), np.float32)
+    monkeypatch.setattr(folders, "_values", lambda job, name: values)
+    monkeypatch.setattr(folders, "CHUNK", chunk)
+    job = SimpleNamespace(
+        made=None,
+        stored={"lm_head.weight": [SimpleNamespace(target="output.weight", stored=values.shape)]},
+        layouts={"lm_head.weight": grouped("int8")},
+        formats={"lm_head.weight": "int8"},
+        importance={},
+        pipeline=Pipeline(format="int4-g32"),
+    )
+    tracemalloc.start()
+    try:
+        rows, error, zeros = folders._rows(cast(Any, job), "lm_head.weight", 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (len(rows), zeros) == (4096, None)
+    assert error < 1e-6
+    assert (peak < rows.nbytes + 2 * values.size) == (chunk < values.size)
