@@ -46,16 +46,18 @@ public:
         for (uint64_t hash = 0; file >> name >> std::dec >> number >> std::hex >> hash;) wanted_[{name, number}] = hash;
     }
 
-    // `of(isa)`: the hash of what an instruction set makes. What differs is printed as the file has it.
+    // `of(isa)`: the hash of what an instruction set makes.
     template <class F>
     void compare(const std::string& name, int number, F of) {
-        for (const Isa isa : supported_isas()) {
-            const uint64_t got = of(isa);
-            if (wanted_.try_emplace({name, number}, 0).first->second == got) continue;
-            const auto hash = static_cast<unsigned long long>(got);
-            std::printf("%s %d %016llx  (%s)\n", name.c_str(), number, hash, isa_name(isa).data());
-            known_ = false;
-        }
+        for (const Isa isa : supported_isas()) compare(name, number, isa, of(isa));
+    }
+
+    // What differs is printed as the file has it.
+    void compare(const std::string& name, int number, Isa isa, uint64_t got) {
+        if (holds(name, number, got)) return;
+        const auto hash = static_cast<unsigned long long>(got);
+        std::printf("%s %d %016llx  (%s)\n", name.c_str(), number, hash, isa_name(isa).data());
+        known_ = false;
     }
 
     bool holds(const std::string& name, int number, uint64_t hash) const {
