@@ -5,14 +5,9 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// Plain C++ for x86-64 has no fma, and in software it costs a call a lane. Every 64-bit Arm has one.
-#if HEADRACE_LANES == 4 && !defined(__aarch64__)
-#define HEADRACE_ROUNDS_TWICE
-#endif
-
-// a * b + c, rounded once where the CPU can.
+// a * b + c, rounded once where the CPU can: fma in software costs a call a vector.
 HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
-#ifdef HEADRACE_ROUNDS_TWICE
+#ifdef HEADRACE_SOFT_FMA
     return a * b + c;
 #else
     return fma(a, b, c);
@@ -21,7 +16,7 @@ HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
 
 // sum[n] + w[2n] * x[0] + w[2n + 1] * x[1] on bfloat16 pairs.
 HEADRACE_INLINE F32v add_pairs(F32v sum, U8v w, const uint16_t* x) {
-#ifdef HEADRACE_ROUNDS_TWICE
+#ifdef HEADRACE_SOFT_FMA
     const I32v pairs = (I32v)w, x0 = set_i32((int32_t)((uint32_t)x[0] << 16)),
                x1 = set_i32((int32_t)((uint32_t)x[1] << 16));
     return as_f32(pairs & (int32_t)0xffff0000) * as_f32(x1) + (as_f32(pairs << 16) * as_f32(x0) + sum);

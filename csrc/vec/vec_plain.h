@@ -7,12 +7,13 @@ namespace headrace::HEADRACE_ISA {
 
 // a * b + c rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds
 // to the right float (Boldo and Melquiond 2008).
-#if defined(__FP_FAST_FMAF)
+#if defined(__FP_FAST_FMAF) || defined(__aarch64__)
 HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
     return F32v{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
                 __builtin_fmaf(a[3], b[3], c[3])};
 }
 #else
+#define HEADRACE_SOFT_FMA
 typedef double F64pair __attribute__((vector_size(16)));
 typedef int64_t I64pair __attribute__((vector_size(16)));
 

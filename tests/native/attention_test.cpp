@@ -346,11 +346,10 @@ void check_families(const Kernels& kernels, KVType type, const Layer& layer, Thr
 // Attention's sums are rounded as the instruction set does it: all that have an fma alike, but for AVX-512's products
 // of bfloat16, which take subnormal numbers for 0, and plain C++ on x86-64, which has none.
 std::string rounding_of(Isa isa) {
-    const std::string name(isa_name(isa));
 #ifndef __aarch64__
-    if (name == "plain") return "attention-twice";
+    if (isa == Isa::kPlain) return "attention-twice";
 #endif
-    return name == "avx512" ? "attention-avx512" : "attention-once";
+    return isa_name(isa) == "avx512" ? "attention-avx512" : "attention-once";
 }
 
 // Of 300 rows fed in two steps.
