@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.bench import grid
-from headrace.bench.grid import Pairs, Texts, cells, measure, random_texts
+from headrace.bench.grid import GridCell, Pairs, Texts, cells, measure, random_texts
+from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.heads import TrainedHeads
+from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from tests.cli_shell import Shell, check_bar
 
@@ -74,6 +77,25 @@ def test_an_output_that_changes_is_an_error(tiny_gguf: Path, monkeypatch: pytest
     with pytest.raises(RuntimeError, match="b1-t-none: speculation changed an output"):
         measure(llm, {"t": Texts([[5, 6, 5, 6]])}, cells(["t"], False, "b1-*"), few=1, many=1)
     assert llm.engine.speculation is ours
+    llm.close()
+
+
+def test_cells_without_a_draft_ask_no_drafter_that_runs_a_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny_gguf), speculate="ngram", threads=1)
+    ours = llm.engine.speculation
+    assert ours is not None
+    lookup = ours.drafters[0]
+    llm.engine.speculation = Speculation([lookup, DraftModel("exit", group=None), TrainedHeads(2)], 256)
+    asked: dict[str, list[str]] = {}
+
+    def cell(llm: LLM, one: GridCell, texts: Texts, speculation: Speculation, *_: Any) -> Pairs:
+        asked[one.name] = [drafter.name for drafter in speculation.drafters]
+        return measured([1.0])
+
+    monkeypatch.setattr(grid, "measure_cell", cell)
+    measure(llm, {"t": Texts([[5, 6]])}, cells(["t"], True, "b1-*"))
+    assert asked == {"b1-t-none": [lookup.name], "b1-t-draft": [lookup.name, "exit", "heads"]}
+    llm.engine.speculation = ours
     llm.close()
 
 

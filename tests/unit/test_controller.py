@@ -1,13 +1,15 @@
 """The controller: it finds the best gamma from what was measured, and leaves off what does not pay."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
 from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, StepPlan
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.budget import Budget
-from headrace.drafting.controller import TRIAL, Acceptance, Choice, choose, expected, value
+from headrace.drafting.budget import SHARE, Budget
+from headrace.drafting.controller import TRIAL, Acceptance, Belief, Choice, choose, expected, value
 from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
 from headrace.drafting.speculation import TREE_REST, Speculation
 
@@ -250,6 +252,72 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
         for _, seq in pairs:
             seq.tokens.append(4)
     assert asked == [step % every == 0 for step in range(3 * every)]
+
+
+class Slow(Counting):
+    """Takes an eighth of a plain step to answer; what it proposes pays at the times named."""
+
+    def __init__(self, *pays: int) -> None:
+        super().__init__()
+        self.pays = pays
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        self.now += 0.125
+        self.asked += 1
+        return Draft([1], [-1], drafter=self.name, confidence=1) if self.asked in self.pays else None
+
+
+def asked_at(drafter: Slow, steps: int) -> tuple[list[int], Speculation]:
+    """The steps of one sequence in which the drafter was asked."""
+    speculation = Speculation([drafter], 1000, clock=drafter.clock)
+    request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
+    seq, found = Sequence(0, [2, 3], 1), []
+    speculation.costs.step_took(2, 1.0)
+    speculation.acceptance.everyone["slow", 1] = Belief(0.9)
+    for step in range(steps):
+        speculation.costs.step_took(1, 1.0)
+        speculation.costs.step_took(1, 1.0)
+        before = drafter.asked
+        if not speculation.pauses():
+            speculation.propose([(request, seq)], 1)
+        if drafter.asked > before:
+            found.append(step)
+        seq.tokens.append(4)
+    return found, speculation
+
+
+def test_where_nothing_comes_of_asking_it_takes_a_hundredth_of_the_time() -> None:
+    found, _ = asked_at(Slow(), 200)
+    rests = [after - before - 1 for before, after in pairwise(found)]
+    assert rests[:12] == list(range(1, 13)), "one step more each time"
+    assert {*rests[12:]} == {12}, "an eighth of a step, once in thirteen"
+
+
+def test_once_something_pays_drafters_are_asked_at_each_step_again() -> None:
+    found, _ = asked_at(Slow(4, 5, 6), 30)
+    assert found == [0, 2, 5, 9, 10, 11, 12, 14, 17, 21, 26]
+
+
+def test_of_a_pause_the_last_step_is_measured_and_all_of_it_allows_for_losses() -> None:
+    drafter = Slow()
+    asked, speculation = asked_at(drafter, 100)
+    budget = speculation.budgets.by_drafter[drafter.name]
+    budget.steps = budget.ahead = 0.0
+    plan, rest = StepPlan(1, feeds=[Feed(0, 3, 1)]), asked[-1] + 12 - 99
+    assert rest > 1
+    speculation.record_step(plan, 0.5)  # of a step before the last
+    for _ in range(rest):
+        assert speculation.costs.step(1) == 1.0
+        assert speculation.pauses()
+        assert budget.steps == 0.0
+        speculation.record_step(plan, 0.5)
+    assert speculation.costs.step(1) == 0.5
+    assert not speculation.pauses()
+    assert budget.steps == budget.ahead == pytest.approx(SHARE * 0.5 * (rest + 1))
 
 
 class Bushy(Counting):

@@ -12,7 +12,7 @@ from headrace.bench.machine import commit, machine, others_share
 from headrace.bench.pairs import ratio
 from headrace.bench.speculation import Timed, timed
 from headrace.data.params import SamplingParams
-from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.base import ModelDrafter
 from headrace.drafting.speculation import Speculation
 from headrace.host import busy_seconds
 from headrace.llm import LLM
@@ -27,7 +27,7 @@ LEAST_TOKENS, MOST_TOKENS = 8, 96
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """A batch of one kind of text. `draft`: the draft model is asked too."""
+    """A batch of one kind of text. `draft`: the drafter that runs a model (a draft model, heads, blocks) is asked too."""
 
     batch: int
     task: str
@@ -133,7 +133,7 @@ def measure(
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "limit": LIMIT, "cells": {}}
     try:
         for cell in wanted:
-            drafters = [one for one in ours.drafters if cell.draft or not isinstance(one, DraftModel)]
+            drafters = [one for one in ours.drafters if cell.draft or not isinstance(one, ModelDrafter)]
             speculation = Speculation(drafters, llm.memory_plan.max_model_len)
             pairs = measure_cell(llm, cell, texts[cell.task], speculation, few, many, seconds)
             result["cells"][cell.name] = figures = pairs.figures()

@@ -49,6 +49,7 @@ class Budgets:
     by_drafter: dict[str, Budget] = field(default_factory=dict)
     _step: dict[str, StepCost] = field(default_factory=dict)
     _took: tuple[int, int, float | None] | None = None
+    _passed: float = 0.0
 
     def open(self, names: list[str], base: float) -> None:
         """A budget for each that has none yet; a plain step takes `base` seconds."""
@@ -71,22 +72,28 @@ class Budgets:
         spent.rows += rows
         spent.accepted += accepted
 
+    def passed(self, seconds: float) -> None:
+        """A step in which nobody drafted took so long; its share is given with the next that is recorded."""
+        self._passed += seconds
+
     def record_step(self, plain: int, rows: int, seconds: float | None) -> None:
         """The step's sequences, rows and seconds; None where it had prompts in it too."""
         self._took = (plain, rows, seconds)
 
     def settle(self, costs: Costs) -> None:
         """The step is over: what it saved beside plain steps, and cost, goes to those who drafted."""
-        if self._took is not None and (base := costs.step(self._took[0])) is not None:
+        if self._took is None:
+            return
+        if (base := costs.step(self._took[0])) is not None:
             plain, rows, seconds = self._took
             usual = max(costs.step(rows) or base, base)
             seconds, alone = usual if seconds is None else min(seconds, WAITED * usual), seconds is None
             verified = sum(spent.rows for spent in self._step.values())
             for name, budget in self.by_drafter.items():
                 if not alone:
-                    budget.allow(SHARE * seconds, base)
+                    budget.allow(SHARE * (seconds + self._passed), base)
                 if (spent := self._step.get(name)) is not None:
                     extra = (seconds - base) * spent.rows / verified if verified else 0.0
                     budget.add(base * spent.accepted / plain - extra - spent.seconds, base)
         self._step.clear()
-        self._took = None
+        self._took, self._passed = None, 0.0

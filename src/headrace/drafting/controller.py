@@ -14,6 +14,7 @@ from headrace.drafting.costs import Costs
 
 WORTH = 1.05  # a gain below this is not sought: it could be noise
 LEAST = 0.25  # a token less likely than this is not worth a row anywhere
+RARE = 0.05  # and one that is reached less often is not thought about
 TRIAL = 16  # requests without a draft of a model's after which the next one tries it again: nothing else would tell
 PAYBACK = 3.0  # a draft model catches up with a text where that is paid back this many times by the end of it
 FEW = 4  # steps that bear what it takes to read a few tokens
@@ -134,10 +135,14 @@ def value(choice: Choice, plain: int, costs: Costs) -> float:
     c = costs.draft_guess(1) if choice.model else 0.0
     if choice.rows:
         return (plain - 1 + expected(choice.alpha, choice.most)) / (costs.step(plain + choice.rows) or base)
-    return max(
-        (plain - 1 + expected(choice.alpha, gamma)) / ((costs.step(plain + gamma) or base) + gamma * c + choice.surcharge)
-        for gamma in range(1, choice.most + 1)
-    )
+    best, tokens, added, surcharge = 0.0, float(plain), choice.alpha, choice.surcharge
+    for gamma in range(1, choice.most + 1):
+        tokens += added
+        best = max(best, tokens / ((costs.step(plain + gamma) or base) + gamma * c + surcharge))
+        added *= choice.alpha
+        if added < RARE:
+            break
+    return best
 
 
 @dataclass(slots=True)
@@ -203,7 +208,7 @@ def choose(choices: list[Choice], plain: int, costs: Costs, budgets: Mapping[str
     start = best
     while step.rows < reachable:
         gains = [(one.alpha ** (reach[i] + 1), -one.ahead, -i) for i, one in enumerate(choices) if reach[i] < most[i]]
-        if not gains or max(gains)[0] < 0.05:
+        if not gains or max(gains)[0] < RARE:
             break
         at = -max(gains)[2]
         if not step.add(choices[at], reach[at] + 1):

@@ -21,6 +21,7 @@ AnyFed = TypeVar("AnyFed", bound=Fed)
 
 CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
 TREE_REST = 16  # and one whose tree does not pay, for so many: to build it takes time too
+ASKING = 0.01  # of all time, that asking may take where nothing comes of it again and again
 TEXT = 256.0  # tokens that an output is thought to have before one has ended
 LEFT = 32  # and how many it is thought to have still, at least
 LAG, GAP = 3, 16  # tokens behind that a model reads as it begins to draft; and beyond which it catches up with a text
@@ -81,6 +82,7 @@ class Speculation:
         self._text = TEXT  # how long outputs are, on average
         self._step = 0
         self._pause = 0  # the last step in which nobody is asked
+        self._idle = 0  # times in a row that drafters were asked and nothing was worth its rows
         self._failed: dict[tuple[str, str], int] = {}  # by request and drafter: how often it raised
         # Asked once: to ask a protocol takes as long as to draft.
         self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, ModelDrafter)}
@@ -104,15 +106,15 @@ class Speculation:
         return f"verification {rule!r} takes chains, and {', '.join(trees)} drafts trees; use noise, or another drafter"
 
     def pauses(self) -> bool:
-        """Whether nobody is asked for the step that begins: in a batch of which nothing paid a moment ago, to ask for each of
-        its sequences takes longer than there is to gain."""
+        """Whether nobody is asked for the step that begins: where nothing paid a moment ago, to ask for each sequence takes
+        longer than there is to gain."""
         self._step += 1
         self.budgets.settle(self.costs)
         return self._step <= self._pause
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
         """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
-        made = []
+        began, made = self._clock(), []
         for drafter in self._reads:
             drafter.begin()
         if (base := self.costs.step(plain)) is not None:
@@ -131,8 +133,9 @@ class Speculation:
             self._decide(proposal)
             if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, plain):
                 _standing(proposal.seq).rest = self._step + TREE_REST
-        if self.gamma is None and not any(proposal.choice.gamma for proposal in made):
-            self._pause = self._step + plain // 2
+        if self.gamma is None and base is not None:
+            self._idle = 0 if any(proposal.choice.gamma for proposal in made) else self._idle + 1
+            self._pause = self._step + self._rest(plain, (self._clock() - began) / base)
 
     def fill(self, works: list[AnyFed], run: Run, filled: Filled) -> list[AnyFed]:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are. Returns the works
@@ -175,7 +178,10 @@ class Speculation:
         self.budgets.caught_up(name, ahead)
 
     def record_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long; those with prompts in them say nothing of verification."""
+        """A step took so long; those with prompts in them say nothing of verification. Of a pause the last one is looked at."""
+        if self._step < self._pause:
+            self.budgets.passed(seconds)
+            return
         rows, plain = plan.num_tokens, len(plan.feeds)
         alone = rows == plain or all(feed.count == 1 for feed in plan.feeds)
         if alone:
@@ -206,6 +212,11 @@ class Speculation:
                     self._ask(drafter, request, drafter.remember, request, seq)
         for drafter in self.drafters if self._failed else ():
             self._failed.pop((request.id, drafter.name), None)
+
+    def _rest(self, plain: int, asked: float) -> int:
+        """Steps until drafters are asked again, which took as long as `asked` plain steps. Each time that nothing comes of it
+        one more, until it takes no more than its share of the time; one by one, as any token may begin what pays."""
+        return max(plain // 2, min(self._idle, int(asked / ASKING))) if self._idle else 0
 
     def _too_costly(self, choice: Choice, plain: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
@@ -266,9 +277,10 @@ class Speculation:
         draft = drafter.draft(request, seq, most)
         if draft is None:
             return None
-        check_draft(draft, self.vocab_size)
+        if known := drafter.name not in self._fills:  # of a model's draft only the room is
+            check_draft(draft, self.vocab_size)
         draft = bounded(draft, most)
-        if draft is not None and seq.decode.constraint is not None and drafter.name not in self._fills:
+        if draft is not None and known and seq.decode.constraint is not None:
             draft = prune(draft, seq.decode.constraint.fitting(draft.tokens, draft.parents))
         return draft
 
