@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.data.fields import ParamError
 from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, each_of, only_known, template_variables
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
 from headrace.data.params import SamplingParams
@@ -207,9 +208,16 @@ class LLM:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
         return self.callers.step()
 
-    def score(self, texts: Prompt | Sequence[Prompt]) -> list[Score]:
-        """Log-probability of every token of each text given those before it."""
-        return [Score.of(output) for output in self._asked(texts, Scoring(), prompt_logprobs=0)]
+    def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0) -> list[Score]:
+        """Log-probability of every token of each text given those before it; or, of all texts or one by one, of the tokens from
+        `start` on, and those before it then come from the prefix cache where it has them. Raises ParamError and
+        AdmissionError."""
+        batch = self._encode_running(texts)
+        starts = [start] * len(batch) if isinstance(start, int) else list(start)
+        if len(starts) != len(batch):
+            raise ParamError(f"start has {len(starts)} numbers for {len(batch)} texts; give one, or one for each")
+        each = [SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=at) for at in starts]
+        return [Score.of(output) for output in whole(self._run(batch, each, (), Scoring(), Silent()))]
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
@@ -232,10 +240,10 @@ class LLM:
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.classification(output.prompt_token_ids, output.classified) for output in outputs]
 
-    def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, **settings: Any) -> list[RequestOutput]:
+    def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy) -> list[RequestOutput]:
         """What a strategy that writes nothing makes of running texts."""
         batch = self._encode_running(texts)
-        return whole(self._run(batch, [SamplingParams(max_tokens=1, **settings)] * len(batch), (), strategy, Silent()))
+        return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Silent()))
 
     def render(self, messages: Messages, **template: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""

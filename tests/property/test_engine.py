@@ -38,6 +38,7 @@ class Job:
             ignore_eos=rng.random() < 0.3,
             priority=rng.choice([0, 0, 0, 1]),
             prompt_logprobs=0 if rng.random() < 0.15 else None,
+            prompt_logprobs_start=rng.choice((0, 0, len(self.prompt) // 2, len(self.prompt) - 1)),
         )
         self.aborts = rng.randrange(5, 40) if rng.random() < 0.1 else None
 
@@ -211,8 +212,9 @@ def test_prompt_scores_survive_chunks_and_preemption() -> None:
                 continue
             scored += 1
             expected = [-float(draw(request.prompt[:end], 0, 0)) for end in range(1, len(request.prompt))]
-            assert [s.logprob for s in request.prompt_logprobs[1:]] == expected
-            assert request.prompt_logprobs[0] is None
+            start = max(request.params.prompt_logprobs_start, 1)
+            assert [s.logprob for s in request.prompt_logprobs[start:]] == expected[start - 1 :]
+            assert request.prompt_logprobs[:start] == [None] * min(start, len(request.prompt_logprobs))
     assert scored > 20
 
 
@@ -255,7 +257,7 @@ def publish_too_early(engine: Engine) -> None:
 
 def siblings_rematch_separately(engine: Engine) -> None:
     """After a preemption nobody waits for a prefix that another sequence is computing."""
-    engine.scheduler.feeding._promised = lambda seq, promises: False  # type: ignore[method-assign, assignment]
+    engine.scheduler.feeding._promised = lambda seq, promises, most: False  # type: ignore[method-assign, assignment]
 
 
 def reuse_within_a_plan(engine: Engine) -> None:

@@ -58,7 +58,7 @@ SET: dict[str, Any] = {
 DETAILS = {
     "xtc_threshold", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_breakers", "dry_range", "contrastive_alpha",
     "defer_at", "logprobs_mode", "exit_criterion", "exit_decay", "exit_audit", "cascade_criterion",
-    "cascade_audit",
+    "cascade_audit", "prompt_logprobs_start",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {"penalty_alpha": {"top_k": 4}, "beam": BeamSearchParams().shared()}
 

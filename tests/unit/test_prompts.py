@@ -6,7 +6,7 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answers, AnyWant, Drawn, Feed, Pool, Pooled, Sample, Score, Scores, TokenLogprob, Where
-from headrace.data.types import Child, Request, Sequence
+from headrace.data.types import ALL, Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.prompts import Pooling, Scored
 
@@ -64,7 +64,7 @@ def test_a_mean_goes_on_where_the_sum_was_also_when_rows_are_fed_again() -> None
 
 
 def test_only_a_mean_has_to_see_every_row() -> None:
-    assert [Pooling(pool).shares(asked(Pooling(pool))[0]) for pool in ("first", "last", "mean")] == [True, True, False]
+    assert [Pooling(pool).shares(asked(Pooling(pool))[0]) for pool in ("first", "last", "mean")] == [ALL, ALL, 0]
 
 
 # -- the scores of a prompt ----------------------------------------------------------------------------------------------------
@@ -82,14 +82,29 @@ def test_scores_are_filed_once_and_end_with_the_prompt() -> None:
 def test_scores_are_asked_until_all_are_there_and_the_prompt_is_fed_whole_till_then() -> None:
     strategy = Scored(Seeing())
     request, seq = asked(strategy, 6, prompt_logprobs=2)
-    assert not strategy.shares(request)
+    assert strategy.shares(request) == 0
     assert strategy.want(request, seq, Feed(0, 0, 3), False) == (Score(2),)
     strategy.observe(request, seq, Feed(0, 0, 3), (Scores(tuple(SCORES[1:4])),))
     assert strategy.want(request, seq, Feed(0, 3, 3), True) == (Score(2), Sample())
     strategy.observe(request, seq, Feed(0, 3, 3), (Scores(tuple(SCORES[4:6])), Drawn((3,))))
     assert request.prompt_logprobs == [None, *SCORES[1:6]]
-    assert strategy.shares(request)
+    assert strategy.shares(request) == ALL
     assert strategy.want(request, seq, Feed(0, 6, 1), True) == (Sample(),)
+
+
+def test_scores_from_a_token_on_let_the_tokens_before_it_come_from_the_cache() -> None:
+    """The row before it scores it, and has to be fed; a feed that ends before that row is asked for nothing."""
+    strategy = Scored(Seeing())
+    request, seq = asked(strategy, 8, prompt_logprobs=0, prompt_logprobs_start=5)
+    assert strategy.shares(request) == 4
+    assert strategy.want(request, seq, Feed(0, 0, 4), False) == ()
+    strategy.observe(request, seq, Feed(0, 0, 4), ())
+    assert (request.prompt_logprobs, strategy.shares(request)) == ([], 4)
+    assert strategy.want(request, seq, Feed(0, 3, 2), False) == (Score(0),)
+    strategy.observe(request, seq, Feed(0, 3, 2), (Scores((SCORES[4], SCORES[5])),))
+    assert (request.prompt_logprobs, request.shares) == ([None] * 5 + [SCORES[5]], 5)
+    strategy.observe(request, seq, Feed(0, 5, 3), (Scores((SCORES[6], SCORES[7])), Drawn((3,))))
+    assert (request.prompt_logprobs, request.shares) == ([None] * 5 + SCORES[5:8], ALL)
 
 
 def test_what_is_wrapped_sees_the_answers_to_its_own_wants_alone() -> None:

@@ -99,8 +99,9 @@ def _answered(llm: LLM, questions: Sequence[Question]) -> list[bool | None]:
         whole = [llm.tokenizer.encode(question.context + choice) for choice in question.choices]
         asked.append([(tokens, max(len(tokens) - start, 1)) for tokens in whole])
     fits = [all(len(tokens) < most for tokens, _ in each) for each in asked]
-    batch = [tokens for each, fit in zip(asked, fits, strict=True) if fit for tokens, _ in each]
-    scores = iter(llm.score(batch) if batch else ())
+    batch = [one for each, fit in zip(asked, fits, strict=True) if fit for one in each]
+    starts = [len(tokens) - own for tokens, own in batch]
+    scores = iter(llm.score([tokens for tokens, _ in batch], start=starts) if batch else ())
     made: list[bool | None] = []
     for question, each, fit in zip(questions, asked, fits, strict=True):
         if not fit:

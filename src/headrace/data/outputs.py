@@ -94,7 +94,7 @@ class Classification(Plain):
 
 @dataclass(slots=True)
 class Score(Plain):
-    """Log-probabilities (natural log) of a text's tokens, each given those before; the first token has none."""
+    """Log-probabilities (natural log) of a text's last tokens, each given those before; the first token of all has none."""
 
     token_ids: list[int]
     logprobs: list[float]

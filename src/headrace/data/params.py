@@ -199,6 +199,10 @@ class SamplingParams(
     prompt_logprobs: Annotated[
         int | None, Field("The same for the tokens of the prompt", ge=0, le=MAX_LOGPROBS, http=False, option=None)
     ] = None
+    prompt_logprobs_start: Annotated[
+        int,
+        Field("From this token on: those before may come from the cache", DETAIL, ge=0, http=False, option=None),
+    ] = 0
     verification: Annotated[
         Literal["noise", "rejection", "block"],
         Field("How drafts are verified: noise (the same output), rejection or block (the same distribution)"),

@@ -5,6 +5,7 @@ as in `data.plan`.
 """
 
 import enum
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited, TokenLogprob
+
+ALL = sys.maxsize  # tokens, of however many there are
 
 
 class Draft(msgspec.Struct):
@@ -175,7 +178,7 @@ class Request:
     pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
     classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits that it came by
     speculates: bool = False  # optional drafts may be verified
-    shares: bool = True  # what the cache has of its tokens may be taken from there: the strategy's to say
+    shares: int = ALL  # so many of its tokens may be taken from what the cache has: the strategy's to say
     drafts: bool = False  # the strategy has drafts of its own
     observes: bool = False  # and wants to see what every feed brought
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from headrace.data.params import COMMON, DRAWN
 from headrace.data.plan import Answers, AnyWant, Feed
-from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.data.types import ALL, Child, Draft, Request, Sequence
 
 __all__ = ["COMMON", "DRAWN", "Outputs", "Strategy"]
 
@@ -40,10 +40,10 @@ class Strategy:
         """The most nodes a draft of its own has; budget and blocks are admitted for that many in each sequence."""
         return 0
 
-    def shares(self, request: Request) -> bool:
-        """Whether what the cache has of the known tokens may be taken from there; if not, every token is fed. Asked once, when
-        the request is queued; a hook that learns better sets `request.shares`."""
-        return True
+    def shares(self, request: Request) -> int:
+        """How many known tokens may be taken from what the cache has; all others are fed. Asked once, when the request is
+        queued; a hook that learns better sets `request.shares`."""
+        return ALL
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:
         """What the next step of `seq` must verify (`required`); None: nothing. Asked again after a preemption.

@@ -1,7 +1,7 @@
 """What is asked of prompts: the log-probability of each token, embeddings, classes. Strategies, not modes."""
 
 from headrace.data.plan import Answers, AnyWant, Classified, Classify, Feed, Pool, Pooled, Score, Scores, Where
-from headrace.data.types import Child, Draft, Request, Sequence
+from headrace.data.types import ALL, Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 
 POOLS = ("first", "last", "mean")
@@ -25,8 +25,8 @@ class Pooling(Strategy):
     def __init__(self, pool: str) -> None:
         self.pool = pool
 
-    def shares(self, request: Request) -> bool:
-        return self.pool != "mean"
+    def shares(self, request: Request) -> int:
+        return 0 if self.pool == "mean" else ALL
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         """A mean takes every row once; each chunk, also after a preemption, goes on where the sum was."""
@@ -50,8 +50,8 @@ class Classifying(Strategy):
     def __init__(self, criterion: str = "", threshold: float = 0.0) -> None:
         self.wanted = Classify(criterion, threshold)
 
-    def shares(self, request: Request) -> bool:
-        return False
+    def shares(self, request: Request) -> int:
+        return 0
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         return (self.wanted,)
@@ -63,7 +63,8 @@ class Classifying(Strategy):
 
 
 class Scored(Strategy):
-    """Another strategy, and the log-probability of every prompt token besides, in `request.prompt_logprobs`."""
+    """Another strategy, and the log-probability of prompt tokens besides, from `params.prompt_logprobs_start` on, in
+    `request.prompt_logprobs`."""
 
     def __init__(self, inner: Strategy) -> None:
         self.inner = inner
@@ -76,23 +77,24 @@ class Scored(Strategy):
     def nodes(self, request: Request) -> int:
         return self.inner.nodes(request)
 
-    def shares(self, request: Request) -> bool:
-        """Every token of the prompt has to be fed."""
-        return _complete(request) and self.inner.shares(request)
+    def shares(self, request: Request) -> int:
+        """Every row that scores a token still has to be fed."""
+        known = ALL if _complete(request) else max(len(request.prompt_logprobs), _start(request)) - 1
+        return min(known, self.inner.shares(request))
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:
         return self.inner.draft(request, seq)
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         wants = self.inner.want(request, seq, feed, last)
-        return wants if _complete(request) else (Score(request.params.prompt_logprobs or 0), *wants)
+        scores = not _complete(request) and feed.start + feed.count >= _start(request)
+        return (Score(request.params.prompt_logprobs or 0), *wants) if scores else wants
 
     def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
-        """Row p scored token p + 1; the first token of a prompt has no score."""
+        """Row p scored token p + 1; tokens before the first that was asked for have no score."""
         scored = request.prompt_logprobs
         if answers and isinstance(answers[0], Scores):
-            if not scored:
-                scored.append(None)
+            scored += [None] * (_start(request) - len(scored))
             for at, score in enumerate(answers[0].scores, feed.start + 1):
                 if at == len(scored) and at < len(request.prompt):
                     scored.append(score)
@@ -107,6 +109,11 @@ class Scored(Strategy):
 
     def results(self, request: Request) -> list[tuple[Sequence, float]]:
         return self.inner.results(request)
+
+
+def _start(request: Request) -> int:
+    """The first token with a score; the prompt's first never has one."""
+    return max(request.params.prompt_logprobs_start, 1)
 
 
 def _complete(request: Request) -> bool:

@@ -76,6 +76,9 @@ def _check_prompt(request: Request, limits: Limits) -> None:
             f"the prompt has {length} tokens and the context holds {context}, the answer included; shorten the prompt"
             + (f", or raise {limits.scheduler.longer}" if limits.scheduler.longer else "")
         )
+    if request.params.prompt_logprobs is not None and request.params.prompt_logprobs_start >= length:
+        start = request.params.prompt_logprobs_start
+        raise AdmissionError(f"the prompt has {length} tokens, so none from token {start} on; lower prompt_logprobs_start")
     _check_vocabulary(request, limits)
 
 

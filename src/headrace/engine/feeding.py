@@ -69,7 +69,7 @@ class Feeding:
         must have, too. A feed has one depth.
         """
         room = max(flight.room, 0)
-        shares = request.shares and not self.config.whole
+        shares = 0 if self.config.whole else request.shares
         promises = set(flight.promises)
         held = False
         spans: list[Span] = []
@@ -87,10 +87,10 @@ class Feeding:
                 promises.add(key)
                 room = max(room - seq.kv.source, 1 + goal(seq) - len(seq.tokens))
             if shares:
-                saved = self.blocks.match(seq)
+                saved = self.blocks.match(seq, most=shares)
                 if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
                     request.metrics.cached_tokens += saved
-                if self._promised(seq, promises):
+                if self._promised(seq, promises, shares):
                     held = True
                     continue
             start = seq.kv.computed[0]
@@ -105,10 +105,11 @@ class Feeding:
             spans = [(seq, start, min(end, len(seq.tokens) - 1)) for seq, start, end in spans]
         return [(seq, start, end) for seq, start, end in spans if end > start]
 
-    def _promised(self, seq: Sequence, promises: set[bytes]) -> bool:
-        """Whether the block `seq` would compute next, and could share, is being computed by another feed."""
+    def _promised(self, seq: Sequence, promises: set[bytes], most: int) -> bool:
+        """Whether the block `seq` would compute next, and could share, is being computed by another feed. `most`: so many of
+        its tokens it may share."""
         index, offset = divmod(seq.kv.computed[0], self.blocks.block_size)
-        if offset or (index + 1) * self.blocks.block_size > self.blocks.exact(seq, len(seq.tokens) - 1):
+        if offset or (index + 1) * self.blocks.block_size > self.blocks.exact(seq, min(len(seq.tokens) - 1, most)):
             return False
         return self._under_way(self.blocks.hash(seq, index), promises)
 

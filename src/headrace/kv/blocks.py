@@ -12,7 +12,7 @@ import numpy as np
 
 from headrace.data.config import CacheConfig
 from headrace.data.plan import TARGET, KVGroup
-from headrace.data.types import Sequence
+from headrace.data.types import ALL, Sequence
 from headrace.kv.block_pool import BlockPool
 
 Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) about to be written
@@ -128,8 +128,8 @@ class BlockManager:
         seq.wire.synced[number] = min(seq.wire.synced[number], keep)
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
-    def match(self, seq: Sequence, need: int | None = None) -> int:
-        """Extend a block-aligned `seq` by published blocks; returns the tokens this saved.
+    def match(self, seq: Sequence, need: int | None = None, most: int = ALL) -> int:
+        """Extend a block-aligned `seq` by published blocks of its first `most` tokens; returns the tokens this saved.
 
         `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block
         where one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V
@@ -142,7 +142,7 @@ class BlockManager:
         computed = kv.computed[0]
         if computed % size or len(table) * size > computed:
             return 0
-        for index in range(len(table), self.exact(seq, len(seq.tokens) - 1) // size):
+        for index in range(len(table), self.exact(seq, min(len(seq.tokens) - 1, most)) // size):
             block = self.pool.find(self.hash(seq, index), need)
             if block is None:
                 break
