@@ -257,6 +257,15 @@ void decode_g4(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
+// A half, a zero point, and `groups` times 32 bytes.
+template <int groups>
+void decode_g8(const uint8_t* src, float* dst, size_t n) {
+    for (; n--; src += 3 + 32 * groups, dst += 32 * groups) {
+        const float d = load_half(src);
+        for (int i = 0; i < 32 * groups; ++i) dst[i] = d * static_cast<float>(src[3 + i] - src[2]);
+    }
+}
+
 // 2^(e - 128).
 float power_of_two(uint32_t e) { return std::bit_cast<float>(e < 2 ? 0x200000u << e : (e - 1) << 23); }
 
@@ -298,6 +307,8 @@ constexpr Format kFormats[] = {
     {"S8", 32, 22, decode_s8},
     {"G4_32", 32, 19, decode_g4<1>},
     {"G4_128", 128, 67, decode_g4<4>},
+    {"G8_32", 32, 35, decode_g8<1>},
+    {"G8_128", 128, 131, decode_g8<4>},
 };
 
 }  // namespace

@@ -101,12 +101,12 @@ template <Form form, int rows, int s = 0>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
     constexpr int group = form.group, sub = 32 / group, quads = group / 4;
-    constexpr bool has_min = form.has_min, zero = has_min || form.wide;
+    constexpr bool has_min = form.has_min;
     I32v dots[rows][2];
 #pragma GCC unroll 6
     for (int m = 0; m < rows; ++m) {
         // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
-        dots[m][0] = dots[m][1] = set_i32(zero ? 0 : negative_sum<group>(*x[m], half, s) << zero_shift);
+        dots[m][0] = dots[m][1] = set_i32(form.zero ? negative_sum<group>(*x[m], half, s) << zero_shift : 0);
     }
     add_panel_dots<form, rows, s * quads, (s + 1) * quads>(w, vector, half, x, dots);
 #pragma GCC unroll 2

@@ -35,7 +35,7 @@ HEADRACE_INLINE void load_quads(const uint8_t* group, U8v values, U8v* w) {
     if constexpr (count > 1) load_quads<kind, first + 1, count - 1>(group, values, w + 1);
 }
 
-// The bytes of sixteen rows that are added to their integers in group g of 32 columns.
+// The points of sixteen rows in group g of 32 columns: what is added to their integers, or, of kWidePoint, taken off.
 template <PackedKind kind>
 HEADRACE_INLINE const uint8_t* points_of(const uint8_t* header, int g) {
     constexpr Layout layout = layout_of(kind);
@@ -65,7 +65,8 @@ template <PackedKind kind>
 HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
     constexpr Scales scales = layout_of(kind).scales;
     if constexpr (scales == Scales::kZero32 || scales == Scales::kMin32) return half_row(header, g, part);
-    if constexpr (scales == Scales::kPoint) return half_row(header, g * 32 / layout_of(kind).span, part);
+    if constexpr (scales == Scales::kPoint || scales == Scales::kWidePoint)
+        return half_row(header, g * 32 / layout_of(kind).span, part);
     const F32v d = half_row(header, 0, part);
     if constexpr (scales == Scales::kSuper16 || scales == Scales::kSuperI8) {
         return d * load_i8_f32((const int8_t*)header + 32 + 16 * g + part * kLanes);
@@ -84,6 +85,9 @@ HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
         return half_row(header, 2 + g, part);
     } else if constexpr (scales == Scales::kSuper32) {
         return -half_row(header, 1, part) * load_u8_f32(header + 192 + 16 * g + part * kLanes);
+    } else if constexpr (scales == Scales::kWidePoint) {
+        const I32v point = load_u8_i32(points_of<kind>(header, g) + part * kLanes);
+        return load_scale<kind>(header, g, part) * to_f32(set_i32(layout_of(kind).zero) - point);
     } else {
         return -half_row(header, 1, part) * to_f32(load_u8_i32(header + 64 + 16 * g + part * kLanes) >> 4);
     }
@@ -119,11 +123,13 @@ struct Form {
     int group;
     bool has_min;
     bool wide;  // bytes from wide_bytes, where these differ: the zero point is off
+    bool zero;  // the sums begin at minus the zero point times those of x
     int step;   // quads_at_once
 };
 
 static constexpr Form form_of(const Layout& layout) {
-    return {layout.group(), layout.has_min(), layout.wide() && kWideZero != 0, quads_at_once(layout)};
+    const bool wide = layout.wide() && kWideZero != 0;
+    return {layout.group(), layout.has_min(), wide, layout.zero != 0 && !wide, quads_at_once(layout)};
 }
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }

@@ -247,11 +247,13 @@ HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, flo
     }
 }
 
-// What is added to a row's integers in group `group32` of a block.
+// The zero point of a row in group `group32` of a block.
 template <PackedKind kind>
-HEADRACE_INLINE int row_point(const uint8_t* header, int group32, int row) {
+HEADRACE_INLINE int row_zero(const uint8_t* header, int group32, int row) {
     constexpr Layout layout = layout_of(kind);
-    return layout.point() ? header[32 * layout.spans() + group32 * 32 / layout.span * 16 + row] : 0;
+    if (!layout.point() && !layout.wide_point()) return layout.zero;
+    const int point = header[32 * layout.spans() + group32 * 32 / layout.span * 16 + row];
+    return layout.point() ? layout.zero - point : point;
 }
 
 // Quad j of a row in a group of 32: four integers as bytes.
@@ -284,7 +286,7 @@ static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
     for (int k = 0; k < tensor.k; k += 32) {
         const int group = k / 32 % (2 * layout.tiles());
         const uint8_t* integers = block + layout.header_bytes() + group * layout.group_bytes();
-        const int zero = layout.zero - row_point<kind>(block, group, row % 16);
+        const int zero = row_zero<kind>(block, group, row % 16);
         for (int j = 0; j < 8; ++j) {
             float scale, addend;
             uint8_t q[4];
@@ -293,7 +295,7 @@ static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
             for (int i = 0; i < 4 && k + 4 * j + i < tensor.k; ++i) {
                 const int value = (layout.table ? table_of(kind)[q[i]] : q[i]) - zero;
                 const float product = scale * (float)value;
-                out[k + 4 * j + i] = layout.has_min() ? product + addend : product;
+                out[k + 4 * j + i] = layout.has_min() && !layout.wide_point() ? product + addend : product;
             }
         }
         if (group == 2 * layout.tiles() - 1) block += layout.block_bytes();

@@ -1,6 +1,6 @@
 // Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
-// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers), G4_32 and G4_128
-// (half d, zero point, nibbles). A block's columns go to q[column], its scales into the header at `row`.
+// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers), G4_32, G4_128, G8_32
+// and G8_128 (half d, zero point, nibbles or bytes). A block's columns go to q[column], its scales into the header at `row`.
 #pragma once
 
 #include "tile.h"
@@ -111,6 +111,18 @@ HEADRACE_INLINE void decode_points(const uint8_t* src, int row, int groups, Stag
         put16(to.header, s * 16 + row, (const uint8_t*)&d);
         to.header[32 * spans + 16 * s + row] = (uint8_t)(layout.zero - src[2]);
         for (int g = 0; g < each; ++g) decode_nibbles(src + 3 + 16 * g, to.q[row] + 32 * (s * each + g));
+    }
+}
+
+// Bytes, and their zero points.
+template <PackedKind kind>
+HEADRACE_INLINE void decode_wide_points(const uint8_t* src, int row, int groups, Staged& to) {
+    constexpr Layout layout = layout_of(kind);
+    constexpr int spans = layout.spans(), span = layout.span;
+    for (int s = 0; s < spans && s * span / 32 < groups; ++s, src += 3 + span) {
+        put16(to.header, s * 16 + row, src);
+        to.header[32 * spans + 16 * s + row] = src[2];
+        __builtin_memcpy(to.q[row] + s * span, src + 3, span);
     }
 }
 
@@ -225,6 +237,10 @@ static constexpr int source_block_bytes(PackedKind kind) {
             return 38;
         case PackedKind::kG4_128:
             return 67;
+        case PackedKind::kG8_32:
+            return 70;
+        case PackedKind::kG8_128:
+            return 131;
         default:
             return 0;
     }
@@ -249,6 +265,8 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_mxfp4(src, row, groups < 2 ? groups : 2, to);
     } else if constexpr (layout_of(kind).point()) {
         decode_points<kind>(src, row, groups, to);
+    } else if constexpr (layout_of(kind).wide_point()) {
+        decode_wide_points<kind>(src, row, groups, to);
     } else if constexpr (layout_of(kind).sparse) {
         decode_sparse<kind>(src, row, groups < 2 ? groups : 2, to);
     } else {

@@ -18,6 +18,7 @@ int halves(const Layout& layout) {
         case Scales::kSuperI8:
             return 16;
         case Scales::kPoint:
+        case Scales::kWidePoint:
             return 16 * layout.spans();
         case Scales::kNone:
             return 0;

@@ -20,6 +20,8 @@
 //   kSuperI8    d[16] i8 sc[8][16]                    w = (d * sc) * (q - zero)
 //   kPoint      d[s][16] u8 p[s][16]                  w = d * (q + p - zero), s = 2, or 1 of 128 columns; p = zero less
 //                                                     the zero point, so that q + p - zero is the format's integer
+//   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p), s as above; p the zero point:
+//                                                     q - p does not fit a byte, so that it is a minimum
 //   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
 #pragma once
 
@@ -48,36 +50,40 @@ enum class PackedKind : int32_t {
     kS4,
     kS8,
     kG4_32,
-    kG4_128
+    kG4_128,
+    kG8_32,
+    kG8_128
 };
 
 // Those with kernels of their own.
 #define HEADRACE_DENSE_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
-#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128)
-constexpr int kDenseKinds = 12, kKernelKinds = 16;
+#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128) X(kG8_32) X(kG8_128)
+constexpr int kDenseKinds = 12, kKernelKinds = 18;
 // All but kBf16.
 #define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
-enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kNone };
+enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kWidePoint, kNone };
 
 struct Layout {
     int low, high;  // bits of the two planes
     bool table;     // the integer is an index into a table (table_of), whose entries are what is multiplied
     Scales scales;
-    int zero;             // a power of two; 0 exactly where the format has minima
+    int zero;             // a power of two; 0 where the format has minima, but for kWidePoint
     bool sparse = false;  // 2:4
-    int span = 32;        // columns of a scale: of kPoint also 128
+    int span = 32;        // columns of a scale: of kPoint and kWidePoint also 128
 
     constexpr bool point() const { return scales == Scales::kPoint; }
+    constexpr bool wide_point() const { return scales == Scales::kWidePoint; }
     constexpr bool super() const {
-        return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone && !point();
+        return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone && !point() &&
+               !wide_point();
     }
     constexpr int tiles() const { return super() ? 4 : span / 64 > 1 ? span / 64 : 1; }  // of a block
-    constexpr int spans() const { return 64 * tiles() / span; }                          // of a block of kPoint
+    constexpr int spans() const { return 64 * tiles() / span; }                          // of a block
     constexpr int group() const { return scales == Scales::kSuper16 || scales == Scales::kSuper16Min ? 16 : 32; }
     constexpr bool has_min() const {
-        return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min;
+        return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min || wide_point();
     }
     constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
     constexpr int most() const {                               // of the bytes that are multiplied
@@ -92,6 +98,7 @@ struct Layout {
             case Scales::kSuperI8:
                 return 192;
             case Scales::kPoint:
+            case Scales::kWidePoint:
                 return spans() * 64;
             case Scales::kNone:
                 return 0;
@@ -143,6 +150,10 @@ static constexpr Layout layout_of(PackedKind kind) {
             return {4, 0, false, Scales::kPoint, 16};
         case PackedKind::kG4_128:
             return {4, 0, false, Scales::kPoint, 16, false, 128};
+        case PackedKind::kG8_32:
+            return {8, 0, false, Scales::kWidePoint, 128};
+        case PackedKind::kG8_128:
+            return {8, 0, false, Scales::kWidePoint, 128, false, 128};
         default:
             return {0, 0, false, Scales::kNone, 0};
     }

@@ -26,6 +26,8 @@ SCALES = {
     "S8": (0,),
     "G4_32": (0,),
     "G4_128": (0,),
+    "G8_32": (0,),
+    "G8_128": (0,),
 }
 SPARSE = {"S4": "Q4_0", "S8": "Q8_0"}  # and dense kinds of the same integers
 POINTS = ("G4_32", "G4_128")  # with zero points from 0 to 16 in their third byte

@@ -411,7 +411,7 @@ def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
 
 @pytest.mark.peers
 def test_llama_cpp_has_the_logits_of_what_was_written(tmp_path: Path) -> None:
-    """Of folders in F32, and of a file in Q8_0 against our float32 reading of it."""
+    """Of folders, in F32. Real weights in other kinds: test_written_in_llama_cpp."""
     try:
         python = _peer_python()
     except PackageNotFoundError:

@@ -66,7 +66,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     ),
     "gptq int8": (lambda: gptq(8), {"Q8_0"}, "GPTQ, 8 bits, groups of 32"),
     "gptq int8 in act-order": (lambda: gptq(8, act_order=True), {"Q8_0"}, "GPTQ, 8 bits, groups of 32, act-order"),
-    "gptq int8 with zeros": (lambda: gptq(8, sym=False), {"F32"}, "GPTQ, 8 bits, groups of 32 as bfloat16"),
+    "gptq int8 with zeros": (lambda: gptq(8, sym=False), {"G8_32"}, "GPTQ, 8 bits, groups of 32"),
     "gptq int2": (lambda: gptq(2, sym=False), {"Q4_0"}, "GPTQ, 2 bits, groups of 32"),
     "awq": (awq, {"G4_32"}, "AWQ, 4 bits, groups of 32"),
     "awq without zeros": (lambda: awq(zeros=False), {"Q4_0"}, "AWQ, 4 bits, groups of 32"),
@@ -80,7 +80,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
     "int7 with zeros": (lambda: packed_integers(7, sym=False), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
     "int7 in whole words": (lambda: packed_integers(7, padded=True), {"Q8_0"}, "compressed-tensors, 7 bits, groups of 32"),
     "int8 with zeros": (
-        lambda: packed_integers(8, sym=False), {"F32"}, "compressed-tensors, 8 bits, groups of 32 as bfloat16"
+        lambda: packed_integers(8, sym=False), {"G8_32"}, "compressed-tensors, 8 bits, groups of 32"
     ),
     "nvfp4": (nvfp4, {"F32"}, "compressed-tensors, NVFP4 as bfloat16"),
     "mxfp4": (mxfp4, {"MXFP4"}, "MXFP4"),

@@ -213,6 +213,8 @@ def test_the_size_is_what_the_design_says(pool, arena) -> None:
         "BF16": 16,
         "G4_32": 5,
         "G4_128": 4.25,
+        "G8_32": 9,
+        "G8_128": 8.25,
     }
     for kind, per_weight in stored.items():
         before = arena.used

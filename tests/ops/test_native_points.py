@@ -1,4 +1,5 @@
-"""4 bits with zero points in the native core: a layer gives, bit for bit, what Q5_0 gives of the same integers."""
+"""Zero points in the native core. Of 4 bits a layer gives, bit for bit, what Q5_0 gives of the same integers; of 8 bits, whose
+integers less a zero point have 9, what Q8_0 gives where the zero points are its own."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from headrace import native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import POINTS, integers_of, rows_of
+from headrace.weights.quantized.rows import POINTS, WIDE, coded_rows, integers_of, rows_of
 from tests.native_blocks import dense, random_rows
 
 if not native.available():
@@ -69,6 +70,49 @@ def test_without_zero_points_it_is_q4_0_bit_for_bit(isa: str, pool) -> None:
             wanted, ours, wrong = (core.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
             assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path)
             assert not np.array_equal(wrong, wanted)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", WIDE)
+def test_with_zero_points_of_128_it_is_q8_0_bit_for_bit(kind: str, isa: str, pool) -> None:
+    """Few rows and many, segments, logits, outliers. Control: one zero point is 129."""
+    for n, k, unit in ((37, 384, 0), (16, 768, 64)):
+        rng = np.random.default_rng(n)
+        codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
+        scales = rng.standard_normal((n, k // WIDE[kind])).astype(np.float16).repeat(WIDE[kind] // 32, axis=1)
+        zeros = np.full(scales.shape, 128, np.uint8)
+        other = zeros.copy()
+        other[: n // 2, : WIDE[kind] // 32] = 129
+        variants = [
+            (rows_of("Q8_0", (codes - np.uint8(128)).view(np.int8), scales), "Q8_0"),
+            *((coded_rows(kind, codes, points, scales), kind) for points in (zeros, other)),
+        ]
+        layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
+        for m in (1, 2, 3, 5, 8, 41):
+            x = rng.standard_normal((m, k)).astype(np.float32)
+            x[:, ::50] *= 20
+            for path in ("direct", "panels"):
+                for activations in ("group", "split") if m < 8 else ("group",):
+                    wanted, ours, wrong = (
+                        core.linear(layer, x, pool, path=path, isa=isa, activations=activations) for layer in layers
+                    )
+                    assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path, activations)
+                    changed = (wrong != wanted).all(axis=0)
+                    assert changed.tolist() == [row < n // 2 for row in range(n)]
+            assert np.array_equal(*(core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]))
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_bytes_and_any_zero_point_become_rows(kind: str) -> None:
+    rng, span = np.random.default_rng(0), WIDE[kind]
+    codes = rng.integers(0, 256, (256, 4 * span)).astype(np.uint8)
+    zeros = np.arange(1024).reshape(256, 4).astype(np.uint8)
+    scales = rng.standard_normal((256, 4)).astype(np.float16)
+    rows = coded_rows(kind, codes, *(each.repeat(span // 32, axis=1) for each in (zeros, scales)))
+    values = codes.astype(np.float32) - zeros.repeat(span, axis=1)
+    wanted = scales.astype(np.float32).repeat(span, axis=1) * values
+    assert np.array_equal(dequantize_numpy(rows.reshape(-1), kind).reshape(256, -1), wanted)
+    assert np.array_equal(dense_by_the_core(rows, kind), wanted)
 
 
 @pytest.mark.parametrize("kind", POINTS)

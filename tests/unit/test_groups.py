@@ -186,7 +186,7 @@ def test_names_and_what_is_refused() -> None:
     assert integers_named("w8a8") == Integers(8, activations=True)
     assert integers_named("int4-g128") == Integers(4, 128, symmetric=False)
     for name, line in (
-        ("int8-g32", "no packed kind holds 8 bits and zero points; write int8-g32-sym"),
+        ("int8-g32", "8 bits are written without zero points, which would gain next to nothing; write int8-g32-sym"),
         ("int4-g48", "groups of a multiple of 32"),
         ("int4-tensor", "groups of a multiple of 32"),
         ("int2-g32", "integers of 3 to 8 bits"),

@@ -154,7 +154,7 @@ def integers_named(name: str) -> Integers:
     if spec.group is None or spec.group % BLOCK:
         raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
     if spec.bits == 8 and not spec.symmetric:
-        raise ValueError(f"{spec}: no packed kind holds 8 bits and zero points; write {spec}-sym")
+        raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
     return Integers(spec.bits, spec.group, spec.symmetric)
 
 

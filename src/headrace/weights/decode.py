@@ -166,6 +166,10 @@ def _g4(blocks: Blocks) -> np.ndarray:
     return scale * (q.astype(np.float32) - zero)
 
 
+def _g8(blocks: Blocks) -> np.ndarray:
+    return _half(blocks, 0) * (blocks[:, 3:].astype(np.float32) - blocks[:, 2:3].astype(np.float32))
+
+
 def _two_of_four(blocks: Blocks, kept: np.ndarray) -> np.ndarray:
     """kept: float32 [n, 16], two of every four. Where indices do not ascend numbers are NaN."""
     n = len(blocks)
@@ -208,4 +212,6 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "S8": _s8,
     "G4_32": _g4,
     "G4_128": _g4,
+    "G8_32": _g8,
+    "G8_128": _g8,
 }

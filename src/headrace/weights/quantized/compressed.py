@@ -185,7 +185,7 @@ class CompressedTensors:
         low, high = (0, 0) if zeros is None else (int(zeros.min()), int(zeros.max()))
         kind = kind_of(bits, -half - high, half - 1 - low, k // groups)
         size = f"groups of {k // groups}" if groups > 1 else "a scale a row" if rows == n else "one scale"
-        return kind, (n, k), f"{bits} bits, {size}{' as bfloat16' if kind == 'F32' else ''}"
+        return kind, (n, k), f"{bits} bits, {size}"
 
     def _input_scale(self, matrix: str) -> float | None:
         """Of int8 weights; None where inputs are rounded token by token, or have a zero point."""

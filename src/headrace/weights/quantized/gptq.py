@@ -135,5 +135,4 @@ class Gptq:
         sizes = self._sizes[name]
         groups = "a scale a row" if sizes.groups == 1 else f"groups of {sizes.group}"
         order = ", act-order" if self.columns(name) is not None else ""
-        floats = " as bfloat16" if self.matrices[name].info.kind == "F32" else ""
-        return f"GPTQ, {sizes.bits} bits, {groups}{order}{floats}"
+        return f"GPTQ, {sizes.bits} bits, {groups}{order}"

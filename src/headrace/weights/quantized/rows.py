@@ -5,7 +5,7 @@ integer minus zero point is an integer again.
     the same in other groups:   Q4_0 where z = 8, w = d * (q - 8), else G4_32
     q - z of 5 bits, z = 16:    Q5_0, w = d * (q - 16)
     q - z of up to 7 bits, any z, and of 8 bits, z = 128:   Q8_0, w = d * (q - z)
-    q - z of 8 bits, any z:     float32, which the core holds as bfloat16
+    q - z of 8 bits, any z:     G8_128 where groups are of a multiple of 128 inputs, else G8_32, w = d * (q - z)
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ BLOCK = 32
 TURN = 256  # rows at a time
 RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}  # of the integers, by bits
 POINTS = {"G4_128": 128, "G4_32": 32}  # kinds with zero points, and the inputs that share one
+WIDE = {"G8_128": 128, "G8_32": 32}  # and of bytes
 MOST_POINT = 16
 
 
@@ -28,8 +29,10 @@ def kind_of(bits: int, low: int, high: int, group: int) -> str:
     point for `group` inputs (0: of any number)."""
     if bits <= 4 and group and group % POINTS["G4_128"] == 0:
         return "G4_128"
-    found = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "F32")
-    return "G4_32" if bits <= 4 and found != "Q4_0" else found
+    found = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "")
+    if bits <= 4 and found != "Q4_0":
+        return "G4_32"
+    return found or ("G8_128" if group and group % WIDE["G8_128"] == 0 else "G8_32")
 
 
 def unpacked(words: np.ndarray, bits: int, padded: bool = False) -> np.ndarray:
@@ -70,9 +73,8 @@ def coded_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarr
     """Rows of a kind that `kind_of` names. codes: uint8 [n, k]; zeros (points): uint8, and scales: float16 [n, k / 32]."""
     n, blocks = scales.shape
     each = codes.reshape(n, blocks, BLOCK)
-    if kind == "F32":
-        values = each.astype(np.float32) - zeros[:, :, None]
-        return (values * scales[:, :, None].astype(np.float32)).reshape(n, -1).view(np.uint8)
+    if kind in WIDE:
+        return _wide_rows(kind, codes, zeros, scales)
     return rows_of(kind, (each - zeros[:, :, None]).view(np.int8).reshape(n, -1), scales)
 
 
@@ -108,6 +110,15 @@ def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     made[:, :, 2] = zeros
     nibbles = _nibbles(codes.astype(np.uint8).reshape(n, -1, BLOCK))
     made[:, :, 3:] = nibbles.reshape(*zeros.shape, -1)
+    return made.reshape(n, -1)
+
+
+def _wide_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    n, each = len(codes), WIDE[kind] // BLOCK
+    made = np.empty((n, codes.shape[1] // WIDE[kind], KINDS[kind].nbytes), np.uint8)
+    made[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(n, -1, 2)
+    made[:, :, 2] = zeros[:, ::each]
+    made[:, :, 3:] = codes.reshape(n, -1, WIDE[kind])
     return made.reshape(n, -1)
 
 
