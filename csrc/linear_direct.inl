@@ -120,8 +120,7 @@ HEADRACE_INLINE void add_columns(const From& from, const F32v* scale, const F32v
     I32v dots[kTurnParts][some];
 #pragma GCC unroll 8
     for (int m = 0; m < some; ++m) {
-        dots[0][m] = form.zero ? shift_left(set_i32(negative_sum<group>(x[m][tile], half, s)), zero_shift)
-                               : set_i32(0);
+        dots[0][m] = form.zero ? shift_left(set_i32(negative_sum<group>(x[m][tile], half, s)), zero_shift) : set_i32(0);
 #pragma GCC unroll 4
         for (int p = 1; p < kTurnParts; ++p) dots[p][m] = dots[0][m];
     }

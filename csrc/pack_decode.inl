@@ -1,6 +1,7 @@
 // Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
 // FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers), G4_32, G4_128, G8_32
-// and G8_128 (half d, zero point, nibbles or bytes). A block's columns go to q[column], its scales into the header at `row`.
+// and G8_128 (half d, zero point, nibbles or bytes). A block's columns go to q[column], its scales into the header at
+// `row`.
 #pragma once
 
 #include "tile.h"

@@ -20,7 +20,8 @@
 //   kSuperI8    d[16] i8 sc[8][16]                    w = (d * sc) * (q - zero)
 //   kPoint      d[s][16] u8 p[s][16]                  w = d * (q + p - zero), s = 2, or 1 of 128 columns; p = zero less
 //                                                     the zero point, so that q + p - zero is the format's integer
-//   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p), s as above; p the zero point:
+//   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p), s as above; p the zero
+//   point:
 //                                                     q - p does not fit a byte, so that it is a minimum
 //   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
 #pragma once
