@@ -28,6 +28,7 @@ from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibrate
 from headrace.training.joint import WORK, Schedule, Stopped, check_new, learn, save_model
+from headrace.training.run import alone_in
 
 STEPS = 200  # of L-BFGS, at most
 BATCH = 64  # texts that the engine is given at a time
@@ -221,6 +222,19 @@ def train(
     """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too; then
     the same call goes on where one was stopped. `interrupt` is entered while both learn and says whether to stop. Raises
     ValueError, and KeyboardInterrupt once stopped."""
+    with alone_in(out):
+        return _train(model, data, out, recipe, progress, check, interrupt)
+
+
+def _train(
+    model: str,
+    data: Labelled,
+    out: Path,
+    recipe: Recipe,
+    progress: OnProgress,
+    check: Labelled | None,
+    interrupt: Stopped | None,
+) -> Result:
     labels = tuple(sorted(set(data.labels)))
     if check is None:
         order = list(range(len(data.texts)))

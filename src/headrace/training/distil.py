@@ -33,7 +33,7 @@ from headrace.training.exits import check as check_exits
 from headrace.training.forward import AUTO, backend_of, forward_of
 from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
 from headrace.training.lesson import HARD, LOSSES, MAPS, Lesson, check_maps
-from headrace.training.run import Budget, Run, begin
+from headrace.training.run import Budget, Run, alone_in, begin
 from headrace.training.students import Student, student_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
 from headrace.weights.loader import stored_tensors
@@ -138,7 +138,12 @@ def distil(
     for what cannot be, before anything is trained, KeyboardInterrupt once stopped, and OSError.
     """
     recipe.check()
-    tell, work = tell or Silent(), out / "work"
+    with alone_in(out):
+        return _distil(teacher, out, recipe, tell or Silent(), interrupt)
+
+
+def _distil(teacher: str | Path, out: Path, recipe: Recipe, tell: Progress, interrupt: Stopped | None) -> Result:
+    work = out / "work"
     threads = recipe.threads or torch.get_num_threads()
     if (out / CONFIG).exists() and not work.exists():
         raise ValueError(f"{out} holds a model; name another folder")

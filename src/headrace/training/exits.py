@@ -18,6 +18,7 @@ from headrace.training.calibration import calibration_error
 from headrace.training.heads import Recipe, Tell, Trained, judge, train
 from headrace.training.kinds import KINDS, begin
 from headrace.training.networks import norm
+from headrace.training.run import alone_in
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text, open_writer, write_texts
 from headrace.weights.parts import plan
@@ -86,8 +87,13 @@ def default_exits(layers: int) -> tuple[int, ...]:
 def distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     """Train exits for a model into `out`; what is there already of the same training is gone on with.
 
-    Raises ValueError where the model cannot have exits there, or `out` holds another training.
+    Raises ValueError where the model cannot have exits there, or `out` holds another training, or another one runs there.
     """
+    with alone_in(out):
+        return _distil_exits(model, out, recipe, tell)
+
+
+def _distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     opened = open_model(model)
     recipe = replace(recipe, kind=EXIT, exits=recipe.exits or default_exits(opened.config.num_layers))
     check(recipe.exits, opened.config)

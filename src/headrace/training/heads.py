@@ -17,7 +17,7 @@ from headrace.startup import heads as files
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
-from headrace.training.run import begin
+from headrace.training.run import alone_in, begin
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
 from headrace.training.train import Training, agreement
@@ -86,8 +86,13 @@ class Trained:
 def distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     """Train heads for a model into `out`; what is there already of the same training is gone on with.
 
-    Raises ValueError where the model cannot have heads, or `out` holds another training.
+    Raises ValueError where the model cannot have heads, or `out` holds another training, or another one runs there.
     """
+    with alone_in(out):
+        return _distil(model, out, recipe, tell)
+
+
+def _distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     made = train(open_model(model), out, recipe, tell)
     heads, held = made.heads, made.held
     with torch.autocast("cpu", torch.bfloat16):

@@ -26,6 +26,7 @@ from headrace.ops.relative import buckets
 from headrace.ops.weights import RelativeWeights
 from headrace.runner.record import Segment, record, record_cross
 from headrace.training.masked_texts import Batch, make_batch, rows_of
+from headrace.training.run import alone_in
 from headrace.training.tasks import END, MASK, Task
 from headrace.weights.loader import Allocator, stored_tensors
 
@@ -232,10 +233,11 @@ def write_prompts(path: Path, task: Task, count: int, seed: int) -> None:
 
 def make(task: Task, recipe: Recipe, out: Path, tell: Tell) -> float:
     """Train a model into a folder, with prompts to try it on; the seconds it took. Raises ValueError where it holds one."""
-    if (out / CONFIG).exists():
-        raise ValueError(f"{out} holds a model; name another folder")
-    began = time.perf_counter()
-    model = train(task, recipe, tell)
-    save(out, model, task, recipe)
-    write_prompts(out / "prompts.jsonl", task, 200, recipe.seed + 7)
-    return time.perf_counter() - began
+    with alone_in(out):
+        if (out / CONFIG).exists():
+            raise ValueError(f"{out} holds a model; name another folder")
+        began = time.perf_counter()
+        model = train(task, recipe, tell)
+        save(out, model, task, recipe)
+        write_prompts(out / "prompts.jsonl", task, 200, recipe.seed + 7)
+        return time.perf_counter() - began

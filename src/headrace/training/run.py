@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.compress.export import write_json
-from headrace.weights.replacing import replacing
+from headrace.weights.replacing import alone, replacing
 
 PLAN, CHECKPOINT = "plan.json", "checkpoint.safetensors"
 WARM, LEAST = 0.02, 0.02  # the share of a training in which the rate rises, and of the highest rate at its end
@@ -41,6 +42,14 @@ class Budget:
 def rate_at(share: float, highest: float) -> float:
     """A rate of learning that rises in the first hundredths of a training and falls as a cosine (Loshchilov & Hutter 2017)."""
     return highest * min(1.0, share / WARM + 0.05) * (LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Only one process at a time trains into the folder `out`. Raises ValueError where another one does now, and OSError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with alone(out):
+        yield
 
 
 def begin(folder: Path, about: Mapping[str, Any]) -> None:
