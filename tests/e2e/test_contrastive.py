@@ -9,6 +9,7 @@ import torch
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import HIDDEN, TARGET, KVGroup
+from headrace.data.types import ALL
 from headrace.drafting.speculation import Speculation
 from headrace.eager.program import EagerProgram
 from headrace.engine.admission import AdmissionError
@@ -130,7 +131,7 @@ def test_a_hit_on_any_block_would_be_caught(expert: Model, amateur: Model) -> No
     engine = engine_of(expert, amateur)
     outputs(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=3))])
     match = engine.blocks.match
-    engine.blocks.match = lambda seq, need=None: match(seq, 1)  # type: ignore[method-assign]
+    engine.blocks.match = lambda seq, need=None, most=ALL: match(seq, 1, most)  # type: ignore[method-assign]
     assert outputs(engine, [(prompt, DECODING)]) != [contrastive_decoding(expert, amateur, prompt, DECODING)]
 
 

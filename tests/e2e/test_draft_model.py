@@ -10,6 +10,7 @@ import torch
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
+from headrace.data.types import ALL
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.eager.program import EagerProgram
@@ -170,8 +171,8 @@ def stale_hits(engine: Engine) -> None:
     """A hit counts for the draft's group as well, whoever filled the block."""
     match = engine.blocks.match
 
-    def matching(seq: Any, need: int | None = None) -> int:
-        saved = match(seq, need)
+    def matching(seq: Any, need: int | None = None, most: int = ALL) -> int:
+        saved = match(seq, need, most)
         seq.kv.computed = [seq.kv.computed[0]] * len(seq.kv.computed)
         return saved
 

@@ -38,7 +38,7 @@ class Job:
             ignore_eos=rng.random() < 0.3,
             priority=rng.choice([0, 0, 0, 1]),
             prompt_logprobs=0 if rng.random() < 0.15 else None,
-            prompt_logprobs_start=rng.choice((0, 0, len(self.prompt) // 2, len(self.prompt) - 1)),
+            prompt_logprobs_start=(0, len(self.prompt) // 2, len(self.prompt) - 1)[self.arrives % 3],
         )
         self.aborts = rng.randrange(5, 40) if rng.random() < 0.1 else None
 
