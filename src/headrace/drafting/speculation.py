@@ -135,7 +135,7 @@ class Speculation:
                 _standing(proposal.seq).rest = self._step + TREE_REST
         if self.gamma is None and base is not None:
             self._idle = 0 if any(proposal.choice.gamma for proposal in made) else self._idle + 1
-            self._pause = self._step + self._rest(plain, (self._clock() - began) / base)
+            self._pause = self._step + self._pause_for(plain, (self._clock() - began) / base)
 
     def fill(self, works: list[AnyFed], run: Run, filled: Filled) -> list[AnyFed]:
         """These works' drafts have their room: drafters that run a model now say of which tokens they are. Returns the works
@@ -213,7 +213,7 @@ class Speculation:
         for drafter in self.drafters if self._failed else ():
             self._failed.pop((request.id, drafter.name), None)
 
-    def _rest(self, plain: int, asked: float) -> int:
+    def _pause_for(self, plain: int, asked: float) -> int:
         """Steps until drafters are asked again, which took as long as `asked` plain steps. Each time that nothing comes of it
         one more, until it takes no more than its share of the time; one by one, as any token may begin what pays."""
         return max(plain // 2, min(self._idle, int(asked / ASKING))) if self._idle else 0
