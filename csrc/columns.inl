@@ -48,13 +48,12 @@ HEADRACE_INLINE F32v load_column(const uint8_t* data, int column, int part) {
     const uint8_t* group =
         block + layout.header_bytes() + inner * layout.tile_bytes() + column % 64 / 32 * layout.group_bytes();
     const int g = (inner * 64 + column % 64) / layout.group();
-    I32v q = column_codes<kind>(group, within / 4, within % 4, part);
-    if constexpr (layout.wide_point()) {
-        q = q - load_u8_i32(points_of<kind>(block, g) + part * kLanes);
-    } else {
-        q = q - layout.zero;
+    I32v zero = set_i32(layout.zero);
+    if constexpr (layout.point() || layout.wide_point()) {
+        const I32v point = load_u8_i32(points_of<kind>(block, g) + part * kLanes);
+        zero = layout.point() ? zero - point : point;
     }
-    if constexpr (layout.point()) q = q + load_u8_i32(points_of<kind>(block, g) + part * kLanes);
+    const I32v q = column_codes<kind>(group, within / 4, within % 4, part) - zero;
     const F32v product = load_scale<kind>(block, g, part) * to_f32(q);
     if constexpr (layout.has_min() && !layout.wide_point()) return product + load_min<kind>(block, g, part);
     return product;

@@ -1,6 +1,9 @@
 """Zero points in the native core. Of 4 bits a layer gives, bit for bit, what Q5_0 gives of the same integers; of 8 bits, whose
 integers less a zero point have 9, what Q8_0 gives where the zero points are its own."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -33,6 +36,14 @@ def shifted(kind: str, rows: np.ndarray) -> np.ndarray:
     return blocks.reshape(rows.shape)
 
 
+def outputs(layers: list[Any], x: np.ndarray, pool: Any, isa: str) -> Iterator[tuple[tuple[str, str], list[np.ndarray]]]:
+    """What layers give of the same rows, each way: the path, and how inputs are rounded."""
+    for path in ("direct", "panels"):
+        for activations in ("group", "split") if len(x) < 8 else ("group",):
+            given = {"path": path, "isa": isa, "activations": activations}
+            yield (path, activations), [core.linear(layer, x, pool, **given) for layer in layers]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", POINTS)
 def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
@@ -44,13 +55,9 @@ def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
         for m in (1, 2, 3, 5, 8, 41):
             x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
             x[:, ::50] *= 20
-            for path in ("direct", "panels"):
-                for activations in ("group", "split") if m < 8 else ("group",):
-                    wanted, ours, wrong = (
-                        core.linear(layer, x, pool, path=path, isa=isa, activations=activations) for layer in layers
-                    )
-                    assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path, activations)
-                    assert not np.array_equal(wrong, wanted)
+            for way, (wanted, ours, wrong) in outputs(layers, x, pool, isa):
+                assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, way)
+                assert not np.array_equal(wrong, wanted)
             logits = [core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
             assert np.array_equal(*logits)
 
@@ -91,14 +98,10 @@ def test_with_zero_points_of_128_it_is_q8_0_bit_for_bit(kind: str, isa: str, poo
         for m in (1, 2, 3, 5, 8, 41):
             x = rng.standard_normal((m, k)).astype(np.float32)
             x[:, ::50] *= 20
-            for path in ("direct", "panels"):
-                for activations in ("group", "split") if m < 8 else ("group",):
-                    wanted, ours, wrong = (
-                        core.linear(layer, x, pool, path=path, isa=isa, activations=activations) for layer in layers
-                    )
-                    assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path, activations)
-                    changed = (wrong != wanted).all(axis=0)
-                    assert changed.tolist() == [row < n // 2 for row in range(n)]
+            for way, (wanted, ours, wrong) in outputs(layers, x, pool, isa):
+                assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, way)
+                changed = (wrong != wanted).all(axis=0)
+                assert changed.tolist() == [row < n // 2 for row in range(n)]
             assert np.array_equal(*(core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]))
 
 
