@@ -79,7 +79,8 @@ def warm(_: str) -> None:
 
 
 def look_again(output: RequestOutput) -> None:
-    """Finished texts are checked against what no mask could hold them to."""
+    """Check finished texts for the schema keywords that masks do not enforce. A text that breaks one, or that cannot be
+    checked, gets the finish reason "error", and the output gets the message."""
     spec = output.structured
     if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
         return
@@ -89,9 +90,11 @@ def look_again(output: RequestOutput) -> None:
 
 
 def _why_broken(spec: StructuredOutputs, text: str) -> str:
-    """What is wrong with a finished text; a pattern may be one that is searched for ever, so that can be ended."""
+    """Why a finished text does not fit, empty if it does. Runs in a confined process: some patterns are searched for ever."""
     try:
         with asked():
             return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
     except ConstraintError as error:
         return str(error)
+    except Exception as error:  # one output that cannot be checked must not cost its caller the others
+        return f"the output cannot be checked against its JSON schema ({type(error).__name__}: {str(error)[:200]})"

@@ -16,6 +16,7 @@ from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 
 Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
+Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, which the output does not contain yet
 
 
 class Callers:
@@ -28,6 +29,8 @@ class Callers:
         self.engine = engine
         self._encode = encode
         self._turns, self._seeds, self._open = Turns(), random.Random(seed) if seed is not None else None, {}
+        self._unread: Inbox = deque(maxlen=0)  # of requests whose caller calls `step` and reads the output
+        self._unchecked: list[Unchecked] = []
 
     @property
     def open(self) -> int:
@@ -37,7 +40,9 @@ class Callers:
     def step(self) -> list[RequestOutput]:
         """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
         with self._turns:
-            return self._step()
+            ended = self._step()
+            unchecked = self._take_unchecked(self._unread)
+        return ended + [self._check(*one) for one in unchecked]
 
     def close(self) -> None:
         """Let the engine's executor go, between steps."""
@@ -51,13 +56,35 @@ class Callers:
                 if delta.request_id not in self._open:
                     continue  # its caller has gone
                 output, inbox = self._open[delta.request_id]
+                if delta.finished and delta.error is None and output.structured is not None:
+                    self._unchecked.append((output, inbox, delta))
+                    continue
                 output.add(delta)
                 inbox.append(delta)
                 if output.finished:
-                    look_again(output)
                     del self._open[delta.request_id]
                     ended.append(output)
         return ended
+
+    def _take_unchecked(self, inbox: Inbox) -> list[Unchecked]:
+        """Ended outputs of one caller that have to be checked; the caller does so outside the turn, so that others go on."""
+        found = [one for one in self._unchecked if one[1] is inbox]
+        self._unchecked = [one for one in self._unchecked if one[1] is not inbox]
+        return found
+
+    def _check(self, output: RequestOutput, inbox: Inbox, last: Delta) -> RequestOutput:
+        """Complete an output and check it against its constraint; a check may take seconds."""
+        output.add(last)
+        try:
+            look_again(output)
+        except BaseException:  # Ctrl-C
+            output.error = "the output was not checked against its constraint: interrupted"
+            raise
+        finally:
+            inbox.append(last)
+            with self._turns:
+                self._open.pop(output.request_id, None)
+        return output
 
     def add_all(
         self,
@@ -80,7 +107,7 @@ class Callers:
                         params = params.replace(seed=self._seeds.getrandbits(64))
                     request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
                     outputs[at] = empty_output(request, texts[at])
-                    self._open[request.id] = (outputs[at], deque(maxlen=0) if inbox is None else inbox)
+                    self._open[request.id] = (outputs[at], self._unread if inbox is None else inbox)
             except BaseException:
                 for output in outputs.values():
                     self.engine.abort(output.request_id)
@@ -97,14 +124,17 @@ class Callers:
                 if cancelled is not None and cancelled():
                     self.abort(inbox)
                 with self._turns:  # other threads' steps bring something, too: what has ended is looked at between steps
+                    unchecked = self._take_unchecked(inbox)
                     while left and left[0].finished:
                         left.popleft()
-                    if left and not inbox:
+                    if left and not inbox and not unchecked:
                         if not self.engine.busy:
                             raise RuntimeError(f"the engine has lost request {left[0].request_id}: please report this fault")
                         self._step()
                     elif not left and not inbox:
                         return
+                for one in unchecked:
+                    self._check(*one)
         finally:
             if left:
                 self.abort(inbox)
@@ -120,5 +150,11 @@ class Callers:
                     if any(name in self._open for name in names):
                         self._step()
             finally:
+                for output, _, last in self._take_unchecked(inbox):
+                    output.add(last)
+                    inbox.append(last)
+                    del self._open[output.request_id]
+                    for one in output.outputs:
+                        one.finish_reason = "abort" if one.finish_reason == "stop" else one.finish_reason
                 for output, _ in [self._open.pop(name) for name in names if name in self._open]:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
