@@ -131,6 +131,22 @@ def test_a_form_that_nothing_can_be_held_to(
     assert expected in refused(shell, "run", tiny_gguf, "hi", option, tmp_path / "form")
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--method", "gptq,awq"), "gptq,awq cannot be: "),
+        (("--method", "heads"), "heads needs --keep-heads"),
+        (("--method", "magnitude", "--sparsity", "3"), "sparsity '3'"),
+        (("--heal-steps", "5"), "the method heal and its steps go together"),
+        (("--format", "Q9"), "unknown format 'Q9'"),
+    ],
+)
+def test_compress_settings_that_cannot_be(
+    shell: Shell, tiny_gguf: Path, tmp_path: Path, options: tuple[str], expected: str
+) -> None:
+    assert expected in refused(shell, "compress", tiny_gguf, "-o", tmp_path / "out.gguf", *options)
+
+
 def test_a_wrong_regex(shell: Shell, tiny_gguf: Path) -> None:
     assert "regex" in refused(shell, "run", tiny_gguf, "hi", "--regex", "(")
 

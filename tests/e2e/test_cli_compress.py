@@ -1,11 +1,14 @@
 """compress and arithmetic as a person runs them."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cli_shell import Shell
+from headrace.cli.files import writable, writable_output
+from tests.cli_shell import SECONDS, Shell
 from tests.tiny_files import write_tiny_gguf
 
 
@@ -46,6 +49,65 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
     code, said, _ = shell("inspect", out, "--json")
     assert (code, json.loads(said)["types"]["Q4_0"]) == (0, 13)
     assert shell("compress", model, "-o", tmp_path / "two.gguf", "-f", "q4_0", "--imatrix", tmp_path / "i.gguf")[0] == 0
+
+
+@pytest.mark.parametrize(("name", "number_format", "module"), [("out.gguf", "Q4_0", "run"), ("out", "int4-g32", "folder")])
+def test_killed_while_it_is_judged_the_same_command_goes_on(
+    shell: Shell, tmp_path: Path, name: str, number_format: str, module: str
+) -> None:
+    """OUT exists and is whole at that moment, also as a folder; another command still refuses to replace it."""
+    model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / name, tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number}" for number in range(1500)))
+    start = ("compress", model, "-o", out, "-f", number_format, "--method", "gptq", "--calibrate", text, "--tokens", 1024)
+    kill = f"""
+import os, signal
+from headrace.compress import {module}
+{module}.judge = lambda *texts: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = shell.start(*start, "--judge", "self", before=kill)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGKILL
+    assert out.exists()
+    assert "exists; give another name" in shell("compress", model, "-o", out, "-f", number_format)[2]
+    code, said, err = shell(*start, "--judge", "self")
+    assert code == 0, err
+    assert "judged:          KL " in said
+    assert not out.with_name(f"{name}.work").exists()
+    assert "exists; give another name" in shell(*start, "--judge", "self")[2]
+
+
+def test_an_out_that_exists_is_not_replaced(shell: Shell, tmp_path: Path) -> None:
+    model, folder, named = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out", tmp_path / "folder.gguf"
+    folder.mkdir()
+    named.mkdir()
+    for out, more in ((folder, ()), (folder, ("--overwrite",)), (named, ()), (named, ("--overwrite",))):
+        code, _, err = shell("compress", model, "-o", out, "-f", "int4-g32" if out == folder else "Q4_0", *more)
+        assert (code, err) == (1, f"headrace: {out} exists; give another name\n")
+
+
+def test_looking_at_an_output_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command killed at that moment leaves no empty OUT, which the next command would refuse as existing."""
+    seen = []
+    monkeypatch.setattr("os.open", lambda path, *rest, right=os.open: (seen.append(str(path)), right(path, *rest))[1])
+    for look in (writable, writable_output):
+        assert look(tmp_path / "out.gguf") == tmp_path / "out.gguf"
+    assert str(tmp_path / "out.gguf") not in seen
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_judging_on_the_file_measured_on_is_warned_of(shell: Shell, tmp_path: Path) -> None:
+    model, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number}" for number in range(40_000)))
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(f"{number}" for number in range(90_000, 50_000, -1)))
+    start = ("compress", model, "-f", "Q4_0", "--method", "gptq", "--calibrate", text, "--tokens", 1024)
+    for judge, warned in ((text, True), (other, False)):
+        out = tmp_path / f"{judge.stem}.gguf"
+        code, _, err = shell(*start, "-o", out, "--judge", judge)
+        assert code == 0, err
+        assert (f"--judge {judge} is the file of --calibrate" in err) == warned
+        report = json.loads((tmp_path / f"{out.name}.report.json").read_text())
+        assert any("judge on another file" in line for line in report["warnings"]) == warned
 
 
 def test_a_model_is_made_smaller(shell: Shell, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.compress.folder import compress_folder
 from headrace.compress.run import Pipeline, Report, compress
-from headrace.quant.keep import KeptBlocks
+from headrace.quant.column_masks import KeptBlocks
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model, read_tensor

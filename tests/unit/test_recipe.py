@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.recipe import FOLDS, METHODS, ROUNDS, check_known, check_order
-from headrace.compress.report import Pipeline
 
 RIGHT = (
     *("rtn", "gptq", "awq", "awq,gptq", "awq,rtn", "smoothquant,gptq", "magnitude", "wanda,gptq", "sparsegpt"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.files import writable
+from headrace.cli.files import writable, writable_output
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.options import ModelName, with_groups
@@ -112,7 +112,7 @@ def compress(
     model: ModelName,
     methods: MethodOptions,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder.", callback=writable)
+        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder.", callback=writable_output)
     ] = None,
     number_format: Annotated[
         str,
@@ -146,18 +146,18 @@ def compress(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
-    going_on = out is not None and out.with_name(f"{out.name}.work").is_dir()
-    if out is not None and not dry_run and out.exists() and not (overwrite or going_on):
-        raise ValueError(f"{out} exists; give another name, or --overwrite")
+    if out is not None and not dry_run:
+        _check_new(out, overwrite)
 
     from headrace.cli.opening import fetch
-
-    path = fetch(model)
-
-    from headrace.compress.run import Pipeline
+    from headrace.compress.mixes import mix_named
+    from headrace.compress.pipeline import Pipeline
 
     pipeline = Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads, **methods.values())
     pipeline.check()
+    if out is not None and out.suffix == ".gguf":
+        mix_named(pipeline.format)
+    path = fetch(model)
     report = _predicted(path, out, pipeline) if dry_run or out is None else _written(path, out, pipeline, overwrite)
     status().finish()
     if as_json:
@@ -166,6 +166,16 @@ def compress(
     print_fields(_fields(report, None if dry_run else out, path))
     if matrices:
         print_table(("TENSOR", "KIND", "BYTES", "ERROR"), _rows(report))
+
+
+def _check_new(out: Path, overwrite: bool) -> None:
+    """Raise ValueError if OUT exists, unless a stopped command may have written it or --overwrite replaces it."""
+    if not out.exists() or out.with_name(f"{out.name}.work").is_dir():
+        return
+    if out.is_dir() or out.suffix != ".gguf":
+        raise ValueError(f"{out} exists; give another name")
+    if not overwrite:
+        raise ValueError(f"{out} exists; give another name, or --overwrite")
 
 
 def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
@@ -259,7 +269,7 @@ def _healed(healed: Any) -> str:
 
 
 def _outputs(reports: Any) -> str:
-    """The error of all matrices' outputs, beside that of rounding to nearest."""
+    """Error of all matrices' outputs, compared with rounding to nearest on the same scales (searched with importance)."""
     whole = sum(one.weights for one in reports)
     found, nearest = (sum(getattr(one, name) * one.weights for one in reports) / whole for name in ("error", "nearest"))
-    return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} rounded to nearest"
+    return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} by rtn with the same importance"

@@ -1,4 +1,4 @@
-"""Files and folders that a command is to write, looked at before any work."""
+"""Callbacks of options that name a file or folder to write: they fail before any work if it cannot be written."""
 
 import os
 from contextlib import suppress
@@ -9,26 +9,32 @@ import typer
 
 
 def writable(path: Path | None) -> Path | None:
-    """A file that is to be written, as a callback of its option: before any work. Raises typer.BadParameter."""
+    """A file to write. Raises typer.BadParameter; never creates the file, so that a killed command leaves nothing."""
+    if path is not None and writable_output(path) is not None and path.exists() and not path.is_file():
+        raise typer.BadParameter(f"{path} is not a file; name a file")
+    return path
+
+
+def writable_output(path: Path | None) -> Path | None:
+    """A file or a folder to write, which may exist. Raises typer.BadParameter."""
     if path is None:
         return None
     folder = path.absolute().parent
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}; make it first")
-    if path.exists() and not path.is_file():
-        raise typer.BadParameter(f"{path} is no file; name one")
-    new = not path.exists()
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+        if path.is_file():
+            os.close(os.open(path, os.O_WRONLY))
+        elif not path.exists():
+            with TemporaryFile(dir=folder):
+                pass
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written ({error.strerror}); name another file") from None
-    if new:
-        path.unlink()
+        raise typer.BadParameter(f"{path} cannot be written ({error.strerror}); give another name") from None
     return path
 
 
 def writable_folder(path: Path | None) -> Path | None:
-    """The same of a folder that is to be written into, and may have to be made."""
+    """A folder to write into, which may be missing. Raises typer.BadParameter."""
     if path is None:
         return None
     new = [one for one in (path, *path.parents) if not one.exists()]

@@ -16,8 +16,9 @@ from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
 from headrace.compress.layouts import grouped
 from headrace.compress.measured import begun, few, kv_measured, sensitivities, threads_of, walked
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.pruning import pruned
-from headrace.compress.report import Matrix, Pipeline, Report, report_path
+from headrace.compress.report import Matrix, Report, report_path
 from headrace.compress.run import CHUNK, check_room, finish, goes_on, judging_texts, report_walk, warn, work_folder
 from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import Texts, passages
@@ -64,6 +65,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
     job = prepare_folder(model, pipeline)
     pipeline.check_files(path, job.origin.path)
     check_room(path, job.report.bytes)
+    job.report.warnings[:0] = pipeline.warnings
     for line in job.report.warnings:
         tell.note(line)
     judged, work = judging_texts(job.origin, pipeline, tell), None

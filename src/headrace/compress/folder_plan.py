@@ -15,7 +15,8 @@ from headrace.compress.export import settings_of
 from headrace.compress.judge import judge_bytes
 from headrace.compress.layouts import check_mixed, grouped, layout_of, settings_of_layouts
 from headrace.compress.measured import Made, reading_bytes
-from headrace.compress.report import Matrix, Pipeline, Report, kv_report
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.report import Matrix, Report, kv_report
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW
 from headrace.compress.walk import LIBRARIES

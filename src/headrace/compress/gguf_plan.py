@@ -14,8 +14,9 @@ from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.judge import judge_bytes
 from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.pruning import is_pruned, zero_kind
-from headrace.compress.report import Matrix, Pipeline, Report, kv_report
+from headrace.compress.report import Matrix, Report, kv_report
 from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig

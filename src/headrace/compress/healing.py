@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.compress.judge import Judgement
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, keep, kept, passages, texts_of
+from headrace.compress.pipeline import SELF, Heal
+from headrace.compress.texts import WINDOW, Texts, check_apart, keep, kept, passages, texts_of
 from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
@@ -16,21 +17,7 @@ from headrace.weights.progress import Progress
 
 BATCH = 4  # texts of a step
 OWN = 256  # texts that the model writes at the most; beyond, they come again
-RATE = 1e-4  # the highest, unless told otherwise
 TEXTS = "heal.texts.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Heal:
-    """How long is trained, by steps of BATCH texts, and how: `rate` is the highest rate of learning."""
-
-    steps: int
-    rate: float
-    seed: int
-    threads: int
-
-    def __str__(self) -> str:
-        return f"{self.steps} steps at {self.rate:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.compress.mixes import MIXES, SHORT
-from headrace.compress.report import LAYOUTS, Pipeline
+from headrace.compress.pipeline import LAYOUTS, Pipeline
 from headrace.quant.targets import EXAMPLES, integers_named
 from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
 from headrace.weights.quantized.written import Awq, Compressed, Gptq, Grouped, Integers, Layout, TwoFour, mixed

@@ -16,10 +16,10 @@ from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.healing import heal_bytes
-from headrace.compress.report import Pipeline
+from headrace.compress.pipeline import SELF, Pipeline
 from headrace.compress.rounding import Rounding
 from headrace.compress.structure import reshaped
-from headrace.compress.texts import SELF, WINDOW, Texts, check_apart, file_bytes, keep, kept, passages, texts_of, writing_bytes
+from headrace.compress.texts import WINDOW, Texts, check_apart, file_bytes, keep, kept, passages, texts_of, writing_bytes
 from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
 from headrace.kv.layout import kv_shape

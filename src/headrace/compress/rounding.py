@@ -11,9 +11,10 @@ from torch import Tensor
 
 from headrace.compress.base import Coded, Inputs, Matrix, OutputReport, Visit
 from headrace.compress.pruning import SPARSEGPT, kept_mask
+from headrace.quant.column_masks import KeptBlocks, KeptMask
 from headrace.quant.errors import outside
 from headrace.quant.hessian import DAMPING, output_error, upper
-from headrace.quant.keep import KeptBlocks, KeptMask, Sparsity
+from headrace.quant.keep import Sparsity
 from headrace.quant.loop import BLOCK, Keep, reconstruct
 from headrace.quant.targets import nearest, target
 from headrace.weights.kinds import FLOATS

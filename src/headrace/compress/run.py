@@ -16,8 +16,9 @@ from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
 from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, walked
 from headrace.compress.mixes import mix_named
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.pruning import pruned
-from headrace.compress.report import Matrix, Pipeline, Report, report_path
+from headrace.compress.report import Matrix, Report, report_path
 from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
@@ -71,6 +72,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
         raise ValueError(f"{path} is the model that is read; give another name")
     pipeline.check_files(path, job.opened.path)
     check_room(path, job.report.bytes)
+    job.report.warnings[:0] = pipeline.warnings
     for line in job.report.warnings:
         tell.note(line)
     judged, original, work = judging_texts(job.opened, pipeline, tell), job.opened.source, None

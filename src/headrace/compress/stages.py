@@ -15,10 +15,11 @@ import torch
 from headrace.compress.base import Compressor
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.cutting import Distances, Heads, Neurons, dropped
-from headrace.compress.healing import Heal, Healer, HealReport, heal_texts
+from headrace.compress.healing import Healer, HealReport, heal_texts
 from headrace.compress.judge import Judgement
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.measured import go
+from headrace.compress.pipeline import Heal
 from headrace.compress.report import Report
 from headrace.compress.structure import HEADS, LAYERS, NEURONS, Cut, CutReport, pool_of, reshaped, size
 from headrace.compress.texts import Texts, passages

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace import native
+from headrace.compress.pipeline import SELF
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
@@ -20,7 +21,6 @@ from headrace.quant.arithmetic import kv_token_bytes
 from headrace.startup.opening import Opened
 from headrace.weights.progress import Progress
 
-SELF = "self"
 WINDOW = 256  # tokens of a text
 SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share
 BATCH = 16  # texts that a model writes at once

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.judge import Judgement
-from headrace.compress.texts import SELF, texts_of
+from headrace.compress.pipeline import SELF
+from headrace.compress.texts import texts_of
 from headrace.data.params import SamplingParams
 from headrace.models.base import Model
 from headrace.models.registry import describe

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.compress.healing import BATCH, Heal, Healed, HealReport
+from headrace.compress.healing import BATCH, Healed, HealReport
+from headrace.compress.pipeline import Heal
 from headrace.compress.texts import WINDOW, Texts
 from headrace.startup.opening import Opened
 from headrace.training.distil import HELD, Recipe, Stopped, before_training, tokens_seen, train
