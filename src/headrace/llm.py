@@ -205,7 +205,7 @@ class LLM:
         return self.callers.add_all([prompt], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
-        """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
+        """Run one engine step for everything queued; returns the outputs that ended in it, none if the queue is empty."""
         return self.callers.step()
 
     def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0) -> list[Score]:
@@ -260,7 +260,8 @@ class LLM:
         return {"max_tokens": None, **values(self.opened.defaults)}
 
     def close(self) -> None:
-        """Let the model go. `with LLM(…) as llm:` does so at its end."""
+        """Release the model; `with LLM(…) as llm:` does so at its end. A second call does nothing. Every later use raises
+        ClosedError (a RuntimeError), and so do other threads' requests that are still open."""
         self.callers.close()
 
     def __enter__(self) -> Self:

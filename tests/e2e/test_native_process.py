@@ -162,6 +162,51 @@ def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.Monk
     assert finished, "the step was carried through"
 
 
+def test_what_a_signal_handler_raises_reaches_the_caller(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit by SIGALRM. Raised inside the step it would count as an error of the step, and the call would run on."""
+    wanted, execute = tokens(llm), llm.runner.execute
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("out of time")
+
+    def alarmed(plan: object) -> object:
+        signal.raise_signal(signal.SIGALRM)
+        return execute(plan)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        monkeypatch.setattr(llm.runner, "execute", alarmed)
+        with pytest.raises(TimeoutError, match="out of time"):
+            llm.generate(PROMPTS, GREEDY)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    monkeypatch.undo()
+    assert (llm.engine.busy, llm.engine.blocks.used, llm.callers.open) == (False, 0, 0)
+    assert tokens(llm) == wanted
+
+
+def test_ctrl_c_again_while_requests_are_aborted_leaves_none_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One inside the step, and one at each request that is aborted because of it."""
+    wanted, abort, execute, pressed = tokens(llm), llm.engine.abort, llm.runner.execute, []
+
+    def pressing(hook: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            pressed.append(hook)
+            signal.raise_signal(signal.SIGINT)
+            return hook(*arguments)
+
+        return run
+
+    monkeypatch.setattr(llm.runner, "execute", pressing(execute))
+    monkeypatch.setattr(llm.engine, "abort", pressing(abort))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert pressed.count(abort) >= len(PROMPTS)
+    assert (llm.engine.busy, llm.engine.blocks.used, llm.callers.open) == (False, 0, 0)
+    assert tokens(llm) == wanted
+
+
 def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the engine's taking a request and the caller's knowing of it."""
     wanted, add = tokens(llm), llm.engine.add

@@ -33,7 +33,7 @@ def test_requests_at_once_are_what_generate_gives(tiny: Path, offline: LLM) -> N
                 await text_of(llm, [10**6])
             assert await text_of(llm, prompts[0]) == expected[0]
             await asyncio.to_thread(lambda: None)
-        with pytest.raises(EngineDownError, match="has shut down"):
+        with pytest.raises(EngineDownError, match="this LLM is closed"):
             await text_of(llm, [1])
 
     asyncio.run(main())

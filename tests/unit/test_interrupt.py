@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -85,3 +86,55 @@ def test_where_it_is_ignored_it_stays_ignored() -> None:
         assert not interrupt.requested
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class OutOfTimeError(Exception):
+    pass
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[str]]:
+    """Handlers of two signals that raise; the names of those that ran."""
+    ran: list[str] = []
+
+    def raise_timeout(number: int, frame: object) -> None:
+        ran.append(signal.Signals(number).name)
+        raise OutOfTimeError(ran[-1])
+
+    before = {number: signal.signal(number, raise_timeout) for number in (signal.SIGALRM, signal.SIGUSR1)}
+    yield ran
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_any_handler_runs_after_the_step_and_what_it_raises_reaches_the_caller() -> None:
+    done = []
+
+    def step() -> None:
+        try:
+            signal.raise_signal(signal.SIGALRM)
+            done.append("the step")
+        except Exception:  # as the engine does
+            done.append("swallowed")
+
+    with pytest.raises(OutOfTimeError, match="SIGALRM"), Uninterrupted():
+        step()
+    assert done == ["the step"]
+    with pytest.raises(OutOfTimeError, match="SIGALRM"):
+        signal.raise_signal(signal.SIGALRM)  # at once again
+
+
+def test_no_signal_is_lost_when_several_arrive_and_steps_nest(handlers: list[str]) -> None:
+    done = []
+
+    def abort() -> None:
+        with Uninterrupted():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGALRM)
+        done.append("after the inner one")
+
+    with pytest.raises(OutOfTimeError), Uninterrupted():
+        abort()
+    assert done == ["after the inner one"]
+    assert handlers == ["SIGUSR1", "SIGALRM"], "in order of arrival"

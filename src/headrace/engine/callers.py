@@ -1,4 +1,4 @@
-"""Callers of one engine, of any thread: whose request is whose, and who makes the next step."""
+"""Callers of one engine, from any thread: which request belongs to which caller, and who runs the next step."""
 
 import random
 from collections import deque
@@ -15,8 +15,15 @@ from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 from headrace.engine.turns import Turns
 
-Inbox = deque[Delta]  # where a caller finds what steps, its own or another thread's, have brought it
+Inbox = deque[Delta]  # the deltas of one caller's requests, from steps of its own thread or of another
 Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, which the output does not contain yet
+
+
+class ClosedError(RuntimeError):
+    """The engine was closed: it takes no more requests."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed; open the model again with LLM(…)")
 
 
 class Callers:
@@ -31,6 +38,7 @@ class Callers:
         self._turns, self._seeds, self._open = Turns(), random.Random(seed) if seed is not None else None, {}
         self._unread: Inbox = deque(maxlen=0)  # of requests whose caller calls `step` and reads the output
         self._unchecked: list[Unchecked] = []
+        self.closed = False
 
     @property
     def open(self) -> int:
@@ -38,18 +46,27 @@ class Callers:
         return len(self._open)
 
     def step(self) -> list[RequestOutput]:
-        """One engine step for everything queued; the outputs that ended in it, none when there is nothing to do."""
+        """Run one engine step for everything queued; returns the outputs that ended in it. Raises ClosedError."""
         with self._turns:
             ended = self._step()
             unchecked = self._take_unchecked(self._unread)
         return ended + [self._check(*one) for one in unchecked]
 
     def close(self) -> None:
-        """Let the engine's executor go, between steps."""
+        """Release the model between two steps. A second call does nothing; open requests of other threads end with
+        ClosedError."""
         with self._turns:
-            self.engine.executor.close()
+            if not self.closed:
+                self.closed = True
+                self.engine.executor.close()
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `close`."""
+        if self.closed:
+            raise ClosedError
 
     def _step(self) -> list[RequestOutput]:
+        self.check_open()
         ended = []
         with Uninterrupted():
             for delta in self.engine.step():
@@ -94,12 +111,14 @@ class Callers:
         strategy: Strategy | None,
         inbox: Inbox | None = None,
     ) -> list[RequestOutput]:
-        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`:
-        receives what each step adds to them."""
+        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`
+        receives the deltas of each step. Raises ClosedError, AdmissionError."""
+        self.check_open()
         encoded = [self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
         with self._turns, Uninterrupted():  # no request is queued that is not known here
+            self.check_open()  # another thread may have closed it while this one waited for its turn
             try:
                 for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
                     params = settings[at]
@@ -140,13 +159,15 @@ class Callers:
                 self.abort(inbox)
 
     def abort(self, inbox: Inbox) -> None:
-        """End what is open of the caller with this inbox, and take in the last that the engine says of it."""
-        with self._turns:
+        """End the open requests of the caller with this inbox, and deliver their last deltas. Signals wait until it is done:
+        a second Ctrl-C must not leave a request in the engine."""
+        with self._turns, Uninterrupted():
             names = [name for name, (_, box) in self._open.items() if box is inbox]
-            for name in names:
-                self.engine.abort(name)
             try:
-                for _ in range(self.engine.executor.depth):  # a step that is under way lands first, and each call lands one
+                for name in names if not self.closed else ():
+                    self.engine.abort(name)
+                # A submitted step lands first, and each call lands one.
+                for _ in range(self.engine.executor.depth if not self.closed else 0):
                     if any(name in self._open for name in names):
                         self._step()
             finally:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from headrace.data.types import Child, Delta, Request, Sequence
 from headrace.decoding.stopping import Stopping
+from headrace.engine.outbox import Outbox
 from headrace.engine.scheduler import Scheduler
 
 
@@ -16,7 +17,7 @@ class Children:
         self.vocab_size = vocab_size
         self._ids = ids
 
-    def become(self, request: Request, parent: Sequence, children: list[Child], outbox: list[Delta]) -> list[Sequence]:
+    def become(self, request: Request, parent: Sequence, children: list[Child], outbox: Outbox) -> list[Sequence]:
         """Let a sequence become its children; returns those that go on. What they stream goes to `outbox`."""
         draft, length = parent.decode.draft, len(parent.tokens)
         survivors: list[Sequence] = []
@@ -40,7 +41,7 @@ class Children:
             request.error = seq.decode.constraint.error
         return request.strategy.drops_failed
 
-    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: list[Delta]) -> None:
+    def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: Outbox) -> None:
         """Give `seq` what its child brings, up to where the output ends."""
         decode = seq.decode
         if child.index is not None and child.index != decode.index:

@@ -26,6 +26,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.engine.children import Children
 from headrace.engine.feeding import Flight, Work
+from headrace.engine.outbox import Outbox
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
 from headrace.runner.executor import Done, Executor, Ticket
@@ -78,7 +79,7 @@ class Engine:
         self.fed = 0  # tokens of the last step
         self.failing = 0  # steps that failed since the last that went well; to try a request again is not held to be one
         self._flights: deque[Flight] = deque()
-        self._outbox: list[Delta] = []
+        self._outbox = Outbox()
         self._names = itertools.count()
         self._idle = 0  # steps in a row that could feed nobody
         self._lawful: Any = ()  # wants that were looked at last
@@ -404,22 +405,21 @@ class Engine:
         if self.speculation is not None:
             self.speculation.end(request)
         if request.strategy.streams:
-            self._outbox += [self.children.close(request, seq, reason or "stop") for seq in open_seqs]
+            self._outbox.extend(self.children.close(request, seq, reason or "stop") for seq in open_seqs)
         elif reason is None:
-            self._outbox += self._ask(request, self.children.results, request) or []
-        mine = [delta for delta in self._outbox if delta.request_id == request.id]
-        if not mine or (request.error is not None and mine[-1].error is None):
+            self._outbox.extend(self._ask(request, self.children.results, request) or ())
+        last = self._outbox.last_of(request.id)
+        if last is None or (request.error is not None and last.error is None):
             reason = reason if request.error is None else "error"
-            mine = [Delta(request.id, 0, finish_reason=reason, error=request.error)]
-            self._outbox += mine
-        mine[-1].finished = True
+            last = Delta(request.id, 0, finish_reason=reason, error=request.error)
+            self._outbox.append(last)
+        last.finished = True
 
     def _deliver(self) -> list[Delta]:
         """Hand over the deltas; static batching delivers a batch when its last request is done."""
         if self.config.scheduler.policy == "static" and self.scheduler.running:
             return []
-        deltas, self._outbox = self._outbox, []
-        return deltas
+        return self._outbox.take()
 
     def check(self) -> None:
         """Raise AssertionError unless the cache's books are in order."""

@@ -4,7 +4,7 @@ Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sara
 preemption recomputes.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import NewSlot, StepOutput, StepPlan
@@ -63,7 +63,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Take a request out; its blocks and slots come back."""
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        _take_out(self.running if request.status is Status.RUNNING else self.waiting, request)
         if request in self.retries:
             self.retries.remove(request)
         request.status = Status.FINISHED
@@ -255,7 +255,7 @@ class Scheduler:
             self.drop(seq)
             seq.decode.draft = None
         victim.status = Status.WAITING
-        self.running.remove(victim)
+        _take_out(self.running, victim)
         insort(self.waiting, victim, key=_order)
 
     def _admit(self, flight: Flight) -> None:
@@ -288,7 +288,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request) -> None:
-        self.waiting.remove(request)
+        _take_out(self.waiting, request)
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         stop_ids = sorted(request.stop_ids)
@@ -322,6 +322,13 @@ class Scheduler:
 
 def _order(request: Request) -> tuple[int, int, int]:
     return request.order
+
+
+def _take_out(queue: list[Request], request: Request) -> None:
+    """Remove a request from a queue that is sorted by order; no two requests have the same."""
+    at = bisect_left(queue, request.order, key=_order)
+    assert queue[at] is request
+    del queue[at]
 
 
 def _in_prefill(request: Request) -> bool:

@@ -39,6 +39,8 @@ __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "Reques
 log = logging.getLogger("headrace.server")
 
 Prompt = str | Sequence[int]
+NOT_STARTED = "this LLM is not started; use `async with AsyncLLM(…) as llm:`, or await its start()"
+CLOSED = "this LLM is closed; await its start() to load the model again"
 INLINE = 4096  # characters that are encoded on the event loop; more go to a thread
 
 
@@ -88,6 +90,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
+        self._idle = NOT_STARTED  # why no engine runs; empty from `begin` to `close`
 
     # -- what callers use ----------------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
@@ -105,9 +108,12 @@ class AsyncLLM:
     def begin(self) -> None:
         """Start loading, and return at once."""
         self.replica.begin()
+        self._idle = ""
 
     async def ready(self) -> None:
-        """Wait until requests can be served. Raises LoadError where that will never be."""
+        """Wait until requests can be served. Raises LoadError if the model cannot be loaded, or is not being loaded."""
+        if self._idle:
+            raise LoadError(self._idle)
         await self.replica.ready()
 
     @property
@@ -132,8 +138,12 @@ class AsyncLLM:
     def opened(self) -> Opened:
         """The model's tokenizer, chat template and settings. Raises EngineDownError while it is being loaded."""
         if self._opened is None:
-            raise self.replica.supervision.refusal()
+            raise self._refusal()
         return self._opened
+
+    def _refusal(self) -> EngineDownError:
+        """Why requests are refused now."""
+        return EngineDownError(self._idle) if self._idle else self.replica.supervision.refusal()
 
     @property
     def running(self) -> bool:
@@ -197,7 +207,7 @@ class AsyncLLM:
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
         if not (self.state is State.READY or (begun and self.state is State.DRAINING)) or self.loaded is None:
-            raise self.replica.supervision.refusal()
+            raise self._refusal()
         context, writes = self.loaded.max_model_len, not pool and rule is None
         for ids in prompts:
             if len(ids) + writes > context:
@@ -281,7 +291,8 @@ class AsyncLLM:
         return not self.tickets
 
     async def close(self) -> None:
-        """End the engine process; what is in flight fails. It can be started again."""
+        """End the engine process; requests in flight fail. A second call does nothing; `start` loads the model again."""
+        self._idle = CLOSED
         await self.replica.close()
         if self._opened is not None:
             self._opened.source.close()
