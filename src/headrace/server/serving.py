@@ -19,6 +19,7 @@ from headrace.server.connection import connection
 from headrace.server.keys import Keys
 from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
+from headrace.server.page.markdown import start_renderer
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
 from headrace.server.store import Store
 from headrace.startup.memory import gib
@@ -200,7 +201,7 @@ async def run(server: Server, sock: socket.socket, say: Callable[[str], None], p
     models.begin()
     server.worker.begin()
     loading = asyncio.create_task(_load(models, server, say, page))
-    watching = [asyncio.create_task(one) for one in (models.figures.watch(), server.keys.watch())]
+    watching = [asyncio.create_task(one) for one in (models.figures.watch(), server.keys.watch(), start_renderer())]
     try:
         await server.serve([sock])
     finally:

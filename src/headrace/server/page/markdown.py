@@ -4,6 +4,7 @@ Three locks: the parser writes HTML in the text as text and makes no images, the
 attributes (formulas twice), and the page's Content-Security-Policy runs nothing inline and fetches nothing from elsewhere.
 """
 
+import contextlib
 from contextvars import ContextVar
 from html import escape
 
@@ -15,7 +16,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
-from headrace.confined.pool import OverrunError, Task, shared
+from headrace.confined.pool import BusyError, OverrunError, Task, shared
 from headrace.server.page import formulas
 
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
@@ -76,8 +77,14 @@ async def rendered(text: str) -> str:
         return f"<p>{escape(text)}</p>"
 
 
+async def start_renderer() -> None:
+    """Start a confined process that renders, so that the first answer does not wait for its imports."""
+    with contextlib.suppress(BusyError):
+        await rendered("")
+
+
 def warm(_: str) -> None:
-    """A lexer is loaded, and made, when it is first used."""
+    """Load what `render` needs; a lexer is loaded and built at its first use."""
     render("$x$\n\n| a |\n|-|\n" + "".join(f"\n```{name}\nx\n```\n" for name in set(LANGUAGES.values())))
 
 

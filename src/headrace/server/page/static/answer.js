@@ -37,8 +37,7 @@ export class MessageView {
     this.thought.set(this.asTokens ? "" : thought, open && message.running);
     if (this.asTokens && message.tokens) this.body.replaceChildren(tokenView(message.tokens, message.cascade));
     else if (message.running && !message.content && !thought) this.body.replaceChildren(h("span", { className: "dots", role: "img", "aria-label": t("waiting") }, h("i"), h("i"), h("i")));
-    else if (text) this.markdown.set(text);
-    else this.body.replaceChildren();
+    else this.markdown.set(text, !message.running);
     this.showTrouble();
     this.settle();
   }
