@@ -17,9 +17,11 @@ from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner import leaving
 from headrace.runner.leaving import MOST_BEHIND
+from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_files
 from headrace.training.leaving import Task, calibrated, likeness
+from headrace.training.overlap import hashes
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
 from tests.leaving import (
@@ -372,6 +374,37 @@ def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path
     (rule,) = rules.load(exits)
     assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--exits", exits)[2].split())
     (exits / rules.CALIBRATION).unlink()
+
+
+def test_prompts_that_trained_the_exits_do_not_calibrate_them(
+    shell: Shell, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder holds a hash of each prompt, so that any overlap is found, also after its work is removed."""
+    model, place, source = folders[0], tmp_path / "exits", tmp_path / "prompts.txt"
+    shutil.copytree(folders[1], place)
+    prompts = [f"line {number}" for number in range(8)]
+    source.write_text("\n".join(prompts))
+    ask = ("calibrate", model, "--exits", place, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9")
+    info = json.loads((place / files.HEADS_INFO).read_text())
+
+    def asked(trained: list[str] | None) -> tuple[int, str]:
+        known = None if trained is None else hashes(trained)
+        (place / files.HEADS_INFO).write_text(json.dumps(info | {"prompts": known}))
+        code, _, err = shell(*ask)
+        return code, err
+
+    code, err = asked(prompts[:2])
+    assert code == 0, err
+    assert "2 of 8 prompts trained the exits" in err
+    assert rules.load(place)[0].n == 6
+    code, err = asked(["another"])
+    assert (code, "trained the exits" in err) == (0, False)
+    assert "does not record which prompts trained its exits" in asked(None)[1]
+    code, err = asked(prompts)
+    assert code == 1
+    assert "all 8 prompts trained the exits" in err
+    monkeypatch.setattr("headrace.training.leaving.calibrated.__defaults__", ((1.01,),))  # a confidence that no token has
+    assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in asked([])[1]
 
 
 def test_a_rule_is_of_one_model_and_of_its_exits(

@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO
 from headrace.training.classifier import Labelled, calibrated, fit, grid_of, read_labelled
+from headrace.training.overlap import split
 from tests.cli_shell import Shell
 from tests.tiny_bert import LAYERS, write_tiny_bert
 
@@ -36,7 +38,8 @@ def test_from_texts_to_figures(tmp_path: Path, shell: Shell) -> None:
     assert {one["criterion"] for one in rules} <= set(CRITERIA)
     assert rules == sorted(rules, key=lambda one: one["mean_layers"])
     assert rules[0]["mean_layers"] < LAYERS
-    assert all(one["risk"] <= 0.1 and one["n"] == 90 for one in rules)
+    held = len(split(read_labelled(data).texts, 0.3, 0)[1])
+    assert all(one["risk"] <= 0.1 and one["n"] == held for one in rules)
     figures, plot = tmp_path / "figures.json", tmp_path / "exits.svg"
     arguments = ("-c", folder, "-d", dev, "--rounds", "1", "--threads", "1", "--json", figures, "--plot", plot)
     code, _, err = shell("bench", "exits", bert, *arguments)
@@ -100,7 +103,7 @@ def test_what_is_no_text_is_said_in_a_line(tmp_path: Path) -> None:
         (("--layers", "1,2"), "the last after layer 3"),
         (("--layers", "a"), "takes numbers"),
         (("--delta", "2"), "between 0 and 1"),
-        (("--check", "DATA"), "all texts to calibrate with are texts to train with"),
+        (("--check", "DATA"), "all 20 texts of --check are also in --data"),
     ],
 )
 def test_training_that_cannot_be_is_refused(tmp_path: Path, shell: Shell, options: tuple[str, ...], says: str) -> None:
@@ -109,6 +112,40 @@ def test_training_that_cannot_be_is_refused(tmp_path: Path, shell: Shell, option
     code, _, err = shell("train-classifier", bert, "-d", data, "-o", tmp_path / "out", *options)
     assert code != 0
     assert says in err
+
+
+def test_texts_that_trained_do_not_calibrate(tmp_path: Path, shell: Shell) -> None:
+    """Any overlap counts, not only that of a whole file: 299 of 300 texts that trained would show what they like."""
+    bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 300, 1)
+    trained = {json.loads(line)["text"] for line in data.read_text().splitlines()}
+    fresh = [line for line in write_texts(tmp_path / "dev.jsonl", 80, 2).read_text().splitlines() if len(line) > 60]
+    fresh = [line for line in fresh if json.loads(line)["text"] not in trained]
+    check = tmp_path / "check.jsonl"
+    again = [line.replace('"text": "', '"text": "  ') for line in data.read_text().splitlines()]
+    check.write_text("\n".join([*again, *fresh]) + "\n")
+    more = ("-o", tmp_path / "out", "--delta", "0.5", "--threads", "1")
+    code, _, err = shell("train-classifier", bert, "-d", data, "--check", check, *more)
+    assert code == 0, err
+    assert f"300 of {300 + len(fresh)} texts of --check are also in --data and were left out" in err
+    assert {one["n"] for one in json.loads((tmp_path / "out" / CALIBRATION).read_text())} == {len(fresh)}
+
+
+def test_a_split_keeps_phrases_with_their_sentence(tmp_path: Path) -> None:
+    """No text on one side is part of a text on the other; phrases of sentences on both sides are left out and counted."""
+    draw = random.Random(3)
+    sentences = [" ".join(f"w{draw.randrange(500)}" for _ in range(12)) for _ in range(60)]
+    phrases = [" ".join(one.split()[at : at + 4]) for one in sentences for at in (0, 5)]
+    common = ["Shared  words", "shared words"]
+    sentences = [f"{one} shared words" for one in sentences]
+    texts = [*sentences, *phrases, *common]
+    learned, held, left_out = split(texts, 0.3, 0)
+    assert (len(learned), len(held), left_out) == (3 * 42, 3 * 18, 2)
+    assert sorted([*learned, *held]) == list(range(len(texts) - 2))
+    sides = [[texts[at] for at in side] for side in (learned, held)]
+    assert not any(f" {one} " in f" {other} " for one, other in product(*sides))
+    assert not any(f" {one} " in f" {other} " for other, one in product(*sides))
+    plain = [f"text {number} alone" for number in range(20)]
+    assert [len(side) for side in split(plain, 0.3, 0)[:2]] == [14, 6]
 
 
 def test_files_with_a_header_are_read(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from headrace.cli.train_heads import _agreement
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.runner.heads import affine
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
+from headrace.training.exits import left
 from headrace.training.heads import Recipe
 from headrace.training.kinds import KINDS, begin
+from headrace.training.overlap import hashes
 from headrace.training.run import begin as start
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Shards, Text, open_writer, write_texts
@@ -108,6 +111,7 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     assert code == 0, said
     assert "exit agrees" in table
     assert "when as sure as" in table
+    assert "nan" not in table
     assert "tokens of fresh answers; training had seen" in said
     info = json.loads((out / "heads.json").read_text())
     assert (info["kind"], info["count"], info["layers"]) == ("exit", 2, [1, 2])
@@ -155,6 +159,13 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
 
+def test_an_exit_that_no_token_takes_has_no_agreement() -> None:
+    none, both = torch.zeros(4, dtype=torch.bool), torch.tensor([True, False, True, False])
+    right = torch.tensor([True, True, False, True])
+    assert _agreement(left(0.99, none, right, 0.5, 0.1)) == "no token"
+    assert _agreement(left(0.99, both, right, 0.5, 0.1)) == "50.0%"
+
+
 def test_a_ridge_finds_the_map(tmp_path: Path) -> None:
     """Rows after the last layer are an affine function of those before: what is fitted is that function."""
     random = torch.Generator().manual_seed(3)
@@ -200,6 +211,7 @@ def test_prompts_come_from_a_file(shell: Shell, model: Path, tmp_path: Path) -> 
     assert code == 0, said
     openings = {tuple(text.tokens[: text.answer].tolist()) for text in Shards(tmp_path / "out/work/texts").read()}
     assert len(openings) == 3
+    assert files.trained_on(tmp_path / "out") == tuple(hashes(["three", " One", "Two"]))
 
 
 def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:

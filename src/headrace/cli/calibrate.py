@@ -73,7 +73,7 @@ def calibrate(
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
 
-    prompts = read_prompts(source)
+    prompts = _untrained(read_prompts(source), options.exits)
     if len(prompts) < (least := minimum_n(delta, epsilon)):
         raise ValueError(
             f"{source} has {len(prompts)} prompts, and fewer than {least} can show nothing at this delta; add some"
@@ -95,6 +95,27 @@ def calibrate(
         return
     _save(llm, options, rule)
     say(rule.summary())
+    if not cascade and rule.layers >= (depth := llm.model_config.num_layers):
+        say(f"no token exited early: all took {depth} of {depth} layers, so this rule saves nothing; try a larger --delta")
+
+
+def _untrained(prompts: list[Any], exits: str | Path | None) -> list[Any]:
+    """The prompts that did not train the exits. Raises ValueError if there is none."""
+    if exits is None:
+        return prompts
+
+    from headrace.startup.heads import trained_on
+    from headrace.training.overlap import without
+
+    if (known := trained_on(exits)) is None:
+        say(f"{exits} does not record which prompts trained its exits; the guarantee holds only for prompts that did not")
+        return prompts
+    fresh = without(prompts, known)
+    if not fresh:
+        raise ValueError(f"all {len(prompts)} prompts trained the exits in {exits}, so they prove nothing; give others")
+    if len(fresh) < len(prompts):
+        say(f"{len(prompts) - len(fresh)} of {len(prompts)} prompts trained the exits in {exits} and are left out")
+    return [prompts[at] for at in fresh]
 
 
 def _save(llm: Any, options: ModelOptions, rule: Any) -> None:

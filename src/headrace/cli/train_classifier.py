@@ -74,6 +74,8 @@ def train_classifier(
             say(f"{out}: stopped; the same command goes on where it was")
         raise
     status().finish()
+    for note in result.notes:
+        say(note)
     _print(result, delta, epsilon)
     what = "model and classifier are" if joint else "the classifier is"
     say(f"{what} in {out}; use it with: headrace classify {out if joint else model} -c {out}")

@@ -115,13 +115,17 @@ def _print_exits(result: Any) -> None:
     ]
     print_table(columns, rows)
     each = [
-        (str(one.layers), f"{left.threshold:g}", f"{left.share:.1%}", f"{left.agreement:.1%}", f"{left.cost:.2f}")
+        (str(one.layers), f"{left.threshold:g}", f"{left.share:.1%}", _agreement(left), f"{left.cost:.2f}")
         for one in result.exits
         for left in one.leaving
     ]
     print_table(("left unchecked after", "when as sure as", "of tokens", "agree", "bytes at least"), each)
     say(f"on {result.tokens} tokens of fresh answers; training had seen {result.seen:.1%} of their runs of 8 tokens")
     say(f"the exit after {result.drafts} layers drafts")
+
+
+def _agreement(left: Any) -> str:
+    return f"{left.agreement:.1%}" if left.share else "no token"
 
 
 def _progress() -> Callable[[str, float, float, str], None]:

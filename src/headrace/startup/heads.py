@@ -1,6 +1,7 @@
 """Trained heads on disk: heads.json says what they are and for which model, heads.safetensors holds their weights."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +23,11 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Info(msgspec.Struct, frozen=True):
-    """What heads.json says. `count`: tokens that heads predict at once, or that a feature layer was trained to draft; of exits,
-    how many there are. These stand after `layers` of the model's layers, and the one after `drafts` drafts."""
+    """The fields of heads.json.
+
+    `count`: tokens that heads predict at once, or that a feature layer was trained to draft; of exits, how many there are. They
+    stand after `layers` of the model's layers, and the one after `drafts` drafts. `prompts`: a hash (training.overlap) of each
+    of the caller's prompts that trained the heads, none if the model wrote the prompts; None: not recorded."""
 
     kind: str
     model: str  # a name, for people
@@ -35,13 +39,17 @@ class Info(msgspec.Struct, frozen=True):
     layers: tuple[Size, ...] = ()
     drafts: Size = 0
     version: Size = VERSION
+    prompts: tuple[str, ...] | None = None
 
 
-def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str]) -> None:
-    """Write both files, each of which is there when it is whole; weights in bfloat16."""
+def save(
+    folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str], prompts: Sequence[str] | None = None
+) -> None:
+    """Write both files, each under another name first and then renamed; weights in bfloat16."""
     c = target.config
     sizes = c.hidden_size, c.vocab_size, heads.count
-    info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts)
+    asked = None if prompts is None else tuple(prompts)
+    info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts, prompts=asked)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in heads.tensors.items()}
     with replacing(folder / WEIGHTS) as part:
@@ -50,14 +58,30 @@ def save(folder: Path, heads: Heads, target: Opened, trained: dict[str, float | 
         part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 
-def load(folder: str | Path, target: Opened) -> Heads:
-    """Heads for a model. Raises ValueError, in one line, where they cannot be read or are another model's."""
-    place, c = Path(folder), target.config
+def trained_on(folder: str | Path) -> tuple[str, ...] | None:
+    """Hashes of the prompts that trained the heads in a folder; None if it does not record them. Raises ValueError."""
+    return _info(Path(folder)).prompts
+
+
+def _info(place: Path) -> Info:
     try:
-        info = msgspec.json.decode((place / HEADS_INFO).read_bytes(), type=Info)
+        return msgspec.json.decode((place / HEADS_INFO).read_bytes(), type=Info)
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _unreadable(place, error) from None
+
+
+def _unreadable(place: Path, error: Exception) -> ValueError:
+    return ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})")
+
+
+def load(folder: str | Path, target: Opened) -> Heads:
+    """Heads for a model. Raises ValueError, in one line, if they cannot be read or belong to another model."""
+    place, c = Path(folder), target.config
+    info = _info(place)
+    try:
         tensors = load_file(place / WEIGHTS)
-    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SafetensorError) as error:
-        raise ValueError(f"{place}: these heads cannot be read ({' '.join(str(error).split())[:200]})") from None
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(place, error) from None
     if info.kind not in (HEADS, FEATURE, EXIT) or info.version != VERSION or not 1 <= info.count <= MAX_HEADS:
         raise ValueError(
             f"{place}: heads of this kind or version ({info.kind!r:.100}, {info.version}) are unknown; train them again"

@@ -7,7 +7,6 @@ see. Each is a logistic regression of its own. Thresholds are calibrated by Lear
 
 import csv
 import json
-import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.training.calibration import calibrate
 from headrace.training.joint import WORK, Schedule, Stopped, check_new, learn, save_model
+from headrace.training.overlap import hashes, parts_of, split, without
 from headrace.training.run import alone_in
 
 STEPS = 200  # of L-BFGS, at most
@@ -203,11 +203,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of it: each exit's accuracy on the texts of the calibration, and the rules."""
+    """What came of it: each exit's accuracy on the texts of the calibration, the rules, and `notes` on the texts."""
 
     exits: Exits
     accuracy: list[float]
     rules: list[Rule]
+    notes: list[str]
 
 
 def train(
@@ -236,13 +237,7 @@ def _train(
     interrupt: Stopped | None,
 ) -> Result:
     labels = tuple(sorted(set(data.labels)))
-    if check is None:
-        order = list(range(len(data.texts)))
-        random.Random(recipe.seed).shuffle(order)
-        cut = round(len(order) * recipe.held_out)
-        data, check = data.part(order[cut:]), data.part(order[:cut])
-    elif set(check.texts) <= set(data.texts):
-        raise ValueError("all texts to calibrate with are texts to train with, of which nothing can be promised; give others")
+    data, check, notes = _apart(data, check, recipe)
     if len(set(data.labels)) < 2 or len(check.texts) < 2:
         raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
     if strange := sorted(set(check.labels) - set(labels)):
@@ -267,7 +262,26 @@ def _train(
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
     if recipe.joint is not None:
         shutil.rmtree(out / WORK)
-    return Result(exits, accuracy, rules)
+    return Result(exits, accuracy, rules, notes)
+
+
+def _apart(data: Labelled, check: Labelled | None, recipe: Recipe) -> tuple[Labelled, Labelled, list[str]]:
+    """Texts to train with and texts to calibrate with, none of which is among the former, and notes on what was left out.
+    Raises ValueError if every text of `check` is in `data`."""
+    if check is None:
+        learned, held, left_out = split(data.texts, recipe.held_out, recipe.seed)
+        notes = [f"{left_out} of {len(data.texts)} texts are part of texts on both sides of the split and were left out"]
+        return data.part(learned), data.part(held), notes if left_out else []
+    fresh = without(check.texts, hashes(data.texts))
+    if not fresh:
+        raise ValueError(f"all {len(check.texts)} texts of --check are also in --data, which proves nothing; give others")
+    notes = []
+    if len(fresh) < len(check.texts):
+        notes = [f"{len(check.texts) - len(fresh)} of {len(check.texts)} texts of --check are also in --data and were left out"]
+    check = check.part(fresh)
+    if inner := sum(map(bool, parts_of(check.texts, data.texts))):
+        notes.append(f"{inner} of {len(fresh)} texts of --check are part of a text in --data; the guarantee is weaker for them")
+    return data, check, notes
 
 
 def _places(opened: Opened, recipe: Recipe) -> tuple[int, ...]:

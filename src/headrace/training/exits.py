@@ -105,7 +105,7 @@ def _distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
         sure = confidences(made.heads.tensors, made.teacher, texts)
     rated, weights = [], read_weights(opened)
     for exit, layers in enumerate(recipe.exits):
-        files.save(out, replace(made.heads, drafts=layers), opened, made.about)
+        files.save(out, replace(made.heads, drafts=layers), opened, made.about, made.prompts)
         accepted, tokens = judge(opened, out, texts, recipe, TEMPERATURE)
         cost, head = (weights.share(depth, len(made.heads.vocab)) for depth in (layers, 0))
         as_is, agreed = (float(right[exit].float().mean()) for _, right in (lens, sure))
@@ -115,7 +115,7 @@ def _distil_exits(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
         rated.append(Rated(layers, as_is, agreed, accepted, tokens, cost, error, its, leaving))
     best = max(rated, key=lambda one: one.promise).layers
     about: dict[str, float | str] = {f"agreement_{one.layers}": round(one.agreement, 3) for one in rated}
-    files.save(out, replace(made.heads, drafts=best), opened, made.about | about)
+    files.save(out, replace(made.heads, drafts=best), opened, made.about | about, made.prompts)
     seen = seen_share(texts, made.learned)
     return Result(rated, sum(len(text.tokens) - text.answer for text in texts), seen, best)
 

@@ -17,6 +17,7 @@ from headrace.startup import heads as files
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
+from headrace.training.overlap import hashes
 from headrace.training.run import alone_in, begin
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
@@ -49,6 +50,11 @@ class Recipe:
     exits: tuple[int, ...] = ()
 
     @property
+    def asked(self) -> list[Prompt]:
+        """The caller's prompts in the order in which texts are written of them, as many as there are texts at most."""
+        return random.Random(self.seed).sample(self.prompts, len(self.prompts))[: self.texts]
+
+    @property
     def places(self) -> int:
         """How many heads, or exits, there are."""
         return len(self.exits) or self.count
@@ -72,13 +78,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Heads as they came out of training, whose they are, how they were made, and the texts they were `learned` from and not
-    (`held`)."""
+    """Trained heads, the model they belong to, how they were trained, the hashes of the caller's prompts, and the texts they
+    `learned` from and the others (`held`)."""
 
     heads: Heads
     opened: Opened
     teacher: Teacher
     about: dict[str, float | str]
+    prompts: list[str]
     learned: list[Text]
     held: list[Text]
 
@@ -97,10 +104,11 @@ def _distil(model: str, out: Path, recipe: Recipe, tell: Tell) -> Result:
     heads, held = made.heads, made.held
     with torch.autocast("cpu", torch.bfloat16):
         agreed = agreement(recipe.kind, heads.tensors, made.teacher, held, recipe.places)
-    files.save(out, heads, made.opened, made.about)
+    files.save(out, heads, made.opened, made.about, made.prompts)
     accepted, tokens = judge(made.opened, out, held[:JUDGED], recipe)
     result = Result(agreed, accepted, tokens)
-    files.save(out, heads, made.opened, made.about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)})
+    about = made.about | {"accepted": round(accepted, 3), "tokens_per_step": round(tokens, 2)}
+    files.save(out, heads, made.opened, about, made.prompts)
     return result
 
 
@@ -123,7 +131,7 @@ def train(opened: Opened, out: Path, recipe: Recipe, tell: Tell) -> Trained:
     tensors = {**training.tensors, "vocab": vocab.to(torch.int32)}
     heads = Heads(recipe.kind, recipe.places, tensors, recipe.exits, recipe.exits[-1] if recipe.exits else 0)
     about: dict[str, float | str] = {"texts": len(texts), "minutes": training.state.spent / 60, "steps": training.state.steps}
-    return Trained(heads, opened, teacher, about, learned, held)
+    return Trained(heads, opened, teacher, about, hashes(recipe.asked), learned, held)
 
 
 def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
@@ -138,8 +146,8 @@ def _write(opened: Opened, shards: Shards, recipe: Recipe, tell: Tell) -> None:
             continue
         size, seed = min(SHARD, recipe.texts - number * SHARD), recipe.seed + 100_003 * (number + 1)
         if recipe.prompts:
-            order = random.Random(recipe.seed).sample(recipe.prompts, len(recipe.prompts))
-            prompts = [asked_tokens(llm, order[at % len(order)]) for at in range(number * SHARD, number * SHARD + size)]
+            asked = recipe.asked
+            prompts = [asked_tokens(llm, asked[at % len(asked)]) for at in range(number * SHARD, number * SHARD + size)]
         else:
             prompts = own_prompts(llm, size, seed)
         shards.write(number, write_texts(llm, prompts, recipe.max_tokens, seed, recipe.exits))
