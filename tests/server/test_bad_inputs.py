@@ -1,5 +1,6 @@
 """What a stranger may send: each gets a 4xx that says what to change, and the server goes on as before."""
 
+import gzip
 import threading
 from typing import Any
 
@@ -103,7 +104,12 @@ CHATS = [
     ("messages", [{"content": "hi"}], "message 0 needs a role"),
     ("messages", [{"role": "user"}], "message 0 needs a content"),
     ("messages", [{"role": "wizard", "content": "hi"}], "role 'wizard'; use system, developer, user, assistant, tool"),
-    ("messages", [{"role": "assistant", "content": "hi"}], "set continue_final_message to true"),
+    ("messages", [{"role": "user", "content": "hi", "weight": 1}], "message 0 has the unknown key 'weight'"),
+    ("messages", [{"role": "user", "content": "hi", "tool_calls": []}], "message 0 has the unknown key 'tool_calls'"),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": "a", "txt": 1}]}], "did you mean text?"),
+    ("messages", [{"role": "assistant", "tool_calls": [{"id": "a", "cost": 1}]}], "a call of message 0 has the unknown key"),
+    ("messages", [{"role": "tool", "content": "4"}], "needs a tool_call_id"),
+    ("messages", [{"role": "tool", "content": "4", "tool_call_id": "x"}], "no earlier message has such a call"),
     ("continue_final_message", True, "is not the assistant's"),
     ("messages", [{"role": "user", "content": 5}], "must be text"),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}], "message 0"),
@@ -119,7 +125,7 @@ CHATS = [
     ("web_search_options", {}, "does not search"),
     ("top_logprobs", 3, "goes with logprobs: true"),
     ("max_completion_tokens", 9, "differ; give one"),
-    ("messages", [{"role": "assistant", "content": "", "function_call": {"name": "f"}}], "use tool_calls"),
+    ("messages", [{"role": "assistant", "content": "", "function_call": 3}], "needs a function with a name"),
     ("messages", [{"role": "assistant", "content": "", "audio": {"id": "a"}}], "reads text alone"),
     ("chat_template_kwargs", {"messages": []}, "may not set messages"),
     ("chat_template_kwargs", {"tools": []}, "may not set tools"),
@@ -221,15 +227,24 @@ def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:
         (b"[]", "body"),
         (b"null", "body"),
         (b'"text"', "body"),
-        (b"\xff\xfe\xfd", "JSON"),
-        (b"[" * 100_000, "JSON"),
-        (b'{"a":' * 100_000, "JSON"),
+        (b"\xff\xfe\xfd", "is UTF-16"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "not JSON"),
         (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "temperature: must be a number nearer to zero"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', "not JSON"),
         (b'{"prompt": "a"}', "model is missing"),
         (b'{"model": "tiny"}', "prompt is missing"),
         (b'{"model": "tiny", "prompt": "a", "\\ud800": 1}', "not JSON"),
+        (b'{"model": "\\udc00"}', r"the escape \udc00 at byte 11 is a lone surrogate"),
+        (b'{"model": NaN}', "NaN at byte 10 is not a number"),
+        (b'{"model": -Infinity}', "-Infinity at byte 10 is not a number"),
+        (b'{"model": "tiny",}', "trailing comma before byte 17"),
+        (b'{"model": "tiny"', "ends at byte 16 inside a value"),
+        (b'{"model" "tiny"}', "expected ':' at byte 9"),
+        (b'{"model": "\xff"}', "is not UTF-8 at byte 11"),
+        (b'\xef\xbb\xbf{"model": "tiny"}', "byte order mark (byte 0)"),
+        (gzip.compress(b'{"model": "tiny"}'), "compressed with gzip (byte 0)"),
     ],
 )
 def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes, says: str) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batch_rows, batches, files
+from headrace.confined.pool import BILL
+from headrace.server import batch_input, batch_rows, batches, files
 from headrace.server.batch_worker import WIDTH
 from headrace.server.errors import ApiError
+from headrace.server.fields import BatchRequest
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 from tests.server.batching import answering, come, ended, keep, make, of, run, through, working
@@ -99,6 +101,51 @@ def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, m
             batch = await ended(store, name)
             await come(lambda: worker.trouble == "")
         assert (batch["status"], len(asked)) == ("completed", 20)
+        store.close()
+
+    run(test())
+
+
+def test_a_bad_file_costs_the_writer_one_row() -> None:
+    """The last of many lines is bad: no row is inserted, and the client pays for the check."""
+
+    async def test() -> None:
+        store = Store()
+        file = await store.run(lambda db: keep(db, "a", of(2000) + b"\n{"))
+        statements: list[str] = []
+        paid: list[float] = []
+        store.writer.set_trace_callback(statements.append)
+        token = BILL.set(paid.append)
+        asked = BatchRequest(input_file_id=file["id"], endpoint="/v1/completions", completion_window="24h")
+        batch = await batches.create(store, asked, Limits())
+        BILL.reset(token)
+        assert (batch["status"], batch["errors"]["data"][0]["line"]) == ("failed", 2001)
+        assert [one for one in statements if one.startswith("INSERT")] == [one for one in statements if "INTO batches" in one]
+        assert sum(paid) > 0
+        store.close()
+
+    run(test())
+
+
+def test_a_file_is_checked_while_another_writes() -> None:
+    async def test() -> None:
+        store = Store()
+        file = await store.run(lambda db: files.find(db, keep(db, "a", of(10) + b"\n{")["id"], "anonymous"))
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(db: sqlite3.Connection) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+
+        writing = asyncio.create_task(store.run(slow))
+        await begun.wait()
+        check = batch_input.Check(file, "/v1/completions", Limits())
+        await check.run(store)
+        assert [one["line"] for one in check.errors] == [11]
+        assert not writing.done()
+        go_on.set()
+        await writing
         store.close()
 
     run(test())

@@ -183,8 +183,8 @@ def test_every_endpoint_of_a_batch(server: Running) -> None:
     ("content", "says"),
     [
         (b"{", "not JSON"),
-        (b'{"custom_id": "\xff"}', "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b'{"custom_id": "\xff"}', "not UTF-8 at byte 15"),
+        (b"[" * 100_000, "nested too deeply"),
         (b"[]", "not a JSON object"),
         (b"\n\n", "no lines"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be"),
@@ -199,6 +199,12 @@ def test_a_file_that_is_no_batch_fails_and_says_where(server: Running, content: 
     batch = start(server.openai, content)
     assert batch.status == "failed"
     assert says in batch.errors.data[0].message
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(server: Running) -> None:
+    done = end(server.openai, start(server.openai, b"\xef\xbb\xbf" + lines([ASK, {**ASK, "max_tokens": 6.0}])).id)
+    first, second = answers(server.openai, done.output_file_id)
+    assert first["response"]["body"]["choices"] == second["response"]["body"]["choices"]
 
 
 def test_bad_batches_are_refused(server: Running) -> None:

@@ -27,7 +27,8 @@ KEY = "a-long-enough-key"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/embeddings"), ("POST", "/v1/classify"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"),
+    ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
     ("POST", "/page/render"),
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),

@@ -265,7 +265,7 @@ def test_the_log_probabilities_of_a_long_prompt_are_written_in_turns() -> None:
 
 def test_a_long_history_is_not_worked_through(server: Running) -> None:
     """What a conversation holds together is bounded as one request is, in bytes and in values."""
-    body: dict[str, Any] = {"model": "tiny", "input": [{**TALK[0], "x": "a" * (1 << 20)}], "max_output_tokens": 2}
+    body: dict[str, Any] = {"model": "tiny", "input": [{**TALK[0], "id": "a" * (1 << 20)}], "max_output_tokens": 2}
     answers = []
     for _ in range(5):
         answers.append(server.post("/v1/responses", body))

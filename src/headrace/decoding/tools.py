@@ -163,6 +163,7 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise ToolError(f"tool {number} must be a function: {{'type': 'function', 'function': {{…}}}}", "tools")
+    function = {name: value for name, value in function.items() if value is not None}
     if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
         raise ToolError(f"tool {number} needs a name of 1 to 64 letters, digits, dots, dashes and underscores", "tools")
     if not isinstance(function.get("description", ""), str) or not isinstance(function.get("parameters") or {}, dict):

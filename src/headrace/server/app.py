@@ -57,6 +57,7 @@ from headrace.server.schemas import (
     MODELS,
     PROMPT,
     STATUS,
+    TOKENIZER,
     TOKENS,
     VERSION,
     plain,
@@ -125,7 +126,7 @@ def make_app(models: Models, store: Store, keys: Keys) -> Application:
     cascades = {name: Cascade(settings, models) for name, settings in models.cascades.items()}
     _add_protocol(api, models, cascades)
     _add_tools(api, models)
-    _add_state(api, models, worker)
+    _add_state(api, models, worker, store)
     add_page(api)
     add_files(api, store, models.settings.limits)
     add_batches(api, store, models.settings.limits, worker)
@@ -181,8 +182,13 @@ def _add_tools(api: Api, models: Models) -> None:
         async with models.use(call.body.model) as service:
             return await tokens.detokenize(service, call.body)
 
+    @api.get("/tokenizer_info", TOKENIZER)
+    async def tokenizer_info(call: Call) -> Any:
+        async with models.use(call.http.query_params.get("model")) as service:
+            return tokens.tokenizer_info(service)
 
-def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:
+
+def _add_state(api: Api, models: Models, worker: BatchWorker, store: Store) -> None:
     @api.get("/health", HEALTH)
     async def health(call: Call) -> Any:
         state, detail = models.state
@@ -192,6 +198,8 @@ def _add_state(api: Api, models: Models, worker: BatchWorker) -> None:
             body["models"] = {service.name: str(service.llm.state) for service in models.services}
         if worker.trouble:
             body["batches"] = worker.trouble
+        if store.trouble:
+            body["storage"] = f"the last write failed: {store.trouble}"
         return body if state is State.READY else _unready(body)
 
     @api.get("/live", STATUS)

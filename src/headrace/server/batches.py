@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from functools import partial
 from typing import Any
 
 from headrace.server import batch_input, batch_rows, files
@@ -22,7 +23,7 @@ COLUMNS = (
 
 
 async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[str, Any]:
-    """Check an input file and queue its lines. Raises ApiError."""
+    """Check all lines of an input file, then queue them in one transaction. Raises ApiError."""
     if request.endpoint not in ENDPOINTS:
         raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
@@ -30,19 +31,23 @@ async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[st
     files.life(request.output_expires_after, "output_expires_after")
     who = PRINCIPAL.get()
 
+    find = partial(files.find, name=request.input_file_id, owner=who.name, param="input_file_id")
+    check = batch_input.Check(await store.read(find), request.endpoint, limits)
+    await check.run(store)
+
     def work(db: sqlite3.Connection) -> dict[str, Any]:
-        file = files.find(db, request.input_file_id, who.name, "input_file_id")
-        batch_rows.check_room(db, file.bytes, limits.batch_bytes, who)
+        file = find(db)  # it may have been deleted since the check
+        if not check.errors:
+            batch_rows.check_room(db, check.size, limits.batch_bytes, who)
         _forget(db, limits.batches, who)
         batch, name = _insert(db, request, who.name)
-        total, size, errors = batch_input.add_rows(db, batch, file, request.endpoint, limits)
-        if errors:
+        if check.errors:
             query = "UPDATE batches SET status = 'failed', failed_at = created_at, errors = ? WHERE number = ?"
-            db.execute(query, (json.dumps(errors), batch))
+            db.execute(query, (json.dumps(check.errors), batch))
         else:
-            batch_rows.check_room(db, size, limits.batch_bytes, who)
+            batch_input.add_rows(db, batch, file, limits)
             columns = "status = 'in_progress', in_progress_at = created_at, total = ?, bytes = ?"
-            db.execute(f"UPDATE batches SET {columns} WHERE number = ?", (total, size, batch))
+            db.execute(f"UPDATE batches SET {columns} WHERE number = ?", (check.count, check.size, batch))
         return load(db, name, who.name)
 
     return await store.run(work)

@@ -30,6 +30,7 @@ from headrace.server.answers import (
     usage,
 )
 from headrace.server.async_llm import AsyncLLM
+from headrace.server.chat_messages import CONTINUE, check_ending, read_messages
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs, token_exits
@@ -41,8 +42,6 @@ from headrace.server.structured import asked_form, check_form, check_text, prepa
 from headrace.server.tickets import Ticket, deltas
 from headrace.weights.defaults import values
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-CONTINUE = "continue_final_message"
 # What a template's own variables may not be called: they are ours to say, or what templates are written in.
 RESERVED = frozenset(
     "messages tools documents add_generation_prompt bos_token eos_token "
@@ -108,9 +107,8 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
     """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
     ClientGoneError."""
     _check(request)
-    template = service.llm.opened.template.source
     form = asked_form(request)
-    tools = await unless_gone(http, _tooling(service, request, template, form))
+    tools = await unless_gone(http, _tooling(service, request, form))
     params = tried(_params(service, request, tools.spec if tools is not None else form), trial)
     streams, late, grammar = bool(request.stream), False, ""
     if form is not None:
@@ -118,17 +116,7 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
         late, grammar = bool(looked.late), looked.grammar
     if tools is not None:
         grammar = (await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))).grammar
-    variables = _variables(request)
-    if tools is not None and tools.in_template:
-        variables["tools"] = tools.tools
-    talk = conversation(request.messages, tools, template, read_json)
-    check_messages(talk)
-    _check_ending(request)
-    if request.continue_final_message:
-        prompt = await unless_gone(http, render_open(service.llm, talk, **variables))
-    else:
-        new_turn = request.add_generation_prompt is not False
-        prompt = await unless_gone(http, render(service.llm, talk, add_generation_prompt=new_turn, **variables))
+    prompt = await unless_gone(http, _prompt(service.llm, request, tools))
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=grammar)
     return Job(service, request, tickets, tools, form is not None, form if late else None, trial)
@@ -144,9 +132,7 @@ async def answered(job: Job, http: Request) -> Response | Chat:
         job.service.llm.abort(job.tickets)
 
 
-async def _tooling(
-    service: Service, request: ChatRequest, template: str | None, form: StructuredOutputs | None
-) -> Tooling | None:
+async def _tooling(service: Service, request: ChatRequest, form: StructuredOutputs | None) -> Tooling | None:
     """The tools of a request, and the form of answers that call none, looked at where that can be stopped. Raises ApiError."""
     usable, must = callable_tools(request)
     if not usable:
@@ -159,7 +145,24 @@ async def _tooling(
     known = await prepared(schemas)
     if len(schemas) > len(usable):
         answer = for_mask(known[-1])
+    template = service.llm.opened.template.source
     return tooling(request, template, service.llm.opened.tokenizer.control_id, known[: len(usable)], answer)
+
+
+async def prompt_of(service: Service, request: ChatRequest) -> list[int]:
+    """The token ids that a request gives to the model. Raises the errors that `as_api_error` knows."""
+    return await _prompt(service.llm, request, await _tooling(service, request, asked_form(request)))
+
+
+async def _prompt(llm: AsyncLLM, request: ChatRequest, tools: Tooling | None) -> list[int]:
+    variables = _variables(request)
+    if tools is not None and tools.in_template:
+        variables["tools"] = tools.tools
+    check_ending(request)
+    talk = conversation(read_messages(request.messages), tools, llm.opened.template.source, read_json)
+    if request.continue_final_message:
+        return await render_open(llm, talk, **variables)
+    return await render(llm, talk, add_generation_prompt=request.add_generation_prompt is not False, **variables)
 
 
 async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
@@ -191,28 +194,6 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
     raise bad("the final message has no text to be continued; give it a content", CONTINUE)
 
 
-def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Roles and parts that are not read here are refused by name; what else is wrong the template's code says."""
-    for number, message in enumerate(messages):
-        role = message.get("role")
-        if isinstance(role, str) and role not in ROLES:
-            raise bad(f"message {number} has the role {role[:40]!r}; use {', '.join(ROLES)}", "messages")
-        _check_parts(number, message.get("content"))
-        for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text alone")):
-            if message.get(name) is not None:
-                raise bad(f"message {number} has {name}, which is not read here; {instead}", "messages")
-
-
-def _check_parts(number: int, content: Any) -> None:
-    """Parts that are not text are refused by name; what else is wrong with a message the template code says."""
-    for part in content if isinstance(content, list) else []:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "refusal"):
-            raise bad(
-                f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts", "messages"
-            )
-
-
 def _check(request: ChatRequest) -> None:
     not_built(bool(request.functions), "functions", "they are called tools now; use tools")
     not_built(request.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
@@ -226,24 +207,6 @@ def _check(request: ChatRequest) -> None:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if request.top_logprobs is not None and request.top_logprobs < 0:
         raise bad(f"top_logprobs must be 0 or more, not {request.top_logprobs}", "top_logprobs")
-
-
-def _check_ending(request: ChatRequest) -> None:
-    """A conversation that ends with the assistant is continued or answered as the request says, and never guessed at."""
-    ending = request.messages[-1] if request.messages else {}
-    last = ending.get("role")
-    if request.continue_final_message and request.add_generation_prompt:
-        raise bad(f"{CONTINUE} begins no new turn; leave add_generation_prompt out, or set it to false", CONTINUE)
-    if request.continue_final_message and last != "assistant":
-        raise bad(f"{CONTINUE}: the last message is not the assistant's; end with one of the assistant", CONTINUE)
-    if request.continue_final_message and ending.get("tool_calls"):
-        raise bad(f"{CONTINUE}: the last message calls tools and has no text to be continued; add their results", CONTINUE)
-    if last == "assistant" and request.continue_final_message is None and request.add_generation_prompt is None:
-        raise bad(
-            "the last message is the assistant's; set continue_final_message to true to have it continued, "
-            "or to false to have a new one after it",
-            "messages",
-        )
 
 
 def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | None) -> SamplingParams:

@@ -63,9 +63,10 @@ class Disguise(Strict, kw_only=True):
 
 
 class StreamOptions(Disguise, kw_only=True):
-    """Those of the others."""
+    """Stream options of both kinds of completion; `continuous_usage_stats` is vLLM's."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = None  # a last chunk with the usage
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
 
 
 def http_type(one: Declared) -> Any:
@@ -243,13 +244,17 @@ class BatchRequest(Strict, kw_only=True):
 
 
 class TokenizeRequest(Strict, kw_only=True):
-    """POST /tokenize: a text, or a conversation."""
+    """POST /tokenize: a text, or a conversation with what its prompt depends on."""
 
     model: Word | None = None
     prompt: str | None = None
     messages: Items | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: Settings | None = None
     return_token_strs: bool | None = None
 
 

@@ -143,8 +143,8 @@ async def content(store: Store, name: str) -> tuple[int, AsyncIterator[bytes]]:
 
 async def _content(store: Store, file: File) -> AsyncIterator[bytes]:
     at = 0
-    while piece := await store.read(partial(_piece, file=file, after=at)):
-        at, data = piece
+    while (found := await store.read(partial(piece, file=file, after=at))) is not None:
+        at, data = found
         yield data
 
 
@@ -165,8 +165,8 @@ def find(db: sqlite3.Connection, name: str, owner: str, param: str | None = None
 def lines(db: sqlite3.Connection, file: File, longest: int) -> Iterator[bytes]:
     """A file line by line. Of a line with more than `longest` bytes a part comes that has more, too."""
     at, rest = 0, b""
-    while piece := _piece(db, file, at):
-        at, data = piece
+    while (found := piece(db, file, at)) is not None:
+        at, data = found
         *whole, rest = (rest + data).split(b"\n")
         yield from whole
         if len(rest) > longest:
@@ -174,8 +174,8 @@ def lines(db: sqlite3.Connection, file: File, longest: int) -> Iterator[bytes]:
     yield rest
 
 
-def _piece(db: sqlite3.Connection, file: File, after: int) -> tuple[int, bytes] | None:
-    """What a file has behind the row `after`, as many rows as make a piece, with the last one's number; None at its end."""
+def piece(db: sqlite3.Connection, file: File, after: int) -> tuple[int, bytes] | None:
+    """A piece of the content behind row `after`, and the number of the last row in it; None at the end of the file."""
     if file.batch is None:
         rows = db.execute("SELECT number, content FROM chunks WHERE file = ? AND number > ? LIMIT 1", (file.number, after))
     else:

@@ -11,6 +11,8 @@ import numpy as np
 from headrace.data.near import did_you_mean
 from headrace.server.bounds import Strict
 from headrace.server.errors import ApiError
+from headrace.server.json_errors import json_problem
+from headrace.server.tidy import tidied, type_of
 
 T = TypeVar("T", bound=Strict)
 
@@ -57,13 +59,41 @@ def read_body(data: bytes, kind: type[T]) -> T:
     try:
         return read_json(data, kind)
     except msgspec.ValidationError as error:
-        try:
-            msgspec.json.decode(data, type=msgspec.Raw)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise _no_json() from None
-        raise _wrong_field(str(error), kind) from None
+        if not _may_be_tidied(str(error), data):
+            raise _refusal(error, data, kind) from None
+        return _read_tidied(data, kind, error)
     except (msgspec.DecodeError, RecursionError):
-        raise _no_json() from None
+        raise ApiError(400, json_problem(data)) from None
+
+
+def _may_be_tidied(message: str, data: bytes) -> bool:
+    """Whether the first mistake of a body is none: a null under an unknown name, or perhaps an integer written 5.0."""
+    if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
+        return "got `float`" in message
+    return re.search(rb"%s\s*:\s*null\b" % re.escape(msgspec.json.encode(unknown["name"])), data) is not None
+
+
+def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[Strict]) -> ApiError:
+    """The first mistake of a body, which may be behind it no JSON at all."""
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ApiError(400, json_problem(data))
+    return _wrong_field(str(error), kind)
+
+
+def _read_tidied(data: bytes, kind: type[T], first: msgspec.ValidationError) -> T:
+    """A request that has a value in another spelling. Raises ApiError."""
+    try:
+        value = read_json(data)
+    except msgspec.ValidationError:  # a number that no type has: only `first` says in which field
+        raise _wrong_field(str(first), kind) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(400, json_problem(data)) from None
+    try:
+        return msgspec.convert(tidied(value, type_of(kind)), kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), kind) from None
 
 
 def read_query(given: dict[str, str], kind: type[T]) -> T:
@@ -104,10 +134,6 @@ def check_size(data: bytes) -> None:
         if count > bound:
             most = bound // 2 if bound == 2 * STRINGS else bound
             raise ApiError(400, f"the body holds more than {most} {what}; send less", code="invalid_value")
-
-
-def _no_json() -> ApiError:
-    return ApiError(400, "the body is not JSON, or is nested too deeply")
 
 
 def _wrong_field(message: str, kind: type[Strict]) -> ApiError:

@@ -3,31 +3,72 @@
 from typing import Any
 
 from headrace.server.answers import new_id
+from headrace.server.chat_messages import check_keys, without_nulls
 from headrace.server.errors import ApiError, bad
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 Item = dict[str, Any]
+# Keys by type: those of the API, of this server's own items, and of the types of OpenAI's client (`parsed`: of its parse()).
+KEYS = {
+    "message": frozenset({"type", "id", "role", "content", "status", "phase"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status", "parsed_arguments"}),
+    "function_call_output": frozenset({"type", "id", "call_id", "name", "output", "status"}),
+}
+INPUT_TEXT = frozenset({"type", "text", "prompt_cache_breakpoint"})
+PARTS = {
+    "input_text": INPUT_TEXT,
+    "output_text": frozenset({"type", "text", "annotations", "logprobs", "parsed"}),
+    "text": INPUT_TEXT,
+    "refusal": frozenset({"type", "refusal"}),
+}
 
 
 def as_items(given: str | list[Item]) -> list[Item]:
-    """A request's input as items."""
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+    """A request's input as items without nulls. Raises ApiError that names an unknown type, part or key."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [_read_item(number, item) for number, item in enumerate(given)]
+
+
+def _read_item(number: int, item: Item) -> Item:
+    where, item = f"item {number} of input", without_nulls(item)
+    kind = item.get("type", "message")
+    if kind not in KEYS:
+        raise bad(f"{where} has the type {str(kind)[:40]!r}, which this server does not read", "input")
+    check_keys(where, item, KEYS[kind], "input")
+    for name in ("content", "output"):
+        if isinstance(parts := item.get(name), list):
+            item = {**item, name: [_read_part(where, part) for part in parts]}
+    return item
+
+
+def _read_part(where: str, part: Any) -> Any:
+    if not isinstance(part, dict):
+        raise bad(f"{where} must have content: text, or a list of parts", "input")
+    part = without_nulls(part)
+    kind = part.get("type")
+    if kind not in PARTS:
+        raise bad(f"{where} has a part of type {str(kind)[:40]!r}; this model reads text alone", "input")
+    check_keys(f"a part of {where}", part, PARTS[kind], "input")
+    return part
 
 
 def messages(items: list[Item], instructions: str | None) -> list[Item]:
-    """The conversation as /v1/chat/completions has it. Raises ApiError for what this server cannot say to a model."""
+    """The conversation as /v1/chat/completions has it. Raises ApiError."""
     made: list[Item] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    calls: set[str] = set()
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
             made.append(_message(number, item))
         elif kind == "function_call":
             _add_call(made, number, item)
-        elif kind == "function_call_output":
-            made.append({"role": "tool", "tool_call_id": _text(number, item, "call_id"), "content": _output(number, item)})
+            calls.add(item["call_id"])
+        elif (name := _text(number, item, "call_id")) not in calls:
+            why = "no earlier item is such a function_call; send that item, or previous_response_id"
+            raise bad(f"item {number} of input answers the call {name[:100]!r}: {why}", "input")
         else:
-            raise bad(f"item {number} of input has the type {str(kind)[:40]!r}, which this server does not read", "input")
+            made.append({"role": "tool", "tool_call_id": name, "content": _output(number, item)})
     return made
 
 
@@ -44,13 +85,7 @@ def _message(number: int, item: Item) -> Item:
 def _parts(number: int, content: Any) -> list[str]:
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad(f"item {number} of input must have content: text, or a list of parts", "input")
-    texts = []
-    for part in content:
-        kind = part.get("type")
-        if kind not in TEXT_PARTS:
-            raise bad(f"item {number} of input has a part of type {str(kind)[:40]!r}; this model reads text alone", "input")
-        texts.append(_text(number, part, "refusal" if kind == "refusal" else "text"))
-    return texts
+    return [_text(number, part, "refusal" if part.get("type") == "refusal" else "text") for part in content]
 
 
 def _output(number: int, item: Item) -> str:
@@ -106,7 +141,7 @@ def chat_choice(choice: Any) -> Any:
 
 def chat_format(text: Item | None) -> Any:
     """`text.format` as the response_format of /v1/chat/completions. Raises ApiError."""
-    if unknown := set(text or {}) - {"format", "verbosity"}:
+    if unknown := without_nulls(text or {}).keys() - {"format", "verbosity"}:
         raise bad(f"unknown field text.{min(unknown)[:40]}", "text")
     wanted = (text or {}).get("format")
     if wanted is None or not isinstance(wanted, dict) or wanted.get("type") != "json_schema":

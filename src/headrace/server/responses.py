@@ -1,5 +1,6 @@
-"""/v1/responses: a chat in items, which may be kept and gone on from."""
+"""/v1/responses: a chat in items. Responses are stored, and a later request continues one by its id."""
 
+import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from starlette.requests import Request
 
 from headrace.decoding.tools import ToolError
 from headrace.server.answers import Chat, new_id, now
+from headrace.server.chat_messages import without_nulls
 from headrace.server.errors import ApiError, as_api_error, bad
 from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
 from headrace.server.principals import PRINCIPAL
@@ -17,8 +19,10 @@ from headrace.server.response_events import Events, chunks, ending, usage
 from headrace.server.response_items import Item, as_items, chat_choice, chat_format, chat_tools, messages, output_items
 from headrace.server.sampling import not_built
 from headrace.server.settings import Limits
-from headrace.server.store import Store, listing
+from headrace.server.store import StorageError, Store, listing
 from headrace.server.stream import EventStream
+
+log = logging.getLogger("headrace.server")
 
 # Fields that mean the same in a chat.
 SAME = (*BRIEFLY, "seed", "deadline", "parallel_tool_calls", "chat_template_kwargs", "cache_salt")
@@ -31,15 +35,13 @@ Answer = Callable[[ChatRequest, Request, bytes], Awaitable[Any]]  # a model's to
 
 
 async def respond(chat: Answer, limits: Limits, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
-    """Answer a request, streamed or whole, by `chat`, and keep the answer. Raises what `as_api_error` knows, and
-    ClientGoneError."""
+    """Answer a request by `chat`, streamed or whole, and store the response. A response that cannot be stored is delivered
+    with `store` false and a warning. Raises the errors that `as_api_error` knows, and ClientGoneError."""
     _check(request)
     items = [*await _history(store, request.previous_response_id, limits.body), *as_items(request.input)]
     if len(items) > MAX_ITEMS:
         raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
     talk = messages(items, request.instructions)
-    if talk[-1]["role"] == "assistant":
-        raise bad("the last item is the assistant's; end with what it is to answer", "input")
     asked = _as_chat(request, talk)
     response = _new(request)
     try:
@@ -72,7 +74,7 @@ def _check(request: ResponseRequest) -> None:
     for name in request.include or []:
         if name not in INCLUDES:
             raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")
-    if unknown := set(request.reasoning or {}) - set(REASONING):
+    if unknown := without_nulls(request.reasoning or {}).keys() - set(REASONING):
         raise bad(f"unknown field reasoning.{min(unknown)[:40]}; remove it", "reasoning")
     if not isinstance((request.reasoning or {}).get("effort"), str | None):
         raise bad("reasoning.effort must be text", "reasoning")
@@ -152,12 +154,21 @@ async def _events(events: Events, answer: EventStream, keep: "_Keeper | None") -
 
 
 class _Keeper:
-    """Keeps a response when it is complete."""
+    """Stores a response when it is complete."""
 
     def __init__(self, store: Store, response: dict[str, Any], items: list[Item], limits: Limits) -> None:
         self._store, self._response, self._items, self._limits = store, response, items, limits
 
     async def __call__(self) -> None:
+        """Store the response. If the store refuses, the response says so, and is delivered all the same."""
+        try:
+            await self._insert()
+        except StorageError as error:
+            log.warning("response %s was not stored: %s", self._response["id"], error.message)
+            why = f"this response was not stored and cannot be continued by its id: {error.message}"
+            self._response |= {"store": False, "warnings": [{"code": error.code, "message": why}]}
+
+    async def _insert(self) -> None:
         response, items = (msgspec.json.encode(one).decode() for one in (self._response, self._items))
         size, owner = len(response) + len(items), PRINCIPAL.get().name
         row = (self._response["id"], self._response["created_at"], size, response, items, owner)

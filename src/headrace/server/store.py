@@ -21,7 +21,7 @@ log = logging.getLogger("headrace.server")
 
 T = TypeVar("T")
 NAME = "server.sqlite"
-PATIENCE = 10.0  # seconds that a transaction may wait for those before it
+PATIENCE = 10.0  # seconds from the call of `run` or `read`: for the queue and for other users of the file together
 FULL = "the disk that holds the server's state is full; what it keeps is unharmed; make room there, then try again"
 BUSY = "the server's database cannot be used now; try again in 5 s; the server's log says why"
 DAMAGED = "the server's database is damaged; its log says how; end the server, and start it with a copy or another --state"
@@ -52,7 +52,7 @@ class Store:
         self.folder = folder or Path(self._temporary.name if self._temporary is not None else "")
         self._lock = _only_one(self.folder)
         self._threads = (ThreadPoolExecutor(1, "store-writes"), ThreadPoolExecutor(1, "store-reads"))
-        self._usable = True  # as far as the last that was tried knows
+        self.trouble = ""  # why the last write failed: one line for /health; empty after a write that succeeds
         path = self.folder / NAME
         try:
             self.writer = open_database(str(path))
@@ -89,12 +89,13 @@ class Store:
         transaction = asyncio.get_running_loop().run_in_executor(thread, lambda: _transaction(db, begin, work, asked))
         try:
             result = await asyncio.shield(transaction)
-            self._usable = self._usable or db is self.writer
+            if db is self.writer:
+                self.trouble = ""
             return result
         except StorageError as error:
-            if self._usable:  # said once, however many ask
+            if not self.trouble:  # once, until a write succeeds
                 log.error("the server's database cannot be used: %s", error.__cause__ or error)
-            self._usable = False
+            self.trouble = error.message
             raise
         finally:
             while not transaction.done():
@@ -103,9 +104,12 @@ class Store:
 
 
 def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T], asked: float) -> T:
-    if time.monotonic() > asked + PATIENCE:  # one after the other would wait as long as the first
-        raise StorageError(503, BUSY, code="storage_busy", retry_after=5)
+    left = asked + PATIENCE - time.monotonic()
+    if left <= 0:
+        cause = TimeoutError(f"the transactions before it took more than {PATIENCE:g} s")
+        raise StorageError(503, BUSY, code="storage_busy", retry_after=5) from cause
     try:
+        db.execute(f"PRAGMA busy_timeout = {1000 * left:.0f}")
         db.execute(begin)
         try:
             result = work(db)
