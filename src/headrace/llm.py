@@ -4,12 +4,24 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.fields import ParamError
-from headrace.data.given import Messages, Params, Prompt, as_batch, as_talks, each_of, only_known, template_variables
+from headrace.data.given import (
+    Messages,
+    Params,
+    PlainPrompt,
+    Prompt,
+    as_batch,
+    as_prompt,
+    as_talks,
+    each_of,
+    only_known,
+    template_variables,
+)
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
@@ -26,7 +38,8 @@ from headrace.startup.backend import start
 from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
-from headrace.text.chat import validate_messages
+from headrace.text.chat import TemplateError, validate_messages
+from headrace.text.continuing import check_continues, render_open
 from headrace.weights.defaults import values
 from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
 
@@ -146,23 +159,30 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> list[RequestOutput]:
-        """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text: what the user says) put through the
-        model's chat template. Without `params` they are `default_params()`. `more`: single settings (max_tokens=48), and
-        variables of the template (enable_thinking=False). `tools`, `tool_choice` and `parallel_tool_calls` are as the server
-        takes them: calls fit their schemas, and are `tool_calls` of an output. Raises ToolError, TemplateError, TypeError."""
+        """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text of the user) put through the model's
+        chat template. The default of `params` is `default_params()`. `more`: single settings (max_tokens=48) and variables that
+        the template reads (enable_thinking=False); `chat_template_kwargs` may have others, too. The answer is a new message, or
+        with `continue_final_message` the rest of the last one, the assistant's. `tools`, `tool_choice` and
+        `parallel_tool_calls` are those of the server: calls fit their schemas and are `tool_calls` of an output. Raises
+        ToolError, TemplateError, TypeError."""
         source = self.opened.template.source
-        template = template_variables(more, source or "")
+        template = template_variables(more, self.opened.template.reads)
         settings = {name: value for name, value in more.items() if name not in template}
-        talks = as_talks(messages)
+        template = {**(chat_template_kwargs or {}), **template, "continue_final_message": continue_final_message}
+        talks = [validate_messages(talk) for talk in as_talks(messages)]
+        if continue_final_message:
+            check_continues(talks)
         each = each_of(len(talks), params, sampling_params, settings, self._own())
         asked = ToolChoice(None if tools is None else [dict(tool) for tool in tools], tool_choice, parallel_tool_calls)
         given = tooling(asked, source, self.tokenizer.control_id)
         if given is not None:
             each = [given.held(one) for one in each]
             template |= {"tools": given.tools} if given.in_template else {}
-        talks = [conversation(self.opened.with_system(validate_messages(talk)), given, source) for talk in talks]
+        talks = [conversation(self.opened.with_system(talk), given, source) for talk in talks]
         outputs = self.generate([self.render(talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:
@@ -185,7 +205,7 @@ class LLM:
         between steps, also where a step gives no delta; once it says yes the request ends with finish_reason "abort"."""
         inbox: Inbox = deque()
         each = each_of(1, params, sampling_params, settings)
-        (made,) = self.callers.add_all([prompt], each, tuple(processors), None, inbox=inbox)
+        (made,) = self.callers.add_all([as_prompt(prompt)], each, tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
         yield from self.callers.drain([made], inbox, cancelled)
@@ -202,7 +222,7 @@ class LLM:
     ) -> RequestOutput:
         """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
         each = each_of(1, params, sampling_params, settings)
-        return self.callers.add_all([prompt], each, tuple(processors), strategy)[0]
+        return self.callers.add_all([as_prompt(prompt)], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step for everything queued; returns the outputs that ended in it, none if the queue is empty."""
@@ -245,9 +265,14 @@ class LLM:
         batch = self._encode_running(texts)
         return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Silent()))
 
-    def render(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation, ready for the answer. Raises TemplateError when the model has no template."""
-        text = self.opened.template.render(messages, **{"add_generation_prompt": True, **template})
+    def render(self, messages: Messages, *, continue_final_message: bool = False, **template: Any) -> list[int]:
+        """Token ids of a conversation, up to the start of a new answer, or to the end of the last message's text. Raises
+        TemplateError if the model has no template, or the conversation cannot be continued."""
+        if continue_final_message and template.get("add_generation_prompt"):
+            raise TemplateError("continue_final_message opens no new turn; leave add_generation_prompt out")
+        template = {"add_generation_prompt": not continue_final_message, **template}
+        apply = partial(self.opened.template.render, **template)
+        text = render_open(messages, apply) if continue_final_message else apply(messages)
         return self.tokenizer.encode(text, add_special=False)
 
     def default_params(self, **changes: Any) -> SamplingParams:
@@ -294,7 +319,7 @@ class LLM:
 
     def _run(
         self,
-        batch: Sequence[Prompt],
+        batch: Sequence[PlainPrompt],
         settings: Sequence[SamplingParams],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
@@ -314,6 +339,6 @@ class LLM:
             progress.finish()
         return outputs
 
-    def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
         """Running text is no conversation: what looks like a control token in it is text."""
         return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]

@@ -193,7 +193,7 @@ def test_parameters_in_all_their_forms(tiny_llm: LLM) -> None:
     with pytest.raises(TypeError, match="there is no setting 'max_token'; did you mean max_tokens"):
         tiny_llm.generate("The mill", max_token=5)
     with pytest.raises(
-        TypeError, match=r"'temprature' is no setting and no variable of the template; did you mean temperature"
+        TypeError, match=r"'temprature' is neither a setting nor a variable of the template; did you mean temperature"
     ):
         tiny_llm.chat("The mill", temprature=0.5)
     with pytest.raises(TypeError, match="two names of one argument"):

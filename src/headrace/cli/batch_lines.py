@@ -21,6 +21,12 @@ PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam", "refine"} | {
     *("beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES),
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
+# Fields of a conversation, with the values that they may have.
+TEMPLATE: dict[str, tuple[type, str]] = {
+    "continue_final_message": (bool, "true or false"),
+    "add_generation_prompt": (bool, "true or false"),
+    "chat_template_kwargs": (dict, "an object"),
+}
 CHAT, COMPLETIONS = "chat/completions", "completions"
 BODY_PROMPT = {CHAT: "messages", COMPLETIONS: "prompt"}
 WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -49,13 +55,14 @@ class LineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request: where it stood, its id, what is to be continued (exactly one of three) and its own parameters."""
+    """A request: its line, its id, exactly one of three prompts, arguments of `LLM.render`, and its own parameters."""
 
     line: int
     id: Id
     prompt: str | None = None
     messages: list[Any] | None = None
     prompt_token_ids: list[int] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
 
 
@@ -188,16 +195,29 @@ def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise LineError(f"a line needs exactly one of {', '.join(PROMPTS)}; this one has {found}")
+    template = _template({name: fields.pop(name) for name in TEMPLATE if name in fields}, given)
     unknown = [name for name in fields if name not in PARAMS and name not in PROMPTS]
     if unknown:
         known = "a line has id, prompt (or messages, prompt_token_ids) and sampling parameters"
-        question = did_you_mean(unknown[0], [*PROMPTS, *PARAMS], known)
+        question = did_you_mean(unknown[0], [*PROMPTS, *TEMPLATE, *PARAMS], known)
         raise LineError(f"unknown field {unknown[0]!r}; {question} (headrace generate --help says more)")
     _check_prompt(given)
     params = {name: value for name, value in fields.items() if value is not None and name in PARAMS}
     if "logit_bias" in params:
         params["logit_bias"] = _biases(params["logit_bias"])
-    return Job(number, job_id, **given, params=params)
+    return Job(number, job_id, **given, template=template, params=params)
+
+
+def _template(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `LLM.render` for a conversation."""
+    found = {name: value for name, value in fields.items() if value is not None}
+    for name, value in found.items():
+        kind, words = TEMPLATE[name]
+        if "messages" not in given:
+            raise LineError(f"{name} goes with messages; remove it")
+        if not isinstance(value, kind):
+            raise LineError(f"{name} must be {words}, not {value!r:.40}")
+    return {**found.pop("chat_template_kwargs", {}), **found}
 
 
 def _check_prompt(given: dict[str, Any]) -> None:

@@ -60,7 +60,8 @@ def generate(
 
     A line is {"prompt": ...} (continued as it is), {"messages": [...]} (through the chat template) or {"prompt_token_ids":
     [...]}, with "id" and sampling parameters where wanted; or a line of OpenAI's batch API for chat/completions or
-    completions. Without max_tokens an answer goes on to its end or to that of the context.
+    completions. Without max_tokens an answer goes on to its end or to that of the context. "messages" may come with
+    continue_final_message, add_generation_prompt and chat_template_kwargs.
 
     An answer is {"id", "outputs", "finish_reason", "usage", "error"}. A line that cannot be answered gets one with "error"
     and stops nothing; if there are any, the exit code is 1. Lines without "id" are line-N; of two with the same the second
@@ -148,7 +149,7 @@ def _begin(llm: Any, job: Job | BadLine, params: Callable[..., SamplingParams]) 
     if isinstance(job, BadLine):
         return job.error
     try:
-        prompt = job.prompt if job.messages is None else llm.render(job.messages)
+        prompt = job.prompt if job.messages is None else llm.render(job.messages, **job.template)
         return llm.add(job.prompt_token_ids if prompt is None else prompt, params(**job.params))
     except Exception as error:  # whatever a line does, it must not stop the others
         return f"line {job.line}: {error}"

@@ -7,11 +7,13 @@ from enum import Flag
 from functools import cache
 from itertools import chain
 from math import inf, isfinite
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from headrace.data.near import did_you_mean
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
 LARGEST = 2**31 - 1  # of a whole number, where nothing else is said
@@ -20,6 +22,17 @@ SPELLED: dict[float, str] = {LARGEST: "2**31 - 1", 2**64 - 1: "2**64 - 1"}
 
 class ParamError(ValueError):
     """A parameter no request can have; the message says which and what to change."""
+
+
+class Params(msgspec.StructMeta):
+    """The class of parameter structs: an unknown field is refused with the nearest known name."""
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        known = self.__struct_fields__
+        if unknown := [name for name in fields if name not in known]:
+            question = did_you_mean(unknown[0], known, f"help(headrace.{self.__name__}) lists the fields")
+            raise TypeError(f"{self.__name__} has no field {unknown[0]!r}; {question}")
+        return super().__call__(*args, **fields)
 
 
 class Use(Flag):
@@ -77,9 +90,9 @@ class Field:
         text = SPELLED.get(bound, str(bound))
         return f"{text} ({self.means[1]})" if self.means is not None and self.means[0] == bound else text
 
-    def holds(self, value: float) -> bool:
-        """Whether a number lies within; NaN never does."""
-        return self.ge <= value <= self.le and self.gt < value < self.lt
+    def holds(self, value: Any) -> bool:
+        """Whether a real number lies within; NaN never does."""
+        return bool(self.ge <= value <= self.le and self.gt < value < self.lt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +141,10 @@ def check(params: msgspec.Struct) -> None:
         value = getattr(params, one.name)
         if value is one.default or (value is None and one.optional):
             continue
-        if isinstance(value, (list, tuple, dict)) and len(value) > one.field.most:
-            raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(value)}; leave some out")
-        made = one.check(one, value)
+        plain = plain_value(value)
+        if isinstance(plain, (list, tuple, dict)) and len(plain) > one.field.most:
+            raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(plain)}; leave some out")
+        made = one.check(one, plain)
         if made is not value:
             msgspec.structs.force_setattr(params, one.name, made)
 
@@ -160,6 +174,11 @@ def token_ids(params: msgspec.Struct) -> Iterator[tuple[str, Iterable[int]]]:
             yield one.name, chain.from_iterable(getattr(params, one.name))
 
 
+def plain_value(value: Any) -> Any:
+    """Scalars and arrays of numpy and torch as Python's own numbers and lists; any other value unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 # -- what a value of each type must be: value -> the value as it is kept -----------------------------------------------------
 
 
@@ -170,19 +189,20 @@ def _flag(one: Declared, value: object) -> object:
 
 
 def _number(one: Declared, value: object) -> object:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise ParamError(f"{one.name} must be a number, not {value!r}")
     if not one.field.holds(value):
         raise ParamError(f"{one.name} must be {one.field.bounds}, not {value}")
-    return value
+    return value if isinstance(value, int) else float(value)
 
 
 def _whole(one: Declared, value: object) -> object:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise ParamError(f"{one.name} must be an integer{' or None' if one.optional else ''}, not {value!r}")
-    if one.field.le == inf and abs(value) > LARGEST:
-        raise ParamError(f"{one.name} must be at most {SPELLED[LARGEST]}, not {value}")
-    return _number(one, value)
+    number = int(value)
+    if one.field.le == inf and abs(number) > LARGEST:
+        raise ParamError(f"{one.name} must be at most {SPELLED[LARGEST]}, not {number}")
+    return _number(one, number)
 
 
 def _choice(one: Declared, value: object) -> object:
@@ -204,42 +224,47 @@ def _texts(one: Declared, value: object) -> object:
     texts = _list(one, value)
     if not all(isinstance(text, str) and text for text in texts):
         raise ParamError(f"{one.name} strings must be non-empty text; remove the empty one")
-    return texts
+    return tuple(map(str, texts))
 
 
 def _ids(one: Declared, value: object) -> object:
-    ids = _list(one, value)
-    _check_ids(one, ids)
-    return ids
+    return tuple(_id(one, token) for token in _list(one, value))
 
 
-def _check_ids(one: Declared, ids: Iterable[object]) -> None:
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise ParamError(f"token ids in {one.name} must be integers of 0 or more, not {token!r}")
+def _id(one: Declared, value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    token = plain_value(value)
+    made = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else -1
+    if made < 0:
+        raise ParamError(f"token ids in {one.name} must be integers of 0 or more, not {value!r}")
+    return made
 
 
 def _id_lists(one: Declared, value: object) -> object:
-    words = tuple(tuple(word) if isinstance(word, list) else word for word in _list(one, value))
-    for word in words:
-        if not isinstance(word, tuple):
-            raise ParamError(f"{one.name} must be lists of token ids, not {word!r}")
-        if not word:
-            raise ParamError(f"each of {one.name} needs at least one token; remove the empty one")
-        if len(word) > one.field.each:
-            raise ParamError(f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
-        _check_ids(one, word)
-    return words
+    return tuple(_id_list(one, plain_value(word)) for word in _list(one, value))
+
+
+def _id_list(one: Declared, word: object) -> tuple[int, ...]:
+    if not isinstance(word, (list, tuple)):
+        raise ParamError(f"{one.name} must be lists of token ids, not {word!r}")
+    if not word:
+        raise ParamError(f"each of {one.name} needs at least one token; remove the empty one")
+    if len(word) > one.field.each:
+        raise ParamError(f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
+    return tuple(_id(one, token) for token in word)
 
 
 def _biases(one: Declared, value: object) -> object:
     if not isinstance(value, dict):
         raise ParamError(f"{one.name} must map token ids to numbers, not {value!r}")
-    _check_ids(one, value)
-    for token, bias in value.items():
-        if not isinstance(bias, (int, float)) or isinstance(bias, bool) or not one.field.holds(bias):
-            raise ParamError(f"{one.name} of token {token} must be {one.field.bounds}, not {bias!r}")
-    return value
+    return {_id(one, token): _bias(one, token, plain_value(bias)) for token, bias in value.items()}
+
+
+def _bias(one: Declared, token: object, bias: object) -> float:
+    if not isinstance(bias, Real) or isinstance(bias, bool) or not one.field.holds(bias):
+        raise ParamError(f"{one.name} of token {token} must be {one.field.bounds}, not {bias!r}")
+    return float(bias)
 
 
 def _form(one: Declared, value: object) -> object:

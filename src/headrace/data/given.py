@@ -1,11 +1,13 @@
-"""What callers hand over, in the forms they may have: one prompt or many, one set of parameters or one each."""
+"""Arguments of `LLM`, in each form that callers may use: one prompt or many, one set of parameters or one for each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import msgspec
 
-from headrace.data.near import did_you_mean, near
+from headrace.data.fields import plain_value
+from headrace.data.near import did_you_mean
 from headrace.data.params import (
     BEAM_FIELDS,
     BEAM_NAMES,
@@ -18,7 +20,8 @@ from headrace.data.params import (
     SamplingParams,
 )
 
-Prompt = str | Sequence[int]
+PlainPrompt = str | list[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
 SETTINGS = frozenset(  # names of flat fields
@@ -86,18 +89,53 @@ def _check_alone(params: SamplingParams) -> None:
             raise ParamError(f"{name} goes with {other}; give that too, or leave it out")
 
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a text, a list of texts, token ids, or a list of those."""
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    return batch  # type: ignore[return-value]
+PROMPT_FORMS = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
+    """One prompt or many: a text, a list of texts, token ids, a list of those, or dicts as `as_prompt` takes them. Raises
+    TypeError."""
+    prompts = plain_value(prompts)
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+        return [as_prompt(prompts)]
+    batch = list(map(plain_value, prompts))
+    if any(hasattr(item, "__index__") for item in batch):
+        return [_token_ids(batch)]
+    return [as_prompt(item) for item in batch]
+
+
+def as_prompt(prompt: Prompt) -> PlainPrompt:
+    """One prompt as a text or a list of ints. Ids may be of any type with `__index__`, such as arrays of numpy and torch.
+    Raises TypeError for anything else."""
+    plain: Any = plain_value(prompt)
+    if isinstance(plain, Mapping):
+        if len(plain) != 1 or not plain.keys() <= {"prompt", "prompt_token_ids"}:
+            raise TypeError(f"a prompt dict has one key, prompt or prompt_token_ids, not {list(plain)}")
+        ((name, plain),) = [(name, plain_value(value)) for name, value in plain.items()]
+        if isinstance(plain, str) != (name == "prompt"):
+            raise TypeError(f"{name} of a prompt dict must be {'text' if name == 'prompt' else 'token ids'}, not {plain!r:.80}")
+    if isinstance(plain, str):
+        return str(plain)
+    if isinstance(plain, (bytes, bytearray)) or not isinstance(plain, Iterable):
+        raise TypeError(f"a prompt must be {PROMPT_FORMS}, not {plain!r:.80}")
+    return _token_ids(plain)
+
+
+def _token_ids(values: Iterable[Any]) -> list[int]:
+    return [value if type(value) is int else _token_id(value) for value in values]
+
+
+def _token_id(value: Any) -> int:
+    plain = plain_value(value)
+    if isinstance(plain, bool) or not hasattr(plain, "__index__"):
+        raise TypeError(f"token ids must be integers, not {plain!r:.80}")
+    return index(plain)
 
 
 def as_talks(messages: str | Messages | Sequence[str | Messages]) -> list[Messages]:
-    """One conversation or many: a text is what the user says."""
+    """One conversation or many; a text stands for a message of the user. Raises TypeError."""
+    if isinstance(messages, (bytes, bytearray, Mapping)) or not isinstance(messages, (str, Sequence)):
+        raise TypeError(f"messages must be a text, a list of {{role, content}}, or a list of these, not {messages!r:.80}")
     talks: Any = [messages] if isinstance(messages, str) or (messages and isinstance(messages[0], Mapping)) else messages
     return [[{"role": "user", "content": talk}] if isinstance(talk, str) else talk for talk in talks]
 
@@ -150,11 +188,14 @@ def only_known(settings: Mapping[str, Any], function: Callable[..., Any]) -> Map
     return settings
 
 
-def template_variables(given: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Of a call's further arguments those that are no settings. Raises TypeError for one that looks like a slip of a setting,
-    and that the template does not read."""
+def template_variables(given: Mapping[str, Any], reads: Callable[[str], bool]) -> dict[str, Any]:
+    """Those of a call's keywords that are no settings. `reads`: whether the model's template reads a variable. Raises TypeError
+    for a keyword that is neither."""
     found = {name: value for name, value in given.items() if name not in SETTINGS}
     for name in found:
-        if name not in template and near(name, SETTINGS):
-            raise TypeError(f"{name!r} is no setting and no variable of the template; {did_you_mean(name, SETTINGS)}")
+        if not reads(name):
+            other = "chat_template_kwargs passes other variables to the template"
+            raise TypeError(
+                f"{name!r} is neither a setting nor a variable of the template; {did_you_mean(name, SETTINGS, other)}"
+            )
     return found

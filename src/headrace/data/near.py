@@ -1,13 +1,32 @@
-"""Names that somebody may have meant."""
+"""Known names close to an unknown one, for error messages."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+# Names that other engines use, and what they are called here.
+ELSEWHERE = {
+    "response_format": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "do_sample": "temperature",
+    "num_beams": "beam_width",
+    "num_return_sequences": "n",
+    "no_repeat_ngram_size": "no_repeat_ngram",
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+}
+
 
 def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """Of the known names those that `name` may be a slip of, and else those that it is a part of; the nearest first."""
+    """Known names close to `name`, the nearest first; if there are none, known names that contain it."""
     lower = {one.lower(): one for one in known}
     known = list(lower.values())
+    if ELSEWHERE.get(name) in known:
+        return [ELSEWHERE[name]]
     if found := get_close_matches(name.lower(), lower, n=most):
         return [lower[one] for one in found]
     return [one for one in known if len(name) > 2 and name.lower() in one.lower()][:most]

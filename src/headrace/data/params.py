@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from headrace.data.fields import Field, ParamError, Use, check, declared, token_ids, unheeded, used
+from headrace.data.fields import Field, ParamError, Params, Use, check, declared, token_ids, unheeded, used
 from headrace.data.refine import RefineParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.data.together import BEAMS, MAX_N, check_together
@@ -33,7 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True):
+class BeamSearchParams(
+    msgspec.Struct, metaclass=Params, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True
+):
     """How beams are kept, ended and ranked. Raises ParamError (a ValueError) for what cannot be meant.
 
     Finished hypotheses rank by score / length ** length_penalty ("hf", as transformers does) or by
@@ -92,7 +94,13 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defa
 
 
 class SamplingParams(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True, forbid_unknown_fields=True
+    msgspec.Struct,
+    metaclass=Params,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    repr_omit_defaults=True,
+    forbid_unknown_fields=True,
 ):
     """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
 

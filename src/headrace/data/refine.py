@@ -4,12 +4,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from headrace.data.fields import Field, check
+from headrace.data.fields import Field, Params, check
 
 MAX_BLOCK = 64  # nodes of a draft
 
 
-class RefineParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True):
+class RefineParams(
+    msgspec.Struct, metaclass=Params, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True
+):
     """How blocks are filled in. Raises ParamError for what cannot be meant.
 
     After pass t of T over a block of K tokens the K (T - t) / T least sure ones (rounded down) are masked again: "any" of all,

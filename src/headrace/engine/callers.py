@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace.data.given import Prompt
+from headrace.data.given import PlainPrompt
 from headrace.data.outputs import RequestOutput, empty_output
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
@@ -105,7 +105,7 @@ class Callers:
 
     def add_all(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PlainPrompt],
         settings: Sequence[SamplingParams],
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
@@ -114,7 +114,7 @@ class Callers:
         """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`
         receives the deltas of each step. Raises ClosedError, AdmissionError."""
         self.check_open()
-        encoded = [self._encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        encoded = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
         with self._turns, Uninterrupted():  # no request is queued that is not known here

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from headrace.data.given import Prompt, as_prompt
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, Refused, Stats, Submit
@@ -38,7 +39,6 @@ __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "Reques
 
 log = logging.getLogger("headrace.server")
 
-Prompt = str | Sequence[int]
 NOT_STARTED = "this LLM is not started; use `async with AsyncLLM(…) as llm:`, or await its start()"
 CLOSED = "this LLM is closed; await its start() to load the model again"
 INLINE = 4096  # characters that are encoded on the event loop; more go to a thread
@@ -168,7 +168,8 @@ class AsyncLLM:
         Raises RequestRefusedError for what could never run, RequestFailedError when this request fails, QueueFullError when
         too much waits, EngineDownError while there is no engine or when it ends under the request.
         """
-        ids = await self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        plain = as_prompt(prompt)
+        ids = await self.encode(plain) if isinstance(plain, str) else plain
         (ticket,) = self.submit([ids], params or SamplingParams(), salt=salt)
         try:
             async for _, delta in deltas([ticket]):

@@ -1,6 +1,7 @@
 """Chat templates: messages to the prompt a model was trained on, with hard limits on what the template may use."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,9 @@ class TemplateLimits:
     seconds: float = 2.0  # CPU time of one rendering
     memory: int = 512 << 20  # bytes of address space
 
-    @property
-    def task(self) -> Task:
+    def task(self, function: str) -> Task:
         most = 4 * self.output + 1024  # bytes of an answer
-        return Task("headrace.text.rendering", "render", seconds=self.seconds, memory=self.memory, answer=most)
+        return Task("headrace.text.rendering", function, seconds=self.seconds, memory=self.memory, answer=most)
 
 
 DEFAULT_LIMITS = TemplateLimits()
@@ -61,18 +61,30 @@ class ChatTemplate:
     def __repr__(self) -> str:
         return "ChatTemplate(none)" if self.source is None else f"ChatTemplate({len(self.source)} characters)"
 
+    def reads(self, name: str) -> bool:
+        """Whether the template reads a variable of that name from its caller; true if it cannot be parsed, as `render` then
+        says why."""
+        known = None if self.source is None else self._variables
+        return known is None or name in known
+
+    @functools.cached_property
+    def _variables(self) -> frozenset[str] | None:
+        with self._ended():
+            names = shared().run(self.limits.task("variables"), {"source": self._usable_source()})["names"]
+        return None if names is None else frozenset(names)
+
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
         """The prompt of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
         the template's own (`enable_thinking=False`)."""
         question = self._question(messages, variables)
         with self._ended():
-            return _text(shared().run(self.limits.task, question))
+            return _text(shared().run(self.limits.task("render"), question))
 
     async def rendered(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The same for asyncio. Raises BusyError besides."""
         question = self._question(messages, variables)
         with self._ended():
-            return _text(await shared().ask(self.limits.task, question))
+            return _text(await shared().ask(self.limits.task("render"), question))
 
     def _question(self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> dict[str, Any]:
         source = self._usable_source()

@@ -9,7 +9,7 @@ import json
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -102,3 +102,12 @@ def warm(_: str) -> None:
         "{{ ''.__class__ }}",
     ):
         render({"source": source, "context": "{}", "most": 10_000})
+
+
+def variables(question: dict[str, Any]) -> dict[str, list[str] | None]:
+    """{"source"} to {"names"} of the variables that a template reads from its caller; None if it cannot be parsed."""
+    try:
+        read = meta.find_undeclared_variables(environment().parse(question["source"]))
+        return {"names": sorted(read - environment().globals.keys())}
+    except (TemplateError, RecursionError, MemoryError):
+        return {"names": None}
