@@ -16,6 +16,14 @@ PR_SET_PDEATHSIG = 1
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
+def user_home() -> Path | None:
+    """The user's home directory; None for a user id without a passwd entry if HOME is not set (containers, cron)."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def free_memory() -> int:
     """Free bytes of RAM, within what the control group allows."""
     info = Path("/proc/meminfo").read_text()

@@ -21,6 +21,7 @@ OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Every error is one line on stderr."""
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -34,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         say("headrace: interrupted")
     return code
+
+
+def _open_streams() -> None:
+    """Replace closed stdin, stdout and stderr (`>&-`), lowest descriptor first, so that no other file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _run(arguments: list[str]) -> int:

@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from headrace.server.settings import CascadeSettings, SettingsError
+from headrace.weights.store import expand
 
 
 def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
@@ -51,7 +51,7 @@ def _as_float(number: float) -> float:
 def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
     """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
     try:
-        found = json.loads(Path(file).expanduser().read_text("utf-8"))
+        found = json.loads(expand(file).read_text("utf-8"))
         made, scored, models = found["calibration"], str(found["score"]), found.get("models", ())
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"

@@ -24,6 +24,7 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.text.width import crop, width
 from headrace.weights.progress import counted
+from headrace.weights.store import expand
 
 INTERRUPTED = 130
 HELP = """\
@@ -291,7 +292,7 @@ def _table(params: SamplingParams, *, everything: bool = False, names: Sequence[
 def _path(text: str, command: str) -> Path:
     if not text:
         raise ValueError(f"{command} takes a file name")
-    return Path(text).expanduser()
+    return expand(text)
 
 
 def _preset(name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """classify: the class of each text, one JSON line each."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
+from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.weights.progress import Silent
 
@@ -64,6 +64,6 @@ def classify(
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
         for text, made in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
             line = {"text": text, "tokens": len(made.token_ids), **made.record(votes=show_exits)}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(json_text(line), flush=True)
         progress.advance(len(part))
     progress.finish()

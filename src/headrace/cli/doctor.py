@@ -1,20 +1,20 @@
 """doctor: what a bug report needs to say of this installation."""
 
-import json
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headrace import __version__
 from headrace.bench import machine
-from headrace.cli.output import print_fields
+from headrace.cli.output import json_text, print_fields
 from headrace.weights import names
 from headrace.weights.progress import human_size
-from headrace.weights.store import Store, home
+from headrace.weights.store import find_home, installed
 
 LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())
 EXTRAS = {"serve": ("starlette", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
@@ -36,7 +36,7 @@ def doctor(
     """
     found, problems = _facts(), _problems()
     if as_json:
-        print(json.dumps({**found, "problems": problems}, indent=2, ensure_ascii=False))
+        print(json_text({**found, "problems": problems}, indent=2))
     else:
         print_fields([*found.items(), *(("problem", one) for one in problems or ["none found"])])
     return 1 if problems else 0
@@ -53,8 +53,8 @@ def _facts() -> dict[str, str]:
         "core": _core(),
         "libraries": ", ".join(f"{name} {_version(name)}" for name in LIBRARIES),
         "extras": ", ".join(f"{name} {'yes' if _has(name) else 'no'}" for name in EXTRAS),
-        "home": f"{home()}, {_free()} free",
-        "models": f"{len(Store().installed())} installed, {len(names.given())} named",
+        "home": _home(),
+        "models": f"{len(installed())} installed, {len(names.given())} named",
         "environment": ", ".join(_environment()) or "nothing that changes a run",
     }
 
@@ -67,9 +67,11 @@ def _problems() -> list[str]:
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         found.append(f"{', '.join(missing)} not installed; install headrace again")
-    nearest = next(path for path in (home(), *home().absolute().parents) if path.exists())
-    if not os.access(nearest, os.W_OK):
-        found.append(f"{home()} cannot be written; set HEADRACE_HOME to a folder of yours")
+    folder = find_home()
+    if folder is None:
+        found.append("this user has no home directory; set HEADRACE_HOME to a folder of yours")
+    elif not os.access(_nearest(folder), os.W_OK):
+        found.append(f"{folder} cannot be written; set HEADRACE_HOME to a folder of yours")
     return found
 
 
@@ -93,9 +95,14 @@ def _has(extra: str) -> bool:
     return all(find_spec(name) is not None for name in EXTRAS[extra])
 
 
-def _free() -> str:
-    nearest = next(path for path in (home(), *home().absolute().parents) if path.exists())
-    return human_size(shutil.disk_usage(nearest).free)
+def _home() -> str:
+    folder = find_home()
+    return "none" if folder is None else f"{folder}, {human_size(shutil.disk_usage(_nearest(folder)).free)} free"
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest of its parents that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _environment() -> list[str]:

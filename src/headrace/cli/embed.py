@@ -1,6 +1,5 @@
 """embed: texts to vectors, one JSON line each."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
+from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.weights.progress import Silent
 
@@ -51,6 +51,6 @@ def embed(
         part = given[start : start + BATCH]
         for text, made in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
             line = {"text": text, "tokens": len(made.token_ids), "embedding": made.values}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(json_text(line), flush=True)
         progress.advance(len(part))
     progress.finish()

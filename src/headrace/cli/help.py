@@ -142,9 +142,9 @@ HelpAll = Annotated[
 def complete_model(incomplete: str) -> list[str]:
     """Names of the catalog and of what is installed, for the shell."""
     from headrace.weights import catalog, names
-    from headrace.weights.store import Store
+    from headrace.weights.store import installed
 
-    known = {*catalog.load(), *(record.name for record in Store().installed()), *(one.name for one in names.given())}
+    known = {*catalog.load(), *(record.name for record in installed()), *(one.name for one in names.given())}
     return sorted(name for name in known if name.startswith(incomplete))
 
 

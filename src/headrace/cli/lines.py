@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.weights.store import home
+from headrace.weights.store import StoreError, home
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
@@ -73,7 +73,7 @@ class Lines:
     def close(self) -> None:
         """Keep the history."""
         if self._edits:
-            with contextlib.suppress(OSError, ImportError):
+            with contextlib.suppress(OSError, ImportError, StoreError):
                 _keep_history()
 
 
@@ -93,7 +93,7 @@ def _set_up_editing(commands: list[str]) -> None:
     readline.set_completer_delims(" \t\n")
     readline.parse_and_bind("tab: complete")
     readline.set_history_length(HISTORY)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StoreError):
         readline.read_history_file(_history())
 
 

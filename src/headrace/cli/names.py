@@ -13,7 +13,7 @@ from headrace.data.params import ParamError
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary
 from headrace.weights.names import Name
-from headrace.weights.store import StoreError
+from headrace.weights.store import StoreError, expand
 
 Settings: Any = make_dataclass("Settings", option_fields(DRAWS, SAMPLING_PANEL))
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="What the model will be called.")]
@@ -66,7 +66,7 @@ def add(name: NewName, model: ModelName, settings: OwnSettings) -> None:
 
     Every command, the server and Python then take the name. Added again it is given anew. The files stay where they are.
     """
-    path = Path(model).expanduser()
+    path = expand(model)
     local = path.exists() and model not in catalog.load()
     _keep(settings.on(Name(name, str(path.absolute()) if local else model)))
 

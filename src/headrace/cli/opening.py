@@ -52,7 +52,10 @@ def open_llm(
 ) -> Any:
     """The opened `headrace.llm.LLM`. `sampling`, with what else was `given`: the settings in force are said first. `more`:
     further arguments of it."""
+    from headrace.startup.arguments import check_arguments
+
     opened, *_ = [look_at(each) for each in (model, *options.companions())]
+    check_arguments({**asdict(options), **more}, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
     if sampling is not None and not quiet and opened is not None:

@@ -1,8 +1,10 @@
 """How commands print: answers on stdout, everything else on stderr; tables for people, tab-separated lines for programs."""
 
+import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from headrace.cli.status import status
 from headrace.text.width import width, wrapped
@@ -29,6 +31,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("  ".join([*padded, first]))
         for line in more:
             print(" " * sum(one + 2 for one in widths) + line)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON for stdout: ASCII escapes unless stdout is UTF-8, because the fallback for other encodings is not JSON."""
+    utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").replace("_", "") == "utf8"
+    return json.dumps(value, ensure_ascii=not utf8, indent=indent)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

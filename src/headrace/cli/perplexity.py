@@ -1,6 +1,5 @@
 """perplexity: how well a model predicts a text."""
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
-from headrace.cli.output import print_fields, say
+from headrace.cli.output import json_text, print_fields, say
 from headrace.cli.status import status
 from headrace.weights.progress import counted
 
@@ -89,7 +88,7 @@ def perplexity(
         "tokens_per_s": round(sum(len(one.tokens) for one in windows) / seconds, 2),
     }
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json_text(found, indent=2))
         return
     print_fields(
         [

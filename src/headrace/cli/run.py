@@ -1,6 +1,5 @@
 """run: one answer to one prompt."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from headrace.cli.options import (
     check,
     with_groups,
 )
+from headrace.cli.output import json_text
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 
@@ -122,7 +122,7 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
         raise ValueError(output.error)
     if as_json:
         found = {"model": llm.opened.name, **record(output, llm.tokenizer), "speed": speeds(output)}
-        print(json.dumps(found, ensure_ascii=False, indent=2))
+        print(json_text(found, indent=2))
     elif params.n > 1:
         for one in output.outputs:
             answer.write(f"[{one.index + 1}/{params.n}]\n{one.text}")

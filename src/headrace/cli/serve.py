@@ -11,7 +11,7 @@ from headrace.cli.opening import look_at
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import say
 from headrace.cli.serve_options import CASCADES, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
-from headrace.weights.store import home
+from headrace.weights.store import expand, find_home
 
 INTERRUPTED = 130
 PACKAGES = tuple("starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it latex2mathml pygments nh3".split())
@@ -79,7 +79,7 @@ def serve(
         tls_cert=str(server.tls_cert) if server.tls_cert else None,
         tls_key=str(server.tls_key) if server.tls_key else None,
         grace=server.grace,
-        state=server.state or (home() / "serve" / str(server.port) if server.port else None),
+        state=server.state or _state(server.port),
         limits=Limits(**limits.limits()),
     )
     _look(entries, server.model_memory is not None)
@@ -90,6 +90,7 @@ def serve(
 def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:
     """Open the files of all models, and see whether those that are loaded at the start have room together. Raises ValueErrors
     of one line."""
+    from headrace.startup.arguments import check_arguments
     from headrace.startup.loading import pick_device
     from headrace.startup.runnable import check_room
 
@@ -97,6 +98,7 @@ def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool
     for _, entry, given in entries:
         names = dict.fromkeys([entry.model, *(given.get(role) for role in ("draft", "amateur", "cascade"))])
         opened = [one for name in names if name is not None and (one := look_at(name)) is not None]
+        check_arguments(given, opened[0] if opened else None)
         packed = (
             given["backend"] != "torch" and given["dtype"] in ("auto", "bfloat16") and pick_device(given["device"]) == "cpu"
         )
@@ -123,6 +125,14 @@ def _run(
     return INTERRUPTED if ended_by == signal.SIGINT else 0
 
 
+def _state(port: int) -> Path | None:
+    """The folder of a server without --state; None keeps files and batches as long as the server runs."""
+    folder = find_home()
+    if folder is None:
+        say("headrace: this user has no home directory, so files and batches end with the server; --state FOLDER keeps them")
+    return folder / "serve" / str(port) if folder is not None and port else None
+
+
 def check_installed() -> None:
     from importlib.util import find_spec
 
@@ -133,5 +143,5 @@ def check_installed() -> None:
 
 def served_name(model: str) -> str:
     """What clients call a model: of a path its last part only."""
-    path = Path(model).expanduser()
+    path = expand(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -1,6 +1,5 @@
 """translate: what an encoder-decoder writes from each text, a line each."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import look_at, open_llm
 from headrace.cli.options import HelperOptions, LeavingOptions, ModelName, ShowExitsOfMany, check_helpers, with_groups
+from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.data.given import params_of
 from headrace.data.params import ParamError, SamplingParams
@@ -104,4 +104,4 @@ def _line(text: str, output: Any, tokenizer: Any) -> str:
     known = {} if one is None else choice(one, tokenizer)
     more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": known.get("finish_reason")}
     more |= {name: known[name] for name in ("score", "exits") if name in known}
-    return json.dumps({"text": text, "translation": translation, **more}, ensure_ascii=False)
+    return json_text({"text": text, "translation": translation, **more})

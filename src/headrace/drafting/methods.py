@@ -14,6 +14,14 @@ METHODS = ("auto", "ngram", "suffix", "lookahead", "jacobi", "draft", "heads", "
 OFF = (None, "off", "none")
 
 
+def check_speculation(method: str | None, draft_tokens: int | None) -> None:
+    """Raises ValueError for an unknown method or a depth out of range."""
+    if method not in METHODS and method not in OFF:
+        raise ValueError(f"unknown speculation {method!r}; use {', '.join(METHODS)} or off")
+    if draft_tokens is not None and not 1 <= draft_tokens <= 16:
+        raise ValueError(f"draft_tokens must be between 1 and 16, not {draft_tokens}")
+
+
 def speculation(
     method: str | None,
     invariant: bool,
@@ -33,10 +41,7 @@ def speculation(
         raise ValueError(f"{what} given and speculation is off; leave one of the two out")
     if method in OFF or (method == "auto" and not invariant and not given):
         return None
-    if method not in METHODS:
-        raise ValueError(f"unknown speculation {method!r}; use {', '.join(METHODS)} or off")
-    if draft_tokens is not None and not 1 <= draft_tokens <= 16:
-        raise ValueError(f"draft_tokens must be between 1 and 16, not {draft_tokens}")
+    check_speculation(method, draft_tokens)
     if given and method not in ("auto", given):
         raise ValueError(f"{what} given and {method} does not use that; choose auto or {given}, or leave it out")
     if method == "draft" and not given:

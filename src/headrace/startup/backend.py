@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 
+from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.kv.layout import kv_shape
 from headrace.runner.program import Program
@@ -14,7 +15,8 @@ from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
-from headrace.startup.recipe import ACTIVATIONS, DEFERRED, EXITS, PROPAGATE, Recipe, Role
+from headrace.startup.opening import Opened
+from headrace.startup.recipe import ACTIVATIONS, DEFERRED, DTYPES, EXITS, PROPAGATE, Recipe, Role, Settings
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.quantized.folder import input_scale
@@ -74,9 +76,10 @@ def _as_asked(recipe: Recipe) -> Recipe:
     return replace(recipe, settings=replace(recipe.settings, kv_dtype=settings.format))
 
 
-def _check(recipe: Recipe) -> None:
-    """Raise ValueError for settings that no back end knows."""
-    settings, names = recipe.settings, ["auto", *(offer.name for offer in OFFERS)]
+def check_settings(settings: Settings, target: Opened | None = None) -> None:
+    """Check settings that are wrong for every back end, or for the `target`, before any weights are read or torch is imported.
+    Raises ValueError."""
+    names = ["auto", *(offer.name for offer in OFFERS)]
     if settings.backend not in names:
         raise ValueError(f"unknown backend {settings.backend!r}; use {', '.join(names)}")
     known = {"auto"}.union(*(offer.kv_dtypes for offer in OFFERS))
@@ -86,6 +89,18 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"quantize must be int8 or int4, not {settings.quantize!r}")
     if settings.activations not in ACTIVATIONS:
         raise ValueError(f"activations must be {', '.join(ACTIVATIONS)}, not {settings.activations!r}")
+    if settings.dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {settings.dtype!r}; use {', '.join(DTYPES)}")
+    if settings.kv_cache_memory is not None:
+        parse_bytes(settings.kv_cache_memory)
+    if target is not None:
+        memory.check_context(settings.max_model_len, target.config)
+
+
+def _check(recipe: Recipe) -> None:
+    """Check the settings that depend on what is opened together. Raises ValueError."""
+    settings = recipe.settings
+    check_settings(settings)
     if settings.activations != "auto" and not settings.quantize:
         for each in recipe.models.values():
             if all(each.source.info(name).kind in FLOATS for name in each.source.names()):

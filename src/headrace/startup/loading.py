@@ -66,6 +66,9 @@ def open_roles(
 
 def pick_device(device: str) -> str:
     """auto: the first GPU if there is one, else the CPU. Raises ValueError for a device torch cannot use."""
-    if device == "cpu" or (device == "auto" and not any(Path(gpu).exists() for gpu in GPUS)):
-        return "cpu"  # known without torch
+    absent = not any(Path(gpu).exists() for gpu in GPUS)  # known without torch
+    if device == "cpu" or (device == "auto" and absent):
+        return "cpu"
+    if absent and device.partition(":")[0] == "cuda":
+        raise ValueError("device cuda was asked for and this machine has no GPU; use device='cpu'")
     return str(late("headrace.startup.tensors", "device")(device))

@@ -43,6 +43,14 @@ def check_weights_fit(need: int, free: int, *names: str, narrower: str = "") -> 
         )
 
 
+def check_context(max_model_len: int | None, config: ModelConfig) -> None:
+    """Raise DoesNotFit if the context is longer than the model's positions."""
+    if max_model_len is not None and max_model_len > config.max_position:
+        raise DoesNotFit(
+            f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
+        )
+
+
 def plan(
     config: ModelConfig,
     *,
@@ -66,10 +74,7 @@ def plan(
         )
     free -= scratch
     context = max_model_len or config.max_position
-    if max_model_len is not None and max_model_len > config.max_position:
-        raise DoesNotFit(
-            f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
-        )
+    check_context(max_model_len, config)
     sides = 1 if config.source is None else 2  # what a sequence has blocks of: its tokens, and its source's
     whole = sides * -(-context // block_size)  # blocks of one sequence of full length
     if kv_cache_memory is None:

@@ -28,6 +28,7 @@ ACTIVATIONS = (
     "split",
     "tensor",
 )  # of inputs of integer weights; auto: as is asked, or usual
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
 DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
 

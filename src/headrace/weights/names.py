@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.weights.catalog import is_name
-from headrace.weights.store import StoreError, home
+from headrace.weights.store import StoreError, find_home, home
 
 
 class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def find(name: str) -> Name | None:
     """The name, None where nobody gave it. Raises StoreError where its file cannot be read."""
-    if not is_name(name):
+    if not is_name(name) or find_home() is None:
         return None
     path = _path(name)
     try:
@@ -43,6 +43,8 @@ def find(name: str) -> Name | None:
 
 def given() -> list[Name]:
     """All names, in order."""
+    if find_home() is None:
+        return []
     found = (find(path.stem) for path in sorted(_folder().glob("*.json")))
     return [name for name in found if name is not None]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import filelock
 import msgspec
 
+from headrace import host
 from headrace.weights.progress import human_size
 
 RECORD = ".headrace.json"
@@ -151,9 +152,33 @@ class Store:
         return record
 
 
+def installed() -> list[Record]:
+    """The models in the user's store; none for a user without a home directory."""
+    return [] if find_home() is None else Store().installed()
+
+
 def home() -> Path:
-    """The folder of everything Headrace keeps: `$HEADRACE_HOME`, or `~/.cache/headrace`."""
-    return Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".cache" / "headrace")
+    """The folder of everything Headrace keeps: `$HEADRACE_HOME`, or `~/.cache/headrace`. Raises StoreError if there is none."""
+    folder = find_home()
+    if folder is None:
+        raise StoreError("this user has no home directory; set HEADRACE_HOME to a folder of yours")
+    return folder
+
+
+def find_home() -> Path | None:
+    """The same folder, or None if the user has no home directory and HEADRACE_HOME is not set."""
+    if folder := os.environ.get("HEADRACE_HOME"):
+        return Path(folder)
+    user = host.user_home()
+    return None if user is None else user / ".cache" / "headrace"
+
+
+def expand(path: str) -> Path:
+    """A path with `~` expanded. Raises StoreError if the user has no home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise StoreError(f"{path}: this user has no home directory; give a path without ~") from None
 
 
 def folder_name(name: str) -> str:

@@ -1,0 +1,44 @@
+"""Settings that cannot work are refused before a model is loaded and without torch, whose import takes seconds."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli_shell import SECONDS, Shell
+
+WITHOUT_TORCH = "sys.modules['torch'] = None  # its import raises ImportError"
+SETTINGS = [
+    ("--device cuda", "device cuda was asked for and this machine has no GPU; use --device cpu"),
+    ("--quantize int3", "quantize must be int8 or int4, not 'int3'"),
+    ("--max-model-len 999999", "--max-model-len 999999 is beyond the"),
+    ("--dtype f9", "unknown dtype 'f9'"),
+    ("--kv-dtype int9", "unknown --kv-dtype 'int9'"),
+    ("--backend abacus", "unknown backend 'abacus'"),
+    ("--activations row", "activations must be"),
+    ("--kv-cache-memory 3Q", "'3Q' is not a size"),
+    ("--speculate guess", "unknown speculation 'guess'"),
+    ("--draft-tokens 99", "--draft-tokens must be between 1 and 16, not 99"),
+]
+
+
+@pytest.mark.parametrize("command", ["run MODEL hi", "serve MODEL --port 0"])
+@pytest.mark.parametrize(("setting", "message"), SETTINGS, ids=[one for one, _ in SETTINGS])
+def test_a_bad_setting_is_refused_before_loading(
+    command: str, setting: str, message: str, shell: Shell, tiny_gguf: Path
+) -> None:
+    hide_gpus = "import headrace.startup.loading; headrace.startup.loading.GPUS = ()" if "cuda" in setting else ""
+    arguments = command.replace("MODEL", str(tiny_gguf)).split() + setting.split()
+    process = shell.start(*arguments, before=f"{WITHOUT_TORCH}\n{hide_gpus}")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, err
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[-1].startswith(f"headrace: {message}")
+    assert not any(line.startswith(("loading", "tiny on")) for line in lines), err
+
+
+def test_an_unknown_format_of_compress_is_refused_without_torch(shell: Shell, tiny_gguf: Path) -> None:
+    process = shell.start("compress", tiny_gguf, "-o", shell.folder / "out.gguf", "-f", "Q9", before=WITHOUT_TORCH)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert err.startswith("headrace: unknown format 'Q9'"), err
