@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from headrace.bench.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, draw
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.types import Draft, Request, Sequence
+from headrace.data.plan import TARGET, UPPER, Exited, KVGroup
+from headrace.data.types import Draft, Request, Sequence, Status
 from headrace.drafting.base import Drafter, Fed, Filled, Run
+from headrace.drafting.mixed import upper_rows
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.runner.leaving import MOST_BEHIND
 
 # Milliseconds of a step by its rows: a 1.5B model on two cores. From eight rows on arithmetic bounds them, in tiles of eight.
 STEPS = {1: 16.5, 3: 17.5, 4: 18.2, 6: 22.0, 8: 27.3, 9: 36.0, 16: 52.0, 17: 60.0, 24: 78.0, 32: 100.0, 64: 195.0}
@@ -59,6 +62,45 @@ class Machine(Deferred):
         super().run_until(ticket)
         assert ticket.output is not None
         ticket.output.seconds = self.clock.now - began
+
+
+@dataclass
+class Exits:
+    """How requests with exits run: the share of the layers below the exit, and how often a token leaves there. A cascade is the
+    same with a smaller model below."""
+
+    below: float = 0.3
+    often: float = 0.7
+    rng: random.Random = field(default_factory=lambda: random.Random(3))
+
+
+class EarlyMachine(Machine):
+    """The fake model with exits. The layers above see what they have missed with the next token that does not leave."""
+
+    def __init__(self, clock: Clock, exits: Exits) -> None:
+        super().__init__(clock)
+        self.exits = exits
+
+    def run_until(self, ticket: DeferredTicket) -> None:
+        assert self.depth == 1
+        ((plan, _),) = self._queue
+        Deferred.run_until(self, ticket)
+        output = ticket.output
+        assert output is not None
+        for number, feed in enumerate(plan.feeds):
+            live = self.runner.slots[feed.slot]
+            if live.params.leaves and feed.wants and len(live) > live.prompt_len:
+                leaves = feed.lag < MOST_BEHIND and self.exits.rng.random() < self.exits.often
+                output.exited[number] = Exited(1 if leaves else 2)
+                output.unfilled += (number,) if leaves else ()
+        began, share = self.clock.now, self.exits.below
+        if not output.exited:
+            self.clock.pass_by(step_time(plan.num_tokens))
+        else:
+            self.clock.pass_by(share * step_time(plan.num_tokens))
+            if rows := upper_rows(plan, output):
+                self.clock.pass_by((1 - share) * step_time(rows))
+        output.seconds = self.clock.now - began
 
 
 @dataclass
@@ -124,6 +166,7 @@ class Bench:
     draft: bool = True
     clock: Clock = field(default_factory=Clock)
     prompt: int = PROMPT
+    exits: Exits | None = None
 
     def __post_init__(self) -> None:
         drafters: list[Drafter] = [Scripted(self.text)]
@@ -131,7 +174,10 @@ class Bench:
             drafters.append(ScriptedModel(self.text, self.clock))
         self.speculation = Speculation(drafters, 1024, clock=self.clock)
         config = EngineConfig(SchedulerConfig(64, 4096, 1024), CacheConfig(2048, 8))
-        self.engine = Engine(Machine(self.clock), config, vocab_size=VOCAB, clock=self.clock)
+        machine, groups = Machine(self.clock), (TARGET,)
+        if self.exits is not None:
+            machine, groups = EarlyMachine(self.clock, self.exits), (TARGET, KVGroup(UPPER, layers=(1,)))
+        self.engine = Engine(machine, config, vocab_size=VOCAB, groups=groups, clock=self.clock)
         self.runs = 0
 
     def run(self, batch: int, tokens: int, *, auto: bool = True) -> float:
@@ -147,6 +193,28 @@ class Bench:
         while engine.busy:
             engine.step()
         return self.clock.work - began
+
+    def next_to_exits(self, batch: int, early: int, tokens: int, *, auto: bool = True) -> tuple[float, int]:
+        """Milliseconds of work and drafts verified while a batch decodes next to `early` requests that exit early and do not
+        end."""
+        engine, self.runs = self.engine, self.runs + 1
+        engine.speculation = self.speculation if auto else None
+        long = SamplingParams(max_tokens=900, ignore_eos=True, exit_threshold=0.5)
+        beside = [engine.add([self.runs % VOCAB, at, 7], long.replace(seed=at)) for at in range(early)]
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        prompts = [[self.runs % VOCAB, self.runs // VOCAB, at, *range(self.prompt - 3)] for at in range(batch)]
+        requests = [engine.add([each % VOCAB for each in prompt], params.replace(seed=at)) for at, prompt in enumerate(prompts)]
+        while any(request.metrics.first_token is None for request in (*requests, *beside)):
+            engine.step()
+        began = self.clock.work
+        while any(request.status is not Status.FINISHED for request in requests):
+            engine.step()
+        took = self.clock.work - began
+        for request in beside:
+            engine.abort(request.id)
+        while engine.busy:
+            engine.step()
+        return took, sum(request.metrics.drafts for request in requests)
 
     def gain(self, batch: int, tokens: int, runs: int) -> float:
         """How much longer plain steps would take for so many runs; below 1: drafting lost time."""

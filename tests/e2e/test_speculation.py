@@ -11,6 +11,7 @@ import torch
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
+from headrace.data.plan import StepOutput
 from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.processors import History
 from headrace.decoding.sampling import Sampling
@@ -66,6 +67,11 @@ class Watched(Lookahead):
         self.seen.append(len(nodes) == len(draft.memo))
 
 
+def timed(seconds: float) -> StepOutput:
+    """The output of a step that took so long."""
+    return StepOutput(0, seconds=seconds)
+
+
 @pytest.mark.parametrize("free", [True, False])
 def test_the_controller_does_not_starve_lookahead(free: bool) -> None:
     """A tree cut short collects nothing. Where rows are free each one is verified whole, and where they are not, none is,
@@ -74,7 +80,7 @@ def test_the_controller_does_not_starve_lookahead(free: bool) -> None:
     engine = tiny_engine(model, budget=128, blocks=128, speculation=Speculation([drafter], 256))
     assert engine.speculation is not None
     took = engine.speculation.record_step
-    engine.speculation.record_step = lambda plan, _: took(plan, 1.0 if free else plan.num_tokens)  # type: ignore[method-assign]
+    engine.speculation.record_step = lambda plan, _: took(plan, timed(1.0 if free else plan.num_tokens))  # type: ignore[method-assign]
     request = engine.add([5, 17, 40, 3], GREEDY.replace(max_tokens=150))
     finish(engine)
     assert tokens_of(request)[0] == run_alone(model, [5, 17, 40, 3], GREEDY.replace(max_tokens=150))
@@ -299,7 +305,7 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
 
     speculation = Speculation([PromptLookup(), Lookahead()], 256)
     took = speculation.record_step
-    speculation.record_step = lambda plan, _: took(plan, 1.0 * plan.num_tokens)  # type: ignore[method-assign]
+    speculation.record_step = lambda plan, _: took(plan, timed(plan.num_tokens))  # type: ignore[method-assign]
     engine = tiny_engine(tiny_model(), blocks=256, speculation=speculation)
     gc.collect()
     before, sizes = sequences_alive(), []

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from headrace.data.params import SamplingParams
-from headrace.data.plan import Feed, StepPlan
+from headrace.data.plan import Feed, StepOutput, StepPlan
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.budget import SHARE, Budget
 from headrace.drafting.controller import TRIAL, Acceptance, Belief, Choice, choose, expected, value
@@ -309,12 +309,12 @@ def test_of_a_pause_the_last_step_is_measured_and_all_of_it_allows_for_losses() 
     budget.steps = budget.ahead = 0.0
     plan, rest = StepPlan(1, feeds=[Feed(0, 3, 1)]), asked[-1] + 12 - 99
     assert rest > 1
-    speculation.record_step(plan, 0.5)  # of a step before the last
+    speculation.record_step(plan, StepOutput(1, seconds=0.5))  # of a step before the last
     for _ in range(rest):
         assert speculation.costs.step(1) == 1.0
         assert speculation.pauses()
         assert budget.steps == 0.0
-        speculation.record_step(plan, 0.5)
+        speculation.record_step(plan, StepOutput(1, seconds=0.5))
     assert speculation.costs.step(1) == 0.5
     assert not speculation.pauses()
     assert budget.steps == budget.ahead == pytest.approx(SHARE * 0.5 * (rest + 1))

@@ -79,7 +79,7 @@ def test_one_step_at_a_time_feeds_all() -> None:
 def test_costs_are_learnt_where_steps_are_measured(depth: int, seconds: float) -> None:
     speculation = Speculation([PromptLookup()], CONFIG.scheduler.max_model_len, 2)
     learnt: list[float] = []
-    speculation.record_step = lambda plan, took: learnt.append(took)  # type: ignore[method-assign]
+    speculation.record_step = lambda plan, output: learnt.append(output.seconds)  # type: ignore[method-assign]
     engine = Engine(Watched(depth, seconds), CONFIG, vocab_size=VOCAB, speculation=speculation)
     engine.add([1, 2, 1, 2, 1], SamplingParams(max_tokens=6, ignore_eos=True))
     finish(engine)

@@ -8,7 +8,7 @@ import pytest
 from headrace.drafting.budget import SHARE, START, Budget, Budgets
 from headrace.drafting.controller import Acceptance
 from headrace.drafting.costs import SAMPLES, Costs
-from tests.machine import PROMPT, TOKEN, Bench, Clock, Text, step_time
+from tests.machine import PROMPT, TOKEN, Bench, Clock, Exits, Text, step_time
 
 EDIT, CODE, CHAT, RANDOM = Text(0.85, 0.85), Text(0.3, 0.8, 4), Text(0.3, 0.65, 4), Text(0.1, 0.2, 8)
 TEXTS = {"edit": EDIT, "chat": CHAT, "random": RANDOM}
@@ -92,6 +92,36 @@ def test_a_machine_with_other_work_is_seen_through(batch: int, text: str) -> Non
     rng = random.Random(7)
     clock = Clock(slow=lambda now: 1 + (rng.random() < 0.3) * rng.random())
     assert bench(TEXTS[text], clock=clock).gain(batch, *RUNS[batch]) >= 0.975
+
+
+# -- next to requests that exit early ------------------------------------------------------------------------------------------
+
+KINDS = {"exits": Exits(), "never": Exits(often=0.0), "always": Exits(often=1.0), "cascade": Exits(below=0.25, often=0.5)}
+
+
+def gain_next_to(text: Text, exits: Exits, batch: int, early: int, runs: int = 5, tokens: int = 60) -> tuple[float, int]:
+    """How much longer plain steps take, and how many drafts were verified."""
+    one, other = (bench(text, exits=replace(exits), draft=False) for _ in range(2))
+    drafted = [one.next_to_exits(batch, early, tokens) for _ in range(runs)]
+    plain = [other.next_to_exits(batch, early, tokens, auto=False) for _ in range(runs)]
+    assert not any(drafts for _, drafts in plain)
+    return sum(took for took, _ in plain) / sum(took for took, _ in drafted), sum(drafts for _, drafts in drafted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "early"), [(1, 1), (2, 1), (1, 3)])
+def test_others_draft_next_to_requests_that_exit_early(kind: str, batch: int, early: int) -> None:
+    """From the first step on: nothing was learnt alone. Without it no step was recorded, and nothing was drafted."""
+    gain, drafts = gain_next_to(EDIT, KINDS[kind], batch, early)
+    assert drafts > 20
+    assert gain > 1.2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_next_to_requests_that_exit_early_no_text_loses(kind: str, text: str) -> None:
+    gain, _ = gain_next_to(TEXTS[text], KINDS[kind], 2, 2)
+    assert gain >= 0.97
 
 
 # -- the budget, and the costs -----------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Budgets:
 
     by_drafter: dict[str, Budget] = field(default_factory=dict)
     _step: dict[str, StepCost] = field(default_factory=dict)
-    _took: tuple[int, int, float | None] | None = None
+    _took: tuple[int, int, float | None, int] | None = None
     _passed: float = 0.0
 
     def open(self, names: list[str], base: float) -> None:
@@ -76,16 +76,17 @@ class Budgets:
         """A step in which nobody drafted took so long; its share is given with the next that is recorded."""
         self._passed += seconds
 
-    def record_step(self, plain: int, rows: int, seconds: float | None) -> None:
-        """The step's sequences, rows and seconds; None where it had prompts in it too."""
-        self._took = (plain, rows, seconds)
+    def record_step(self, plain: int, rows: int, seconds: float | None, tokens: int | None = None) -> None:
+        """The step's rows without drafts, its rows, its seconds (None: it had prompts, too), and the tokens that it would have
+        given without drafts (None: one for each row)."""
+        self._took = (plain, rows, seconds, plain if tokens is None else tokens)
 
     def settle(self, costs: Costs) -> None:
         """The step is over: what it saved beside plain steps, and cost, goes to those who drafted."""
         if self._took is None:
             return
         if (base := costs.step(self._took[0])) is not None:
-            plain, rows, seconds = self._took
+            _, rows, seconds, tokens = self._took
             usual = max(costs.step(rows) or base, base)
             seconds, alone = usual if seconds is None else min(seconds, WAITED * usual), seconds is None
             verified = sum(spent.rows for spent in self._step.values())
@@ -94,6 +95,6 @@ class Budgets:
                     budget.allow(SHARE * (seconds + self._passed), base)
                 if (spent := self._step.get(name)) is not None:
                     extra = (seconds - base) * spent.rows / verified if verified else 0.0
-                    budget.add(base * spent.accepted / plain - extra - spent.seconds, base)
+                    budget.add(base * spent.accepted / tokens - extra - spent.seconds, base)
         self._step.clear()
         self._took, self._passed = None, 0.0

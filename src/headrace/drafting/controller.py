@@ -127,18 +127,19 @@ class Choice:
         return self.behind / FEW + self.ahead * PAYBACK / max(self.rest, 1)
 
 
-def value(choice: Choice, plain: int, costs: Costs) -> float:
-    """The most tokens per second that this one draft could bring, beside `plain` - 1 other sequences."""
-    base = costs.step(plain)
+def value(choice: Choice, plain: int, costs: Costs, tokens: int | None = None) -> float:
+    """The most tokens per second with this one draft, next to other sequences. A step without drafts has `plain` rows and gives
+    `tokens` tokens (None: one for each row)."""
+    base, gives = costs.step(plain), plain if tokens is None else tokens
     if base is None:
         return choice.alpha
     c = costs.draft_guess(1) if choice.model else 0.0
     if choice.rows:
-        return (plain - 1 + expected(choice.alpha, choice.most)) / (costs.step(plain + choice.rows) or base)
-    best, tokens, added, surcharge = 0.0, float(plain), choice.alpha, choice.surcharge
+        return (gives - 1 + expected(choice.alpha, choice.most)) / (costs.step(plain + choice.rows) or base)
+    best, total, added, surcharge = 0.0, float(gives), choice.alpha, choice.surcharge
     for gamma in range(1, choice.most + 1):
-        tokens += added
-        best = max(best, tokens / ((costs.step(plain + gamma) or base) + gamma * c + surcharge))
+        total += added
+        best = max(best, total / ((costs.step(plain + gamma) or base) + gamma * c + surcharge))
         added *= choice.alpha
         if added < RARE:
             break
@@ -189,21 +190,28 @@ class _Step:
         return lost <= budget.steps and (ahead == 0 or alone or ahead <= budget.ahead)
 
 
-def choose(choices: list[Choice], plain: int, costs: Costs, budgets: Mapping[str, Budget] | None = None) -> None:
-    """Set each choice's gamma so that a step of `plain` rows (one for each sequence that decodes) yields most per second.
+def choose(
+    choices: list[Choice],
+    plain: int,
+    costs: Costs,
+    budgets: Mapping[str, Budget] | None = None,
+    tokens: int | None = None,
+) -> None:
+    """Set each choice's gamma so that a step yields most tokens per second. Without drafts it has `plain` rows and gives
+    `tokens` tokens (None: one for each row, which is a sequence that decodes).
 
     Tokens are added one by one, the likeliest first, as long as the whole batch gains: what each adds is alpha^k. `budgets` say
     what each drafter may lose by the step, by name; without one there is no limit.
     """
-    base = costs.step(plain)
+    base, gives = costs.step(plain), plain if tokens is None else tokens
     trees = [one for one in choices if one.rows]
     choices = [one for one in choices if one.alpha >= LEAST and not one.rows]
     if base is None or not (choices or trees) or costs.stale(plain):
         return  # a plain step, to be measured
     budgets = budgets or {}
-    _choose_trees(trees, plain, base, costs, budgets)
+    _choose_trees(trees, plain, gives, base, costs, budgets)
     reachable = max(costs.reach, plain + 2)
-    step, best, kept = _Step(costs, budgets, base, plain, plain), plain / base, [0] * len(choices)
+    step, best, kept = _Step(costs, budgets, base, gives, plain), gives / base, [0] * len(choices)
     reach, most = [0] * len(choices), [one.most for one in choices]
     start = best
     while step.rows < reachable:
@@ -223,17 +231,19 @@ def choose(choices: list[Choice], plain: int, costs: Costs, budgets: Mapping[str
         one.gamma = gamma
 
 
-def _choose_trees(trees: list[Choice], plain: int, base: float, costs: Costs, budgets: Mapping[str, Budget]) -> None:
+def _choose_trees(
+    trees: list[Choice], plain: int, gives: int, base: float, costs: Costs, budgets: Mapping[str, Budget]
+) -> None:
     """Take those trees, the best first, with which the batch still gains. One far larger than any step that was measured is
     tried, alone: what so many rows cost cannot be guessed."""
-    tokens, rows, best = float(plain), plain, plain / base
+    tokens, rows, best = float(gives), plain, gives / base
     for one in sorted(trees, key=lambda one: -one.alpha):
         more, budget = expected(one.alpha, one.most) - 1.0, budgets.get(one.drafter)
         seconds = costs.step(rows + one.rows) or base
         unknown = rows == plain and rows + one.rows > 1.5 * costs.reach
         if budget is not None and budget.steps < (0.0 if unknown else seconds - base):
             continue
-        if unknown or ((tokens + more) / seconds > best and (tokens + more) / seconds > WORTH * plain / base):
+        if unknown or ((tokens + more) / seconds > best and (tokens + more) / seconds > WORTH * gives / base):
             one.gamma, tokens, rows, best = one.most, tokens + more, rows + one.rows, (tokens + more) / seconds
         if unknown:
             return

@@ -7,13 +7,14 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from headrace.data.plan import MAX_NODES, Answers, Each, StepPlan
+from headrace.data.plan import MAX_NODES, Answers, Each, StepOutput, StepPlan
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run, check_draft
 from headrace.drafting.budget import WAITED, Budgets
 from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
 from headrace.drafting.costs import Costs
 from headrace.drafting.draft_model import Chain, settle
+from headrace.drafting.mixed import MixedCosts
 
 log = logging.getLogger("headrace")
 
@@ -75,7 +76,8 @@ class Speculation:
         self.max_model_len = max_model_len
         self.gamma = gamma
         self.vocab_size = 2**31  # of the target: the engine's to say
-        self.costs = Costs()
+        self._usual, self._mixed = Costs(), MixedCosts()
+        self.costs = self._usual  # of the step under way: its kind of rows
         self.acceptance = Acceptance()
         self.budgets = Budgets()
         self._clock = clock
@@ -112,26 +114,29 @@ class Speculation:
         self.budgets.settle(self.costs)
         return self._step <= self._pause
 
-    def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int) -> None:
-        """Give these sequences, all of which decode, what the next step verifies. `plain`: how many decode in all."""
+    def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int, early: int = 0) -> None:
+        """Give drafts to these sequences, all of which decode. `plain`: how many sequences decode in all; `early`: how many of
+        those may exit early."""
         began, made = self._clock(), []
+        self.costs = self._mixed.costs if early else self._usual
+        rows = self._mixed.rows(plain, early) if early else plain
         for drafter in self._reads:
             drafter.begin()
-        if (base := self.costs.step(plain)) is not None:
+        if (base := self.costs.step(rows)) is not None:
             self.budgets.open([drafter.name for drafter in self.drafters], base)
         for request, seq in seqs:
             if self._rests(seq):
                 continue
-            proposal = self._best(request, seq, plain)
+            proposal = self._best(request, seq, rows, plain)
             if proposal is not None:
                 made.append(proposal)
             if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
                 _standing(seq).rest = self._step + REST
         if self.gamma is None:
-            choose([proposal.choice for proposal in made], plain, self.costs, self.budgets.by_drafter)
+            choose([proposal.choice for proposal in made], rows, self.costs, self.budgets.by_drafter, plain)
         for proposal in made:
             self._decide(proposal)
-            if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, plain):
+            if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, rows, plain):
                 _standing(proposal.seq).rest = self._step + TREE_REST
         if self.gamma is None and base is not None:
             self._idle = 0 if any(proposal.choice.gamma for proposal in made) else self._idle + 1
@@ -177,10 +182,15 @@ class Speculation:
         self.budgets.drafted(name, seconds - ahead)
         self.budgets.caught_up(name, ahead)
 
-    def record_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long; those with prompts in them say nothing of verification. Of a pause the last one is looked at."""
-        if self._step < self._pause:
+    def record_step(self, plan: StepPlan, output: StepOutput) -> None:
+        """Learn from the time of a step. Steps with prompts say nothing of verification; of a pause only the last counts."""
+        seconds = output.seconds
+        self.costs = self._mixed.costs if output.exited else self._usual
+        if self._step < self._pause or len(output.exited) == len(plan.feeds):
             self.budgets.passed(seconds)
+            return
+        if output.exited and all(feed.count == 1 for feed in plan.feeds):
+            self.budgets.record_step(*self._mixed.record_step(plan, output), seconds, len(plan.feeds))
             return
         rows, plain = plan.num_tokens, len(plan.feeds)
         alone = rows == plain or all(feed.count == 1 for feed in plan.feeds)
@@ -218,10 +228,10 @@ class Speculation:
         one more, until it takes no more than its share of the time; one by one, as any token may begin what pays."""
         return max(plain // 2, min(self._idle, int(asked / ASKING))) if self._idle else 0
 
-    def _too_costly(self, choice: Choice, plain: int) -> bool:
+    def _too_costly(self, choice: Choice, rows: int, tokens: int) -> bool:
         """Whether a tree was left out because it would cost more than it brings."""
-        base = self.costs.step(plain)
-        return choice.gamma == 0 and base is not None and value(choice, plain, self.costs) <= plain / base
+        base = self.costs.step(rows)
+        return choice.gamma == 0 and base is not None and value(choice, rows, self.costs, tokens) <= tokens / base
 
     def _rests(self, seq: Sequence) -> bool:
         """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
@@ -243,7 +253,7 @@ class Speculation:
             return 0  # the prompt's sequence becomes several: none can follow a draft
         return min(MOST if self.gamma is None else self.gamma, self._left(request, seq) - 1, MAX_NODES)
 
-    def _best(self, request: Request, seq: Sequence, plain: int) -> Proposal | None:
+    def _best(self, request: Request, seq: Sequence, rows: int, tokens: int) -> Proposal | None:
         """Of all drafters' proposals the one that is worth most."""
         self._settle_shadow(request, seq)
         seq.decode.draft = None
@@ -270,7 +280,7 @@ class Speculation:
             made.append(Proposal(request, seq, draft, choice))
         if len(made) < 2:
             return made[0] if made else None
-        return max(made, key=lambda proposal: value(proposal.choice, plain, self.costs))
+        return max(made, key=lambda proposal: value(proposal.choice, rows, self.costs, tokens))
 
     def _drafted(self, drafter: Drafter, request: Request, seq: Sequence, most: int) -> Draft | None:
         """What a drafter proposes, as far as it can be fed and a grammar lets it come."""

@@ -270,7 +270,9 @@ class Engine:
         if self.speculation is not None and not self.speculation.pauses():
             idle = [request for request in scheduler.running if not request.in_flight and request not in scheduler.retries]
             decoding = [(request, seq) for request in idle for seq in request.seqs if seq.pending == 1]
-            self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding))
+            others = [request for request, _ in decoding if not request.speculates]
+            early = sum(request.params.leaves for request in others)
+            self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding), early)
 
     def _required(self, request: Request, seq: Sequence) -> Draft | None:
         """What a strategy's next step must verify. Raises ValueError where no step could feed it."""
@@ -325,8 +327,8 @@ class Engine:
             )
             self.scheduler.fail(flight)
         self.scheduler.land(flight)
-        if self.speculation is not None and output is not None and output.seconds and not output.exited:
-            self.speculation.record_step(flight.plan, output.seconds)
+        if self.speculation is not None and output is not None and output.seconds:
+            self.speculation.record_step(flight.plan, output)
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, Outputs]]:
