@@ -4,13 +4,16 @@ limits of a process."""
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import re
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -79,6 +82,33 @@ def anonymous_memory() -> int:
         return 0
     found = re.search(r"RssAnon:\s*(\d+) kB", status)
     return int(found[1]) * 1024 if found else 0
+
+
+class _HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+@functools.cache
+def _heap_reader() -> Callable[[], Any] | None:
+    """glibc's mallinfo2, or None if the C library has none."""
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is not None:
+        read.restype = _HeapInfo
+    return read
+
+
+def heap_memory() -> int:
+    """Bytes that this process has allocated and not freed; without glibc its bytes in RAM, which a free may not lower."""
+    read = _heap_reader()
+    if read is None:
+        return held_memory(os.getpid())
+    found = read()
+    return int(found.uordblks + found.hblkhd)
 
 
 def cpu_name() -> str:

@@ -1,16 +1,20 @@
 """The loop of the engine process, in this one: what it does with requests that are held to something."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from headrace.data.params import SamplingParams
+from headrace.data.structured import StructuredOutputs
+from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.looking import look
 from headrace.llm import LLM
+from headrace.server.compiling import MOST_LARGE, Compiling
 from headrace.server.engine_process import EngineLoop
-from headrace.server.messages import Abort, Deltas, Refused, Submit
+from headrace.server.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
 
 SPEC = {"json": '{"type": "object", "properties": {"a": {"oneOf": [{"const": 1}, {"const": 2}]}}, "required": ["a"]}'}
@@ -36,13 +40,13 @@ def never(*_: Any) -> Any:
 def test_no_schema_is_rewritten_in_the_engine_process(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled from what the look at it gave, and a request that brings nothing is refused; also where as many others
     were compiled meanwhile as are remembered."""
-    grammar = look({"spec": SPEC})["grammar"]
+    grammar = Grammar(look({"spec": SPEC})["grammar"], 1000)
     monkeypatch.setattr("headrace.decoding.constrained.grammar_of", never)
     monkeypatch.setattr("headrace.decoding.constrained.REMEMBERED", 0)
     loop._take(Submit("a", [1, 2, 3], PARAMS, grammar=grammar))
     loop._take(Submit("b", [1, 2, 3], PARAMS))
-    assert loop.channel == [Refused("b", "the constraint was not looked at")]
-    until(lambda: (loop._compiled(), not loop._compiling)[1])  # type: ignore[func-returns-value]
+    assert loop.channel == [Refused("b", "the constraint was not compiled in a confined process")]
+    until(lambda: (loop._compiled(), not loop.compiling)[1])  # type: ignore[func-returns-value]
     said = ""
     while loop.engine.busy:
         step = loop._step()
@@ -51,21 +55,96 @@ def test_no_schema_is_rewritten_in_the_engine_process(loop: EngineLoop, monkeypa
     assert said.lstrip().startswith("{")
 
 
-def test_a_grammar_nobody_waits_for_is_not_compiled(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on, compiled = threading.Event(), threading.Event(), []
+class Slow:
+    """Compilations that end when the test says so."""
 
-    def slow(self: Grammars, spec: Any, grammar: str = "") -> Any:
-        compiled.append(grammar)
-        begun.set()
-        assert go_on.wait(PATIENCE)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+        monkeypatch.setattr(Grammars, "constraint", self._constraint)
 
-    monkeypatch.setattr(Grammars, "constraint", slow)
-    loop._take(Submit("a", [1], PARAMS, grammar="first"))
-    loop._take(Submit("b", [1], PARAMS, grammar="second"))
-    assert begun.wait(PATIENCE)
-    for name in ("a", "b"):
-        loop._take(Abort(name))
-    go_on.set()
-    loop._compiler.shutdown()
-    assert compiled == ["first"]
-    assert not loop._compiling
+    def _constraint(self, spec: StructuredOutputs, grammar: str, size: int) -> Any:
+        self.begun.append(grammar)
+        assert self.go_on.wait(PATIENCE)
+
+
+def queue(compiling: Compiling, name: str, *, turn: int = 0, size: int = 1000, regex: str = "") -> None:
+    params = SamplingParams(max_tokens=2, structured_outputs={"regex": regex or name})
+    compiling.add(Submit(name, [1], params, turn=turn, grammar=Grammar(name, size)))
+
+
+@pytest.fixture
+def compiling(loop: EngineLoop) -> Iterator[Compiling]:
+    assert loop.compiling is not None
+    yield loop.compiling
+    loop.compiling.close()
+
+
+def test_requests_that_left_the_queue_are_not_compiled(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two that are being compiled go on, as nothing can stop them; those behind them never start."""
+    slow = Slow(monkeypatch)
+    for name in "abcd":
+        queue(compiling, name)
+    assert compiling.take() == []
+    for name in "abc":
+        compiling.end(name)
+    assert compiling.take() == []  # both threads still work
+    slow.go_on.set()
+    until(lambda: [message.request_id for message, _ in compiling.take()] == ["d"])
+    assert sorted(slow.begun) == ["a", "b", "d"]
+    assert not compiling
+
+
+def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client's third request comes after another's first, though it was sent before it."""
+    monkeypatch.setattr("headrace.server.compiling.THREADS", 1)
+    slow = Slow(monkeypatch)
+    for turn, name in enumerate("abc"):
+        queue(compiling, name, turn=turn + 1)
+    compiling.take()
+    queue(compiling, "other", turn=1)
+    slow.go_on.set()
+    until(lambda: (compiling.take(), not compiling)[1])
+    assert slow.begun == ["a", "other", "b", "c"]
+
+
+def test_one_grammar_is_compiled_once(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    queue(compiling, "a", regex="x")
+    queue(compiling, "b", regex="x")
+    compiling.take()
+    assert slow.begun in (["a"], [])
+    slow.go_on.set()
+    until(lambda: (compiling.take(), not compiling)[1])
+    assert slow.begun == ["a", "b"]  # the second would be found, were anything remembered here
+
+
+def test_large_grammars_wait_for_memory(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones pass, and the end of a request makes room."""
+    slow = Slow(monkeypatch)
+    slow.go_on.set()
+    done: list[str] = []
+
+    def take() -> list[str]:
+        done.extend(message.request_id for message, _ in compiling.take())
+        return done
+
+    queue(compiling, "a", size=MOST_LARGE)
+    queue(compiling, "b", size=MOST_LARGE // 2)
+    queue(compiling, "c", size=1000)
+    until(lambda: sorted(take()) == ["a", "c"])
+    assert compiling
+    compiling.end("a")
+    until(lambda: take()[2:] == ["b"])
+
+
+def test_remembered_grammars_are_bounded_in_bytes(loop: EngineLoop) -> None:
+    grammars = loop.engine.grammars
+    assert grammars is not None
+    specs = [StructuredOutputs(regex=f"{name}[0-9]") for name in "abcd"]
+    most = constrained.REMEMBERED // 3 - constrained.GROWTH
+    for spec in specs:
+        grammars.constraint(spec, size=most)
+    assert [grammars.find(spec) is not None for spec in specs] == [False, True, True, True]
+    grammars.constraint(StructuredOutputs(regex="e"), size=constrained.REMEMBERED)
+    assert [grammars.find(spec) is not None for spec in specs] == [False] * 4

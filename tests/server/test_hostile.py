@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -16,7 +15,6 @@ import pytest
 from headrace.confined.pool import shared
 from headrace.confined.worker import Task, Worker
 from headrace.data.plan import TokenLogprob
-from headrace.decoding.looking import LOOK
 from headrace.server.logprobs import CompletionLogprobs, joined
 from headrace.server.page import markdown
 from headrace.text.tokenizer import Tokenizer
@@ -144,7 +142,7 @@ def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatc
     for _ in range(2):
         said = server.post("/v1/chat/completions", body).json()
         assert "context" in said["error"]["message"]  # the tiny model's, which ends before what is said of tools
-        assert [one for one in asked if one[0] == "look"] == [("look", "schemas"), ("look", "spec")]
+        assert [one for one in asked if one[0] == "look"] == [("look", "model", "schemas"), ("look", "model", "spec")]
     body = {"model": "tiny", "messages": TALK, **as_tool({"$ref": "#/none"})}
     assert "tools: number 0: the JSON schema refers to" in server.post("/v1/chat/completions", body).json()["error"]["message"]
 
@@ -228,7 +226,7 @@ def test_long_texts_are_tokenized_in_a_process_that_can_be_ended(server: Running
 
 def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schema would be looked at for ten minutes; its client has gone after a second."""
-    monkeypatch.setattr("headrace.server.structured.LOOK", replace(LOOK, seconds=600.0, remembered=False))
+    monkeypatch.setattr("headrace.startup.compiling.SECONDS", 600.0)
     body = {"model": "tiny", "messages": TALK, "tools": [{"type": "function", "function": {"name": "f", "parameters": COSTLY}}]}
     with pytest.raises(httpx.ReadTimeout):
         server.http.post("/v1/chat/completions", json=body, timeout=1.0)

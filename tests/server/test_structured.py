@@ -169,8 +169,67 @@ def test_hostile_forms(server: Running, name: str) -> None:
 def test_costly_forms_are_bounded(server: Running, fields: dict[str, Any]) -> None:
     """What backtracking would drown in is served, or ends in an error of its own."""
     answer = server.post("/v1/chat/completions", {"model": "tiny", "messages": TALK, "max_tokens": 6, **fields})
-    assert answer.status_code in (200, 400, 500)
+    assert answer.status_code in (200, 400, 422)
     assert server.complete(max_tokens=2).choices[0].text
+
+
+COSTLY: dict[str, tuple[dict[str, Any], str]] = {
+    "a large multiple": ({"type": "integer", "multipleOf": 999983}, "has multipleOf 999983, and 65536 is the most"),
+    "several multiples": (
+        {"allOf": [{"type": "integer", "multipleOf": 997}, {"type": "integer", "multipleOf": 991}]},
+        "too much time or memory|s is the most|MiB is the most",
+    ),
+    "many properties": (
+        {"type": "object", "properties": {f"k{number}": True for number in range(9000)}},
+        "too much time or memory|s is the most|items",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_grammars_that_are_costly_to_compile_are_refused(server: Running, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By one line, and before the engine sees them."""
+    schema, said = COSTLY[name]
+    answer = server.post("/v1/completions", {"model": "tiny", "prompt": "a", "max_tokens": 4, "guided_json": schema})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert re.search(said, message), message
+    assert "\n" not in message
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+FAILING: dict[str, dict[str, Any]] = {
+    "nested counts": {"guided_regex": "((a{1,99}){1,99}){1,99}"},
+    "optional and counted": {"guided_regex": "(a?){500}a{500}"},
+    "doubling rules": {
+        "guided_grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "x"'
+    },
+    "terminals": {
+        "guided_grammar": "start: "
+        + " | ".join(f"T{i}" for i in range(3000))
+        + "\n"
+        + "\n".join(f"T{i}: /[a-z]{{{i % 50}}}x/" for i in range(3000))
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_that_fails_is_the_clients(
+    server: Running, name: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure during generation: 422 with the matcher's words, never a 500, and no error in the log."""
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 200, "temperature": 1.0, "seed": 1, "stream": stream}
+    answer = server.post("/v1/completions", {**asked, **FAILING[name]})
+    if answer.status_code == 200 and stream:
+        (error,) = [json.loads(line[6:])["error"] for line in answer.text.splitlines() if '"error"' in line]
+    else:
+        assert answer.status_code == 422
+        error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "constraint_failed")
+    said = "the constraint failed during generation: .*(too many expressions|Too many items|has 3001 items).*; make it smaller"
+    assert re.fullmatch(said, error["message"])
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_late_check_that_runs_wild_is_stopped(server: Running) -> None:

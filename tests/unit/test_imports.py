@@ -35,7 +35,7 @@ ROOMS = {
     "weights.parts": "models layers weights data",
     "weights.loader": "weights.parts models weights data",
     "text": "confined",
-    "decoding": "text ops confined data",
+    "decoding": "text ops confined host data",
     "drafting": "ops data",
     "runner": "models ops data",
     "runner.executor": "data",
@@ -66,6 +66,7 @@ ROOMS = {
     "startup.opening": "models text weights data",
     "startup.exits": "startup.opening runner decoding weights data",
     "startup.encoding": "startup.opening text confined",
+    "startup.compiling": "startup.opening decoding data confined",
     "startup.rules": "startup.exits startup.opening weights data",
     "startup.runnable": "host startup.opening startup.memory native.weights native models weights",
     "llm": "startup startup.exits engine.callers engine decoding drafting runner.executor text weights data",
@@ -89,8 +90,8 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
-    "server": "workflows.surety llm engine startup.encoding startup.exits startup.rules startup.opening startup.memory "
-    "decoding text weights native confined host data",
+    "server": "workflows.surety llm engine startup.compiling startup.encoding startup.exits startup.rules startup.opening "
+    "startup.memory decoding text weights native confined host data",
     "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving "
     "bench.profile bench workflows training compress llm startup startup.opening startup.rules startup.runnable decoding "
     "text weights native host data",
@@ -107,7 +108,7 @@ STOREYS = (
     "native.values native.lowering native.encoder "
     "native.live native.step native.kept native.program native.heads",
     "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.runnable",
+    "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling startup.runnable",
     "llm",
     "training workflows workflows.surety compress",
     "server bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.audit "

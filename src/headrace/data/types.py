@@ -174,6 +174,7 @@ class Request:
     in_flight: bool = False  # a submitted step works on it: neither scheduled nor preempted until its result is in
     aborted: bool = False
     error: str | None = None
+    constraint_failed: bool = False  # the error is that of an output's constraint
     dropped: str = ""  # why a sequence was given up last, where others go on without it
     pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
     classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits that it came by
@@ -233,6 +234,7 @@ class Delta(msgspec.Struct, gc=False):
     cumulative_logprob: float | None = None  # where the strategy keeps it: of all the output's tokens
     score: float | None = None  # what hypotheses were ranked by
     error: str | None = None
+    constraint_failed: bool = False  # the error is that of the output's constraint, which the client chose
     drafter: str = ""  # who proposed the first `accepted` of these tokens; "": nothing was drafted
     accepted: int = 0
     drafted: int = 0  # tokens the drafter proposed

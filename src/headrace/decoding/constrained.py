@@ -1,29 +1,39 @@
-"""Outputs held to a grammar: what may come next is a bit mask over the vocabulary, computed by `llguidance`.
+"""Outputs constrained by a grammar: a bit mask over the vocabulary per token, computed by `llguidance`.
 
-A grammar is compiled once, under limits of size and work, by whichever thread asks for it; each output then has a
-`Constraint`, which is told every token and says what may follow. Nothing is let through in doubt: a constraint that fails
-says why, gives no more masks, and its request ends with an error.
+`Grammars` compiles a grammar once and remembers it. Each output has a `Constraint`, which consumes the output's tokens and
+computes the mask of the next one. A constraint that fails keeps the reason, gives no more masks, and its request ends with an
+error.
+
+`llguidance` limits its work while an output is generated, but not while it compiles: `{"multipleOf": 999983}` takes 10 s and
+360 MB. So a server compiles first in a confined process, which measures the cost (`Grammars.measure`) and refuses a grammar
+above `MOST_SECONDS` or `MOST_BYTES`; the engine then repeats the same work.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import llguidance
 import numpy as np
 
+from headrace import host
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import grammar_of
 from headrace.text.tokenizer import Tokenizer
 
-__all__ = ["Constraint", "ConstraintError", "Grammars", "limits"]
+__all__ = ["MOST_BYTES", "MOST_SECONDS", "Constraint", "ConstraintError", "Cost", "Grammars", "limits"]
 
-REMEMBERED = 64  # compiled grammars
+MOST_SECONDS = 1.0  # CPU time to compile a grammar that a client of a server sent
+MOST_BYTES = 32 << 20  # memory of one after compilation
+GROWTH = 24 << 20  # bytes that its automaton may gain: `limits` allows 25,000 states, and 22 MB were measured for so many
+REMEMBERED = 512 << 20  # bytes of the grammars that are kept for the next request, growth included
 
 
 def limits() -> llguidance.LLParserLimits:
-    """What one grammar may cost: about 20 ms of work to begin with, 15 ms and 50,000 parser items a mask, 50 MB of states."""
+    """Limits while an output is generated: 15 ms and 50,000 parser items per mask, 25,000 states per grammar."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -97,11 +107,38 @@ class Constraint:
 
 def _why(matcher: Any) -> str:
     """The matcher's own words, in one line."""
-    return " ".join(str(matcher.get_error()).split())[:300]
+    return " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())[:300]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU seconds and bytes of memory that compiling a grammar took."""
+
+    seconds: float
+    bytes: int
+
+    def check(self) -> None:
+        """Raises ConstraintError if a server must not compile this grammar."""
+        if self.seconds > MOST_SECONDS:
+            raise ConstraintError(
+                f"the constraint takes {self.seconds:.1f} s to compile and {MOST_SECONDS:g} s is the most; make it smaller"
+            )
+        if self.bytes > MOST_BYTES:
+            took, most = self.bytes / 2**20, MOST_BYTES >> 20
+            raise ConstraintError(
+                f"the constraint takes {took:.0f} MiB when compiled and {most} MiB is the most; make it smaller"
+            )
+
+
+@dataclass(slots=True)
+class _Compiled:
+    matcher: Any
+    bytes: int  # upper bound of its memory
 
 
 class Grammars:
-    """Compiled grammars of one vocabulary. Any thread may ask; `vocab_size` is that of the logits."""
+    """Compiled grammars of one vocabulary, the most recently used ones up to `REMEMBERED` bytes. All methods are thread-safe.
+    `vocab_size` is the number of logits."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -109,42 +146,68 @@ class Grammars:
         self._eos_ids = sorted(eos_ids)
         self._words = -(-vocab_size // 32)
         self._vocabulary: Any = None
-        self._ready: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._ready: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self._building = threading.Lock()
 
-    def constraint(self, spec: StructuredOutputs, grammar: str = "") -> Constraint:
-        """The beginning of an output held to `spec`. Compiles it unless that was done lately. Raises ConstraintError.
+    def find(self, spec: StructuredOutputs) -> Constraint | None:
+        """The start of an output if its grammar is remembered."""
+        with self._lock:
+            known = self._ready.get(spec)
+            if known is None:
+                return None
+            self._ready.move_to_end(spec)
+            return Constraint(known.matcher.deep_copy(), self._words)
 
-        `grammar`: what `grammar_of` made of it elsewhere; without it that is done here, in Python.
+    def constraint(self, spec: StructuredOutputs, grammar: str = "", size: int | None = None) -> Constraint:
+        """The start of an output. Compiles its grammar unless it is remembered. Raises ConstraintError.
+
+        `grammar` and `size` (bytes): results of `grammar_of` and `measure` in a confined process; if missing, they are computed
+        here.
         """
-        with self._lock:
-            matcher = self._ready.get(spec)
-            if matcher is not None:
-                self._ready.move_to_end(spec)
-                return Constraint(matcher.deep_copy(), self._words)
+        if (found := self.find(spec)) is not None:
+            return found
+        before = host.heap_memory()
         matcher = self._compile(grammar or grammar_of(spec))
+        made = _Compiled(matcher, GROWTH + (max(0, host.heap_memory() - before) if size is None else size))
         with self._lock:
-            self._ready[spec] = matcher
-            while len(self._ready) > REMEMBERED:
+            self._ready[spec] = made
+            while len(self._ready) > 1 and sum(one.bytes for one in self._ready.values()) > REMEMBERED:
                 self._ready.popitem(last=False)
-            return Constraint(matcher.deep_copy(), self._words)
+        return Constraint(matcher.deep_copy(), self._words)
 
-    def _compile(self, grammar: str) -> Any:
+    def measure(self, grammar: str) -> Cost:
+        """Compile a grammar, drop it, and return what that took. Raises ConstraintError. Other threads must be idle: their
+        memory counts too."""
+        self.prepare()
+        memory, seconds = host.heap_memory(), time.process_time()
+        matcher = self._compile(grammar)
+        cost = Cost(time.process_time() - seconds, max(0, host.heap_memory() - memory))
+        del matcher
+        return cost
+
+    def prepare(self) -> None:
+        """Build the trie of the vocabulary, once. Raises ConstraintError if the model has no end token."""
         with self._building:
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+
+    def _compile(self, grammar: str) -> Any:
+        self.prepare()
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise ConstraintError(f"the constraint cannot be compiled: {_why(matcher)}")
-        first = Constraint(matcher.deep_copy(), self._words).masks()
-        if matcher.is_stopped() or not any(first):
+        first = Constraint(matcher.deep_copy(), self._words)
+        mask = first.masks()
+        if first.error:
+            raise ConstraintError(f"the constraint cannot be compiled: {first.error}")
+        if matcher.is_stopped() or not any(mask):
             raise ConstraintError("the constraint allows no output, or none but an empty one; let it say more")
         return matcher
 
 
 class _Spelling:
-    """What llguidance asks of a tokenizer."""
+    """A tokenizer with the attributes that llguidance reads."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_ids: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -159,7 +222,7 @@ class _Spelling:
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: list[int]) -> Any:
-    """The tokens' bytes as a trie. Raises ConstraintError where an output could never end."""
+    """The trie of the tokens' bytes. Raises ConstraintError if the model has no end token."""
     if not eos_ids:
         raise ConstraintError("this model has no end token, so an output cannot be held to a constraint")
     spelling = _Spelling(tokenizer, min(tokenizer.vocab_size, vocab_size), eos_ids)

@@ -16,7 +16,6 @@ from headrace.decoding.grammar import grammar_of
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
 
-LOOK = Task(__name__, "look", memory=2 << 30, remembered=True)
 CHECK = Task(__name__, "look", memory=2 << 30)  # of a text, which does not come again
 
 

@@ -38,7 +38,7 @@ class Children:
         if request.strategy.drops_failed:
             request.dropped = seq.decode.constraint.error
         else:
-            request.error = seq.decode.constraint.error
+            request.error, request.constraint_failed = seq.decode.constraint.error, True
         return request.strategy.drops_failed
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: Outbox) -> None:
@@ -81,13 +81,21 @@ class Children:
             raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
         if not ranked:
             request.error = request.dropped or "nothing that may come is long enough; lower min_tokens"
+            request.constraint_failed = bool(request.dropped)
         return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
 
     def close(self, request: Request, seq: Sequence, reason: str) -> Delta:
         """End an output where it stands."""
         seq.text.finish_reason = reason
         request.finished.append(seq)
-        return Delta(request.id, seq.decode.index, text=self.stopping.rest(seq), finish_reason=reason, error=request.error)
+        return Delta(
+            request.id,
+            seq.decode.index,
+            text=self.stopping.rest(seq),
+            finish_reason=reason,
+            error=request.error,
+            constraint_failed=request.constraint_failed,
+        )
 
 
 def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:

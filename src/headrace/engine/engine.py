@@ -344,6 +344,7 @@ class Engine:
                 if dead and request.strategy.drops_failed:
                     request.dropped = dead  # it brings no candidates, so it has no children
                 else:
+                    request.constraint_failed |= bool(dead) and request.error is None
                     request.error = request.error or dead or None
                     for answer in answers:
                         if type(answer) is Failed:
@@ -413,7 +414,8 @@ class Engine:
         last = self._outbox.last_of(request.id)
         if last is None or (request.error is not None and last.error is None):
             reason = reason if request.error is None else "error"
-            last = Delta(request.id, 0, finish_reason=reason, error=request.error)
+            failed = request.constraint_failed
+            last = Delta(request.id, 0, finish_reason=reason, error=request.error, constraint_failed=failed)
             self._outbox.append(last)
         last.finished = True
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from headrace.data.given import Prompt, as_prompt
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
-from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, Refused, Stats, Submit
+from headrace.server.messages import Abort, Check, Checked, Deltas, FromEngine, Grammar, Load, Loaded, Refused, Stats, Submit
 from headrace.server.principals import PRINCIPAL
 from headrace.server.quarantine import ENOUGH, Quarantine, Suspect
 from headrace.server.queueing import Queue, QueueFullError
@@ -199,11 +199,12 @@ class AsyncLLM:
         rule: tuple[str, float] | None = None,
         deadline: float | None = None,
         begun: bool = False,
-        grammar: str = "",
+        grammar: Grammar | None = None,
     ) -> list[Ticket]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings; `rule`:
         classes. What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were
-        taken, so these are taken in an orderly end, too. `grammar`: of the structured outputs, as a look at them gave it.
+        taken, so these are taken in an orderly end, too. `grammar`: the result of `check_form`
+        for structured outputs.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """

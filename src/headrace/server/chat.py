@@ -38,7 +38,7 @@ from headrace.server.reading import read_json
 from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import asked_form, check_form, check_text, prepared, schema_of
+from headrace.server.structured import Looked, asked_form, check_form, check_text, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
 from headrace.weights.defaults import values
 
@@ -110,15 +110,15 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
     form = asked_form(request)
     tools = await unless_gone(http, _tooling(service, request, form))
     params = tried(_params(service, request, tools.spec if tools is not None else form), trial)
-    streams, late, grammar = bool(request.stream), False, ""
+    streams, late, looked = bool(request.stream), False, Looked()
     if form is not None:
-        looked = await unless_gone(http, check_form(form, streams=streams, param="response_format"))
-        late, grammar = bool(looked.late), looked.grammar
+        looked = await unless_gone(http, check_form(service, form, streams=streams, param="response_format"))
+        late = bool(looked.late)
     if tools is not None:
-        grammar = (await unless_gone(http, check_form(tools.spec, streams=streams, param="tools"))).grammar
+        looked = await unless_gone(http, check_form(service, tools.spec, streams=streams, param="tools"))
     prompt = await unless_gone(http, _prompt(service.llm, request, tools))
     deadline = service.deadline(request.deadline)
-    tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=grammar)
+    tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=looked.grammar)
     return Job(service, request, tickets, tools, form is not None, form if late else None, trial)
 
 
@@ -142,7 +142,7 @@ async def _tooling(service: Service, request: ChatRequest, form: StructuredOutpu
         if (schema := schema_of(form)) is None:
             raise bad("beside tools an answer's format is a JSON schema or json_object; leave one out", "response_format")
         schemas.append(schema)
-    known = await prepared(schemas)
+    known = await prepared(service, schemas)
     if len(schemas) > len(usable):
         answer = for_mask(known[-1])
     template = service.llm.opened.template.source

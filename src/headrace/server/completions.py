@@ -97,7 +97,7 @@ async def begin(service: Service, request: CompletionRequest, http: Request, sal
     _check(service, request)
     looked = Looked()
     if spec is not None:
-        looked = await unless_gone(http, check_form(spec, streams=bool(request.stream), param="structured_outputs"))
+        looked = await unless_gone(http, check_form(service, spec, streams=bool(request.stream), param="structured_outputs"))
     prompts, texts = await unless_gone(http, _prompts(service, request))
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=looked.grammar)

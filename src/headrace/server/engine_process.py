@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from headrace import host
@@ -22,6 +21,7 @@ from headrace.decoding.constrained import Constraint
 from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
+from headrace.server.compiling import Compiling
 from headrace.server.messages import (
     PREFIX,
     Abort,
@@ -93,28 +93,26 @@ class EngineLoop:
         self.beat = beat
         self._open: dict[str, Request] = {}
         self._unscored: set[str] = set()  # requests whose prompt log-probs have not been sent
-        self._compiling: dict[str, tuple[Submit, Future[Any]]] = {}  # requests whose grammar is not ready
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self.compiling = None if llm.engine.grammars is None else Compiling(llm.engine.grammars)
 
     def run(self) -> None:
         """Until the web process has gone (EOFError)."""
         while True:
-            while self.channel.waiting(0.0 if self.engine.busy else POLL if self._compiling else self.beat):
+            while self.channel.waiting(0.0 if self.engine.busy else POLL if self.compiling else self.beat):
                 self._take(self.channel.receive())
             self._compiled()
             self.channel.send(self._step() if self.engine.busy else Deltas(stats=self._stats(fed=0)))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
-            if (waiting := self._compiling.pop(message.request_id, None)) is not None:
-                waiting[1].cancel()
+            if self.compiling is not None:
+                self.compiling.end(message.request_id)
             self.engine.abort(message.request_id)
-        elif isinstance(message, Submit) and (spec := message.params.structured_outputs) is not None and self.engine.grammars:
-            if not message.grammar:  # nothing is rewritten here: that is Python, whose cost a client chooses
-                self.channel.send(Refused(message.request_id, "the constraint was not looked at"))
+        elif isinstance(message, Submit) and message.params.structured_outputs is not None and self.compiling is not None:
+            if message.grammar is None:  # this process neither rewrites a schema nor compiles a grammar of unknown cost
+                self.channel.send(Refused(message.request_id, "the constraint was not compiled in a confined process"))
                 return
-            compiling = self._compiler.submit(self.engine.grammars.constraint, spec, message.grammar)
-            self._compiling[message.request_id] = (message, compiling)
+            self.compiling.add(message)
         elif isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Check):
@@ -129,14 +127,18 @@ class EngineLoop:
         return "" if self.engine.busy or not self._open else f"{len(self._open)} requests are open and nothing runs"
 
     def _compiled(self) -> None:
-        """Requests whose grammar was compiled meanwhile, or cannot be, go on."""
-        for name, (message, compiling) in list(self._compiling.items()):
-            if compiling.done():
-                del self._compiling[name]
-                if (error := compiling.exception()) is not None:
-                    self.channel.send(Refused(name, _message(error)))
-                else:
-                    self._submit(message, compiling.result())
+        """Submit the requests whose grammar is compiled, and refuse those whose grammar cannot be."""
+        for message, compiled in self.compiling.take() if self.compiling is not None else ():
+            if (error := compiled.exception()) is None:
+                self._submit(message, compiled.result())
+            else:
+                self._drop(message.request_id, _message(error))
+
+    def _drop(self, request_id: str, reason: str) -> None:
+        """Refuse a request that did not enter the engine."""
+        if self.compiling is not None:
+            self.compiling.end(request_id)
+        self.channel.send(Refused(request_id, reason))
 
     def _submit(self, message: Submit, constraint: Constraint | None = None) -> None:
         try:
@@ -153,7 +155,7 @@ class EngineLoop:
                 turn=message.turn,
             )
         except (AdmissionError, ParamError) as error:
-            self.channel.send(Refused(message.request_id, str(error)))
+            self._drop(message.request_id, str(error))
             return
         self._open[request.id] = request
         if request.params.prompt_logprobs is not None:
@@ -167,6 +169,8 @@ class EngineLoop:
         classified = [Classified(one.request_id, logits) for one in ended if (logits := self._open[one.request_id].classified)]
         for one in ended:
             del self._open[one.request_id]
+            if self.compiling is not None:
+                self.compiling.end(one.request_id)
             self._unscored.discard(one.request_id)
         return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled, classified)
 

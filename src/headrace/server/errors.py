@@ -12,6 +12,7 @@ from headrace.server.fields import Meaningless
 from headrace.server.principals import QuotaError
 from headrace.server.queueing import QueueFullError
 from headrace.server.tickets import (
+    ConstraintFailedError,
     DeadlineError,
     EngineDownError,
     EngineLostError,
@@ -25,6 +26,7 @@ from headrace.text.tokenizer import TokenizerError
 
 ENGINE_LOST = "engine_lost"
 QUARANTINED = "request_quarantined"
+CONSTRAINT_FAILED = "constraint_failed"
 UNFIT = "answer_unfit"  # an answer that is not of the form that was asked for
 TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
 RETRIED = (408, 409, 429)  # statuses after which clients ask again, beside those of servers
@@ -104,6 +106,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(408, str(error), code="deadline_exceeded")
         case RequestFailedError():
             return ApiError(500, str(error), code="request_failed")
+        case ConstraintFailedError():
+            return ApiError(422, str(error), code=CONSTRAINT_FAILED)
         case QuarantinedError():
             return ApiError(422, str(error), code=QUARANTINED)
         case TooLongError():

@@ -31,6 +31,13 @@ class Load(msgspec.Struct, tag=True):
     beat: float  # seconds between signs of life while there is nothing to do
 
 
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """A constraint that was compiled once in a confined process, and can be compiled by the engine at the same cost."""
+
+    text: str
+    bytes: int  # memory of the compiled grammar
+
+
 class Submit(msgspec.Struct, tag=True):
     """To the engine process: a request."""
 
@@ -40,7 +47,7 @@ class Submit(msgspec.Struct, tag=True):
     salt: bytes = b""  # requests with different salts share no cached prefix
     pool: str = ""  # first, last or mean: an embedding instead of an answer
     rule: tuple[str, float] | None = None  # a class instead of an answer: by which criterion and threshold a text leaves
-    grammar: str = ""  # what the structured outputs are, as they are compiled; that was made where it can be stopped
+    grammar: Grammar | None = None  # of the structured outputs; without one they are refused
     turn: int = 0  # of equal priorities the one with the smallest begins first
 
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.confined.pool import Task, shared
+from headrace.confined.pool import shared
 from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import Prepared
 from headrace.decoding.json_schema.validate import read_schema
-from headrace.decoding.looking import CHECK, LOOK, asked, found
+from headrace.decoding.looking import asked, found
 from headrace.server.errors import UNFIT, ApiError, bad
 from headrace.server.fields import ChatRequest, Sampling
+from headrace.server.messages import Grammar
 from headrace.server.service import Service
+from headrace.startup import compiling
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -52,16 +54,16 @@ def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was found in a constraint: its grammar, as the engine compiles it, and what is left for a last look."""
+    """A constraint that the engine can compile. `late`: keywords of its schema that are checked on the finished answer."""
 
-    grammar: str = ""
+    grammar: Grammar | None = None
     late: tuple[str, ...] = ()
 
 
-async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> Looked:
-    """Whether answers can be held to it. Raises ApiError."""
+async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> Looked:
+    """Rewrite and compile a constraint in a confined process. Raises ApiError if answers cannot be constrained by it."""
     try:
-        answer = await _look(LOOK, {"spec": msgspec.to_builtins(spec)})
+        answer = await _look(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
     except ConstraintError as error:
         raise bad(str(error), param) from None
     late = tuple(answer["late"])
@@ -72,11 +74,11 @@ async def check_form(spec: StructuredOutputs, *, streams: bool, param: str) -> L
             param=param,
             code="unsupported",
         )
-    return Looked(answer["grammar"], late)
+    return Looked(Grammar(answer["grammar"], answer["bytes"]), late)
 
 
-async def prepared(schemas: list[dict[str, Any]]) -> list[Prepared]:
-    """The schemas of tools, together no longer than one may be, in the words of a mask. Raises ApiError."""
+async def prepared(service: Service, schemas: list[dict[str, Any]]) -> list[Prepared]:
+    """The schemas of tools, rewritten for masks. Raises ApiError, also if they are longer together than one schema may be."""
     try:
         text = msgspec.json.encode(schemas).decode()
     except RecursionError:
@@ -84,22 +86,23 @@ async def prepared(schemas: list[dict[str, Any]]) -> list[Prepared]:
     if len(text) > MAX_SOURCE:
         raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
     try:
-        made = json.loads((await _look(LOOK, {"schemas": text}))["prepared"])
+        made = json.loads((await _look(service, {"schemas": text}, remembered=True))["prepared"])
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
     return [Prepared(one["schema"], tuple(one["late"])) for one in made]
 
 
-async def _look(task: Task, question: dict[str, Any]) -> dict[str, Any]:
+async def _look(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
     """Raises ConstraintError, BusyError."""
+    task = compiling.task(service.llm.opened.path, remembered=remembered)
     with asked():
-        return found(await shared().ask(task, question))
+        return found(await shared().ask(task, {**question, "model": task.argument}))
 
 
 async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:
     """The last look, which is counted. Raises ApiError where an answer does not fit."""
     try:
-        broken = (await _look(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"]
+        broken = (await _look(service, {"spec": msgspec.to_builtins(spec), "text": text}, remembered=False))["broken"]
     except ConstraintError as error:
         service.metrics.look("unchecked")
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None

@@ -49,6 +49,10 @@ class TooLongError(RequestRefusedError):
     """A prompt that the context does not hold."""
 
 
+class ConstraintFailedError(RequestRefusedError):
+    """The constraint of a request failed while its output was generated; another one may not."""
+
+
 class DeadlineError(RuntimeError):
     """The request was not answered within its time."""
 
@@ -124,7 +128,9 @@ class Ticket:
     def put(self, delta: Delta) -> None:
         if self._waiting is not None:
             self._begin()
-        if delta.error is not None:
+        if delta.error is not None and delta.constraint_failed:
+            self._error = ConstraintFailedError(f"the constraint failed during generation: {delta.error}; make it smaller")
+        elif delta.error is not None:
             log.error("request %s failed: %s", self.request_id, delta.error)
             self._error = RequestFailedError("the request failed in the engine; the server's log says how")
         else:

@@ -1,9 +1,11 @@
 """A JSON schema as the grammar compiler knows it: what it does not know is said in other words, exactly where that can be;
 what cannot is left out and named, and has to be checked when the output is whole."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from headrace.data.structured import ConstraintError
@@ -12,6 +14,7 @@ from headrace.decoding.json_schema.document import Document, InexpressibleError,
 from headrace.decoding.json_schema.literals import either_spelling, has_fraction, types_of
 from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
 
+MAX_MULTIPLE = 65_536  # an automaton of so many states takes 30 MB
 MAX_DEPTH = 64  # schemas within schemas
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows
 # other formats of the standard, as regexes
@@ -38,6 +41,18 @@ class Prepared:
 
     schema: dict[str, Any]
     late: tuple[str, ...] = ()
+
+
+def check_multiple(value: Any) -> None:
+    """Raises ConstraintError if the automaton of a `multipleOf` would be too large: it has a state for each remainder."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return  # the compiler refuses it
+    digits = int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+    if digits > MAX_MULTIPLE:
+        raise ConstraintError(
+            f"the JSON schema has multipleOf {str(value)[:40]}, and {MAX_MULTIPLE} is the most (its digits without zeros at "
+            "either end count); use a smaller one"
+        )
 
 
 def prepare(schema: dict[str, Any]) -> Prepared:
@@ -140,6 +155,8 @@ class _Preparation:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
+            if key == "multipleOf":
+                check_multiple(value)
             made[key] = self.inside(key, value, depth + 1)
         if rules:
             made["allOf"] = [*made.get("allOf", []), *rules]

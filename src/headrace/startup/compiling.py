@@ -1,0 +1,50 @@
+"""Compiles clients' grammars in a confined process, with the vocabulary of the model that will use them."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from headrace.confined.pool import Task
+from headrace.data.structured import ConstraintError
+from headrace.decoding import looking
+from headrace.decoding.constrained import Grammars
+from headrace.startup.opening import open_files
+
+SECONDS = 2.0  # CPU time to read, rewrite and compile one constraint
+MEMORY = 2 << 30  # bytes of address space, of which the vocabulary takes a part
+
+
+def task(path: Path, *, remembered: bool) -> Task:
+    """The task that answers `look` for the model at `path`. `remembered`: equal questions are answered once."""
+    return Task(__name__, "look", str(path.absolute()), seconds=SECONDS, memory=MEMORY, remembered=remembered)
+
+
+def look(question: dict[str, Any]) -> dict[str, Any]:
+    """`headrace.decoding.looking.look`, and for a grammar also its compilation: "bytes" is the memory that it takes. "model" is
+    the path of the model."""
+    answer = looking.look({name: value for name, value in question.items() if name != "model"})
+    if "grammar" not in answer:
+        return answer
+    try:
+        cost = _grammars(question["model"]).measure(answer["grammar"])
+        cost.check()
+    except ConstraintError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": "the constraint is too large; make it smaller"}
+    return {**answer, "bytes": cost.bytes}
+
+
+@functools.cache
+def _grammars(path: str) -> Grammars:
+    opened = open_files(path, download=False)
+    try:
+        return Grammars(opened.tokenizer, opened.config.vocab_size, opened.eos_ids)
+    finally:
+        opened.source.close()
+
+
+def warm(path: str) -> None:
+    """Load everything that a question needs: the libraries and the vocabulary."""
+    looking.warm("")
+    look({"model": path, "spec": {"regex": "[0-9]"}})
