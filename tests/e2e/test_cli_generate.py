@@ -140,12 +140,15 @@ BAD = [
     ({"custom_id": "x", "extra": 1, "url": "/v1/completions", "body": {}}, "unknown field 'extra'"),
     ({"url": "/v1/chat/completions", "body": {"prompt": "a"}}, "has 'messages', not 'prompt'"),
     ({"url": "/v1/completions", "body": {"prompt": ["a", "b"]}}, "give each text a line of its own"),
-    ({"url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "field 'stream' with true is not supported"),
-    ({"url": "/v1/completions", "body": {"prompt": "a", "suffix": "b"}}, "field 'suffix' with \"b\" is not supported"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "field 'tools' with"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "foo": None}}, "unknown field 'foo'"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs must be true or false"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}}, "top_logprobs needs logprobs"),
+    (
+        {"url": "/v1/completions", "body": {"prompt": "a", "stream": True}},
+        "stream: a file of answers is not streamed; remove it",
+    ),
+    ({"url": "/v1/completions", "body": {"prompt": "a", "suffix": "b"}}, "suffix: text cannot be inserted before a suffix"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "tool 0 must be a function"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "foo": 1}}, "unknown field 'foo'"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs: must be true or false"),
+    ({"url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}}, "top_logprobs goes with logprobs: true"),
     ({"url": "/v1/chat/completions", "body": 5}, "body must be a JSON object"),
 ]
 

@@ -3,7 +3,7 @@
     {"id": "a", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}      "messages" or "prompt_token_ids"
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […], "max_tokens": 20}}
 
-Parameters are those of SamplingParams, in a body those of the API as well. What is not known is refused by name.
+Fields of the short form are those of SamplingParams; a body has the fields that the server accepts. Others are refused by name.
 https://platform.openai.com/docs/api-reference/batch/request-input
 """
 
@@ -29,21 +29,6 @@ TEMPLATE: dict[str, tuple[type, str]] = {
 }
 CHAT, COMPLETIONS = "chat/completions", "completions"
 BODY_PROMPT = {CHAT: "messages", COMPLETIONS: "prompt"}
-WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-# Fields of the API that would change the answer and are not built, with the values that ask for nothing.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
 RESERVED = re.compile(r"line-\d+")
 
 Id = str | int
@@ -64,6 +49,8 @@ class Job:
     prompt_token_ids: list[int] | None = None
     template: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
+    tools: Any = None  # a ToolChoice
+    ignored: frozenset[str] = frozenset()  # given fields that have no effect in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +80,7 @@ def _item(line: bytes, number: int, owners: dict[Id, int]) -> Job | BadLine:
         own_id = fields.pop("custom_id" if "body" in fields else "id", None)
         if own_id is not None:
             item_id = _claim(own_id, number, owners)
-        return _job(number, item_id, _from_api(fields) if "body" in fields else fields)
+        return (_batch_job if "body" in fields else _job)(number, item_id, fields)
     except LineError as error:
         return BadLine(item_id, f"line {number}: {error}")
 
@@ -137,8 +124,10 @@ def _claim(value: Any, number: int, owners: dict[Id, int]) -> Id:
     return value
 
 
-def _from_api(fields: dict[str, Any]) -> dict[str, Any]:
-    """A line of OpenAI's batch API in short form."""
+def _batch_job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
+    """The job of a line of OpenAI's batch API."""
+    from headrace.cli.batch_bodies import BodyError, read
+
     method, url, body = fields.pop("method", "POST"), fields.pop("url", None), fields.pop("body")
     if fields:
         raise LineError(f"unknown field {min(fields)!r}; a batch line has custom_id, method, url and body")
@@ -149,45 +138,15 @@ def _from_api(fields: dict[str, Any]) -> dict[str, Any]:
         raise LineError(f"url must be /v1/{CHAT} or /v1/{COMPLETIONS}, not {url!r:.80}")
     if not isinstance(body, dict):
         raise LineError("body must be a JSON object")
-    found = {name: value for name, value in body.items() if name not in WITHOUT_EFFECT}
-    _drop_idle(found)
-    if other := next((name for name in PROMPTS if name in found and name != BODY_PROMPT[kind]), None):
+    if other := next((name for name in PROMPTS if body.get(name) is not None and name != BODY_PROMPT[kind]), None):
         raise LineError(f"a body for {url} has {BODY_PROMPT[kind]!r}, not {other!r}")
-    _rename(found, kind)
-    return found
-
-
-def _drop_idle(found: dict[str, Any]) -> None:
-    """Take out what asks for nothing; raise LineError for what asks for something that is not built."""
-    for name, idle in NOT_BUILT.items():
-        value = found.pop(name, None)
-        if value is not None and value not in idle:
-            raise LineError(f"field {name!r} with {json.dumps(value)[:40]} is not supported; remove it")
-
-
-def _rename(found: dict[str, Any], kind: str) -> None:
-    """The API's own names and shapes of parameters, in place."""
-    most = found.pop("max_completion_tokens", None)
-    if most is not None:
-        if found.get("max_tokens") not in (None, most):
-            raise LineError("max_tokens and max_completion_tokens differ; give one")
-        found["max_tokens"] = most
-    if kind == CHAT:
-        wanted, top = found.pop("logprobs", None), found.pop("top_logprobs", None)
-        if not isinstance(wanted, bool | None):
-            raise LineError(f"logprobs must be true or false here, not {wanted!r:.40}")
-        if top is not None and not wanted:
-            raise LineError("top_logprobs needs logprobs: true")
-        found["logprobs"] = (top or 0) if wanted else None
-        return
-    prompt = found.get("prompt")
-    if isinstance(prompt, list):
-        if prompt and all(isinstance(one, int) for one in prompt):
-            found["prompt_token_ids"] = found.pop("prompt")
-        elif len(prompt) == 1:
-            found["prompt_token_ids" if isinstance(prompt[0], list) else "prompt"] = found.pop("prompt")[0]
-        else:
-            raise LineError("prompt must be one text or its token ids; give each text a line of its own")
+    try:
+        found = read(body, chat=kind == CHAT)
+    except BodyError as error:
+        raise LineError(str(error)) from None
+    return Job(
+        number, job_id, **found.prompt, template=found.template, params=found.params, tools=found.tools, ignored=found.ignored
+    )
 
 
 def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:

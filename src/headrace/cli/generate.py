@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,7 +124,8 @@ def _answer_all(
     from headrace.cli.report import record
 
     window = AHEAD * llm.engine.config.scheduler.max_num_seqs
-    running: dict[str, tuple[Job | BadLine, Any]] = {}  # request id -> whose it is, and the output that fills up
+    running: dict[str, Queued] = {}  # by request id
+    ignored: set[str] = set()
     todo = (job for job in jobs if job.id not in output.done)
     more = True
     with Interrupt() as interrupt, Meter(found.lines, len(output.done)) as meter:
@@ -132,31 +134,64 @@ def _answer_all(
                 job = next(todo, None)
                 if job is None:
                     more = False
-                elif isinstance(made := _begin(llm, job, params), str):
+                    continue
+                if isinstance(job, Job) and (new := job.ignored - ignored):
+                    say(f"line {job.line}: {', '.join(sorted(new))}: no effect in a file (said once)")
+                    ignored |= new
+                if isinstance(made := _begin(llm, job, params), str):
                     output.append(_failure(job, made))
                 else:
-                    running[made.request_id] = (job, made)
+                    running[made.output.request_id] = made
             for ended in llm.step():
-                job, _ = running.pop(ended.request_id)
+                job, tools = running[ended.request_id].job, running.pop(ended.request_id).tools
                 meter.ended(ended)
+                if tools is not None:
+                    tools.read(ended)
                 exits += [exited for one in ended.outputs for exited in one.exits or ()]
                 output.append({"id": job.id, **record(ended, llm.tokenizer)})
-            meter.show(len(output.done), [made for _, made in running.values()])
+            meter.show(len(output.done), [queued.output for queued in running.values()])
 
 
-def _begin(llm: Any, job: Job | BadLine, params: Callable[..., SamplingParams]) -> Any:
-    """The output that will fill up, or what is wrong with the line."""
+def _begin(llm: Any, job: Job | BadLine, params: Callable[..., SamplingParams]) -> "Queued | str":
+    """The queued request, or what is wrong with the line."""
     if isinstance(job, BadLine):
         return job.error
     try:
-        prompt = job.prompt if job.messages is None else llm.render(job.messages, **job.template)
-        return llm.add(job.prompt_token_ids if prompt is None else prompt, params(**job.params))
+        if job.messages is None:
+            return Queued(job, llm.add(job.prompt_token_ids if job.prompt is None else job.prompt, params(**job.params)))
+        return _begin_chat(llm, job, params(**job.params))
     except Exception as error:  # whatever a line does, it must not stop the others
         return f"line {job.line}: {error}"
 
 
+def _begin_chat(llm: Any, job: Job, params: SamplingParams) -> "Queued":
+    """Queue a conversation, with its tools, as the server does."""
+    from headrace.cli.batch_bodies import tools_of
+    from headrace.decoding.tools import conversation
+    from headrace.text.chat import validate_messages
+
+    assert job.messages is not None
+    source = llm.opened.template.source
+    tools = None if job.tools is None else tools_of(llm, job.tools, params.structured_outputs)
+    template = dict(job.template)
+    if tools is not None:
+        params = params.replace(structured_outputs=tools.spec)
+        template |= {"tools": tools.tools} if tools.in_template else {}
+    talk = conversation(llm.opened.with_system(validate_messages(job.messages)), tools, source)
+    return Queued(job, llm.add(llm.render(talk, **template), params), tools)
+
+
 def _failure(job: Job | BadLine, error: str) -> dict[str, Any]:
     return {"id": job.id, "outputs": [], "finish_reason": "error", "usage": None, "error": error}
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A line in the engine: its output fills up, and `tools` read the calls out of it when it ends."""
+
+    job: Job | BadLine
+    output: Any
+    tools: Any = None  # decoding.tools.Tooling
 
 
 class Meter:

@@ -73,6 +73,8 @@ def choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
+    if output.tool_calls:
+        found["tool_calls"] = output.tool_calls
     if output.logprobs is not None:
         found["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
         found["cumulative_logprob"] = output.cumulative_logprob

@@ -30,23 +30,18 @@ from headrace.server.answers import (
     usage,
 )
 from headrace.server.async_llm import AsyncLLM
+from headrace.server.chat_fields import check_fields, template_variables
 from headrace.server.chat_messages import CONTINUE, check_ending, read_messages
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest
 from headrace.server.logprobs import chat_logprobs, token_exits
 from headrace.server.reading import read_json
-from headrace.server.sampling import not_built, sampling_params, tried
+from headrace.server.sampling import sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import Looked, asked_form, check_form, check_text, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
 from headrace.weights.defaults import values
-
-# What a template's own variables may not be called: they are ours to say, or what templates are written in.
-RESERVED = frozenset(
-    "messages tools documents add_generation_prompt bos_token eos_token "
-    "raise_exception strftime_now range dict lipsum cycler joiner namespace".split()
-)
 
 
 @dataclass(slots=True)
@@ -106,7 +101,7 @@ async def chat(service: Service, request: ChatRequest, http: Request, salt: byte
 async def begin(service: Service, request: ChatRequest, http: Request, salt: bytes, trial: Trial | None = None) -> Job:
     """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
     ClientGoneError."""
-    _check(request)
+    check_fields(request)
     form = asked_form(request)
     tools = await unless_gone(http, _tooling(service, request, form))
     params = tried(_params(service, request, tools.spec if tools is not None else form), trial)
@@ -155,7 +150,7 @@ async def prompt_of(service: Service, request: ChatRequest) -> list[int]:
 
 
 async def _prompt(llm: AsyncLLM, request: ChatRequest, tools: Tooling | None) -> list[int]:
-    variables = _variables(request)
+    variables = template_variables(request)
     if tools is not None and tools.in_template:
         variables["tools"] = tools.tools
     check_ending(request)
@@ -194,21 +189,6 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
     raise bad("the final message has no text to be continued; give it a content", CONTINUE)
 
 
-def _check(request: ChatRequest) -> None:
-    not_built(bool(request.functions), "functions", "they are called tools now; use tools")
-    not_built(request.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
-    not_built(request.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
-    not_built(request.audio is not None, "audio", "this server writes text alone")
-    not_built(request.web_search_options is not None, "web_search_options", "this server does not search")
-    not_built(request.moderation is not None, "moderation", "this server does not moderate")
-    if request.stream_options is not None and not request.stream:
-        raise bad("stream_options goes with stream: true", "stream_options")
-    if request.top_logprobs is not None and not request.logprobs:
-        raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
-    if request.top_logprobs is not None and request.top_logprobs < 0:
-        raise bad(f"top_logprobs must be 0 or more, not {request.top_logprobs}", "top_logprobs")
-
-
 def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | None) -> SamplingParams:
     given = [value for value in (request.max_completion_tokens, request.max_tokens) if value is not None]
     if len(set(given)) > 1:
@@ -229,16 +209,6 @@ def _sampled(service: Service, request: ChatRequest, spec: StructuredOutputs | N
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         structured_outputs=spec,
     )
-
-
-def _variables(request: ChatRequest) -> dict[str, Any]:
-    """The template's own variables."""
-    variables = dict(request.chat_template_kwargs or {})
-    if taken := RESERVED & set(variables):
-        raise bad(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs")
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    return variables
 
 
 async def _checked(job: Job) -> Chat:

@@ -69,6 +69,14 @@ class StreamOptions(Disguise, kw_only=True):
     continuous_usage_stats: bool | None = None  # the usage so far in every chunk
 
 
+# What `headrace generate` does otherwise than the server with the fields of a batch line; all others mean the same in both.
+OFFLINE_IGNORED = frozenset({"deadline", "cache_salt"})  # a file has no client that waits, and one owner
+OFFLINE_REFUSED = {
+    "stream": "a file of answers is not streamed",  # a batch of the server refuses it, too
+    "echo": "the record of an answer has no place for its prompt",
+}
+
+
 def http_type(one: Declared) -> Any:
     """What a body may hold for a declared field; its bounds are looked at later, but for those of lists."""
     most, each = Meta(max_length=one.field.most), Meta(max_length=one.field.each)

@@ -16,20 +16,7 @@ DEFAULT_BEAMS = 4
 
 def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
     """Parameters of a request: the model's `own` settings, what was given, then `more`. Raises ApiError."""
-    given = {name: getattr(request, name) for name in DRAWING if getattr(request, name) is not None}
-    if request.top_k is not None:
-        given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
-    if request.seed is not None:
-        if request.seed >= 2**64:
-            raise bad(f"seed: must be an integer, at most {2**64 - 1}", "seed")
-        given["seed"] = request.seed % 2**64  # the protocol's seeds are signed
-    if request.logit_bias is not None:
-        given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
-    if request.stop is not None:
-        given["stop"] = _stop(request.stop, limits)
-    if request.return_exits and request.exit_threshold is None and request.cascade_threshold is None:
-        raise bad("return_exits goes with exit_threshold or cascade_threshold", "return_exits")
-    given |= _beams(request)
+    given = given_fields(request, limits)
     asked = {**given, **more}
     _check(asked, limits)
     if asked.get("max_tokens") is None:
@@ -44,6 +31,25 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")
     return params
+
+
+def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
+    """The sampling fields that a request gives, as `params_of` takes them. Raises ApiError."""
+    given = {name: getattr(request, name) for name in DRAWING if getattr(request, name) is not None}
+    if request.top_k is not None:
+        given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
+    if request.seed is not None:
+        if request.seed >= 2**64:
+            raise bad(f"seed: must be an integer, at most {2**64 - 1}", "seed")
+        given["seed"] = request.seed % 2**64  # the protocol's seeds are signed
+    if request.logit_bias is not None:
+        given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
+    if request.stop is not None:
+        given["stop"] = _stop(request.stop, limits)
+    if request.return_exits and request.exit_threshold is None and request.cascade_threshold is None:
+        raise bad("return_exits goes with exit_threshold or cascade_threshold", "return_exits")
+    given |= _beams(request)
+    return given
 
 
 def tried(params: SamplingParams, trial: Trial | None) -> SamplingParams:
