@@ -10,7 +10,10 @@ KEPT: list[Any] = []
 
 
 def warm(argument: str) -> None:
+    """An argument of digits is a number of bytes to hold from the start, as a large vocabulary is held."""
     KEPT.append(argument)
+    if argument.isdigit():
+        KEPT.append(b"x" * int(argument))
 
 
 def echo(question: Any) -> Any:

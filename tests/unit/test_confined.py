@@ -106,6 +106,11 @@ def test_a_process_that_has_grown_is_replaced(pool: Confined) -> None:
     assert pool.run(task("pid"), None) != small
 
 
+def test_a_process_that_was_large_when_it_was_ready_stays(pool: Confined) -> None:
+    large = task("pid", argument=str(worker.KEPT), memory=1 << 30)
+    assert pool.run(large, None) == pool.run(large, None)
+
+
 def test_an_answer_is_bounded(shared: Confined) -> None:
     with pytest.raises(OverrunError):
         shared.run(task("echo", answer=1000), b"x" * 1000)

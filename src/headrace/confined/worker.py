@@ -20,7 +20,7 @@ PATIENCE = 180.0  # seconds of the clock, beyond the CPU limit: a busy machine i
 LOOK = 0.1  # seconds between two looks at a process that works
 EASY = 0.25  # seconds of CPU time after which a question is worked at with what time nobody else wants
 LIFE = 300.0  # seconds of CPU time after which a process is replaced
-KEPT = 256 << 20  # bytes of memory above which it is
+KEPT = 256 << 20  # bytes of memory it may hold besides what it had when it was ready; a vocabulary may be large
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Worker:
         self.kind = (task.module, task.argument)
         self.worn = False  # to be replaced
         self._began, self._used = time.monotonic(), 0.0
+        self._ready_memory = 0
         self.ready = False  # has loaded what it needs and has shut itself in
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-B", "-m", CHILD, *self.kind]
@@ -81,6 +82,7 @@ class Worker:
         """The answer to a question of its module."""
         if not self.ready:
             self.ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
+            self._ready_memory = host.held_memory(self.pid)
         began, last = self.used, time.monotonic() + PATIENCE + 10 * task.seconds
         try:
             self._socket.settimeout(PATIENCE)
@@ -92,7 +94,7 @@ class Worker:
             self.end()
             raise OverrunError(-signal.SIGKILL)
         answer = msgspec.msgpack.decode(self._exactly(size, last, began))
-        self.worn = self.worn or self.used > LIFE or host.held_memory(self.pid) > KEPT
+        self.worn = self.worn or self.used > LIFE or host.held_memory(self.pid) > self._ready_memory + KEPT
         return answer
 
     def kill(self) -> None:
