@@ -236,19 +236,19 @@ def test_what_is_an_absence(error: Exception, absent: bool) -> None:
 def test_an_answer_that_a_context_cut_off_does_not_stand(
     server: Running, offline: dict[str, LLM], files: dict[str, Path]
 ) -> None:
-    """However sure its tokens are: the next tier's context holds all of it. Offline too, where a prompt that a tier cannot hold
-    is for the next one. One that ends where it was asked to stands."""
+    """The next tier answers if a tier's context cannot hold the prompt and `max_tokens`: offline after the cut, on the server
+    before the first token. An answer that ends at `max_tokens` stands."""
     prompt = "wheel " * 4
     ask = {"model": "always", "prompt": prompt, "temperature": 0, "ignore_eos": True}
     tokens = len(offline["small"].tokenizer.encode(prompt))
-    for most, tiers in ((CONTEXT - tokens, ["small"]), (CONTEXT - tokens + 1, ["small", "large"])):
+    for most, tiers, last in ((CONTEXT - tokens, ["small"], 0), (CONTEXT - tokens + 1, ["large"], 1)):
         said = server.post("/v1/completions", {**ask, "max_tokens": most}).json()
         assert [one["model"] for one in said["usage"]["tiers"]] == tiers
         assert said["usage"]["tiers"][-1]["completion_tokens"] == most
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most)
         with LLM(files["small"], **ENGINE, max_model_len=CONTEXT) as short:
             found = answer([Tier(short), Tier(offline["large"])], [prompt, "wheel " * CONTEXT], params)
-        assert [one.tier for one in found] == [len(tiers) - 1, 1]
+        assert [one.tier for one in found] == [last, 1]
         assert [len(one.scores) for one in found] == [1, 0]
         assert found[0].output.outputs[0].text == said["choices"][0]["text"]
 

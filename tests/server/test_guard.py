@@ -28,6 +28,7 @@ ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/embeddings"), ("POST", "/v1/classify"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"),
+    ("POST", "/v1/responses/input_tokens"), ("POST", "/v1/responses/tiny/cancel"),
     ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
     ("POST", "/page/render"),
     ("DELETE", "/v1/models/tiny"), ("OPTIONS", "/v1/completions"),

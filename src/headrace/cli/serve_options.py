@@ -178,6 +178,7 @@ class LimitOptions:
     limit_body: Annotated[int, _limit("Bytes.", min=1)] = 4 << 20
     limit_file: Annotated[int, _limit("Bytes of an upload.", min=1)] = 100 << 20
     limit_n: Annotated[int, _limit("Answers to a prompt.", min=1)] = 16
+    limit_prompts: Annotated[int, _limit("Prompts of a completion request.", min=1)] = 128
     limit_max_tokens: Annotated[int | None, _limit("Tokens of an answer (default: the context).", min=1)] = None
     limit_logprobs: Annotated[int, _limit("Alternatives a token.", min=0)] = 20
     limit_stop: Annotated[int, _limit("Stop strings.", min=0)] = 16

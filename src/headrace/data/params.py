@@ -21,6 +21,7 @@ __all__ = [
 
 MAX_LOGPROBS = 64
 MAX_STOP = 64
+SMALLEST_NUCLEUS = 1e-9  # top_p 0: every nucleus has the likeliest token
 DRY_LONGEST = 64  # tokens of a repetition that are counted
 MOST_SURE = 1.01  # more than any exit ever is
 LOOP, DRAW, CORE, SAMPLER, FILTER, DETAIL = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER, Use.DETAIL
@@ -116,7 +117,9 @@ class SamplingParams(
         float, Field("0: always the likeliest token; higher: more varied", SAMPLER, ge=0, le=100, neutral=(0,), option="-t")
     ] = 1.0
     top_k: Annotated[int, Field("Only the K likeliest tokens", FILTER, ge=0, means=OFF)] = 0
-    top_p: Annotated[float, Field("Only the likeliest tokens that make up this probability", FILTER, gt=0, le=1)] = 1.0
+    top_p: Annotated[
+        float, Field("Only the likeliest tokens that make up this probability; 0: only the likeliest", FILTER, ge=0, le=1)
+    ] = 1.0
     min_p: Annotated[float, Field("Only tokens with this share of the likeliest one's probability", FILTER, ge=0, le=1)] = 0.0
     typical_p: Annotated[
         float, Field("Only the tokens nearest to the expected surprise", FILTER, gt=0, le=1, option="--typical")
@@ -226,6 +229,8 @@ class SamplingParams(
     def __post_init__(self) -> None:
         check(self)
         check_together(self)
+        if self.top_p == 0:
+            msgspec.structs.force_setattr(self, "top_p", SMALLEST_NUCLEUS)
         if self.beam is not None:
             self._check_beam(self.beam)
 

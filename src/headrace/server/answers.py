@@ -28,7 +28,7 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[str, int] | None
+    prompt_tokens_details: dict[str, int]  # cached_tokens: 0 without a salt
     tiers: list[TierUsage] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -60,6 +60,7 @@ class Completion(msgspec.Struct, omit_defaults=False):
     model: str
     choices: list[CompletionChoice]
     object: str = "text_completion"
+    system_fingerprint: str | None = None
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -102,6 +103,7 @@ class Chat(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    system_fingerprint: str | None = None
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
@@ -127,6 +129,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
+    system_fingerprint: str | None = None
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -195,19 +198,18 @@ def now() -> int:
 
 
 def usage(tickets: Sequence[Ticket], generated: int, trial: Trial | None = None) -> Usage:
-    """What the answers to these prompts took; `generated` tokens are counted, and what the tiers before took is added. What
-    was found in the cache is told under a salt alone: without one it would tell what others have asked."""
+    """Tokens of these prompts and of `generated` answer tokens, with those of the tiers before. Cached tokens are counted under
+    a salt only: without one the number would show what others have asked."""
     if trial is not None:
         return _together([*trial.before, trial.usage(tickets, generated)])
     prompt = sum(len(ticket.prompt) for ticket in tickets)
     cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
     own = all(ticket.salted for ticket in tickets)
-    return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt)} if own else None)
+    return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt) if own else 0})
 
 
 def _together(each: Sequence[Usage]) -> Usage:
     prompt, generated = sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
-    details = [one.prompt_tokens_details for one in each if one.prompt_tokens_details is not None]
-    cached = {"cached_tokens": sum(one["cached_tokens"] for one in details)} if len(details) == len(each) else None
+    cached = {"cached_tokens": sum(one.prompt_tokens_details["cached_tokens"] for one in each)}
     tiers = [tier for one in each for tier in one.tiers or []]
     return Usage(prompt, generated, prompt + generated, cached, tiers)

@@ -5,13 +5,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from headrace import __version__
 from headrace.confined.pool import BusyError
@@ -121,6 +122,7 @@ class Application:
 def make_app(models: Models, store: Store, keys: Keys) -> Application:
     """The whole ASGI application of a server's models."""
     app = Starlette()
+    app.router.redirect_slashes = False  # its redirects are absolute, and say http:// behind a TLS proxy
     worker = BatchWorker(app, store, models.settings.limits.batch_bytes, keys.named)
     api = Api()
     cascades = {name: Cascade(settings, models) for name, settings in models.cascades.items()}
@@ -153,6 +155,8 @@ def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> 
 
     @api.get("/v1/models/{name:path}", MODEL)
     async def model(call: Call) -> Any:
+        if not call.name:
+            raise HTTPException(404)
         return cascades[call.name].model() if call.name in cascades else _model(models.find(call.name))
 
     for protocol in PROTOCOLS:
@@ -235,12 +239,18 @@ def _add_errors(app: Starlette) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = {
-            400: "the body is not JSON, or is nested too deeply",
-            404: "there is nothing at this path",
-            405: "this path has no such method",
-        }
-        return _error(ApiError(error.status_code, what.get(error.status_code, str(error.detail))))
+        path = request.url.path
+        if error.status_code == 405:
+            allowed = ", ".join(sorted(_methods(app, request, path)))
+            refused = _error(ApiError(405, f"this path has no such method; it has {allowed}"))
+            refused.headers["Allow"] = allowed
+            return refused
+        if error.status_code == 404:
+            if path != "/" and _methods(app, request, path.rstrip("/")):
+                query = f"?{request.url.query}" if request.url.query else ""
+                return Response(status_code=307, headers={"Location": f"{quote(path.rstrip('/'))}{query}"})
+            return _error(ApiError(404, "there is nothing at this path"))
+        return _error(ApiError(error.status_code, str(error.detail)))
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -253,6 +263,13 @@ def _add_errors(app: Starlette) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(Exception, mistake)
+
+
+def _methods(app: Starlette, request: Request, path: str) -> set[str]:
+    """The methods of the routes at a path."""
+    scope = {**request.scope, "path": path}
+    found = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return {method for route in found for method in route.methods or ()}
 
 
 def _error(error: ApiError) -> Response:

@@ -33,7 +33,7 @@ from headrace.server.async_llm import AsyncLLM
 from headrace.server.chat_fields import check_fields, template_variables
 from headrace.server.chat_messages import CONTINUE, check_ending, read_messages
 from headrace.server.errors import ApiError, bad
-from headrace.server.fields import ChatRequest
+from headrace.server.fields import ChatRequest, StreamOptions
 from headrace.server.logprobs import chat_logprobs, token_exits
 from headrace.server.reading import read_json
 from headrace.server.sampling import sampling_params, tried
@@ -58,6 +58,11 @@ class Job:
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=now)
     texts: dict[int, ToolText] = field(default_factory=dict)  # by answer, where there are tools
+    generated: int = 0  # tokens of the deltas so far
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.service.fingerprint
 
     def pieces(self, delta: Delta) -> list[Piece]:
         """What an answer's new text is: plain text, or parts of calls."""
@@ -81,7 +86,7 @@ class Job:
         return token_exits(self.service.llm.opened.tokenizer, delta.exits)
 
     def chunk(self, choices: list[ChatChunkChoice], **more: Any) -> bytes:
-        return event(ChatChunk(self.id, self.created, self.name, choices, **more))
+        return event(ChatChunk(self.id, self.created, self.name, choices, system_fingerprint=self.fingerprint, **more))
 
     @property
     def name(self) -> str:
@@ -90,7 +95,7 @@ class Job:
 
     @property
     def usage(self) -> Usage:
-        return usage(self.tickets, self.tickets[0].generated, self.trial)
+        return usage(self.tickets, self.generated, self.trial)
 
 
 async def chat(service: Service, request: ChatRequest, http: Request, salt: bytes) -> Response | Chat:
@@ -112,6 +117,8 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
     if tools is not None:
         looked = await unless_gone(http, check_form(service, tools.spec, streams=streams, param="tools"))
     prompt = await unless_gone(http, _prompt(service.llm, request, tools))
+    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    service.check_room([prompt], given, "messages")
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit([prompt], params, salt=salt, deadline=deadline, grammar=looked.grammar)
     return Job(service, request, tickets, tools, form is not None, form if late else None, trial)
@@ -246,6 +253,7 @@ async def _whole(job: Job) -> Chat:
     choices: dict[int, ChatChoice] = {}
     scores: dict[int, list[bytes]] = {}  # by answer: log-probabilities in JSON, which take far less room so
     async for _, delta in deltas(job.tickets):
+        job.generated += len(delta.token_ids)
         choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
         for piece in job.pieces(delta):
             _add(choice.message, piece)
@@ -262,15 +270,17 @@ async def _whole(job: Job) -> Chat:
     for choice in ordered:
         if choice.message.tool_calls is not msgspec.UNSET:
             choice.message.content = choice.message.content or None
-    return Chat(job.id, job.created, job.name, ordered, job.usage)
+    return Chat(job.id, job.created, job.name, ordered, job.usage, system_fingerprint=job.fingerprint)
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
-    options = job.request.stream_options
-    counted = options is not None and bool(options.include_usage)
-    more: dict[str, Any] = {"usage": None} if counted else {}
+    options = job.request.stream_options or StreamOptions()
+    more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     begun: set[int] = set()
     async for _, delta in deltas(job.tickets):
+        job.generated += len(delta.token_ids)
+        if options.continuous_usage_stats:
+            more["usage"] = job.usage
         if delta.index not in begun:
             begun.add(delta.index)
             yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
@@ -283,5 +293,5 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
             reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
             extras = (logprobs, *reasons, exits) if last else (None, *reasons)
             yield job.chunk([ChatChunkChoice(delta.index, piece, *extras)], **more)
-    if counted:
+    if options.include_usage:
         yield job.chunk([], usage=job.usage)

@@ -6,6 +6,7 @@ from headrace.server.errors import bad
 from headrace.server.fields import ChatRequest
 from headrace.server.sampling import not_built
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's; a template reads the one it gets
 # Names that chat_template_kwargs may not set: the server sets them, or they belong to the template language.
 RESERVED = frozenset(
     "messages tools documents add_generation_prompt bos_token eos_token "
@@ -21,6 +22,9 @@ def check_fields(request: ChatRequest) -> None:
     not_built(request.audio is not None, "audio", "this server writes text alone")
     not_built(request.web_search_options is not None, "web_search_options", "this server does not search")
     not_built(request.moderation is not None, "moderation", "this server does not moderate")
+    if request.reasoning_effort not in (None, *EFFORTS):
+        message = f"reasoning_effort must be one of {', '.join(EFFORTS)}, not {request.reasoning_effort[:40]!r}"
+        raise bad(message, "reasoning_effort")
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options goes with stream: true", "stream_options")
     if request.top_logprobs is not None and not request.logprobs:

@@ -13,7 +13,7 @@ from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta
 from headrace.server.answers import Completion, CompletionChoice, Exits, Trial, Usage, new_id, now, usage
 from headrace.server.errors import bad
-from headrace.server.fields import CompletionRequest
+from headrace.server.fields import CompletionRequest, StreamOptions
 from headrace.server.logprobs import CompletionLogprobs, Written, joined, token_exits
 from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
@@ -77,7 +77,7 @@ class Job:
 
     def answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
         name = self.service.name if self.trial is None else self.trial.name
-        return Completion(self.id, self.created, name, choices, **more)
+        return Completion(self.id, self.created, name, choices, system_fingerprint=self.service.fingerprint, **more)
 
     @property
     def usage(self) -> Usage:
@@ -99,6 +99,7 @@ async def begin(service: Service, request: CompletionRequest, http: Request, sal
     if spec is not None:
         looked = await unless_gone(http, check_form(service, spec, streams=bool(request.stream), param="structured_outputs"))
     prompts, texts = await unless_gone(http, _prompts(service, request))
+    service.check_room(prompts, request.max_tokens, "prompt")
     deadline = service.deadline(request.deadline)
     tickets = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=looked.grammar)
     return Job(service, request, texts, tickets, spec if looked.late else None, trial)
@@ -127,7 +128,8 @@ def _check(service: Service, request: CompletionRequest) -> None:
     many = len(prompts) if prompts and not isinstance(prompts[0], int) else 1
     each = max(request.n or 1, request.best_of or 1, request.beam_width or 1)
     if many > limits.prompts or many * each > limits.choices:
-        raise bad(f"at most {limits.prompts} prompts and {limits.choices} answers in a request; send several", "prompt")
+        most = f"at most {limits.prompts} prompts (--limit-prompts) and {limits.choices} answers in a request"
+        raise bad(f"{most}; send several", "prompt")
 
 
 def _params(service: Service, request: CompletionRequest) -> SamplingParams:
@@ -152,8 +154,11 @@ async def _prompts(service: Service, request: CompletionRequest) -> tuple[list[l
     if not given:
         raise bad("prompt is empty; give a text, token ids, or a list of those", "prompt")
     prompts: list[list[int]] = await service.llm.encode_all(given) if isinstance(given[0], str) else given
+    bos = service.llm.opened.tokenizer.bos_id
+    if isinstance(given[0], str) and bos is not None:
+        prompts = [ids or [bos] for ids in prompts]  # the beginning of a document, as with OpenAI
     if not all(prompts):
-        raise bad("a prompt is empty; give at least one token", "prompt")
+        raise bad("a prompt is empty, and this model has no BOS token to begin with; give at least one token", "prompt")
     if not request.echo:
         return prompts, []
     if request.logprobs is not None and (many := sum(map(len, prompts)) * (request.logprobs + 1)) > MAX_SCORES:
@@ -181,13 +186,14 @@ async def _whole(job: Job) -> Completion:
 
 
 async def _events(job: Job) -> AsyncIterator[bytes]:
-    options = job.request.stream_options
-    counted = options is not None and bool(options.include_usage)
-    more: dict[str, Any] = {"usage": None} if counted else {}
+    options = job.request.stream_options or StreamOptions()
+    more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     async for place, delta in deltas(job.tickets):
         choice, written = await job.choice(place, delta)
+        if options.continuous_usage_stats:
+            more["usage"] = job.usage
         choice.logprobs = None if written is None else joined(written)
         if choice.text or choice.logprobs is not None or choice.exits or choice.finish_reason is not None:
             yield event(job.answer([choice], **more))
-    if counted:
+    if options.include_usage:
         yield event(job.answer([], usage=job.usage))

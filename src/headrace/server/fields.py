@@ -241,6 +241,23 @@ class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     prompt_cache_options: Settings | None = None
 
 
+class InputTokensRequest(Strict, kw_only=True):
+    """POST /v1/responses/input_tokens: the fields of a response that its prompt depends on."""
+
+    model: Word
+    input: str | Items
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    text: Settings | None = None
+    tools: ToolItems | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Settings | None = None
+    truncation: Word | None = None
+    conversation: Any = None
+    chat_template_kwargs: Settings | None = None
+
+
 class BatchRequest(Strict, kw_only=True):
     """POST /v1/batches."""
 

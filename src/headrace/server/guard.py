@@ -24,6 +24,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 PROBES = frozenset({"/health", "/live", "/ready"})  # which are answered however many requests are open
 OPEN_PATHS = PROBES | frozenset(files.PATHS)  # what may be asked without a key
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
+ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # of a target in absolute form
 UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
 NOBODY, ANYBODY = Principal(""), Principal()  # without the key that is needed, and where none is
 UPLOADS = "/v1/files"  # the one path that takes a form
@@ -167,7 +168,10 @@ def _check_origin(headers: dict[bytes, bytes]) -> None:
 
 
 def _of_head(scope: Message) -> Message:
-    """HEAD is asked as GET; the connection leaves the body out."""
+    """The head as routes read it: HEAD as GET (the connection leaves the body out), an absolute target as its path."""
+    if (found := ABSOLUTE.match(scope["path"])) is not None:
+        path = scope["path"][found.end() :] or "/"
+        scope = {**scope, "path": path, "raw_path": path.encode()}
     return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 

@@ -37,9 +37,11 @@ class Queue:
         who, size = PRINCIPAL.get(), sum(prompts)
         match self._lacks(prompts):
             case "tokens":
-                raise QueueFullError(f"{self.tokens} prompt tokens are waiting and {self.max_tokens} may", self._patience())
+                what = f"{self.tokens} prompt tokens are waiting and {self.max_tokens} may (--max-queued-tokens)"
+                raise QueueFullError(what, self._patience())
             case "requests":
-                raise QueueFullError(f"{self.requests} requests are waiting and {self.max_requests} may", self._patience())
+                what = f"{self.requests} requests are waiting and {self.max_requests} may (--max-queued-requests)"
+                raise QueueFullError(what, self._patience())
         who.charge("tokens", size)
         self.requests, self.tokens = self.requests + len(prompts), self.tokens + size
         self._own.update({(who.name, "requests"): len(prompts), (who.name, "tokens"): size})

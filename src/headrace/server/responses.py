@@ -1,8 +1,9 @@
 """/v1/responses: a chat in items. Responses are stored, and a later request continues one by its id."""
 
+import contextlib
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from headrace.decoding.tools import ToolError
 from headrace.server.answers import Chat, new_id, now
 from headrace.server.chat_messages import without_nulls
 from headrace.server.errors import ApiError, as_api_error, bad
-from headrace.server.fields import BRIEFLY, ChatRequest, ResponseRequest, StreamOptions
+from headrace.server.fields import BRIEFLY, ChatRequest, InputTokensRequest, ResponseRequest, StreamOptions
 from headrace.server.principals import PRINCIPAL
 from headrace.server.reading import read_json
 from headrace.server.response_events import Events, chunks, ending, usage
@@ -26,7 +27,12 @@ log = logging.getLogger("headrace.server")
 
 # Fields that mean the same in a chat.
 SAME = (*BRIEFLY, "seed", "deadline", "parallel_tool_calls", "chat_template_kwargs", "cache_salt")
-RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+RENAMED = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
 # What may be asked for besides; the second is of reasoning items, which no answer here has.
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 REASONING = ("effort", "summary", "generate_summary")
@@ -38,17 +44,11 @@ async def respond(chat: Answer, limits: Limits, store: Store, request: ResponseR
     """Answer a request by `chat`, streamed or whole, and store the response. A response that cannot be stored is delivered
     with `store` false and a warning. Raises the errors that `as_api_error` knows, and ClientGoneError."""
     _check(request)
-    items = [*await _history(store, request.previous_response_id, limits.body), *as_items(request.input)]
-    if len(items) > MAX_ITEMS:
-        raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
-    talk = messages(items, request.instructions)
-    asked = _as_chat(request, talk)
+    items = await _items(store, limits, request)
+    asked = _as_chat(request, messages(items, request.instructions))
     response = _new(request)
-    try:
+    with _renamed():
         answer = await chat(asked, http, salt)
-    except (ApiError, ToolError) as error:
-        made = error if isinstance(error, ApiError) else ApiError(400, str(error), param=error.param, code=error.code)
-        raise made.renamed(made.param or "", RENAMED.get(made.param or "", made.param or "")) from None
     keep = _Keeper(store, response, items, limits) if request.store is not False else None
     if isinstance(answer, EventStream):
         events = Events(response)
@@ -61,6 +61,36 @@ async def respond(chat: Answer, limits: Limits, store: Store, request: ResponseR
     if keep is not None:
         await keep()
     return response
+
+
+async def count_input(
+    prompt_of: Callable[[ChatRequest], Awaitable[list[int]]], limits: Limits, store: Store, request: InputTokensRequest
+) -> dict[str, Any]:
+    """The number of tokens in the prompt of a response. Raises the errors that `as_api_error` knows."""
+    asked = ResponseRequest(**msgspec.structs.asdict(request))
+    _check(asked)
+    items = await _items(store, limits, asked)
+    with _renamed():
+        tokens = await prompt_of(_as_chat(asked, messages(items, request.instructions)))
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+
+async def _items(store: Store, limits: Limits, request: ResponseRequest) -> list[Item]:
+    """The conversation of a request, the history of `previous_response_id` first. Raises ApiError."""
+    items = [*await _history(store, request.previous_response_id, limits.body), *as_items(request.input)]
+    if len(items) > MAX_ITEMS:
+        raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
+    return items
+
+
+@contextlib.contextmanager
+def _renamed() -> Iterator[None]:
+    """Errors about a field of a chat name the field of the response."""
+    try:
+        yield
+    except (ApiError, ToolError) as error:
+        made = error if isinstance(error, ApiError) else ApiError(400, str(error), param=error.param, code=error.code)
+        raise made.renamed(made.param or "", RENAMED.get(made.param or "", made.param or "")) from None
 
 
 def _check(request: ResponseRequest) -> None:
@@ -223,6 +253,12 @@ async def input_items(store: Store, name: str, after: str | None, limit: int, or
     items: list[Item] = msgspec.json.decode(encoded)
     named = [{"id": f"item_{number}", "type": "message", **item} for number, item in enumerate(items)]
     return listing(named if order == "asc" else named[::-1], after, limit)
+
+
+async def cancel(store: Store, name: str) -> dict[str, Any]:
+    """Raises ApiError: 404 for an unknown response, 400 for any other, as none runs in the background."""
+    await _load(store, name)
+    raise ApiError(400, "only a response made with background: true can be cancelled; close the connection to end a stream")
 
 
 async def delete(store: Store, name: str) -> dict[str, Any]:

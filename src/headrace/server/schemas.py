@@ -109,6 +109,7 @@ EMBEDDINGS = content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, 
 CLASSES = content(_object("list", {"data": _array(CLASSIFICATION), "model": TEXT, "usage": {"type": "object"}}))
 MODEL, MODELS = content(ref(Model)), content(_list(ref(Model)))
 TOKENS = content(_object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}))
+INPUT_TOKENS = content(_object("response.input_tokens", {"input_tokens": NUMBER}))
 TOKENIZER = content(_object(None, {"tokenizer_class": TEXT, "bos_token": MAYBE_TEXT, "eos_token": MAYBE_TEXT}))
 PROMPT, HTML = content(_object(None, {"prompt": TEXT})), content(_object(None, {"html": TEXT}))
 STATUS, VERSION = content(_object(None, {"status": TEXT})), content(_object(None, {"version": TEXT}))

@@ -24,7 +24,7 @@ class Limits:
     header_seconds: float = 10.0  # for a whole head to arrive
     connections: int = 1024
     n: int = 16  # answers to one prompt
-    prompts: int = 64  # prompts of one /v1/completions request
+    prompts: int = 128  # prompts of one /v1/completions request
     choices: int = 128  # prompts times n
     inputs: int = 2048  # texts of one /v1/embeddings request
     file: int = 100 << 20  # bytes of an upload
@@ -85,7 +85,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 @dataclass(frozen=True, slots=True)

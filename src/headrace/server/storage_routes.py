@@ -12,9 +12,22 @@ from headrace.server.api import Api, Call
 from headrace.server.batch_worker import BatchWorker
 from headrace.server.bounds import Name, Strict
 from headrace.server.cascade import Cascade
-from headrace.server.fields import BatchRequest, ResponseRequest
+from headrace.server.fields import BatchRequest, InputTokensRequest, ResponseRequest
 from headrace.server.models import Models
-from headrace.server.schemas import BATCH, BATCHES, FILE, FILES, ITEMS, RESPONSE, RESPONSES, UPLOAD, content, deleted, plain
+from headrace.server.schemas import (
+    BATCH,
+    BATCHES,
+    FILE,
+    FILES,
+    INPUT_TOKENS,
+    ITEMS,
+    RESPONSE,
+    RESPONSES,
+    UPLOAD,
+    content,
+    deleted,
+    plain,
+)
 from headrace.server.settings import Limits
 from headrace.server.store import Store
 
@@ -109,6 +122,15 @@ def add_responses(api: Api, models: Models, cascades: Mapping[str, Cascade], sto
             return await responses.respond(cascades[body.model].ask, limits, store, body, call.http, salt)
         async with models.use(body.model) as service:
             return await responses.respond(partial(chat.chat, service), limits, store, body, call.http, salt)
+
+    @api.post("/v1/responses/input_tokens", INPUT_TOKENS, InputTokensRequest)
+    async def count(call: Call) -> Any:
+        async with models.use(call.body.model) as service:
+            return await responses.count_input(partial(chat.prompt_of, service), models.settings.limits, store, call.body)
+
+    @api.post("/v1/responses/{name}/cancel", content(RESPONSE))
+    async def cancel(call: Call) -> Any:
+        return await responses.cancel(store, call.name)
 
     @api.get("/v1/responses/{name}", content(RESPONSE))
     async def one(call: Call) -> Any:

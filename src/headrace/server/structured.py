@@ -1,6 +1,7 @@
 """What a request says about the form of its answers, in OpenAI's words or in other servers'."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.server.messages import Grammar
 from headrace.server.service import Service
 from headrace.startup import compiling
 
+SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -126,5 +128,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
             schema = given.get("schema") if isinstance(given, dict) else None
             if not isinstance(schema, (dict, bool)):
                 raise bad('response_format needs {"json_schema": {"name": …, "schema": {…}}}', "response_format")
+            if not isinstance(name := given.get("name"), str) or not SCHEMA_NAME.fullmatch(name):
+                raise bad("response_format: json_schema needs a name of 1 to 64 letters, digits, _ and -", "response_format")
             return {"json": schema}
     raise bad("response_format must have the type text, json_object or json_schema", "response_format")

@@ -4,6 +4,7 @@ The types of a request decide where that holds. Inside data (schemas, metadata, 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import inspect
@@ -18,13 +19,15 @@ def type_of(kind: Any) -> inspect.Type:
 
 def tidied(value: Any, kind: inspect.Type) -> Any:
     """A decoded value without the unknown fields that are null, and with integers where `kind` has integers."""
+    if isinstance(kind, inspect.Metadata):  # a type with more to say in the OpenAPI document
+        kind = kind.type
     match kind:
         case inspect.StructType() if isinstance(value, dict) and len(value) <= MOST_FIELDS:
             known = {one.encode_name: one.type for one in kind.fields}
             kept = {name: inner for name, inner in value.items() if name in known or inner is not None}
             return {name: tidied(inner, known[name]) if name in known else inner for name, inner in kept.items()}
         case inspect.UnionType():
-            return _tidied_union(value, kind.types)
+            return _tidied_union(value, [one.type if isinstance(one, inspect.Metadata) else one for one in kind.types])
         case inspect.IntType() if type(value) is float and value.is_integer():
             return int(value)
         case inspect.ListType() if isinstance(value, list):
@@ -34,7 +37,7 @@ def tidied(value: Any, kind: inspect.Type) -> Any:
     return value
 
 
-def _tidied_union(value: Any, kinds: tuple[inspect.Type, ...]) -> Any:
+def _tidied_union(value: Any, kinds: Sequence[inspect.Type]) -> Any:
     wanted: Any
     match value:
         case float():
