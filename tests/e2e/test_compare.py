@@ -61,7 +61,7 @@ def test_compare_prints_a_table_and_writes_every_answer(shell: Shell, tiny_gguf:
     assert [line.split()[0] for line in out.splitlines()] == ["method", *names.split(",")]
     rows = list(csv.DictReader(target.open(encoding="utf-8", newline="")))
     assert [row["mode"] for row in rows] == [name for name in names.split(",") for _ in range(3)]
-    prompt = tiny_llm.render([{"role": "user", "content": "The mill"}])
+    prompt = tiny_llm.tokenizer.encode("The mill")  # continued unchanged, as generate does
     for row, params in (
         (rows[0], SamplingParams(temperature=0.0, max_tokens=12)),
         (rows[6], BeamSearchParams(beam_width=3, max_tokens=12)),
@@ -72,6 +72,45 @@ def test_compare_prints_a_table_and_writes_every_answer(shell: Shell, tiny_gguf:
         assert float(row["rep_4"]) == pytest.approx(rep(expected.outputs[0].token_ids), abs=1e-4)
     code, _, err = shell("compare", tiny_gguf, "-i", prompts, "--modes", "greedy,nothing")
     assert (code, "there is no method 'nothing'" in err) == (1, True)
+
+
+def test_a_line_means_what_it_means_to_generate(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    lines = [
+        {"id": "raw", "prompt": "The mill", "max_tokens": 3, "kind": "a label"},
+        {"id": "talk", "messages": [{"role": "user", "content": "The mill"}], "max_tokens": 5},
+        {"id": "ids", "prompt_token_ids": [5, 6], "max_tokens": 4},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.csv"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, _, err = shell("compare", tiny_gguf, "-i", source, "--modes", "greedy", "--csv", target, "--dtype", "float64")
+    assert code == 0, err
+    rows = list(csv.DictReader(target.open(encoding="utf-8", newline="")))
+    assert [int(row["tokens"]) for row in rows] == [3, 5, 4]
+    source.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "kind"}) + "\n" for line in lines))
+    answers = tmp_path / "out.jsonl"
+    assert shell("generate", tiny_gguf, "-i", source, "-o", answers, "-t", "0", "--dtype", "float64")[0] == 0
+    found = {one["id"]: one["outputs"][0]["text"] for one in map(json.loads, answers.read_text("utf-8").splitlines())}
+    assert [row["text"] for row in rows] == [found[line["id"]] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "a", "nonsense": 1}, "line 1: unknown field 'nonsense'"),
+        ({"prompt": "a", "temperature": 0.5}, "line 1: temperature: the methods of --modes decide it"),
+        ({"prompt": "a", "max_token": 4}, "line 1: unknown field 'max_token'; did you mean"),
+        ({"prompt": 5}, "line 1: prompt must be text, not int"),
+        ({"turns": []}, "line 1: turns must be a list of texts"),
+        ([1], "line 1: a line must be a JSON object"),
+    ],
+)
+def test_a_field_without_effect_is_refused(line: object, message: str, shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    code, out, err = shell("compare", tiny_gguf, "-i", source, "--modes", "greedy")
+    assert (code, out) == (1, "")
+    assert message in err
+    assert "loading" not in err
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,12 @@ def mode(name: str, max_tokens: int, seed: int) -> SamplingParams:
     return params_of({**fields, "max_tokens": max_tokens})
 
 
-def compare(llm: LLM, prompts: Sequence[list[int]], names: Sequence[str], max_tokens: int, seed: int = 0) -> list[Compared]:
-    """Each method on all prompts, one method after the other."""
-    modes = [(name, mode(name, max_tokens, seed)) for name in names]
-    return [Compared(name, watch(llm, list(prompts), params)) for name, params in modes]
+def compare(
+    llm: LLM, prompts: Sequence[list[int]], names: Sequence[str], max_tokens: int | Sequence[int], seed: int = 0
+) -> list[Compared]:
+    """Each method on all prompts, one method after the other. `max_tokens`: of all answers, or of each prompt's."""
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    return [Compared(name, watch(llm, list(prompts), [mode(name, most, seed) for most in limits])) for name in names]
 
 
 def write_csv(path: Path, compared: Sequence[Compared]) -> None:

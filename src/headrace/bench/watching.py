@@ -2,10 +2,11 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.data.given import Params
 from headrace.data.outputs import RequestOutput
-from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.types import Request
 from headrace.llm import LLM
 
@@ -39,10 +40,11 @@ class Watched:
         self.peak[request.id] = max(self.peak[request.id], blocks)
 
 
-def watch(llm: LLM, prompts: list[list[int]], params: SamplingParams | BeamSearchParams) -> Watched:
-    """Run prompts together. Raises ValueError where one fails."""
+def watch(llm: LLM, prompts: list[list[int]], params: Params | Sequence[Params]) -> Watched:
+    """Run prompts together, with parameters for all or one each. Raises ValueError if one fails."""
+    each = [params] * len(prompts) if isinstance(params, Params) else params
     start = time.perf_counter()
-    found = Watched([llm.add(prompt, params) for prompt in prompts])
+    found = Watched([llm.add(prompt, one) for prompt, one in zip(prompts, each, strict=True)])
     while not all(output.finished for output in found.outputs):
         llm.step()
         found.steps += 1

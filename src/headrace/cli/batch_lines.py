@@ -51,6 +51,7 @@ class Job:
     params: dict[str, Any] = field(default_factory=dict)
     tools: Any = None  # a ToolChoice
     ignored: frozenset[str] = frozenset()  # given fields that have no effect in a file
+    labels: frozenset[str] = frozenset()  # what a reader notes of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,27 @@ def read_jobs(path: Path) -> Iterator[Job | BadLine]:
 
 
 def _item(line: bytes, number: int, owners: dict[Id, int]) -> Job | BadLine:
-    item_id: Id = f"line-{number}"
     try:
-        fields = _object(line, number)
-        own_id = fields.pop("custom_id" if "body" in fields else "id", None)
-        if own_id is not None:
-            item_id = _claim(own_id, number, owners)
-        return (_batch_job if "body" in fields else _job)(number, item_id, fields)
+        fields = object_of(line, number)
     except LineError as error:
-        return BadLine(item_id, f"line {number}: {error}")
+        return BadLine(f"line-{number}", f"line {number}: {error}")
+    try:
+        return job_of(fields, number, owners)
+    except LineError as error:
+        own_id = next((name for name, owner in owners.items() if owner == number), f"line-{number}")
+        return BadLine(own_id, f"line {number}: {error}")
 
 
-def _object(line: bytes, number: int) -> dict[str, Any]:
+def job_of(fields: dict[str, Any], number: int, owners: dict[Id, int]) -> Job:
+    """The request in the fields of a line; `owners`: the lines of the ids so far. Raises LineError."""
+    fields = dict(fields)
+    own_id = fields.pop("custom_id" if "body" in fields else "id", None)
+    item_id = f"line-{number}" if own_id is None else _claim(own_id, number, owners)
+    return (_batch_job if "body" in fields else _job)(number, item_id, fields)
+
+
+def object_of(line: bytes, number: int) -> dict[str, Any]:
+    """The fields of a line. Raises LineError."""
     try:
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_without_twins)
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
 """compare: decoding methods side by side."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +29,13 @@ def compare(
     options: ModelOptions,
     source: Annotated[
         Path,
-        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line (JSON or text)."),
+        typer.Option(
+            "--input",
+            "-i",
+            exists=True,
+            dir_okay=False,
+            help="Prompts, one a line: of a .jsonl file as generate takes them, else texts as run does.",
+        ),
     ],
     modes: Annotated[
         str, typer.Option(help="Methods, as greedy,sample,beam4,best4,contrastive; an unknown one lists them all.")
@@ -39,32 +46,40 @@ def compare(
     prompts: Annotated[int | None, typer.Option(min=1, help="Take so many prompts (default: all).")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the methods that draw.")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the texts without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue plain texts without the chat template.")] = False,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
 ) -> None:
     """Decoding methods on the same prompts: tokens/s, repetition, KV blocks.
 
     rep-4: the share of an answer's 4-grams that repeat earlier ones. distinct-4: different 4-grams over all 4-grams of a
-    method's answers. blocks: the most that a request held, on average; 16 tokens each.
+    method's answers. blocks: the most that a request held, on average; 16 tokens each. Of the fields of a line max_tokens
+    counts; the methods decide the others, which are refused.
     """
     from headrace.bench import strategies
-    from headrace.bench.prompts import read_prompts, tokens_of
+    from headrace.cli.compare_lines import line_of, read_lines
     from headrace.data.params import SamplingParams
 
     options.check()
     names = _names(modes, options.amateur, max_tokens, seed)
-    texts = read_prompts(source, prompts)
+    jobs = read_lines(source, prompts)
     llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline", enable_prefix_caching=False)
-    chat = not raw and llm.opened.template is not None and llm.opened.template.source is not None
-    ids = [tokens_of(llm, text, chat) for text in texts]
+    lines = [line_of(llm, job, raw) for job in jobs]
+    ids, limits = [line.ids for line in lines], [line.max_tokens or max_tokens for line in lines]
     llm.generate([ids[0]], SamplingParams(max_tokens=8))  # the first steps of a process are slow, and no method's fault
     compared = []
     status().start("comparing", len(names) * len(ids), unit="answers")
     for name in names:
         say(f"{name}: {counted(len(ids), 'prompts')} …")
-        compared += strategies.compare(llm, ids, [name], max_tokens, seed)
+        compared += strategies.compare(llm, ids, [name], limits, seed)
         status().advance(len(ids), name)
     status().finish()
+    _print(compared)
+    if csv is not None:
+        strategies.write_csv(csv, compared)
+        say(f"{counted(len(ids), 'prompts')}, {counted(len(names), 'methods')}: {csv}")
+
+
+def _print(compared: Sequence[Any]) -> None:
     rows = [
         (
             one.mode,
@@ -78,9 +93,6 @@ def compare(
         for one in compared
     ]
     print_table(("method", "tokens/s", "rep-4", "distinct-4", "blocks", "saved by sharing", "tokens"), rows)
-    if csv is not None:
-        strategies.write_csv(csv, compared)
-        say(f"{counted(len(texts), 'prompts')}, {counted(len(names), 'methods')}: {csv}")
 
 
 def _names(modes: str, amateur: str | None, max_tokens: int, seed: int) -> list[str]:
