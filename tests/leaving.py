@@ -188,10 +188,11 @@ class Propagated(Reference):
         return tip
 
 
-def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT) -> Path:
-    """A folder of exits for a model file: one that reads the rows as they are."""
+def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT, ids: range | None = None) -> Path:
+    """A folder of exits for a model file: one that reads the rows as they are. `ids`: its tokens, all if None."""
     opened = open_model(model)
-    vocab = torch.arange(opened.config.vocab_size, dtype=torch.int32)
+    ids = range(opened.config.vocab_size) if ids is None else ids
+    vocab = torch.arange(ids.start, ids.stop, dtype=torch.int32)
     tensors = begin(kind, read_teacher(opened, vocab.long()), 1)
     layers = (after,) if kind == EXIT else ()
     files.save(folder, Heads(kind, 1, tensors | {"vocab": vocab}, layers, after if layers else 0), opened, {})

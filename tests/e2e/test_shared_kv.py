@@ -21,8 +21,8 @@ from headrace.training.selfdraft import Trial
 from headrace.weights.loader import Allocator
 from tests.cli_shell import Shell
 from tests.e2e import test_equalities as equalities
-from tests.e2e.test_draft_model import Native
-from tests.leaving import Reference, engine_of, expected, jobs_of, played
+from tests.e2e.test_draft_model import Native, Torch
+from tests.leaving import Propagated, Reference, engine_of, expected, jobs_of, played
 from tests.models.feeding import feed
 from tests.models.zoo import MemorySource
 from tests.tiny import run_alone, tiny_config, tiny_model
@@ -120,6 +120,17 @@ def test_tokens_leave_before_layers_that_share() -> None:
     engine = engine_of(side, budget=7)
     assert played(engine, jobs, 3) == outputs
     assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(("kind", "share"), [(Native, 2), (Torch, 2), (Torch, 4)])
+def test_rows_that_exit_are_propagated_to_layers_that_share(kind: type[Torch], share: int) -> None:
+    """A layer above the exit that reads the K and V of another stores none for such a row."""
+    side, jobs = kind(), jobs_of(5, 3)
+    side.target = native_model("llama", num_layers=4, share=share)
+    reference = Propagated(side)
+    outputs = expected(reference, jobs)
+    assert reference.exited > 0
+    assert played(engine_of(side, budget=7, propagate=True), jobs, 3) == outputs
 
 
 def test_k_and_v_take_half() -> None:

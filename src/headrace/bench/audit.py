@@ -102,7 +102,7 @@ def leaving_at(llm: LLM, number: int, layers: int) -> Iterator[None]:
     assert isinstance(leaving.exit, Exit)
     before = leaving.exit
     try:
-        leaving.exit, leaving.depth = Exit(Span(layers), before.head, number), layers
+        leaving.exit, leaving.depth = Exit(Span(layers), before.head, number, before.partial), layers
         yield
     finally:
         leaving.exit, leaving.depth = before, before.span.layers

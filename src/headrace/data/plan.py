@@ -237,9 +237,12 @@ class Pooled(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class LogitRow(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Logits [vocabulary] as float32, little-endian."""
+    """Logits [vocabulary] as float32, little-endian. `other`: of a token that may exit early, the row of the one that does not
+    write it (the exit or the smaller model, or the full model), and after how many layers that one writes."""
 
     row: bytes
+    other: bytes = b""
+    layers: int = 0
 
 
 class Classified(msgspec.Struct, array_like=True, gc=False, tag=True):

@@ -5,9 +5,9 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 
-from headrace.data.plan import Drawn
+from headrace.data.plan import Drawn, Exited, LogitRow
 from headrace.data.types import Draft, Request, Sequence
-from headrace.decoding.processors import History, Processor, ProcessorError
+from headrace.decoding.processors import History, NoTokenError, Processor, ProcessorError
 from headrace.ops.keys import key
 from headrace.ops.sampling import RowResult, RowSpec, sample
 from headrace.ops.trees import paths, walk
@@ -50,14 +50,46 @@ def draw(request: Request, seq: Sequence, rows: list[bytes], births: int, logpro
     return drawn
 
 
+def draw_early(request: Request, seq: Sequence, answer: LogitRow, logprobs: int | None) -> Drawn:
+    """The token of a row that may exit early. If the processors bar every token of the exit, the full model writes. An audit
+    reports the tokens of both.
+
+    Raises ProcessorError.
+    """
+    exited = seq.decode.exited
+    assert exited is not None
+    try:
+        one: Drawn | None = draw(request, seq, [answer.row], 1, logprobs)
+    except NoTokenError:
+        if exited.layers > answer.layers:
+            raise  # the full model has no token either
+        one = None
+    layers, other = exited.layers, None
+    if one is None or request.params.audited:
+        try:
+            other = draw(request, seq, [answer.other], 1, logprobs)
+        except NoTokenError:
+            if one is None:
+                raise
+    votes = [(layers, one), (answer.layers, other)] if request.params.audited else []
+    tokens = tuple(each.tokens[0] for _, each in sorted(votes, key=lambda vote: vote[0]) if each is not None)
+    drawn = one or other
+    assert drawn is not None
+    seq.decode.exited = Exited(layers if one is not None else answer.layers, exited.confidence, tokens)
+    return drawn
+
+
 def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -> RowResult:
     if not logits:
         raise ProcessorError("the step gave no logits here")
     raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
     processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
+    if raw.isfinite().any() and not processed.isfinite().any():
+        names = ", ".join(type(processor).__name__ for processor in request.processors)
+        raise NoTokenError(f"logit processors ({names}) bar every token; leave one a finite logit")
     (result,) = sample(processed, [spec], raw)
     if result.error:
-        raise ProcessorError(result.error)
+        raise NoTokenError(result.error)
     return result
 
 

@@ -51,6 +51,10 @@ class ProcessorError(ValueError):
     """A user's processor failed; only its request does."""
 
 
+class NoTokenError(ProcessorError):
+    """No token is left to draw from a row."""
+
+
 def check_processors(processors: Sequence[Processor]) -> None:
     """Raise ProcessorError, at admission, for an object that cannot serve as a processor."""
     for processor in processors:

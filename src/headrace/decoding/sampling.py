@@ -64,6 +64,10 @@ class Sampling(Strategy):
 
     def _draw(self, request: Request, seq: Sequence, answer: Answer) -> Drawn:
         """The caller's processors come first, so tokens are drawn here, from whole rows."""
+        if isinstance(answer, LogitRow) and answer.other:
+            drawn = late("headrace.decoding.host", "draw_early")(request, seq, answer, self._logprobs(request))
+            assert isinstance(drawn, Drawn)
+            return drawn
         given = answer.answers if isinstance(answer, Each) else (answer,)
         rows = [one.row if isinstance(one, LogitRow) else b"" for one in given]  # a node whose row failed keeps its place
         rejects = seq.decode.draft is not None and request.params.rejects

@@ -25,7 +25,7 @@ from headrace.native.values import Values
 from headrace.native.weights import PackedPart, PackedWeights
 from headrace.runner.centring import k_shift
 from headrace.runner.record import Node, RecordError, Recording, Segment
-from headrace.runner.uses import Uses, leading_to_kv
+from headrace.runner.uses import Uses, leading_to_kv, stores_kv
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
@@ -366,8 +366,7 @@ class Lowering:
 
 def _fills(segment: Segment) -> set[int]:
     """The nodes that K and V of a layer need, by index; none of what stores none."""
-    stores = any(node.op == "attention" and "k" in node.inputs for node in segment.nodes)
-    return set(leading_to_kv(segment)) if stores else set()
+    return set(leading_to_kv(segment)) if stores_kv(segment) else set()
 
 
 def _bfloat16(value: float) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from headrace.data.plan import Answer, Answers, Drawn, Exited, Failed, Feed, Ranked, StepOutput, Top
+from headrace.data.plan import Answer, Answers, Drawn, Exited, Failed, Feed, LogitRow, Logits, Ranked, StepOutput, Top
 from headrace.runner.kept import Kept, Rows
 from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import WHOLE, Span
@@ -46,6 +46,7 @@ class Leaving:
         self.exit = exit
         self.kept = kept
         self.depth = exit.span.layers
+        self.partial = exit.partial
 
     def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
         """Whether a token of any feed may leave, or one before it has left."""
@@ -59,14 +60,32 @@ class Leaving:
         above = self._go_on(feeds, lives, rows, verdicts, rest, output)
         for at, (feed, live) in enumerate(zip(feeds, lives, strict=True)):
             here = verdicts.get(at)
-            sure = here is not None and here.sure
-            output.feeds.append(here.answers if here is not None and sure else above.get(at, ()))
+            if here is None:
+                output.feeds.append(above.get(at, ()))
+            else:
+                output.feeds.append(self._answers(here, above.get(at, ())))
             if _may_leave(feed, live):
-                layers = self.depth if sure else self.target.config.num_layers
+                layers = self.depth if here is not None and here.sure else self.target.config.num_layers
                 both = here is not None and live.params.audited
                 votes = (*_tokens(here.answers), *_tokens(above[at])) if here is not None and both else ()
                 output.exited[at] = Exited(layers, None if here is None else here.confidence, votes)
         return output
+
+    def _answers(self, verdict: Verdict, full: Answers) -> Answers:
+        """The answers of the one that writes. Rows for the caller's processors come with those of the other, if both ran."""
+        writes, other = (verdict.answers, full) if verdict.sure else (full, verdict.answers)
+        layers = self.target.config.num_layers if verdict.sure else self.depth
+        if len(other) != len(writes):
+            return writes
+        return tuple(
+            LogitRow(one.row, two.row, layers) if isinstance(one, LogitRow) and isinstance(two, LogitRow) else one
+            for one, two in zip(writes, other, strict=True)
+        )
+
+    def _runs_both(self, feed: Feed, live: AnyLive) -> bool:
+        """Whether the full model runs even if the exit's confidence passes: for an audit, and if the caller's processors could
+        bar all tokens of the exit."""
+        return live.params.audited or (self.partial and any(isinstance(want, Logits) for want in feed.wants))
 
     def _below(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> tuple[Rows, Rows]:
         """The rows [n, hidden] at the exit, and those a layer below it, where that is asked for."""
@@ -116,11 +135,15 @@ class Leaving:
         output: StepOutput,
     ) -> dict[int, Answers]:
         """What becomes of the rows [n, hidden] at the exit, said in the output; and what the whole model says, by number."""
-        output.unfilled = tuple(at for at, one in verdicts.items() if one.sure and _stays(feeds[at], lives[at]))
+        output.unfilled = tuple(at for at, one in verdicts.items() if one.sure and self._stays(feeds[at], lives[at]))
         for at, place in enumerate(_places(feeds)):
             if at in output.unfilled:
                 self._keep(feeds[at], lives[at], rows, place)
         return self._above(feeds, lives, rows, verdicts, output.unfilled, rest)
+
+    def _stays(self, feed: Feed, live: AnyLive) -> bool:
+        """Whether the layers above skip a feed whose token exits early, for now."""
+        return feed.count == 1 and feed.lag < MOST_BEHIND and not self._runs_both(feed, live)
 
     def _keep(self, feed: Feed, live: AnyLive, rows: Rows, place: slice) -> None:
         """Keep what the layers above will read of a feed whose token has left."""
@@ -150,7 +173,7 @@ class Leaving:
                 continue
             parts += self._begins(feed, lives[at], rows, place)
             numbers.append(at)
-            asks = at not in verdicts or not verdicts[at].sure or lives[at].params.audited
+            asks = at not in verdicts or not verdicts[at].sure or self._runs_both(feed, lives[at])
             start, count = feed.start - feed.lag, feed.count + feed.lag
             going.append(msgspec.structs.replace(feed if asks else _unasked(feed), start=start, count=count, lag=0))
         if not going:
@@ -180,7 +203,8 @@ class Propagating(Leaving):
         output.propagated = tuple(at for at, one in verdicts.items() if one.sure)
         assert all(feeds[at].count == 1 for at in output.propagated), "a token that may leave is fed alone"
         left = [at for at, feed in enumerate(feeds) if feed.depth or at in output.propagated]
-        going = [at for at in range(len(feeds)) if at not in left or (at in verdicts and lives[at].params.audited)]
+        both = [at for at in left if at in verdicts and self._runs_both(feeds[at], lives[at])]
+        going = [at for at in range(len(feeds)) if at not in left or at in both]
         places, above = list(_places(feeds)), dict[int, Answers]()
 
         def of(some: list[int]) -> tuple[list[Feed], list[AnyLive], Rows]:
@@ -203,6 +227,7 @@ class Cascade(Leaving):
         self.target = target
         self.smaller = smaller
         self.depth = 0  # it writes before the target's first layer
+        self.partial = False
 
     def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
         """Whether the smaller model must see any of the feeds."""
@@ -239,11 +264,6 @@ def _may_leave(feed: Feed, live: AnyLive) -> bool:
 def _is_past(feed: Feed, live: AnyLive) -> bool:
     """Whether a feed that may leave is past its prompt."""
     return _may_leave(feed, live) and len(live) > live.prompt_len
-
-
-def _stays(feed: Feed, live: AnyLive) -> bool:
-    """Whether a feed whose token leaves is left behind by the layers above."""
-    return feed.count == 1 and feed.lag < MOST_BEHIND and not live.params.audited
 
 
 def _saturates(live: AnyLive) -> bool:

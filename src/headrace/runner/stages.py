@@ -14,11 +14,12 @@ from headrace.runner.span import WHOLE, Span
 @dataclass(frozen=True, slots=True)
 class Exit:
     """The layers of a target that run (`span`), and the program that answers after them: one that begins with hidden rows. Of
-    its trained exits the one numbered `number` stands there."""
+    its trained exits the one numbered `number` stands there. `partial`: it chooses from a part of the vocabulary."""
 
     span: Span
     head: Program
     number: int = 0
+    partial: bool = False
 
     def run(self, target: Program, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> list[Answers]:
         """The answers of every feed, in the order of their wants. K and V are written in the layers that ran."""

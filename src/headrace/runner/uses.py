@@ -70,8 +70,11 @@ def sublayers(segment: Segment) -> list[int]:
 
 
 def filling(segment: Segment) -> Segment:
-    """What K and V of a layer need of it: the ops that lead to them, and a `store` in the place of its attention. Nothing is
-    read. Raises RecordError for a segment that is no layer of a decoder."""
+    """The part of a layer that makes its K and V: the ops that lead to them, and a `store` in place of its attention, so that
+    nothing is read. Empty for a layer that reads the K and V of another."""
+    if not stores_kv(segment):
+        assert segment.entry is not None
+        return Segment([], segment.entry, segment.entry, segment.values)
     *leading, last = leading_to_kv(segment)
     attention = segment.nodes[last]
     inputs = {name: attention.inputs[name] for name in ("k", "v")}
@@ -79,6 +82,11 @@ def filling(segment: Segment) -> Segment:
     nodes = [segment.nodes[at] for at in leading]
     stores = Node("store", inputs, settings, attention.outputs)
     return Segment([*nodes, stores], segment.entry, attention.outputs[0], segment.values)
+
+
+def stores_kv(segment: Segment) -> bool:
+    """Whether a layer has K and V of its own."""
+    return any(node.op == "attention" and "k" in node.inputs for node in segment.nodes)
 
 
 def leading_to_kv(segment: Segment) -> list[int]:

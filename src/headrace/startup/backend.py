@@ -155,4 +155,5 @@ def _companion(role: Role, loaded: Loaded) -> Program | Span | Exit:
 
 def _exit(role: Role, loaded: Loaded) -> Exit:
     assert role.span is not None
-    return Exit(role.span, loaded.programs[role.name], role.heads.exit)
+    head = loaded.programs[role.name]
+    return Exit(role.span, head, role.heads.exit, partial=len(role.heads.vocab) < head.config.vocab_size)
