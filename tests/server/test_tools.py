@@ -15,7 +15,7 @@ from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, Too
 from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.llm import LLM
 from headrace.server.fields import ChatRequest
-from headrace.text.chat import TemplateError
+from headrace.text.chat import ChatTemplate, TemplateError
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
@@ -126,7 +126,6 @@ def test_results_of_calls_are_told(server: Running) -> None:
         ({"extra_body": {"guided_regex": "a+"}}, "beside tools an answer's format is a JSON schema"),
         ({"functions": [{"name": "a"}]}, "use tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text alone"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "not JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "needs a function"),
     ],
 )
@@ -434,3 +433,82 @@ def test_python_does_what_the_server_does(server: Running, choice: Any) -> None:
     assert (one.text or None) == (expected["message"]["content"] or None)
     assert bool(one.tool_calls) or choice == "auto"
     assert plain.outputs[0].tool_calls == []
+
+
+ONLY = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+ONE_WAY: Any = {"type": "function", "function": {"name": "f", "parameters": ONLY}}
+
+
+def of_stream(chunks: Any) -> tuple[list[str], list[str], str | None]:
+    """Names and arguments of the calls of a stream, and its finish_reason."""
+    names: list[str] = []
+    arguments: list[str] = []
+    reason = None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                if call.function.name:
+                    names.append(call.function.name)
+                    arguments.append("")
+                arguments[call.index] += call.function.arguments or ""
+            reason = choice.finish_reason or reason
+    return names, arguments, reason
+
+
+def test_a_repeated_call_ends_the_answer(server: Running) -> None:
+    """There is one call that can be made. A seed under which the model makes it again ends with the first."""
+    asked: dict[str, Any] = {"tools": [ONE_WAY], "tool_choice": "required", "max_tokens": 300}
+    allowed = {"extra_body": {"allow_repeated_tool_calls": True}}
+    seed = next(seed for seed in range(40) if len(ask(server, **asked, **allowed, seed=seed).choices[0].message.tool_calls) > 1)
+    longer = ask(server, **asked, **allowed, seed=seed)
+    for n in (1, 2):
+        whole = ask(server, **asked, seed=seed, n=n)
+        for choice in whole.choices:
+            assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}]
+            assert choice.finish_reason == "tool_calls"
+        assert n > 1 or whole.usage.completion_tokens <= longer.usage.completion_tokens
+    first = ask(server, **asked, seed=seed).choices[0].message.tool_calls[0].function.arguments
+    assert of_stream(ask(server, **asked, seed=seed, stream=True)) == (["f"], [first], "tool_calls")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_named_tool_is_called_once(server: Running, seed: int) -> None:
+    choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
+    answer = ask(server, tool_choice=choice, seed=seed, max_tokens=300).choices[0]
+    assert len(answer.message.tool_calls) == 1
+    check(answer.message.tool_calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_call_is_no_reason_to_call_and_is_taken_back(server: Running, stream: bool) -> None:
+    choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
+    answer = ask(server, tool_choice=choice)
+    whole, tokens = answer.choices[0].message.tool_calls[0].function.arguments, answer.usage.completion_tokens
+    for more, expected in (({"stop": ['"way']}, "stop"), ({"max_tokens": tokens - 16}, "length")):
+        made = ask(server, tool_choice=choice, stream=stream, **more)
+        if stream:
+            names, texts, reason = of_stream(made)
+        else:
+            calls = made.choices[0].message.tool_calls
+            names, texts, reason = [calls[0].function.name], [calls[0].function.arguments], made.choices[0].finish_reason
+        assert (names, reason) == (["turn_wheel"], expected)
+        assert whole.startswith(texts[0])
+        assert whole != texts[0]
+        call = {"id": "a", "type": "function", "function": {"name": names[0], "arguments": texts[0]}}
+        talk = [*TALK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "no"}]
+        assert ask(server, messages=talk, max_tokens=1).usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris', "", "{", "Paris", "[1, 2", "5"])
+def test_templates_render_arguments_that_were_cut(arguments: str) -> None:
+    """Templates write arguments as JSON, or go through their items."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    for shown in (
+        "{{ c.function.arguments | tojson }}",
+        "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}",
+    ):
+        source = "{# tools #}{% for m in messages %}{% for c in m.tool_calls or [] %}" + shown + "{% endfor %}{% endfor %}"
+        if arguments == "5" and "items" in shown:
+            continue  # JSON, but of another kind: as it is
+        ChatTemplate(source).render(conversation(talk, None, source))

@@ -60,7 +60,7 @@ def _chat(request: ChatRequest) -> Body:
     for name in ("continue_final_message", "add_generation_prompt"):
         if getattr(request, name) is not None:
             template[name] = getattr(request, name)
-    tools = ToolChoice(request.tools, request.tool_choice, request.parallel_tool_calls)
+    tools = ToolChoice(request.tools, request.tool_choice, request.parallel_tool_calls, request.allow_repeated_tool_calls)
     callable_tools(tools)
     return Body(
         {"messages": read_messages(request.messages)},

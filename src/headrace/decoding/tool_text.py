@@ -4,7 +4,6 @@ import re
 import secrets
 import string
 from dataclasses import dataclass
-from typing import Any
 
 MOST_HEAD = 1024  # characters within which a call must say its name
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
@@ -66,6 +65,11 @@ class ToolText:
         self._depth = 0
         self._in_text = self._escaped = self._ended = False
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the text ends inside a call."""
+        return self._state == "arguments" or (self._state in ("call", "head") and bool(self._held.strip()))
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         pieces: list[Piece] = []
@@ -75,7 +79,7 @@ class ToolText:
 
     def close(self) -> list[Piece]:
         """What is left when no more text comes."""
-        held, self._held = "".join([*self._blanks, self._held]), ""
+        held = "".join([*self._blanks, self._held])
         return [Piece(held)] if held and self._state in ("start", "text", "head") and (self.calls == 0 or held.strip()) else []
 
     def _start(self, pieces: list[Piece]) -> bool:
@@ -204,17 +208,3 @@ class ToolText:
 def new_call_id() -> str:
     """A name for a call of a tool: nine letters and digits, which Mistral's templates insist on and others take."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-
-
-def read_calls(text: str, form: CallFormat) -> tuple[str, list[dict[str, Any]]]:
-    """A whole answer taken apart: its plain text, and its calls as the protocol writes them."""
-    reader, plain = ToolText(form), ""
-    calls: list[dict[str, Any]] = []
-    for piece in [*reader.push(text), *reader.close()]:
-        if piece.call is None:
-            plain += piece.text
-            continue
-        if piece.name is not None:
-            calls.append({"id": new_call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
-        calls[piece.call]["function"]["arguments"] += piece.text
-    return plain, calls

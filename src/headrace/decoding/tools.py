@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +12,11 @@ import msgspec
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
+from headrace.decoding.cut_json import read_arguments
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, format_of, read_calls
+from headrace.decoding.repeats import RepeatFilter
+from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, Piece, ToolText, format_of, new_call_id
 
 MOST = 128  # tools
 MAX_CALLS = 10_000  # of a conversation
@@ -46,6 +48,7 @@ class Asked(Protocol):
     tools: list[Any] | None
     tool_choice: Any
     parallel_tool_calls: bool | None
+    allow_repeated_tool_calls: bool | None
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class ToolChoice:
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    allow_repeated_tool_calls: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Tooling:
     form: CallFormat
     in_template: bool
     spec: StructuredOutputs
+    ends_at_repeat: bool = False  # a call that equals an earlier one ends the answer
 
     def held(self, params: SamplingParams) -> SamplingParams:
         """Parameters of an answer that is held to their schemas. Raises ToolError."""
@@ -75,9 +80,51 @@ class Tooling:
     def read(self, output: RequestOutput) -> None:
         """Take the calls out of the texts of a finished output."""
         for one in output.outputs:
-            one.text, one.tool_calls = read_calls(one.text, self.form)
-            if one.tool_calls and one.finish_reason == "stop":
-                one.finish_reason = "tool_calls"
+            reader = CallReader(self)
+            one.text, one.tool_calls = gathered_calls([*reader.push(one.text), *reader.close()])
+            one.finish_reason = reader.finish_reason(one.finish_reason)
+
+
+class CallReader:
+    """Takes the text of one answer apart into plain text and calls, while it comes."""
+
+    def __init__(self, tools: Tooling, *, held: bool = False) -> None:
+        """`held`: an answer without calls has a format, and nothing in it is a call."""
+        self._text = ToolText(tools.form, held=held)
+        self._repeats = RepeatFilter() if tools.ends_at_repeat else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ends here, whatever else the model writes."""
+        return self._repeats is not None and self._repeats.ended
+
+    def push(self, text: str) -> list[Piece]:
+        pieces = self._text.push(text)
+        return pieces if self._repeats is None else self._repeats.push(pieces)
+
+    def close(self) -> list[Piece]:
+        """The rest, after the last text."""
+        pieces = self._text.close()
+        return pieces if self._repeats is None else [*self._repeats.push(pieces), *self._repeats.close()]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """`tool_calls` if the model stopped and its last call is complete; otherwise the `reason` of the text."""
+        if self.ended:
+            return "tool_calls"
+        return "tool_calls" if reason == "stop" and self._text.calls and not self._text.unfinished else reason
+
+
+def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
+    """A whole answer: its plain text, and its calls as the protocol writes them."""
+    plain, calls = "", list[dict[str, Any]]()
+    for piece in pieces:
+        if piece.call is None:
+            plain += piece.text
+            continue
+        if piece.name is not None:
+            calls.append({"id": new_call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.call]["function"]["arguments"] += piece.text
+    return plain, calls
 
 
 def callable_tools(request: Asked) -> tuple[list[dict[str, Any]], bool]:
@@ -114,7 +161,7 @@ def tooling(
     if not usable:
         return None
     form = format_of(template)
-    several = request.parallel_tool_calls is not False
+    several = request.parallel_tool_calls is not False and not names_function(request.tool_choice)
     try:
         known = [prepare(schema) for schema in schemas_of(usable)] if prepared is None else prepared
     except ConstraintError as error:
@@ -130,7 +177,7 @@ def tooling(
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
         raise ToolError(f"tools: {error}", "tools") from None
-    return Tooling(usable, form_or_hermes, form is not None, spec)
+    return Tooling(usable, form_or_hermes, form is not None, spec, must and several and not request.allow_repeated_tool_calls)
 
 
 def conversation(
@@ -169,6 +216,11 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     if not isinstance(function.get("description", ""), str) or not isinstance(function.get("parameters") or {}, dict):
         raise ToolError(f"tool {number}: its description is text and its parameters are a JSON schema", "tools")
     return {"type": "function", "function": function}
+
+
+def names_function(choice: Any) -> bool:
+    """Whether a tool_choice names one function: then there is exactly one call."""
+    return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
@@ -294,9 +346,6 @@ def _calls(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -
             raise ToolError(f"message {number}: each of its tool_calls needs a function with a name", "messages")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
-            try:
-                arguments = read((arguments or "{}").encode())
-            except (msgspec.DecodeError, RecursionError):
-                raise ToolError(f"message {number}: the arguments of a call are not JSON", "messages") from None
+            arguments = read_arguments(arguments, read)
         made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return made

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.types import Delta
-from headrace.decoding.tool_text import Piece, ToolText, new_call_id
-from headrace.decoding.tools import Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
+from headrace.decoding.tool_text import Piece, new_call_id
+from headrace.decoding.tools import CallReader, Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 from headrace.server.answers import (
     Chat,
     ChatChoice,
@@ -57,7 +57,7 @@ class Job:
     trial: Trial | None = None  # of a cascade
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=now)
-    texts: dict[int, ToolText] = field(default_factory=dict)  # by answer, where there are tools
+    texts: dict[int, CallReader] = field(default_factory=dict)  # by answer, if there are tools
     generated: int = 0  # tokens of the deltas so far
     fingerprint: str = ""
 
@@ -65,15 +65,32 @@ class Job:
         self.fingerprint = self.service.fingerprint
 
     def pieces(self, delta: Delta) -> list[Piece]:
-        """What an answer's new text is: plain text, or parts of calls."""
+        """The new text of an answer: plain text, or parts of calls."""
         if self.tools is None:
             return [Piece(delta.text)] if delta.text else []
-        text = self.texts.setdefault(delta.index, ToolText(self.tools.form, held=self.held))
+        if delta.index not in self.texts:
+            self.texts[delta.index] = CallReader(self.tools, held=self.held)
+        text = self.texts[delta.index]
         return text.push(delta.text) + (text.close() if delta.finish_reason is not None else [])
 
     def finish_reason(self, delta: Delta) -> str | None:
-        called = delta.index in self.texts and self.texts[delta.index].calls
-        return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+        text = self.texts.get(delta.index)
+        return delta.finish_reason if text is None else text.finish_reason(delta.finish_reason)
+
+    async def parts(self) -> AsyncIterator[tuple[Delta, list[Piece]]]:
+        """The deltas of all answers with their pieces, up to the end of each: its own, or a call that it repeats."""
+        left = set(range(self.request.n or 1))
+        async for _, delta in deltas(self.tickets):
+            self.generated += len(delta.token_ids)
+            if delta.index not in left:
+                continue
+            pieces = self.pieces(delta)
+            ended = delta.index in self.texts and self.texts[delta.index].ended
+            if ended or delta.finish_reason is not None:
+                left.discard(delta.index)
+            yield delta, pieces
+            if ended and not left:
+                return
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -252,10 +269,9 @@ def _delta(piece: Piece) -> ChatDelta:
 async def _whole(job: Job) -> Chat:
     choices: dict[int, ChatChoice] = {}
     scores: dict[int, list[bytes]] = {}  # by answer: log-probabilities in JSON, which take far less room so
-    async for _, delta in deltas(job.tickets):
-        job.generated += len(delta.token_ids)
+    async for delta, pieces in job.parts():
         choice = choices.setdefault(delta.index, ChatChoice(delta.index, ChatMessage("")))
-        for piece in job.pieces(delta):
+        for piece in pieces:
             _add(choice.message, piece)
         if found_exits := job.exits(delta):
             choice.exits = [*(choice.exits or []), *found_exits]
@@ -277,20 +293,20 @@ async def _events(job: Job) -> AsyncIterator[bytes]:
     options = job.request.stream_options or StreamOptions()
     more: dict[str, Any] = {"usage": None} if options.include_usage else {}
     begun: set[int] = set()
-    async for _, delta in deltas(job.tickets):
-        job.generated += len(delta.token_ids)
+    async for delta, found in job.parts():
         if options.continuous_usage_stats:
             more["usage"] = job.usage
         if delta.index not in begun:
             begun.add(delta.index)
             yield job.chunk([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], **more)
         logprobs, exits = job.logprobs(delta), job.exits(delta)
-        pieces = [_delta(piece) for piece in job.pieces(delta)]
-        if not pieces and ((logprobs is not None and logprobs["content"]) or exits or delta.finish_reason is not None):
+        pieces = [_delta(piece) for piece in found]
+        reason = job.finish_reason(delta)
+        if not pieces and ((logprobs is not None and logprobs["content"]) or exits or reason is not None):
             pieces = [ChatDelta()]
         for at, piece in enumerate(pieces):
             last = at == len(pieces) - 1
-            reasons = (job.finish_reason(delta), delta.stop_reason) if last else (None, None)
+            reasons = (reason, delta.stop_reason) if last else (None, None)
             extras = (logprobs, *reasons, exits) if last else (None, *reasons)
             yield job.chunk([ChatChunkChoice(delta.index, piece, *extras)], **more)
     if options.include_usage:

@@ -159,6 +159,7 @@ class ChatRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    allow_repeated_tool_calls: bool | None = None  # an extension: calls equal to earlier ones do not end the answer
     functions: Tools | None = None
     function_call: Any = None
     response_format: Any = None
@@ -217,6 +218,7 @@ class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     tools: ToolItems | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    allow_repeated_tool_calls: bool | None = None
     include: Words | None = None
     metadata: Marks | None = None
     # what other servers have as well

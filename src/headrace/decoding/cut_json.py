@@ -1,0 +1,71 @@
+"""JSON objects that were cut off: closed again, so that a chat template can render them as objects."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+TOKEN = re.compile(r'\s+|"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|[{}\[\]:,]')
+OPEN_TEXT = re.compile(r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+OPEN_ESCAPE = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")  # what may follow it
+HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+CLOSERS = {"{": "}", "[": "]"}
+
+
+def read_arguments(text: str, read: Callable[[bytes], Any]) -> Any:
+    """The arguments of a call as a value. Arguments that were cut off keep their complete parts and the beginning of their last
+    text; a text that is no JSON object at all becomes {"arguments": text}. `read` raises msgspec.DecodeError,
+    ValueError or RecursionError."""
+    for given in (text or "{}", close_object(text)):
+        try:
+            if given is not None:
+                return read(given.encode())
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            pass
+    return {"arguments": text}
+
+
+def close_object(text: str) -> str | None:
+    """The longest JSON object that a beginning of `text` and closing brackets make; None if `text` begins no object."""
+    at, stack, wanted = 0, "", "value"  # next: "value", "key", "colon", or "end" (of a value: a comma or a bracket)
+    safe: tuple[int, str] | None = None
+    while found := TOKEN.match(text, at):
+        token = found[0]
+        at = found.end()
+        if token.isspace():
+            continue
+        if (step := _step(token, stack, wanted)) is None:
+            return None
+        stack, wanted = step
+        if wanted == "end" or token in CLOSERS:
+            safe = at, stack
+        if not stack:
+            break
+    if safe is None or not text.lstrip().startswith("{"):
+        return None
+    if stack and wanted == "value" and (part := OPEN_TEXT.match(text, at)) is not None:
+        if OPEN_ESCAPE.fullmatch(text, part.end()) is None:
+            return None
+        return f'{text[:at]}{HIGH_SURROGATE.sub("", part[0])}"{_closing(stack)}'
+    return text[: safe[0]] + _closing(safe[1])
+
+
+def _step(token: str, stack: str, wanted: str) -> tuple[str, str] | None:
+    """The open brackets and what comes next after a token; None if it may not stand there."""
+    top = stack[-1:]
+    if token in CLOSERS and wanted == "value":
+        return stack + token, "key" if token == "{" else "value"
+    if token in CLOSERS.values():
+        return (stack[:-1], "end") if top and CLOSERS[top] == token else None
+    if token == ",":
+        return (stack, "key" if top == "{" else "value") if wanted == "end" and top else None
+    if token == ":":
+        return (stack, "value") if wanted == "colon" else None
+    if wanted == "key":
+        return (stack, "colon") if token[0] == '"' else None
+    return (stack, "end") if wanted == "value" else None
+
+
+def _closing(stack: str) -> str:
+    return "".join(CLOSERS[bracket] for bracket in reversed(stack))
