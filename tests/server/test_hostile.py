@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from headrace.confined.worker import Task, Worker
 from headrace.data.plan import TokenLogprob
 from headrace.server.logprobs import CompletionLogprobs, joined
 from headrace.server.page import markdown
+from headrace.startup.encoding import SLICE
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import PATIENCE, Running, in_thread, until
 from tests.server.held import MOST_HELD, TRIES, Held, held
@@ -222,6 +224,35 @@ def test_long_texts_are_tokenized_in_a_process_that_can_be_ended(server: Running
     answer = server.post("/tokenize", {"prompt": LONG})
     assert answer.status_code == 400
     assert "the text takes too much time or memory" in answer.json()["error"]["message"]
+
+
+LONG_REQUESTS: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": LONG * 6},
+    "chat/completions": {"messages": [{"role": "user", "content": LONG * 6}]},
+    "embeddings": {"input": ["a", LONG * 6]},
+    "responses": {"input": LONG * 6},
+}
+
+
+@pytest.mark.parametrize("path", LONG_REQUESTS)
+def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(
+    server: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three megabytes: the first slice shows that they do not fit."""
+    tokenizer = server.llm.opened.tokenizer
+    encode, sizes = tokenizer.encode, []
+
+    def seen(text: str, **options: bool) -> list[int]:
+        sizes.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", seen)
+    monkeypatch.setattr("headrace.server.async_llm.encode_long", never)
+    error = server.post(f"/v1/{path}", {"model": "tiny", **LONG_REQUESTS[path]}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert re.search("maximum context length is 256 tokens.* has at least [0-9]+; shorten", error["message"])
+    assert sum(sizes) <= SLICE
+    assert server.complete(max_tokens=2).choices[0].text
 
 
 def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from headrace.server.tickets import (
     deltas,
 )
 from headrace.startup import exits
-from headrace.startup.encoding import LONG, encode_long
+from headrace.startup.encoding import LONG, count_at_least, encode_long
 from headrace.startup.opening import Opened, open_model
 
 __all__ = ["AsyncLLM", "EngineDownError", "LoadError", "QueueFullError", "RequestFailedError", "RequestRefusedError", "State"]
@@ -41,6 +41,7 @@ log = logging.getLogger("headrace.server")
 
 NOT_STARTED = "this LLM is not started; use `async with AsyncLLM(…) as llm:`, or await its start()"
 CLOSED = "this LLM is closed; await its start() to load the model again"
+SURE = 4  # a text of so many characters per token of the context is counted first: most texts have fewer
 INLINE = 4096  # characters that are encoded on the event loop; more go to a thread
 
 
@@ -177,16 +178,32 @@ class AsyncLLM:
         finally:
             self.abort([ticket])
 
-    async def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text, without holding up the event loop. Raises TokenizerError, BusyError."""
-        return (await self.encode_all([text], add_special=add_special, parse_special=parse_special))[0]
+    async def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, limited: bool = True
+    ) -> list[int]:
+        """Token ids of a text. The event loop does not wait for long ones. A text that is far longer than the context is not
+        encoded to its end unless `limited` is off. Raises TokenizerError, BusyError, TooLongError."""
+        return (await self.encode_all([text], add_special=add_special, parse_special=parse_special, limited=limited))[0]
 
-    async def encode_all(self, texts: list[str], *, add_special: bool = True, parse_special: bool = True) -> list[list[int]]:
-        """The same of several."""
+    async def encode_all(
+        self,
+        texts: list[str],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        limited: bool = True,
+        writes: bool = True,
+    ) -> list[list[int]]:
+        """The same of several. `writes`: they are prompts, and not texts to be embedded or classified."""
         opened, size = self.opened, sum(map(len, texts))
+        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special)
+        if limited and self.loaded is not None:
+            context = self.loaded.max_model_len
+            for text in texts:
+                if len(text) > max(INLINE, SURE * context) and (count := await count_at_least(text, each, context)) > context:
+                    raise _too_long(context, f"at least {count}", writes)
         if size > LONG:
             return await encode_long(opened.path, texts, add_special, parse_special)
-        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special)
         return [each(text) for text in texts] if size <= INLINE else await asyncio.to_thread(lambda: list(map(each, texts)))
 
     def submit(
@@ -213,11 +230,7 @@ class AsyncLLM:
         context, writes = self.loaded.max_model_len, not pool and rule is None
         for ids in prompts:
             if len(ids) + writes > context:
-                included, what = (", the answer included,", "prompt") if writes else ("", "text")
-                raise TooLongError(
-                    f"This model's maximum context length is {context} tokens{included} and the {what} has {len(ids)}; "
-                    f"shorten the {what}"
-                )
+                raise _too_long(context, str(len(ids)), writes)
         if len(prompts) > (most := self.waiting.max_requests):
             raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
         own = PRINCIPAL.get().salted(salt)
@@ -364,3 +377,10 @@ class AsyncLLM:
         self.stats = Stats()
         if self.observer is not None:
             self.observer.end()
+
+
+def _too_long(context: int, count: str, writes: bool) -> TooLongError:
+    included, what = (", the answer included,", "prompt") if writes else ("", "text")
+    return TooLongError(
+        f"This model's maximum context length is {context} tokens{included} and the {what} has {count}; shorten the {what}"
+    )

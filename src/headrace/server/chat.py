@@ -169,30 +169,31 @@ async def _tooling(service: Service, request: ChatRequest, form: StructuredOutpu
 
 
 async def prompt_of(service: Service, request: ChatRequest) -> list[int]:
-    """The token ids that a request gives to the model. Raises the errors that `as_api_error` knows."""
-    return await _prompt(service.llm, request, await _tooling(service, request, asked_form(request)))
+    """The token ids that a request gives to the model, however many. Raises the errors that `as_api_error` knows."""
+    return await _prompt(service.llm, request, await _tooling(service, request, asked_form(request)), limited=False)
 
 
-async def _prompt(llm: AsyncLLM, request: ChatRequest, tools: Tooling | None) -> list[int]:
+async def _prompt(llm: AsyncLLM, request: ChatRequest, tools: Tooling | None, *, limited: bool = True) -> list[int]:
     variables = template_variables(request)
     if tools is not None and tools.in_template:
         variables["tools"] = tools.tools
     check_ending(request)
     talk = conversation(read_messages(request.messages), tools, llm.opened.template.source, read_json)
     if request.continue_final_message:
-        return await render_open(llm, talk, **variables)
-    return await render(llm, talk, add_generation_prompt=request.add_generation_prompt is not False, **variables)
+        return await render_open(llm, talk, limited, **variables)
+    return await render(llm, talk, limited, add_generation_prompt=request.add_generation_prompt is not False, **variables)
 
 
-async def render(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
-    """Token ids of a conversation. Raises ApiError, TemplateError, TokenizerError."""
+async def render(llm: AsyncLLM, messages: list[dict[str, Any]], limited: bool = True, /, **variables: Any) -> list[int]:
+    """Token ids of a conversation. With `limited` one that is far longer than the context is not encoded to its end. Raises
+    ApiError, TemplateError, TokenizerError, TooLongError."""
     if llm.opened.config.encoder:
         raise bad("this model is an encoder, which generates nothing; ask it for embeddings or classes", "model")
     text = await llm.opened.template.rendered(llm.opened.with_system(messages), **variables)
-    return await llm.encode(text, add_special=False)
+    return await llm.encode(text, add_special=False, limited=limited)
 
 
-async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variables: Any) -> list[int]:
+async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], limited: bool = True, /, **variables: Any) -> list[int]:
     """The same up to the end of the last message's text, which the answer goes on with. The template renders it with a mark
     at its end, and is cut there. Raises ApiError also where the template leaves the mark out."""
     mark = secrets.token_hex(16)
@@ -201,7 +202,7 @@ async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], /, **variab
     before, found, _ = text.rpartition(mark)
     if not found or mark in before:
         raise bad("the model's template does not let its final message be continued; leave the field out", CONTINUE)
-    return await llm.encode(before, add_special=False)
+    return await llm.encode(before, add_special=False, limited=limited)
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyReques
         raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
     texts: list[list[int]] = given
     if isinstance(given[0], str):
-        texts = await service.llm.encode_all(given, parse_special=False)
+        texts = await service.llm.encode_all(given, parse_special=False, writes=False)
     elif (largest := max(map(max, filter(None, texts)), default=0)) >= (size := service.llm.opened.tokenizer.vocab_size):
         foreign = "is it of another model's tokenizer? send texts (langchain: check_embedding_ctx_length=False)"
         raise bad(f"token {largest} is not in the vocabulary (0 to {size - 1}); {foreign}", "input")

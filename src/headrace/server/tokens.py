@@ -19,7 +19,8 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         for name in CHAT_FIELDS:
             if getattr(request, name):
                 raise bad(f"{name} goes with messages; give them in place of prompt", name)
-        tokens = await service.llm.encode(request.prompt or "", add_special=request.add_special_tokens is not False)
+        special = request.add_special_tokens is not False
+        tokens = await service.llm.encode(request.prompt or "", add_special=special, limited=False)
     else:
         if request.add_special_tokens:
             raise bad("the chat template writes the special tokens; leave add_special_tokens out", "add_special_tokens")

@@ -1,15 +1,46 @@
-"""A model's tokenizer in a confined process: for texts so long that their cost is looked at."""
+"""Long texts: a lower bound of their number of tokens, and their tokens from a confined process."""
 
 import array
+import asyncio
 import functools
+import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from headrace.confined.pool import OverrunError, Task, shared
+from headrace.confined.pool import BILL, OverrunError, Task, shared
 from headrace.startup.opening import open_files
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 
 LONG = 64 << 10  # characters that are encoded in this process, in a thread; more are not
 SECONDS = 20.0  # CPU time of a request's texts
+SLICE = 16 << 10  # characters that are counted at a time
+MARGIN = 64  # tokens by which a slice may have more than the same characters have within the text: a cut changes its ends only
+CUT = re.compile(r"\S(?=\s+\S*$)")  # before the last blank
+
+
+async def count_at_least(text: str, encode: Callable[[str], list[int]], most: int) -> int:
+    """A lower bound of the number of tokens of a text. Counting stops above `most`, so a refusal costs about as much as
+    encoding `most` tokens. Threads do the work, slice by slice; the client is billed for it. 0 if a slice cannot be encoded."""
+    bill, count, begin = BILL.get(), 0, 0
+
+    def size_of(part: str) -> int:
+        began = time.thread_time()
+        try:
+            return len(encode(part))
+        except TokenizerError:  # encoding the whole text says where it is wrong
+            return 0
+        finally:
+            if bill is not None:
+                bill(time.thread_time() - began)
+
+    while begin < len(text) and count <= most:
+        end = begin + SLICE
+        if end < len(text) and (blank := CUT.search(text, end - 256, end)):
+            end = blank.end()
+        count += max(0, await asyncio.to_thread(size_of, text[begin:end]) - MARGIN)
+        begin = end
+    return count
 
 
 async def encode_long(path: Path, texts: list[str], add_special: bool, parse_special: bool) -> list[list[int]]:
