@@ -147,9 +147,29 @@ CALLED = {
     "bert": "BERT", "gemma3_text": "Gemma 3", "gpt2": "GPT-2", "llama": "Llama 2", "marian": "Marian",
     "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "t5": "T5",
 }  # fmt: skip
-ENGINES = "LRV"  # llama.cpp, ONNX Runtime GenAI, OpenVINO GenAI: the columns of the log's tables, in this order
 CELLS = ("pp512", "pp2048", "b1", "b4", "b8", "b16", "b32", "b1 at 4k")
-Cells = dict[str, tuple[str, str, str]]  # cell -> tokens/s, times the best, the engines that ran
+MACHINES = ("Zen 5", "AVX2", "Zen 4", "AMX")
+# Sections of the log with ratios to the best peer: its machine, and a part of the text in which each table of a model stands.
+TWO_ZEN_5, HELD = "## 2026-11-23: beside peers on two Zen 5 cores", "**Held to AVX2** (`tools/hold_peers.py`"
+TABLES = (
+    ("Zen 5", "SmolLM2", "## 2026-11-22: the native core beside its peers", "| SmolLM2-135M"),
+    ("Zen 5", "1.5B", "## 2026-11-22: the native core beside its peers", "| Qwen2.5-Coder-1.5B"),
+    ("Zen 5", "SmolLM2", TWO_ZEN_5, "| cell |"),
+    ("Zen 5", "1.5B", f"{TWO_ZEN_5}\nQwen2.5-Coder-1.5B Q4_K_M, other", "| cell |"),
+    ("AVX2", "SmolLM2", HELD, "| cell |"),
+    ("AVX2", "1.5B", f"{HELD}\nQwen2.5-Coder-1.5B, three rounds", "| cell |"),
+    ("AVX2", "1.5B", f"{HELD}\nLater that day, b16", "| cell |"),
+    ("AMX", "SmolLM2", "## 2026-11-23: beside peers on a CPU with AMX", "| cell |"),
+    ("AMX", "1.5B", "## 2026-11-23: Qwen2.5-Coder-1.5B beside peers on a CPU with AMX", "| cell |"),
+)
+# Ratios that stand in a sentence of the log.
+SENTENCES = (
+    ("Zen 5", "1.5B", "b1", 1.37, "nine rounds beside both: **1.37** times"),
+    ("AVX2", "1.5B", "b1", 1.01, "38.5, 1.01 times ONNX Runtime"),
+    ("AVX2", "1.5B", "b1", 1.04, "37.0, **1.04** (0.98..1.08)"),
+    ("AVX2", "1.5B", "b16", 1.85, "131 tokens/s, **1.85** times"),
+)
+Ratios = dict[tuple[str, str, str], list[float]]  # (machine, model, cell): of all runs
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -164,39 +184,70 @@ def test_a_readme_lists_the_models_and_formats_that_there_are(name: str) -> None
     assert formats == kinds
 
 
-def logged(page: str) -> list[Cells]:
-    """The tables of our speed beside three engines in the log's newest section of that kind: SmolLM2's and the 1.5B's."""
-    section = page[page.index("## 2026-11-22: the native core beside its peers") :]
-    tables: list[Cells] = []
-    for table in section.split("\n\n"):
-        if re.match(r"\| (SmolLM2|Qwen).*\| llama.cpp \| ORT \| OpenVINO \|", table):
-            tables.append({})
-            for line in table.splitlines()[2:]:
-                cell, ours, *theirs, times = [part.strip() for part in line.split("|")[1:7]]
-                ran = "".join(letter for letter, figure in zip(ENGINES, theirs, strict=True) if figure)
-                tables[-1].setdefault(cell.split(" (")[0], (ours, times.split()[0].strip("*"), ran))
-    return tables[:2]
+def table_after(page: str, places: str, head: str) -> list[list[str]]:
+    """The cells of the first table whose head begins so, after some places that follow one another."""
+    for place in places.split("\n"):
+        page = page[page.index(place) :]
+    rows = page[page.index(f"\n{head}") :].strip().split("\n\n")[0].splitlines()
+    return [[part.strip(" *") for part in row.strip("|").split("|")] for row in rows if not row.startswith("|---")]
 
 
-def printed(page: str) -> list[Cells]:
-    """The same of a README's table."""
-    rows = re.findall(r"^\| [^|`]+ \| ([\d.]+) \| ([\d.]+) ([LRV ]+) \| ([\d.]+) \| ([\d.]+) ([LRV ]+) \|$", page, re.MULTILINE)
-    cells: list[Cells] = [{}, {}]
-    for cell, row in zip(CELLS, rows, strict=True):
-        for at in (0, 1):
-            ours, times, ran = row[3 * at : 3 * at + 3]
-            cells[at][cell] = (ours, times, ran.replace(" ", ""))
-    return cells
+def numbers(text: str) -> list[float]:
+    """Of "1.12 to 1.16", "1.01–1.32", "**0.63**" or "2.54** (2.45..2.87)" those that come before a bracket or a colon."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", re.split(r"[(:]", text)[0])]
+
+
+def logged(log: str) -> tuple[Ratios, dict[tuple[str, str], str]]:
+    """Our speed over the best peer's in all runs that the log has, and tokens/s of the newest run on Zen 5."""
+    ratios: Ratios = {}
+    speeds: dict[tuple[str, str], str] = {}
+    for machine, model, places, head in TABLES:
+        names, *rows = table_after(log, places, head)
+        column = next(at for at, name in enumerate(names) if name in ("ratio", "times the best"))
+        for row in rows:
+            cell = row[0].split(" (")[0]
+            ratios.setdefault((machine, model, cell), []).extend(numbers(row[column]))
+            if places.startswith(TWO_ZEN_5):
+                speeds[model, cell] = row[1]
+    for cell, *both in table_after(log, "## 2026-11-24: peers on two Zen 4 cores", "| cell |")[1:]:
+        for model, found in zip(("SmolLM2", "1.5B"), both, strict=True):
+            ratios.setdefault(("Zen 4", model, cell), []).extend(numbers(found))
+    for machine, model, cell, ratio, sentence in SENTENCES:
+        assert sentence in log
+        ratios.setdefault((machine, model, cell), []).append(ratio)
+    return ratios, speeds
+
+
+def printed(page: str) -> tuple[dict[tuple[str, str, str], str], dict[tuple[str, str], str]]:
+    """The same of a README's two tables, as they are written."""
+    ratios, speeds = {}, {}
+    for model, head in (("SmolLM2", "| SmolLM2-135M"), ("1.5B", "| Qwen2.5-Coder-1.5B")):
+        for cell, row in zip(CELLS, table_after(page, "## ", head)[1:], strict=True):
+            speeds[model, cell] = row[1]
+            ratios |= {(machine, model, cell): text for machine, text in zip(MACHINES, row[2:], strict=True)}
+    return ratios, speeds
+
+
+def summary(ratios: Ratios, machine: str, model: str, cell: str) -> str:
+    """ "2.06", "1.24–1.29", or "–" if no run has the cell."""
+    found = [f"{ratio:.2f}" for ratio in sorted(ratios.get((machine, model, cell), []))]
+    return "–".join(dict.fromkeys((found[0], found[-1]))) if found else "–"
 
 
 def test_the_speeds_of_the_readmes_are_those_of_the_log() -> None:
+    """By machine, and each range is that of all runs."""
     log = (ROOT / "docs/performance-log.md").read_text("utf-8")
-    measured = logged(log)
-    assert [set(table) for table in measured] == [set(CELLS)] * 2
+    ratios, speeds = logged(log)
+    expected = {
+        (machine, model, cell): summary(ratios, machine, model, cell)
+        for machine in MACHINES
+        for model in ("SmolLM2", "1.5B")
+        for cell in CELLS
+    }
     for name in READMES:
         page = (ROOT / name).read_text("utf-8")
-        assert printed(page) == measured
-        assert printed(page.replace("1.25 L R |", "1.25 L R V |")) != measured  # an engine that did not run in that cell
+        assert printed(page) == (expected, speeds)
+        assert printed(page.replace("1.01–1.32", "1.32")) != (expected, speeds)  # the best of three runs
     grid = log[log.index("Is auto ever slower?") :].split("\n\n")[1]
     medians = [float(cell.split()[0]) for line in grid.splitlines()[2:] for cell in line.split("|")[2:5]]
     assert (len(medians), min(medians), max(medians)) == (30, 0.98, 3.09)
