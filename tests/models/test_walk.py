@@ -396,7 +396,7 @@ def test_a_full_disk_loses_nothing_that_was_done(
     [
         ({"method": ("gptq", "awq")}, "gptq,awq cannot be: awq scales what is neither scaled nor rounded yet"),
         ({"method": ("rtn", "gptq")}, "rtn,gptq cannot be: what is rounded is not rounded again"),
-        ({"method": ("obq",)}, "unknown method 'obq'; known are rtn, gptq, awq, smoothquant"),
+        ({"method": ("obq",)}, "unknown method 'obq'; known are rtn, weighted, gptq, awq, smoothquant"),
         ({"imatrix": Path("i.dat")}, "--imatrix is for rtn alone"),
         ({"calibrate": "short"}, "short.txt has 3 tokens and a text needs 256"),
         ({"judge": "book"}, "passages of 32 tokens that were measured on"),
@@ -542,7 +542,8 @@ def test_w40_part_of_the_range_moves_and_products_stay(alpha: float) -> None:
 
 
 def test_large_inputs_are_scaled_down_where_that_pays(book: Path, tmp_path: Path) -> None:
-    """Two channels forty times as large as the others: awq loses less than rounding to nearest, and the model is the same."""
+    """Two channels forty times as large as the others: awq loses less than rounding to nearest with the same importance, which
+    is what is left of awq without its scales; and the model is the same."""
 
     def planted(tensors: dict[str, np.ndarray]) -> None:
         for layer in range(2):
@@ -552,12 +553,23 @@ def test_large_inputs_are_scaled_down_where_that_pays(book: Path, tmp_path: Path
 
     source = write_tiny_gguf(tmp_path / "tiny.gguf", edit=planted)
     report = compress(source, tmp_path / "awq.gguf", pipeline(book, method=("awq",)))
-    plain = compress(source, tmp_path / "rtn.gguf", pipeline(book, method=("rtn",), write_imatrix=tmp_path / "i.gguf"))
+    plain = compress(source, tmp_path / "weighted.gguf", pipeline(book, method=("weighted",)))
     names = [name for name in report.outputs if "gate_up" in name]
     assert sum(report.outputs[name].error for name in names) < 0.8 * sum(plain.outputs[name].error for name in names)
     judged = [[*range(1, 200)], [*range(100, 299)]]
-    lost = [judge(GGUFFile(source), GGUFFile(tmp_path / f"{name}.gguf"), judged, "") for name in ("awq", "rtn")]
+    lost = [judge(GGUFFile(source), GGUFFile(tmp_path / f"{name}.gguf"), judged, "") for name in ("awq", "weighted")]
     assert lost[0].kl < lost[1].kl
+
+
+def test_weighted_rounding_is_rtn_with_the_importance_of_its_texts(model: Path, book: Path, tmp_path: Path) -> None:
+    """Typed as a method it gives the bytes of rtn on a walk, and others than rtn, whose scales know nothing of inputs."""
+    made = {}
+    for name, more in (("weighted", {}), ("rtn", {}), ("walk", {"method": ("rtn",), "write_imatrix": tmp_path / "i.gguf"})):
+        out = tmp_path / f"{name}.gguf"
+        compress(model, out, pipeline(book, **{"method": (name,), **more}))
+        made[name] = read_tensor(GGUFFile(out), "blk.0.ffn_down.weight")
+    assert torch.equal(made["weighted"], made["walk"])
+    assert not torch.equal(made["weighted"], made["rtn"])
 
 
 def test_importance_that_was_measured_is_written_and_read(model: Path, book: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from headrace.compress.recipe import FOLDS, METHODS, ROUNDS, check_known, check_
 RIGHT = (
     *("rtn", "gptq", "awq", "awq,gptq", "awq,rtn", "smoothquant,gptq", "magnitude", "wanda,gptq", "sparsegpt"),
     *("awq,sparsegpt", "smoothquant,wanda,gptq", "awq,magnitude,rtn", "neurons,layers,awq,wanda,gptq", "kv-heads,sparsegpt"),
-    *("layers,heal", "neurons,heal,wanda,gptq"),
+    *("layers,heal", "neurons,heal,wanda,gptq", "weighted", "awq,weighted", "magnitude,weighted"),
 )
 WRONG = (
     ("gptq,awq", "awq scales what is neither scaled nor rounded yet; use awq,gptq"),
@@ -21,6 +21,7 @@ WRONG = (
     ("magnitude,wanda", "weights are left out once; take one of each kind, as in awq,gptq or neurons,heal,wanda,gptq"),
     ("awq,smoothquant", "smoothquant scales what is neither scaled nor rounded yet; take one of each kind"),
     ("rtn,gptq", "what is rounded is not rounded again; take one of each kind"),
+    ("weighted,gptq", "what is rounded is not rounded again; take one of each kind"),
     ("rtn,neurons,awq", "use neurons,awq,rtn"),
     ("heal,neurons,rtn", "neurons makes matrices smaller before they change; use neurons,heal,rtn"),
     ("neurons,gptq,heal", "heal trains before inputs are scaled and weights rounded; use neurons,heal,gptq"),
@@ -58,7 +59,7 @@ def test_what_is_advised_can_be() -> None:
 
 
 def test_methods_are_known_and_their_numbers_are_there() -> None:
-    for methods, line in ((("obq",), "unknown method 'obq'; known are rtn, gptq"), ((), "no method is named")):
+    for methods, line in ((("obq",), "unknown method 'obq'; known are rtn, weighted, gptq"), ((), "no method is named")):
         with pytest.raises(ValueError, match=line):
             check_known(methods)
     cut = {"method": ("layers", "heal"), "drop_layers": 1}

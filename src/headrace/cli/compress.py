@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
             "headrace compress MODEL -o OUT.gguf -f Q4_0 --method awq,gptq",
             "The same bytes, better: measured on texts of the model.",
         ),
-        ("headrace compress MODEL -o FOLDER -f int4-g128 --method gptq", "A folder that other engines read, too."),
+        ("headrace compress MODEL -o FOLDER -f int4-g128-sym --method gptq", "A folder that other engines read, too."),
         (
             "headrace compress MODEL -o OUT.gguf -f Q4_0 --method neurons,heal,gptq --keep-neurons 0.75 --heal-steps 200 "
             "--calibrate train.txt",
@@ -53,7 +53,8 @@ class MethodOptions:
             "A recipe, in this order: neurons, heads, layers, kv-heads: the model becomes smaller; heal: what is left learns "
             "from what the model was (--heal-steps); awq, smoothquant: inputs "
             "are scaled, for the weights' sake or their own; magnitude, wanda: weights are left out (--sparsity), sparsegpt: "
-            "and the others make up for them; rtn: to nearest, gptq: each column's error made good by the next. As in "
+            "and the others make up for them; rtn: to nearest, weighted: to nearest, on scales for which inputs count by "
+            "their size, gptq: each column's error made good by the next. As in "
             "neurons,heal,awq,wanda,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
         ),
     ] = "rtn"

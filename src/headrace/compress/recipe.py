@@ -9,10 +9,11 @@ from headrace.compress.structure import STRUCTURES
 
 HEAL = "heal"
 FOLDS = ("awq", "smoothquant")
-ROUNDS = ("rtn", "gptq")
+WEIGHTED = "weighted"  # to nearest, on scales searched with the importance of each input
+ROUNDS = ("rtn", WEIGHTED, "gptq")
 STAGES = (STRUCTURES, (HEAL,), FOLDS, PRUNES, ROUNDS)  # in their order: of the first as many as are wanted, of the others one
 METHODS = (*ROUNDS, *FOLDS, *PRUNES, *STRUCTURES, HEAL)
-READ = ("gptq", *FOLDS, SPARSEGPT)  # by texts
+READ = (WEIGHTED, "gptq", *FOLDS, SPARSEGPT)  # by texts
 EXAMPLES = "awq,gptq or neurons,heal,wanda,gptq"
 
 

@@ -23,9 +23,12 @@ DEAD = 0.05  # the share of inputs that are always 0 from which it is said
 
 
 class Rounding:
-    """`gptq`: by the column loop; else to nearest. `ordered`: the loop takes columns by falling importance, with scales that
-    are fixed beforehand (act-order with static groups); nothing of it is left in the file. `prune`: a method and what is to go;
-    SparseGPT chooses in the loop, which then takes columns as they stand."""
+    """`gptq`: by the column loop; else to nearest. Scales are searched with the importance of each input in both; rtn without
+    texts has none, so `weighted` is the control of what AWQ and GPTQ gain.
+
+    `ordered`: the loop takes columns by falling importance, with scales that are fixed beforehand (act-order with static
+    groups); nothing of it is left in the file. `prune`: a method and a sparsity; SparseGPT chooses in the loop, which then
+    takes the columns in their order."""
 
     def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1, prune: tuple[str, Sparsity] | None = None) -> None:
         self._prune, self._threads = prune, threads
