@@ -24,8 +24,7 @@ from headrace.server.settings import Limits, ServerSettings
 
 T = TypeVar("T")
 PATIENCE = 300.0  # seconds until a test gives up; no result depends on it
-# Of a server that waits as long, and keeps nobody waiting for what was refused.
-PATIENT = Limits(body_seconds=PATIENCE, header_seconds=PATIENCE, send_seconds=PATIENCE, overhead=1.0)
+PATIENT = Limits(body_seconds=PATIENCE, header_seconds=PATIENCE, send_seconds=PATIENCE)  # of a server that waits as long
 NEVER = 3600.0  # seconds without a sign of life that are no reason to end an engine: a test may have stopped it
 LOOK = 0.01  # seconds between two looks
 ROOT = Path(__file__).parents[2]

@@ -58,6 +58,11 @@ def test_bad_uploads_are_refused(tiny: Path) -> None:
             (post("/v1/files", files=[("file", ("a", b"x")), ("file", ("b", b"y"))]), "one file"),
             (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"}), "no multipart form"),
             (post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data; boundary=a"}), "multipart form"),
+            (post("/v1/files", content=b"x", headers={"Content-Type": f"multipart/form-data; boundary={'a' * 257}"}), "form"),
+            (
+                post("/v1/files", content=b"x", headers={"Content-Type": f"multipart/form-data; boundary={'a' * 30_000}"}),
+                "form",
+            ),
         ):
             assert answer.status_code == 400, answer.text
             assert says in answer.json()["error"]["message"]

@@ -19,7 +19,7 @@ from tests.server.test_guard import ROUTES
 
 EXAMPLES = {GenerationMode.POSITIVE: 20, GenerationMode.NEGATIVE: 6}  # of each operation, well-formed and not
 MANY = 300
-SMALL = Limits(n=2, max_tokens=3, prompts=4, choices=4, inputs=4, batch_lines=5, stored=1 << 20, body_seconds=5, overhead=1.0)
+SMALL = Limits(n=2, max_tokens=3, prompts=4, choices=4, inputs=4, batch_lines=5, stored=1 << 20, body_seconds=5)
 LEFT_OUT = {("GET", "/openapi.json"), ("GET", "/no/such/path")}
 OPERATIONS = [(method, path) for method, path in ROUTES if (method, path) not in LEFT_OUT]
 

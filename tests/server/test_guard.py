@@ -141,17 +141,10 @@ def test_without_a_key_names_of_this_machine_are_served(host: str) -> None:
     assert asyncio.run(call(headers={"host": host}))[0] == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""])
-def test_a_body_that_is_not_json_by_name_is_refused(kind: str) -> None:
-    assert asyncio.run(call("POST", headers={"content-type": kind, "content-length": "2"}))[0] == 415
-    assert asyncio.run(call("POST", headers={"content-type": kind, "transfer-encoding": "chunked"}))[0] == 415
-
-
-def test_a_request_without_a_body_needs_no_type_but_comes_from_no_other_site() -> None:
-    """As clients cancel a batch, whose path says it all."""
+def test_a_request_without_a_body_needs_no_type() -> None:
+    """As clients cancel a batch."""
     for headers in ({}, {"content-length": "0"}, {"content-type": "text/plain"}):
         assert asyncio.run(call("POST", headers=headers))[0] == 200
-        assert asyncio.run(call("POST", headers={**headers, "origin": "https://evil.example"}))[0] == 403
 
 
 def test_a_body_is_bounded_whatever_it_announces(locked: Running) -> None:
@@ -344,13 +337,13 @@ def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: p
 def test_a_body_in_crumbs_is_refused(locked: Running) -> None:
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     chunked = f"{head}Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
-    assert b"Invalid HTTP" in exchange(locked, chunked + b"1\r\n \r\n" * 1100 + b"0\r\n\r\n")
-    assert b"Invalid HTTP" not in exchange(locked, chunked + b"1\r\n \r\n" * 900 + b"0\r\n\r\n")
+    assert b"the chunks of the body are smaller" in exchange(locked, chunked + b"1\r\n \r\n" * 1100 + b"0\r\n\r\n")
+    assert b"the chunks of the body" not in exchange(locked, chunked + b"1\r\n \r\n" * 900 + b"0\r\n\r\n")
 
 
 def test_idle_connections_make_room_and_health_answers() -> None:
-    """More connections than there may be, none of which asks anything; one that has asked is closed after those."""
-    ask = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    """More connections than there may be, none of which asks anything; one with a request that was admitted stays."""
+    ask = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     limits = Limits(connections=8, header_seconds=PATIENCE)
     with Running("no-model", begin=False, limits=limits) as running, contextlib.ExitStack() as stack:
 

@@ -12,6 +12,8 @@ import pytest
 
 from headrace.confined import child, worker
 from headrace.confined.pool import CLIENT, IDLE, BusyError, Confined, OverrunError, Task
+from headrace.confined.shares import Shares
+from headrace.confined.worker import Worker
 from tests.trap import trap
 from tests.unit import confined_tasks
 
@@ -280,24 +282,85 @@ def test_clients_take_turns(pool: Confined) -> None:
     assert order == ["a", "b", "c", "a", "b", "a", "a"]
 
 
-def test_so_many_questions_may_wait() -> None:
-    pool = Confined(width=1, most=2)
+def test_a_client_may_have_half_of_the_questions_that_wait() -> None:
+    """Beyond it, that client is refused and another one is not."""
+    pool = Confined(width=1, most=4)
 
     async def asked() -> None:
+        CLIENT.set("one")
         hogs = []
         for waiting in (0, 1, 2):  # the first one is worked at
             hogs.append(asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)))
             await asyncio.sleep(0)
             while len(pool._waiting) != waiting:
                 await asyncio.sleep(0.01)
-        with pytest.raises(BusyError, match="2 questions wait to be looked at and 2 may"):
+        with pytest.raises(BusyError, match="2 questions of this client wait, 2 of all, and 4 may"):
             await pool.ask(task("echo"), 1)
+        CLIENT.set("other")
+        hogs.append(asyncio.ensure_future(pool.ask(task("echo"), 1)))
+        await asyncio.sleep(0)
+        assert len(pool._waiting) == 3
         for hog in hogs:
             hog.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
         assert await pool.ask(task("echo"), 1) == 1
 
     asyncio.run(asked())
+    pool.close()
+
+
+def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None:
+    """Its questions are answered, in processes that others come before; clients over their share have a part of them."""
+    pool = Confined(width=4, shares=Shares(rate=1e-9))
+    pool.shares.charge("costly", 10.0)
+
+    async def priority(client: str) -> int:
+        CLIENT.set(client)
+        answer: int = await pool.ask(task("work"), 0.0)
+        return answer
+
+    async def asked() -> None:
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert [await priority("costly"), await priority("honest"), await priority("costly")] == [19, own, 19]
+        pool.shares.charge("other", 10.0)
+        hogs = []
+        for client in ("costly", "costly", "other", "other"):
+            CLIENT.set(client)
+            hogs.append(asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)))
+            await asyncio.sleep(0)
+        while pool._working_idle < 3:
+            await asyncio.sleep(0.01)
+        assert await priority("honest") == own  # in the fourth process, which the waiting question may not have
+        assert len(pool._waiting) == 1
+        for hog in hogs:
+            hog.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
+
+    asyncio.run(asked())
+    pool.close()
+
+
+def test_the_start_of_a_process_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question starts a process, which takes longer than the question: the client is charged for its question."""
+    charged: list[float] = []
+
+    class Recorded(Shares):
+        def charge(self, client: str, seconds: float) -> None:
+            charged.append(seconds)
+
+    pool = Confined(width=1, shares=Recorded(rate=1.0))
+    started: list[float] = []
+    start = Worker.start
+
+    def timed(worker: Worker) -> None:
+        start(worker)
+        started.append(worker.used)
+
+    monkeypatch.setattr(Worker, "start", timed)
+    pool.run(task("echo"), 1)
+    (worker,) = pool.workers
+    assert charged[0] == pytest.approx(worker.used - started[0], abs=1e-3)
+    assert charged[0] < started[0]
     pool.close()
 
 

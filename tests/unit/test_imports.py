@@ -91,7 +91,7 @@ ROOMS = {
     "bench.workers.ours_beam": "",
     "bench.workers.ours_speculation": "",
     "server": "workflows.surety llm engine startup.compiling startup.encoding startup.exits startup.rules startup.opening "
-    "startup.memory decoding text weights native confined host data",
+    "startup.memory decoding text weights confined host data",
     "cli": "server bench.kv bench.tools bench.cascade bench.token_cascade bench.linears bench.exits bench.leaving "
     "bench.profile bench workflows training compress llm startup startup.opening startup.rules startup.runnable decoding "
     "text weights native host data",

@@ -49,6 +49,7 @@ def serve(
     check_installed()
     from headrace.cli.cascades import read_cascade
     from headrace.server.logs import use_json
+    from headrace.server.proxies import Proxies
     from headrace.server.settings import Limits, ServerSettings
 
     if server.log_json:
@@ -81,6 +82,7 @@ def serve(
         grace=server.grace,
         state=server.state or _state(server.port),
         limits=Limits(**limits.limits()),
+        proxies=Proxies.parse(server.trusted_proxy),
     )
     _look(entries, server.model_memory is not None)
     cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]

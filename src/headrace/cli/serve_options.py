@@ -124,6 +124,9 @@ class ServerOptions:
     ] = None
     tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
     tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
+    trusted_proxy: Annotated[
+        str, _server("Proxies whose X-Forwarded-For and -Proto are believed: addresses or networks, separated by commas.")
+    ] = ""
     log_json: Annotated[bool, _server("The log as JSON lines; with HEADRACE_LOG=info every request, in numbers.")] = False
     grace: Annotated[float, _server("Seconds to finish what runs after SIGTERM.", min=0)] = 30.0
     state: Annotated[
@@ -185,10 +188,8 @@ class LimitOptions:
     limit_deadline: Annotated[float | None, _limit("Seconds until a request that names none is ended.", min=0.001)] = None
     limit_priority: Annotated[int, _limit("The least priority that a request may name; lower ones run first.")] = 0
     limit_connections: Annotated[int, _limit("Requests at once.", min=1)] = 1024
-
-    limit_overhead: Annotated[
-        float, _limit("The part of the processors that a client's refused requests may take.", min=0.001, max=1)
-    ] = 0.03
+    limit_anonymous: Annotated[int, _limit("Connections of an address that have not shown a valid key.", min=1)] = 256
+    limit_bodies: Annotated[int, _limit("Bytes of all bodies together that are arriving.", min=1)] = 256 << 20
 
     def limits(self) -> dict[str, Any]:
         """Arguments of Limits."""

@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,20 +14,20 @@ from typing import Any
 
 import msgspec
 
+from headrace.confined.shares import Shares
 from headrace.confined.worker import OverrunError, Task, Worker
 
-__all__ = ["BILL", "CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
+__all__ = ["CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
 
 WIDTH = 8  # questions at a time; those that take long cost others next to nothing
 IDLE = 4  # processes that are kept for the next question
-MOST = 256  # questions that may wait
+MOST = 512  # questions that may wait; of one client as many as it leaves free, so half of them
 REMEMBERED = 256  # answers
-CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # whom work is for
-BILL: ContextVar[Callable[[float], None] | None] = ContextVar("BILL", default=None)  # is told the CPU time that it took
+CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # the client that the work is for
 
 
 class BusyError(Exception):
-    """So many questions wait that no more are taken; ask again."""
+    """Too many questions wait; ask again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,22 +37,24 @@ class Job:
     task: Task
     frame: bytes
     client: str
-    bill: Callable[[float], None] | None
     future: "Future[Any]" = field(default_factory=Future)
+    idle: bool = False  # its client was over its share when it began
     worker: Worker | None = None
-    gone: bool = False  # nobody waits for the answer
+    gone: bool = False  # its client has left
 
 
 class Confined:
-    """Up to `width` processes that work. Of the questions that wait one comes first whose client has the fewest worked at, and
-    of those the one whose client was served longest ago; three quarters of the processes are the most that a client has.
+    """Up to `width` processes that work. The next question is of the client with the fewest questions running, and among
+    those, of the client served longest ago. One client has three quarters of the processes at most; so have all clients
+    together that are over their share of CPU time, whose questions run at idle priority.
 
     Any thread may ask; after a fork the new process has workers of its own. A worker loads one module and is kept while it is
     of use; whatever ends it ends one question.
     """
 
-    def __init__(self, width: int = WIDTH, most: int = MOST) -> None:
+    def __init__(self, width: int = WIDTH, most: int = MOST, shares: Shares | None = None) -> None:
         self._width, self._each, self._most = width, max(1, width * 3 // 4), most
+        self.shares = shares or Shares()
         self._begin()
 
     def _begin(self) -> None:
@@ -62,6 +63,7 @@ class Confined:
         self._threads = 0
         self._waiting: list[Job] = []
         self._working: Counter[str] = Counter()  # questions by client
+        self._working_idle = 0  # questions of clients over their share
         self._idle: list[Worker] = []  # the one used last at the end
         self._known: dict[bytes, Any] = {}
         self.workers: set[Worker] = set()  # all there are
@@ -100,13 +102,14 @@ class Confined:
             self._end.detach()
             self._begin()
         frame = msgspec.msgpack.encode((task.function, task.seconds, task.memory, question))
-        job = Job(task, frame, CLIENT.get(), BILL.get())
+        job = Job(task, frame, CLIENT.get())
         with self._lock:
             if task.remembered and (known := self._known.get(_name(job))) is not None:
                 job.future.set_result(known)
                 return job
-            if len(self._waiting) >= most:
-                raise BusyError(f"{len(self._waiting)} questions wait to be looked at and {most} may")
+            own = sum(one.client == job.client for one in self._waiting)
+            if own >= most - len(self._waiting):
+                raise BusyError(f"{own} questions of this client wait, {len(self._waiting)} of all, and {most} may")
             self._waiting.append(job)
             if self._threads < self._width:
                 self._threads += 1
@@ -124,10 +127,11 @@ class Confined:
             finally:
                 with self._lock:
                     self._working -= Counter([job.client])
+                    self._working_idle -= job.idle
 
     def _next(self) -> Job | None:
         with self._lock:
-            may = [job for job in self._waiting if self._working[job.client] < self._each]
+            may = [job for job in self._waiting if self._may_begin(job)]
             if not may:
                 self._threads -= 1
                 return None
@@ -135,37 +139,46 @@ class Confined:
             self._waiting.remove(job)
             self._waiting.sort(key=lambda other: other.client == job.client)  # behind those of others
             self._working[job.client] += 1
+            job.idle = self.shares.used_up(job.client)
+            self._working_idle += job.idle
             return job
 
+    def _may_begin(self, job: Job) -> bool:
+        free = not self.shares.used_up(job.client) or self._working_idle < self._each
+        return free and self._working[job.client] < self._each
+
     def _answer(self, job: Job) -> Any:
-        worker = self._worker(job.task)
-        began = worker.used if worker.ready else 0.0  # who needs a new one pays for its start
+        worker = self._worker(job)
+        began: float | None = None
         try:
             with self._lock:
                 job.worker = worker
                 if job.gone:
                     worker.kill()
+            worker.start()
+            began = worker.used  # its start is not the cost of this client's question
             answer = worker.ask(job.task, job.frame)
         except BaseException:
             worker.worn = True
             raise
         finally:
-            if job.bill is not None:  # as long as the worker is nobody else's
-                job.bill(worker.used - began)
+            if began is not None:
+                self.shares.charge(job.client, worker.used - began)
             self._back(job, worker)
         if job.task.remembered:
             self._remember(_name(job), answer)
         return answer
 
-    def _worker(self, task: Task) -> Worker:
-        """One for this task that waits, or a new one. Raises OverrunError."""
+    def _worker(self, job: Job) -> Worker:
+        """A waiting worker for this job, or a new one. Raises OverrunError."""
+        kind = (job.task.module, job.task.argument, job.idle)
         with self._lock:
-            fit = next((one for one in reversed(self._idle) if one.kind == (task.module, task.argument) and one.alive), None)
+            fit = next((one for one in reversed(self._idle) if one.kind == kind and one.alive), None)
             if fit is not None:
                 self._idle.remove(fit)
                 return fit
         try:
-            worker = Worker(task)
+            worker = Worker(job.task, job.idle)
         except OSError as error:
             raise OverrunError(error.errno or 1) from None
         with self._lock:

@@ -52,14 +52,15 @@ class OverrunError(Exception):
 class Worker:
     """A process for the functions of one module. Raises OverrunError when it ends under a question, and is then of no use."""
 
-    def __init__(self, task: Task) -> None:
-        self.kind = (task.module, task.argument)
+    def __init__(self, task: Task, idle: bool = False) -> None:
+        self.kind = (task.module, task.argument, idle)
         self.worn = False  # to be replaced
+        self._idle = idle  # runs at idle priority from its start
         self._began, self._used = time.monotonic(), 0.0
         self._ready_memory = 0
         self.ready = False  # has loaded what it needs and has shut itself in
         self._socket, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-B", "-m", CHILD, *self.kind]
+        command = [sys.executable, "-P", "-B", "-m", CHILD, task.module, task.argument]
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -69,6 +70,8 @@ class Worker:
                 env=environment(),
                 start_new_session=True,  # Ctrl-C is for the program, not for this process
             )
+        if idle:
+            self._lower_priority()
 
     @property
     def pid(self) -> int:
@@ -78,11 +81,14 @@ class Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, task: Task, frame: bytes) -> Any:
-        """The answer to a question of its module."""
+    def start(self) -> None:
+        """Wait until it has loaded its module and has shut itself in."""
         if not self.ready:
             self.ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
             self._ready_memory = host.held_memory(self.pid)
+
+    def ask(self, task: Task, frame: bytes) -> Any:
+        """The answer to a question of its module; `start` comes first."""
         began, last = self.used, time.monotonic() + PATIENCE + 10 * task.seconds
         try:
             self._socket.settimeout(PATIENCE)
@@ -139,11 +145,14 @@ class Worker:
         return self._used
 
     def _step_back(self) -> None:
-        """Everybody else comes first from now on; there is no way back, so this is its last question."""
-        if not self.worn:
+        """Run at idle priority from now on; the system does not let a process raise it again, so this is its last question."""
+        if not self.worn and not self._idle:
             self.worn = True
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+            self._lower_priority()
+
+    def _lower_priority(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, 19)
 
 
 def environment() -> dict[str, str]:

@@ -1,14 +1,12 @@
 """The input of a batch: a file with one request per line. All lines are checked before the first row is inserted."""
 
 import sqlite3
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from headrace.confined.pool import BILL
 from headrace.server import files
 from headrace.server.errors import ApiError
 from headrace.server.json_errors import json_problem
@@ -47,23 +45,11 @@ class Check:
         return len(self._seen)
 
     async def run(self, store: Store) -> None:
-        """Check all lines. Each piece is a read transaction of its own, so that other readers wait for one piece at most. The
-        client of a bad file pays for the CPU time."""
-        seconds = 0.0
-        while True:
-            used, ended = await store.read(self._timed_step)
-            seconds += used
-            if ended:
-                break
+        """Check all lines. Each piece is a read transaction of its own, so that other readers wait for one piece at most."""
+        while not await store.read(self._step):
+            pass
         if not self._seen and not self.errors:
             self.errors = [_wrong("empty_file", "the file has no lines", None)]
-        if self.errors and (bill := BILL.get()) is not None:
-            bill(seconds)
-
-    def _timed_step(self, db: sqlite3.Connection) -> tuple[float, bool]:
-        begun = time.thread_time()
-        ended = self._step(db)
-        return time.thread_time() - begun, ended
 
     def _step(self, db: sqlite3.Connection) -> bool:
         """Check the lines that end in the next piece. Returns whether nothing is left to do."""

@@ -1,55 +1,34 @@
 """Connections of clients: HTTP/1.1 by uvicorn, with limits on their number, their time, and what they may send."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from headrace.server.throttle import Throttle
+from headrace.server.crowd import Crowd
+from headrace.server.errors import ApiError
+from headrace.server.logs import Burst
+from headrace.server.proxies import Proxies, client_group, parse_address
 
-CHUNK = "chunk"  # where a request's state has the connection's short way
-HEAD = 64 << 10  # bytes of a request's head where nothing else is said
-REFUSED = 256 << 20  # bytes that a client may send after it was refused; they are read away
-FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # so many chunks of a body may be small; all of them have so many bytes on average
+log = logging.getLogger("headrace.server")
 
-
-class Crowd:
-    """All connections of a server. Beyond `most` those without a request make room: first those whose clients never asked
-    anything, then those kept for the next request, and of each the one that has waited longest."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._all: set[Connection] = set()
-        self._new: dict[Connection, None] = {}
-        self._kept: dict[Connection, None] = {}
-
-    def enter(self, one: "Connection") -> None:
-        self._all.add(one)
-        while len(self._all) > self.most and (waiting := self._new or self._kept):
-            last = next(iter(waiting))
-            self.leave(last)
-            last.transport.abort()
-        self._new[one] = None
-
-    def works(self, one: "Connection") -> None:
-        """It has a request."""
-        self._new.pop(one, None)
-        self._kept.pop(one, None)
-
-    def waits(self, one: "Connection") -> None:
-        """It has none any more."""
-        self._kept[one] = None
-
-    def leave(self, one: "Connection") -> None:
-        self._all.discard(one)
-        self.works(one)
+# Functions of the connection in a request's state.
+CHUNK = "chunk"  # Connection.chunk
+ADMIT = "admit"  # Connection.admit
+HEAD = 64 << 10  # bytes of a request's head, by default
+HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard sees the request
+INVALID = "the request is not valid HTTP/1.1"
+REFUSED = 256 << 20  # bytes that the server drops after it has refused a request
+FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # chunks of a body that may be small; bytes that all have on average
 
 
 class Turn:
-    """What was written in this turn of the event loop; it is sent at its end, all connections in one go."""
+    """Data written in this turn of the event loop, which all connections send at its end."""
 
     def __init__(self) -> None:
         self._written: list[Joined] = []
@@ -66,8 +45,8 @@ class Turn:
 
 
 class Joined:
-    """A transport that sends what is written in one turn of the event loop in one piece: of a streamed answer several events,
-    its last one and the end. Everything else is the transport's own."""
+    """A transport that joins all data written in one turn of the event loop into one `send`, as several events of a stream.
+    Everything else is the wrapped transport's."""
 
     def __init__(self, transport: asyncio.Transport, turn: Turn, linger: Callable[[], bool]) -> None:
         self._transport = transport
@@ -100,23 +79,58 @@ class Joined:
         return getattr(self._transport, name)
 
 
+class RefusedError(h11.RemoteProtocolError):
+    """A request that this server does not read further, with a message for the client."""
+
+
+class Lines(ReceiveBuffer):
+    """The bytes that h11 has not read yet. A head, or trailers, of too many lines or bytes is refused before h11 reads it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most  # bytes
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > HEADERS + 1:
+            raise RefusedError(f"a request may have {HEADERS} headers; send fewer", error_status_hint=431)
+        if lines is not None and sum(map(len, lines)) > self._most:
+            raise RefusedError(f"the head has more than {self._most} bytes; send less", error_status_hint=431)
+        return lines
+
+
 class Chunks(h11.Connection):
-    """h11's connection, which knows whether an answer is being sent in chunks, and takes no body in crumbs: each chunk costs
-    as much as a request's line. An answer that comes before its request is whole is the last one: nobody reads the rest."""
+    """h11's connection. It knows whether the answer is sent in chunks, refuses bodies in tiny chunks (each costs as much as a
+    line of the head), and keeps what is wrong with a request in `problem`, which uvicorn would log without the client's
+    address. An answer that begins before the request is complete is the last one of the connection."""
 
     chunked = False
-    chunks = _bytes = 0  # of a body so far
+    _chunks = _bytes = 0  # of the current body
+    problem: h11.RemoteProtocolError | None = None
+
+    def __init__(self, most: int) -> None:
+        super().__init__(h11.SERVER, most)
+        self._receive_buffer = Lines(most)
 
     def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self.chunks = self._bytes = 0
-        elif isinstance(event, h11.Data):
-            self.chunks += event.chunk_end
-            self._bytes += len(event.data)
-            if self.chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK:
-                raise h11.RemoteProtocolError("the chunks of the body are too small")
+        if self.problem is not None:
+            return h11.NEED_DATA
+        try:
+            event = super().next_event()
+            self._count(event)
+        except h11.RemoteProtocolError as error:
+            self.problem = error
+            return h11.NEED_DATA
         return event
+
+    def _count(self, event: Any) -> None:
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_end
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK:
+                raise RefusedError(f"the chunks of the body are smaller than {MEAN_CHUNK} bytes; send larger ones")
 
     def send(self, event: Any) -> Any:
         if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
@@ -131,35 +145,48 @@ class Chunks(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """Closes a connection whose next request does not arrive whole within `head_seconds` of its first byte, or, for the
-    first request, of connecting (slow loris), and one whose client leaves what was sent unread for `send_seconds`.
+    """One client's connection, with limits on time that uvicorn does not have.
 
-    A client that is refused while it sends would lose the answer if the connection were closed then: what it sends is read
-    away for `body_seconds`, up to REFUSED bytes."""
+    It is closed if the head of a request is not complete within `head_seconds` of its first byte (of connecting, for the
+    first request), and if the client does not read for `send_seconds`. A client that is refused while it sends would lose
+    the answer if the connection were closed at once: the server reads and drops the rest for `body_seconds`, at most
+    REFUSED bytes.
+    """
 
     head_seconds = 10.0
     send_seconds = 60.0
     body_seconds = 30.0
     turn = Turn()
-    crowd = Crowd(1 << 20)
-    throttle = Throttle(1.0)
-    _refused: int | None = None  # bytes that were read away
+    crowd = Crowd(1 << 20, 1 << 20)
+    proxies = Proxies()
+    invalid = Burst(log, logging.WARNING, "requests that are not valid HTTP")
+    address = ""
+    _refused: int | None = None  # bytes that were dropped
     _clock: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
 
     def __init__(self, config: uvicorn.Config, *more: Any, **options: Any) -> None:
         super().__init__(config, *more, **options)
-        self.conn: Chunks = Chunks(h11.SERVER, config.h11_max_incomplete_event_size or HEAD)
-        self.app_state = {**self.app_state, CHUNK: self.chunk}
+        self.conn: Chunks = Chunks(config.h11_max_incomplete_event_size or HEAD)
+        self.app_state = {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
-        self.crowd.enter(self)
+        peer = self.client[0] if self.client else ""
+        self.address = client_group(peer)
+        self.crowd.enter(self, limited=not self.proxies.trust(parse_address(peer)))
         self._start()
 
+    def admit(self) -> None:
+        """The current request may be worked on: the connection is not anonymous any more."""
+        self.crowd.admit(self)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
     def chunk(self, data: bytes) -> bool:
-        """Send a part of a streamed answer, past the layers that would pass it on unchanged: a chunk is its length and its
-        bytes. False, and nothing is sent, where the answer is in no chunks or the client has to be waited for."""
+        """Send a part of a streamed answer as one chunk, past h11 and uvicorn. False, and nothing is sent, if the answer is
+        not chunked or the client does not read fast enough."""
         if not self.conn.chunked or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -177,30 +204,37 @@ class Connection(H11Protocol):
         else:
             self._stop()
             if self.cycle is not None and not self.transport.is_closing():
-                self.crowd.works(self)
+                self.crowd.work(self)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.problem is not None and not self.transport.is_closing():
+            self._refuse(self.conn.problem)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:
-            self.crowd.waits(self)
+            self.crowd.wait(self)
         if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
             self._start()
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered when its client's turn has come, as every refusal is."""
-        wait = self.throttle.refuse(self.client[0] if self.client else "", self.conn.chunks)
-        if not wait:
-            super().send_400_response(msg)
-            return
-        self.flow.pause_reading()
-        self.loop.call_later(wait, self._refuse, msg)
+    def _refuse(self, problem: h11.RemoteProtocolError) -> None:
+        """Answer a request that is not valid HTTP, if its answer has not begun, and close the connection."""
+        reason, *_ = str(problem).partition(":")  # h11 appends the bytes, which may hold a key
+        self.invalid.add(self.client[0] if self.client else "", reason)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            message = str(problem) if isinstance(problem, RefusedError) else INVALID
+            error = ApiError(problem.error_status_hint, message, code="invalid_http")
+            headers = [(b"content-type", b"application/json")]
+            if self.conn.their_state is not h11.SEND_BODY:
+                headers.append((b"connection", b"close"))
+            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (response, h11.Data(data=error.body()), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
 
-    def _refuse(self, msg: str) -> None:
-        if not self.transport.is_closing():
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                super().send_400_response(msg)
-            else:
-                self.transport.close()
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn would log advice to install packages for each such request; the guard refuses WebSockets."""
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -218,7 +252,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _linger(self) -> bool:
-        """Whether the connection stays open for what its client is still sending; nothing more is written."""
+        """Whether the connection stays open to drop the rest that its client sends; nothing more is written."""
         if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return False
         try:
@@ -233,7 +267,7 @@ class Connection(H11Protocol):
         self.flow.resume_reading()
         self._stop()
         self._clock = self.loop.call_later(self.body_seconds, self.transport.close)
-        self.crowd.waits(self)
+        self.crowd.wait(self)
         return True
 
     def _start(self) -> None:
@@ -255,7 +289,12 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def connection(most: int = 1 << 20, throttle: Throttle | None = None, **seconds: float) -> Callable[..., Any]:
-    """The protocol class for a server of so many connections; `seconds` are those of Connection."""
-    own = {"crowd": Crowd(most), "turn": Turn(), "throttle": throttle or Throttle(1.0)}
+def connection(crowd: Crowd | None = None, proxies: Proxies | None = None, **seconds: float) -> Callable[..., Any]:
+    """The protocol class of one server. `seconds`: head_seconds, send_seconds, body_seconds of Connection."""
+    own = {
+        "crowd": crowd or Crowd(1 << 20, 1 << 20),
+        "proxies": proxies or Proxies(),
+        "turn": Turn(),
+        "invalid": Burst(log, logging.WARNING, "requests that are not valid HTTP"),
+    }
     return type("Connection", (Connection,), {**seconds, **own})

@@ -16,7 +16,9 @@ from headrace.data.config import parse_bytes
 from headrace.server.app import make_app
 from headrace.server.async_llm import AsyncLLM, LoadError
 from headrace.server.connection import connection
+from headrace.server.crowd import Crowd
 from headrace.server.keys import Keys
+from headrace.server.logs import without_cancelled
 from headrace.server.metrics import Figures
 from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.page.markdown import start_renderer
@@ -47,8 +49,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 application.door,
                 http=connection(  # type: ignore[arg-type]
-                    limits.connections + SPARE,
-                    application.door.throttle,
+                    Crowd(limits.connections + SPARE, limits.anonymous),
+                    settings.proxies,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,
@@ -68,6 +70,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=settings.tls_key,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(without_cancelled)
         self.models = models
         self.stopped_by: int | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -183,11 +186,12 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
     sock = listen(settings)
     server = Server(models)
     server.config.load()  # TLS files are read now: their errors come before anything starts
-    scheme = "https" if settings.tls_cert else "http"
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     names = ", ".join(service.name for service in models.services)
-    address = f"{scheme}://{host}:{sock.getsockname()[1]}"
-    say(f"{names} on {address}/v1")
+    address = settings.address(sock.getsockname()[1])
+    everywhere = f", and on this machine's other addresses ({settings.host})" if settings.host in ("", "0.0.0.0", "::") else ""
+    say(f"{names} on {address}/v1{everywhere}")
+    if settings.unencrypted:
+        say("keys travel unencrypted to other machines; give --tls-cert and --tls-key, or a proxy with TLS and --trusted-proxy")
     for one in models.cascades.values():
         say(f"{one.name}: {', then '.join(one.tiers)}{'; ' + one.promise if one.promise else ''}")
     say("loading; requests get a 503 until it is ready")

@@ -4,6 +4,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.server.proxies import Proxies
 from headrace.workflows.surety import TOKEN_SCORES, TokenScore
 
 MIN_KEY = 8  # characters
@@ -22,7 +23,9 @@ class Limits:
     body_seconds: float = 30.0  # for a whole body to arrive
     header: int = 64 << 10  # bytes of a request's head
     header_seconds: float = 10.0  # for a whole head to arrive
-    connections: int = 1024
+    bodies: int = 256 << 20  # bytes of all bodies together that are arriving
+    connections: int = 1024  # requests at once
+    anonymous: int = 256  # connections of one address on which no request was admitted
     n: int = 16  # answers to one prompt
     prompts: int = 128  # prompts of one /v1/completions request
     choices: int = 128  # prompts times n
@@ -40,7 +43,6 @@ class Limits:
     max_tokens: int | None = None  # None: what the context holds
     logprobs: int = 20
     priority: int = 0  # that a request may name at least; lower ones run before all others
-    overhead: float = 0.03  # part of the processors that refused and costly requests may take
     stop: int = 16
     stop_chars: int = 256
 
@@ -59,6 +61,7 @@ class ServerSettings:
     grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
     state: Path | None = None  # the folder of files, batches and responses; None: they last as long as the server
     limits: Limits = field(default_factory=Limits)
+    proxies: Proxies = field(default_factory=Proxies)  # whose X-Forwarded-For and X-Forwarded-Proto are believed
 
     def __post_init__(self) -> None:
         if self.key is not None:
@@ -72,6 +75,21 @@ class ServerSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SettingsError("TLS needs both --tls-cert and --tls-key")
+        if self.limits.bodies < self.limits.body:
+            raise SettingsError(
+                f"--limit-bodies {self.limits.bodies} is less than --limit-body {self.limits.body}, so a body of that size "
+                "would never arrive; raise it"
+            )
+
+    @property
+    def unencrypted(self) -> bool:
+        """Whether keys travel unencrypted to another machine; a trusted proxy is expected to encrypt them."""
+        return self.tls_cert is None and not is_loopback(self.host) and not self.proxies.networks
+
+    def address(self, port: int) -> str:
+        """A URL of this server that can be opened on this machine."""
+        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"{'https' if self.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def check_key(key: str, what: str) -> None:

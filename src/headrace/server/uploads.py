@@ -21,7 +21,10 @@ LONGEST = 1000  # bytes of a field, and of what stands above a part
 
 
 class Form:
-    """What has come of a form: its fields, the file's name, and what of the file was not kept yet."""
+    """The received part of a form: its fields, the file's name, and the bytes of the file that are not stored yet.
+
+    Raises ApiError.
+    """
 
     def __init__(self, content_type: str | None) -> None:
         self.fields: dict[str, bytearray] = {}
@@ -37,7 +40,10 @@ class Form:
             "on_end": self._end,
         }  # fmt: skip
         self._boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
-        self._parser = MultipartParser(self._boundary, callbacks)
+        try:
+            self._parser = MultipartParser(self._boundary, callbacks)
+        except FormParserError:  # a boundary that is too long
+            raise _no_form() from None
 
     def write(self, data: bytes) -> None:
         """Take in more of the body. Raises ApiError."""

@@ -1,0 +1,45 @@
+"""CPU time that each client may use in confined processes at normal priority."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+SHARE = 0.03  # of the processors, for one client
+BURST = 1.0  # seconds of CPU time that a client may use ahead of its share
+FREE = 0.005  # seconds of a question that are not counted: templates of ordinary chats take less
+CLIENTS = 4096  # remembered, besides those over their share
+
+
+@dataclass(eq=False, slots=True)
+class Shares:
+    """Which clients have used more CPU time than their share.
+
+    Each client has a time until which its share is used up (generic cell rate algorithm, ATM Forum 1996). A client over its
+    share does not wait and is not refused: its questions run at idle priority, in a part of the processes.
+    """
+
+    rate: float = field(default_factory=lambda: SHARE * _processors())  # seconds of CPU time a second
+    clock: Callable[[], float] = time.monotonic
+    _until: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def charge(self, client: str, seconds: float) -> None:
+        """A question of a client has used so much CPU time. The empty name is this program itself, which has no limit."""
+        if seconds <= FREE or not client:
+            return
+        with self._lock:
+            now = self.clock()
+            if len(self._until) >= CLIENTS:
+                self._until = {name: until for name, until in self._until.items() if until > now}
+            self._until[client] = max(now, self._until.get(client, now)) + (seconds - FREE) / self.rate
+
+    def used_up(self, client: str) -> bool:
+        """Whether a client is over its share."""
+        return self._until.get(client, 0.0) - self.clock() > BURST / self.rate
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,75 @@
+"""Client addresses behind reverse proxies: X-Forwarded-For and X-Forwarded-Proto, from trusted proxies only."""
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Proxies:
+    """Addresses of the trusted proxies. Any client can send these headers, so those of other peers are ignored."""
+
+    networks: tuple[Network, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Proxies":
+        """From addresses or networks, separated by commas. Raises ValueError."""
+        networks = []
+        for one in filter(None, map(str.strip, text.split(","))):
+            try:
+                networks.append(ipaddress.ip_network(one))
+            except ValueError:
+                raise ValueError(
+                    f"--trusted-proxy {one}: must be an IP address or a network, as in 127.0.0.1,10.0.0.0/8"
+                ) from None
+        return cls(tuple(networks))
+
+    def trust(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self.networks)
+
+    def client(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """The address of the client: of a trusted peer, the rightmost address in X-Forwarded-For that is not a trusted
+        proxy's. Each proxy appends the address of its own peer, so what stands further left may be the client's invention."""
+        address = parse_address(peer)
+        if not self.trust(address):
+            return peer
+        hops = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1").split(",")
+        for hop in reversed(hops):
+            found = parse_address(hop)
+            if found is None:
+                break
+            address = found
+            if not self.trust(found):
+                break
+        return str(address)
+
+    def scheme(self, peer: str, headers: dict[bytes, bytes], scheme: str) -> str:
+        """`scheme`, or what a trusted peer's X-Forwarded-Proto names in its place."""
+        if not self.trust(parse_address(peer)):
+            return scheme
+        given = headers.get(b"x-forwarded-proto", b"").rpartition(b",")[2].strip().lower()
+        return given.decode() if given in (b"http", b"https") else scheme
+
+
+def parse_address(text: str) -> Address | None:
+    """An IP address, also with a port ("10.0.0.1:80", "[::1]:80"); an IPv4 address inside IPv6 becomes IPv4. None if
+    invalid."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def client_group(address: str) -> str:
+    """What counts as one address for limits: of IPv6 the /64 network, all of which one client has."""
+    found = parse_address(address)
+    return f"{int(found) >> 64:x}/64" if isinstance(found, ipaddress.IPv6Address) else address
