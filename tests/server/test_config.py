@@ -44,6 +44,7 @@ port = 8123
 api_key_env = "MY_KEY"
 max_num_seqs = 8
 model-memory = "1GiB"
+trusted_proxy = "10.0.0.1, 10.1.0.0/16"
 [limits]
 n = 4
 deadline = 30
@@ -61,6 +62,7 @@ port: 8123
 api_key_env: MY_KEY
 max_num_seqs: 8
 model_memory: 1GiB
+trusted_proxy: 10.0.0.1, 10.1.0.0/16
 limits: {n: 4, deadline: 30}
 models:
   - {model: MODEL, name: small, max_model_len: 64, preload: true}
@@ -79,6 +81,7 @@ def test_a_file_holds_every_option(
     assert main(["serve", "--config", str(file), "--port", "9000"]) == 0
     ((settings, entries, queue, memory, cascades),) = started
     assert (settings.port, settings.key, settings.limits.n, settings.limits.deadline) == (9000, KEY, 4, 30)  # flags win
+    assert [str(one) for one in settings.proxies.networks] == ["10.0.0.1/32", "10.1.0.0/16"]
     assert "MY_KEY" not in os.environ, "a child process must not see the key"
     assert (queue["max_num_seqs"], queue["max_queued_requests"], memory) == (8, 256, "1GiB")
     assert [(name, entry.preload, options["max_model_len"]) for name, entry, options in entries] == [
