@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from headrace.confined.pool import BILL
+from headrace.confined.pool import CLIENT, shared
+from headrace.confined.shares import Shares
 from headrace.startup import encoding
 from headrace.startup.encoding import MARGIN, SLICE, count_at_least
 from headrace.startup.opening import open_model
@@ -50,23 +51,30 @@ def test_without_its_margin_the_count_is_too_high(monkeypatch: pytest.MonkeyPatc
     assert any(asyncio.run(count_at_least(text, one.encode, 10**9)) > len(one.encode(text)) for text in LONG.values())
 
 
-def test_counting_stops_above_the_context_and_is_billed() -> None:
+def test_counting_stops_above_the_context_and_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    billed: list[float] = []
+    charged: list[tuple[str, float]] = []
     one = tokenizer("bytes")
 
     def encode(text: str) -> list[int]:
         sizes.append(len(text))
         return one.encode(text)
 
+    class Recorded(Shares):
+        def charge(self, client: str, seconds: float) -> None:
+            charged.append((client, seconds))
+
+    monkeypatch.setattr(shared(), "shares", Recorded())
+
     async def counted() -> int:
-        BILL.set(billed.append)
+        CLIENT.set("a")
         return await count_at_least(PROSE * 100_000, encode, 5000)
 
     assert asyncio.run(counted()) > 5000
     assert sum(sizes) <= 3 * SLICE
-    assert len(billed) == len(sizes)
-    assert min(billed) > 0
+    ((client, seconds),) = charged
+    assert client == "a"
+    assert seconds > 0
 
 
 def test_a_slice_that_cannot_be_encoded_counts_nothing() -> None:

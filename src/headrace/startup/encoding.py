@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.confined.pool import BILL, OverrunError, Task, shared
+from headrace.confined.pool import CLIENT, OverrunError, Task, shared
 from headrace.startup.opening import open_files
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 
@@ -21,25 +21,29 @@ CUT = re.compile(r"\S(?=\s+\S*$)")  # before the last blank
 
 async def count_at_least(text: str, encode: Callable[[str], list[int]], most: int) -> int:
     """A lower bound of the number of tokens of a text. Counting stops above `most`, so a refusal costs about as much as
-    encoding `most` tokens. Threads do the work, slice by slice; the client is billed for it. 0 if a slice cannot be encoded."""
-    bill, count, begin = BILL.get(), 0, 0
+    encoding `most` tokens. Threads do the work, slice by slice, on the client's share of CPU time. 0 if a slice cannot be
+    encoded."""
+    seconds, count, begin = 0.0, 0, 0
 
     def size_of(part: str) -> int:
+        nonlocal seconds
         began = time.thread_time()
         try:
             return len(encode(part))
         except TokenizerError:  # encoding the whole text says where it is wrong
             return 0
         finally:
-            if bill is not None:
-                bill(time.thread_time() - began)
+            seconds += time.thread_time() - began
 
-    while begin < len(text) and count <= most:
-        end = begin + SLICE
-        if end < len(text) and (blank := CUT.search(text, end - 256, end)):
-            end = blank.end()
-        count += max(0, await asyncio.to_thread(size_of, text[begin:end]) - MARGIN)
-        begin = end
+    try:
+        while begin < len(text) and count <= most:
+            end = begin + SLICE
+            if end < len(text) and (blank := CUT.search(text, end - 256, end)):
+                end = blank.end()
+            count += max(0, await asyncio.to_thread(size_of, text[begin:end]) - MARGIN)
+            begin = end
+    finally:
+        shared().shares.charge(CLIENT.get(), seconds)
     return count
 
 
