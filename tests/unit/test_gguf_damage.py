@@ -35,6 +35,7 @@ U32, U64 = struct.Struct("<I").pack, struct.Struct("<Q").pack
 HOSTILE = {
     "empty file": (b"", "the file is empty"),
     "another format": (b"PK\3\4" + bytes(64), "is not a GGUF file"),
+    "an LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a Git LFS pointer"),
     "only the magic": (b"GGUF", "needs 4 bytes and 0 are left"),
     "version 1": (gguf(version=1), "version 1 and only 2 and 3"),
     "version 4": (gguf(version=4), "version 4 and only 2 and 3"),

@@ -161,6 +161,12 @@ def test_damaged_files_give_one_line(single: Path) -> None:
     assert all(len(message.splitlines()) == 1 for message in messages)
 
 
+def test_an_lfs_pointer_is_named(single: Path) -> None:
+    (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(WeightError, match="is a Git LFS pointer and not the file itself; fetch it with `git lfs pull`"):
+        SafetensorsFolder(single)
+
+
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02cos\nsystem\n")
     assert_refused(folder, r"only pickled weights \(pytorch_model.bin\).*take the safetensors version")

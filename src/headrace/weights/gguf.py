@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.weights.gguf_metadata import Cursor, quoted
 from headrace.weights.kinds import KINDS
-from headrace.weights.source import TensorInfo, WeightError
+from headrace.weights.source import LFS_BEGIN, LFS_POINTER, TensorInfo, WeightError
 
 MAX_TENSORS = 1 << 17  # real files have some hundreds
 MAX_NAME_BYTES = 256
@@ -117,6 +117,8 @@ def _map_file(path: Path) -> mmap.mmap:
 def _read_preamble(cursor: Cursor) -> tuple[int, int, int]:
     """Version, number of tensors, number of metadata keys."""
     if bytes(cursor.data[:4]) != b"GGUF":
+        if bytes(cursor.data[: len(LFS_BEGIN)]) == LFS_BEGIN:
+            raise cursor.fail(LFS_POINTER)
         raise cursor.fail("is not a GGUF file (it does not start with GGUF)")
     cursor.pos = 4
     version = cursor.number("<I", "the header")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace import native
 from headrace.weights.kinds import FLOATS
-from headrace.weights.source import TensorInfo, WeightError, foreign
+from headrace.weights.source import LFS_POINTER, TensorInfo, WeightError, foreign, is_lfs_pointer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -124,6 +124,8 @@ class SafetensorsFolder:
             infos = [_info(file, name, path) for name in file.offset_keys()]
             data, starts = _map(path)
         except (SafetensorError, OSError) as error:
+            if isinstance(error, SafetensorError) and is_lfs_pointer(path):
+                raise WeightError(f"{path}: {LFS_POINTER}") from None
             raise WeightError(f"{path}: cannot be read ({_one_line(error)}); download it again") from None
         found = {info.name for info in infos}
         if expected is not None and found != expected:

@@ -33,6 +33,16 @@ class TensorInfo:
         return self.nbytes // self.rows
 
 
+LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
+LFS_POINTER = "is a Git LFS pointer and not the file itself; fetch it with `git lfs pull`, or pull the model"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the placeholder that Git leaves for a large file."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_BEGIN)) == LFS_BEGIN
+
+
 HEADS_INFO, CLASSIFIER_INFO = "heads.json", "classifier.json"  # what says that a folder holds something trained for a model
 TRAINED = {
     CLASSIFIER_INFO: "a classifier of texts (headrace classify MODEL --classifier FOLDER)",
