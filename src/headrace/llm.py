@@ -38,7 +38,7 @@ from headrace.startup.backend import start
 from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
-from headrace.text.chat import TemplateError, validate_messages
+from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
 from headrace.text.continuing import check_continues, render_open
 from headrace.weights.defaults import values
 from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
@@ -59,7 +59,8 @@ class LLM:
     decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,
     blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend
     on request and seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
-    others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). Raises ValueError.
+    others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). `parse_special`:
+    control tokens inside messages are control tokens, for trusted content only. Raises ValueError.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class LLM:
         exits: str | Path | None = None,
         exit_state: str = "deferred",
         cascade: str | Path | None = None,
+        parse_special: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
-            self.device, self.opened = pick_device(device), open_files(model, progress)
+            self.device, self.opened = pick_device(device), open_files(model, progress, parse_special=parse_special)
             self.classifier = None if classifier is None else load(classifier, self.opened)
             recipe = Recipe(
                 open_roles(self.opened, draft, amateur, speculate or "", progress, exits, cascade),
@@ -116,7 +118,6 @@ class LLM:
             )
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
-        started.runner.exits = None if self.classifier is None else self.classifier.exits
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
         drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
@@ -160,19 +161,24 @@ class LLM:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
         **more: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text of the user) put through the model's
         chat template. The default of `params` is `default_params()`. `more`: single settings (max_tokens=48) and variables that
         the template reads (enable_thinking=False); `chat_template_kwargs` may have others, too. The answer is a new message, or
         with `continue_final_message` the rest of the last one, the assistant's. `tools`, `tool_choice` and
-        `parallel_tool_calls` are those of the server: calls fit their schemas and are `tool_calls` of an output. Raises
-        ToolError, TemplateError, TypeError."""
-        source = self.opened.template.source
-        template = template_variables(more, self.opened.template.reads)
+        `parallel_tool_calls` are those of the server: calls fit their schemas and are `tool_calls` of an output.
+        `chat_template` and `parse_special` are those of `render`. Raises ToolError, TemplateError, TypeError."""
+        given_to_template = dict(chat_template_kwargs or {})
+        name = given_to_template.pop("chat_template", chat_template)
+        called = bool(tools) and tool_choice != "none"
+        chosen = self.opened.template.choose(name, tools=called, parse_special=parse_special)
+        source, template = chosen.source, template_variables(more, chosen.reads)
         settings = {name: value for name, value in more.items() if name not in template}
-        template = {**(chat_template_kwargs or {}), **template, "continue_final_message": continue_final_message}
+        template = {**given_to_template, **template, "continue_final_message": continue_final_message}
         talks = [validate_messages(talk) for talk in as_talks(messages)]
         if continue_final_message:
             check_continues(talks)
@@ -183,7 +189,7 @@ class LLM:
             each = [given.held(one) for one in each]
             template |= {"tools": given.tools} if given.in_template else {}
         talks = [conversation(self.opened.with_system(talk), given, source) for talk in talks]
-        outputs = self.generate([self.render(talk, **template) for talk in talks], each)
+        outputs = self.generate([self._rendered(chosen, talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:
                 given.read(output)
@@ -265,15 +271,27 @@ class LLM:
         batch = self._encode_running(texts)
         return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Silent()))
 
-    def render(self, messages: Messages, *, continue_final_message: bool = False, **template: Any) -> list[int]:
-        """Token ids of a conversation, up to the start of a new answer, or to the end of the last message's text. Raises
-        TemplateError if the model has no template, or the conversation cannot be continued."""
+    def render(
+        self, messages: Messages, *, chat_template: str | None = None, parse_special: bool = False, **template: Any
+    ) -> list[int]:
+        """Token ids of a conversation, up to the start of a new answer, or with `continue_final_message` to the end of the last
+        message's text. `template`: variables of the chat template. `chat_template` names one of the model's templates; the
+        default is "tool_use" if there are tools and such a template, otherwise "default". Control tokens inside messages, tool
+        results, arguments and documents are text; `parse_special` parses them, for trusted content only. Raises TemplateError
+        if the model has no template, or the conversation cannot be continued."""
+        tools = template.get("tools") is not None
+        chosen = self.opened.template.choose(chat_template, tools=tools, parse_special=parse_special)
+        return self._rendered(chosen, messages, **template)
+
+    def _rendered(
+        self, chosen: ChatTemplate, messages: Messages, *, continue_final_message: bool = False, **template: Any
+    ) -> list[int]:
         if continue_final_message and template.get("add_generation_prompt"):
             raise TemplateError("continue_final_message opens no new turn; leave add_generation_prompt out")
         template = {"add_generation_prompt": not continue_final_message, **template}
-        apply = partial(self.opened.template.render, **template)
+        apply = partial(chosen.render_marked, **template)
         text = render_open(messages, apply) if continue_final_message else apply(messages)
-        return self.tokenizer.encode(text, add_special=False)
+        return self.tokenizer.encode(text, add_special=False, marked=chosen.marks)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The settings in force where a conversation asks for none, with changes: what is known of the model, and else of its
@@ -303,6 +321,7 @@ class LLM:
     def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
         config, plan = self.model_config, self.memory_plan
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
+        self.runner.exits = None if self.classifier is None else self.classifier.exits
         scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
         return Engine(
             InProcess(self.runner),

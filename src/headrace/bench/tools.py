@@ -210,7 +210,7 @@ def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
     request = ChatRequest(
         model="", messages=case.messages, tools=[case.tool], tool_choice="required", parallel_tool_calls=False
     )
-    template = llm.opened.template.source
+    template = llm.opened.template.choose(tools=True).source
     given = tooling(request, template, llm.tokenizer.control_id)
     assert given is not None
     variables: dict[str, Any] = {"tools": given.tools} if given.in_template else {}

@@ -93,12 +93,13 @@ def _ignored(request: Any) -> frozenset[str]:
     return frozenset(name for name in OFFLINE_IGNORED if getattr(request, name) is not None)
 
 
-def tools_of(llm: Any, asked: ToolChoice, form: StructuredOutputs | None) -> Tooling | None:
-    """The tools of a line; `form`: that of an answer without a call. Raises ToolError."""
+def tools_of(llm: Any, asked: ToolChoice, form: StructuredOutputs | None, template: str | None) -> Tooling | None:
+    """The tools of a line; `form`: that of an answer without a call; `template`: source of its chat template. Raises
+    ToolError."""
     usable, must = callable_tools(asked)
     answer = None
     if usable and form is not None and not must:
         if (schema := schema_of(form)) is None:
             raise ToolError("next to tools the format of an answer is a JSON schema or json_object; remove one", "tools")
         answer = for_mask(prepare(schema))
-    return tooling(asked, llm.opened.template.source, llm.tokenizer.control_id, None, answer)
+    return tooling(asked, template, llm.tokenizer.control_id, None, answer)

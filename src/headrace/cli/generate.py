@@ -171,9 +171,10 @@ def _begin_chat(llm: Any, job: Job, params: SamplingParams) -> "Queued":
     from headrace.text.chat import validate_messages
 
     assert job.messages is not None
-    source = llm.opened.template.source
-    tools = None if job.tools is None else tools_of(llm, job.tools, params.structured_outputs)
     template = dict(job.template)
+    called = job.tools is not None and bool(job.tools.tools) and job.tools.tool_choice != "none"
+    source = llm.opened.template.choose(template.get("chat_template"), tools=called).source
+    tools = None if job.tools is None else tools_of(llm, job.tools, params.structured_outputs, source)
     if tools is not None:
         params = params.replace(structured_outputs=tools.spec)
         template |= {"tools": tools.tools} if tools.in_template else {}

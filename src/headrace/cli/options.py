@@ -192,6 +192,9 @@ class ModelOptions(HelperOptions):
     """The same, and a model that this one is combined with: contrastive decoding, speculative cascades."""
 
     amateur: Annotated[str | None, _model("A smaller model of the same vocabulary: contrastive decoding, cascades.")] = None
+    parse_special: Annotated[
+        bool, _model("Control tokens written inside messages and documents are control tokens; for trusted content alone.")
+    ] = False
 
     def companions(self) -> list[str]:
         """The other models that are opened with it."""

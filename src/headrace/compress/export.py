@@ -14,6 +14,7 @@ from headrace.data.config import ModelConfig, RopeConfig
 from headrace.models.registry import describe, read_config
 from headrace.startup.opening import Opened
 from headrace.text.gguf_vocab import read_gguf
+from headrace.text.hf_vocab import TEMPLATES
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import Vocabulary
 from headrace.weights.gguf import GGUFFile
@@ -73,6 +74,10 @@ def write_words(opened: Opened, folder: Path) -> None:
         for file in sorted(opened.path.iterdir()):
             if file.suffix in COPIED and file.is_file() and file.name != CONFIG and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
+        if (opened.path / TEMPLATES).is_dir():
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            for file in sorted((opened.path / TEMPLATES).glob("*.jinja")):
+                shutil.copyfile(file, folder / TEMPLATES / file.name)
     if difference := Tokenizer.from_folder(folder).differs(opened.tokenizer):
         raise WeightError(f"{opened.path}: its vocabulary cannot be written as a folder ({difference})")
 
@@ -83,8 +88,9 @@ def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     names = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
     settings: dict[str, Any] = {key: vocabulary.backend.id_to_token(token) for key, token in names.items() if token is not None}
     settings |= {"add_bos_token": bool(vocabulary.prefix), "add_eos_token": bool(vocabulary.suffix)}
-    if vocabulary.chat_template is not None:
-        settings["chat_template"] = vocabulary.chat_template
+    if templates := vocabulary.templates:
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        settings["chat_template"] = templates["default"] if list(templates) == ["default"] else listed
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
 
 

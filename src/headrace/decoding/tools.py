@@ -322,7 +322,8 @@ def _nine(name: str) -> str:
 def _as_text(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> dict[str, Any]:
     """For templates that know no tools: calls and results in their tags."""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{_plain(message.get('content'))}\n</tool_response>"}
+        parts = (("text", "<tool_response>"), ("quoted", _plain(message.get("content"))), ("text", "</tool_response>"))
+        return {"role": "user", "content": [{"type": kind, "text": text} for kind, text in parts]}
     if not (calls := _calls(number, message, read)):
         return message
     records = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]

@@ -179,11 +179,13 @@ class AsyncLLM:
             self.abort([ticket])
 
     async def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True, limited: bool = True
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, marked: bool = False, limited: bool = True
     ) -> list[int]:
-        """Token ids of a text. The event loop does not wait for long ones. A text that is far longer than the context is not
-        encoded to its end unless `limited` is off. Raises TokenizerError, BusyError, TooLongError."""
-        return (await self.encode_all([text], add_special=add_special, parse_special=parse_special, limited=limited))[0]
+        """Token ids of a text as `Tokenizer.encode` gives them. The event loop does not wait for long ones. A text that is far
+        longer than the context is not encoded to its end unless `limited` is off. Raises TokenizerError, BusyError,
+        TooLongError."""
+        given = {"add_special": add_special, "parse_special": parse_special, "marked": marked, "limited": limited}
+        return (await self.encode_all([text], **given))[0]
 
     async def encode_all(
         self,
@@ -191,19 +193,20 @@ class AsyncLLM:
         *,
         add_special: bool = True,
         parse_special: bool = True,
+        marked: bool = False,
         limited: bool = True,
         writes: bool = True,
     ) -> list[list[int]]:
         """The same of several. `writes`: they are prompts, and not texts to be embedded or classified."""
         opened, size = self.opened, sum(map(len, texts))
-        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special)
+        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special, marked=marked)
         if limited and self.loaded is not None:
             context = self.loaded.max_model_len
             for text in texts:
                 if len(text) > max(INLINE, SURE * context) and (count := await count_at_least(text, each, context)) > context:
                     raise _too_long(context, f"at least {count}", writes)
         if size > LONG:
-            return await encode_long(opened.path, texts, add_special, parse_special)
+            return await encode_long(opened.path, texts, add_special, parse_special, marked)
         return [each(text) for text in texts] if size <= INLINE else await asyncio.to_thread(lambda: list(map(each, texts)))
 
     def submit(
@@ -318,7 +321,8 @@ class AsyncLLM:
         """Open the model on this side, for its texts; what the engine process is to load. Raises LoadError."""
         if self._opened is None:
             try:
-                opened = await asyncio.to_thread(open_model, self.model)
+                trusts = bool(self.settings.get("parse_special"))
+                opened = await asyncio.to_thread(open_model, self.model, parse_special=trusts)
                 if (folder := self.settings.get("classifier")) is not None:
                     self.classifier = await asyncio.to_thread(exits.load, folder, opened)
                 self._opened = opened

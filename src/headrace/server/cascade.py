@@ -153,7 +153,7 @@ class Cascade:
                 continue
             try:
                 async with self.models.use(tier) as service:
-                    self._calls[tier] = format_of(service.llm.opened.template.source)
+                    self._calls[tier] = format_of(service.llm.opened.template.choose(tools=True).source)
             except Exception as error:
                 if not is_absent(error):  # else it writes no calls now
                     raise

@@ -30,7 +30,7 @@ from headrace.server.answers import (
     usage,
 )
 from headrace.server.async_llm import AsyncLLM
-from headrace.server.chat_fields import check_fields, template_variables
+from headrace.server.chat_fields import CHAT_TEMPLATE, check_fields, template_variables
 from headrace.server.chat_messages import CONTINUE, check_ending, read_messages
 from headrace.server.errors import ApiError, bad
 from headrace.server.fields import ChatRequest, StreamOptions
@@ -41,6 +41,7 @@ from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
 from headrace.server.structured import Looked, asked_form, check_form, check_text, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
+from headrace.text.chat import ChatTemplate
 from headrace.weights.defaults import values
 
 
@@ -164,7 +165,7 @@ async def _tooling(service: Service, request: ChatRequest, form: StructuredOutpu
     known = await prepared(service, schemas)
     if len(schemas) > len(usable):
         answer = for_mask(known[-1])
-    template = service.llm.opened.template.source
+    template = _template(service.llm, request).source
     return tooling(request, template, service.llm.opened.tokenizer.control_id, known[: len(usable)], answer)
 
 
@@ -173,36 +174,48 @@ async def prompt_of(service: Service, request: ChatRequest) -> list[int]:
     return await _prompt(service.llm, request, await _tooling(service, request, asked_form(request)), limited=False)
 
 
+def _template(llm: AsyncLLM, request: ChatRequest) -> ChatTemplate:
+    """The model's template for a request. Raises TemplateError."""
+    name = template_variables(request).get(CHAT_TEMPLATE)
+    return llm.opened.template.choose(name, tools=bool(request.tools) and request.tool_choice != "none")
+
+
 async def _prompt(llm: AsyncLLM, request: ChatRequest, tools: Tooling | None, *, limited: bool = True) -> list[int]:
-    variables = template_variables(request)
+    template, variables = _template(llm, request), template_variables(request)
+    variables.pop(CHAT_TEMPLATE, None)
     if tools is not None and tools.in_template:
         variables["tools"] = tools.tools
     check_ending(request)
-    talk = conversation(read_messages(request.messages), tools, llm.opened.template.source, read_json)
+    talk = conversation(read_messages(request.messages), tools, template.source, read_json)
     if request.continue_final_message:
-        return await render_open(llm, talk, limited, **variables)
-    return await render(llm, talk, limited, add_generation_prompt=request.add_generation_prompt is not False, **variables)
+        return await render_open(llm, talk, template, limited, **variables)
+    new_turn = request.add_generation_prompt is not False
+    return await render(llm, talk, template, limited, add_generation_prompt=new_turn, **variables)
 
 
-async def render(llm: AsyncLLM, messages: list[dict[str, Any]], limited: bool = True, /, **variables: Any) -> list[int]:
-    """Token ids of a conversation. With `limited` one that is far longer than the context is not encoded to its end. Raises
-    ApiError, TemplateError, TokenizerError, TooLongError."""
+async def render(
+    llm: AsyncLLM, messages: list[dict[str, Any]], template: ChatTemplate, limited: bool = True, /, **variables: Any
+) -> list[int]:
+    """Token ids of a conversation by one of the model's templates. With `limited` a conversation that is far longer than the
+    context is not encoded to its end. Raises ApiError, TemplateError, TokenizerError, TooLongError."""
     if llm.opened.config.encoder:
         raise bad("this model is an encoder, which generates nothing; ask it for embeddings or classes", "model")
-    text = await llm.opened.template.rendered(llm.opened.with_system(messages), **variables)
-    return await llm.encode(text, add_special=False, limited=limited)
+    text = await template.rendered_marked(llm.opened.with_system(messages), **variables)
+    return await llm.encode(text, add_special=False, marked=template.marks, limited=limited)
 
 
-async def render_open(llm: AsyncLLM, messages: list[dict[str, Any]], limited: bool = True, /, **variables: Any) -> list[int]:
+async def render_open(
+    llm: AsyncLLM, messages: list[dict[str, Any]], template: ChatTemplate, limited: bool = True, /, **variables: Any
+) -> list[int]:
     """The same up to the end of the last message's text, which the answer goes on with. The template renders it with a mark
     at its end, and is cut there. Raises ApiError also where the template leaves the mark out."""
     mark = secrets.token_hex(16)
     messages = llm.opened.with_system([*messages[:-1], _marked(messages[-1], mark)])
-    text = await llm.opened.template.rendered(messages, add_generation_prompt=False, **variables)
+    text = await template.rendered_marked(messages, add_generation_prompt=False, **variables)
     before, found, _ = text.rpartition(mark)
     if not found or mark in before:
         raise bad("the model's template does not let its final message be continued; leave the field out", CONTINUE)
-    return await llm.encode(before, add_special=False, limited=limited)
+    return await llm.encode(before, add_special=False, marked=template.marks, limited=limited)
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ RESERVED = frozenset(
 )
 
 
+CHAT_TEMPLATE = "chat_template"  # in chat_template_kwargs: the name of one of the model's templates
+
+
 def check_fields(request: ChatRequest) -> None:
     """Check fields that depend on each other, or that ask for something not built. Raises ApiError."""
     not_built(bool(request.functions), "functions", "they are called tools now; use tools")
@@ -38,6 +41,9 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
     variables = dict(request.chat_template_kwargs or {})
     if taken := RESERVED & set(variables):
         raise bad(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs")
+    if not isinstance(variables.get(CHAT_TEMPLATE), str | None):
+        message = f"{CHAT_TEMPLATE} in chat_template_kwargs must be the name of one of the model's templates"
+        raise bad(message, "chat_template_kwargs")
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     return variables

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.confined.pool import CLIENT, OverrunError, Task, shared
 from headrace.startup.opening import open_files
+from headrace.text.marks import MARK
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 
 LONG = 64 << 10  # characters that are encoded in this process, in a thread; more are not
@@ -47,11 +48,13 @@ async def count_at_least(text: str, encode: Callable[[str], list[int]], most: in
     return count
 
 
-async def encode_long(path: Path, texts: list[str], add_special: bool, parse_special: bool) -> list[list[int]]:
+async def encode_long(
+    path: Path, texts: list[str], add_special: bool, parse_special: bool, marked: bool = False
+) -> list[list[int]]:
     """Token ids of texts by the tokenizer of the model at `path`. Raises TokenizerError, BusyError."""
     task = Task(__name__, "encode", str(path.absolute()), seconds=SECONDS, memory=2 << 30, answer=64 << 20)
     try:
-        found = await shared().ask(task, [task.argument, texts, add_special, parse_special])
+        found = await shared().ask(task, [task.argument, texts, add_special, parse_special, marked])
     except OverrunError:
         raise TokenizerError("the text takes too much time or memory to be encoded; shorten it") from None
     if isinstance(found, str):
@@ -59,11 +62,11 @@ async def encode_long(path: Path, texts: list[str], add_special: bool, parse_spe
     return [array.array("i", ids).tolist() for ids in found]
 
 
-def encode(question: tuple[str, list[str], bool, bool]) -> list[bytes] | str:
+def encode(question: tuple[str, list[str], bool, bool, bool]) -> list[bytes] | str:
     """The ids of each text as 32-bit numbers, or what is wrong with one."""
-    path, texts, add_special, parse_special = question
+    path, texts, add_special, parse_special, marked = question
     try:
-        ids = [_tokenizer(path).encode(text, add_special, parse_special) for text in texts]
+        ids = [_tokenizer(path).encode(text, add_special, parse_special, marked=marked) for text in texts]
     except TokenizerError as error:
         return str(error)
     return [array.array("i", each).tobytes() for each in ids]
@@ -79,6 +82,6 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def warm(path: str) -> None:
-    """Read the vocabulary, of which plain text may need another form."""
-    for plain in (True, False):
-        encode((path, ["a"], True, plain))
+    """Read the vocabulary, of which plain text and text with marks may need another form."""
+    for parse_special, marked in ((True, False), (False, False), (True, True)):
+        encode((path, [MARK], True, parse_special, marked))

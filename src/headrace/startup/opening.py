@@ -46,6 +46,7 @@ class Opened:
     system: str | None = None  # what a conversation without a system message begins with
     own_template: str | None = None  # in place of the file's
     pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
+    parse_special: bool = False  # control tokens inside the content of conversations are control tokens
     _words: Future[Words] | None = None
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,23 +82,27 @@ class Opened:
         """Read the vocabulary, once, while the caller goes on."""
         if self._words is None:
             reader = ThreadPoolExecutor(1, "vocabulary")
-            self._words = reader.submit(_read_words, self.source, self.generation, self.own_template)
+            self._words = reader.submit(_read_words, self)
             reader.shutdown(wait=False)
         return self._words
 
 
-def open_model(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
+def open_model(
+    model: str | Path, progress: Progress | None = None, *, download: bool = True, parse_special: bool = False
+) -> Opened:
     """Find (or pull) a model and open it: a catalog name, a .gguf path, a folder, a hub id.
 
     Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
     """
-    opened = open_files(model, progress, download=download)
+    opened = open_files(model, progress, download=download, parse_special=parse_special)
     opened.read_words().result()
     return opened
 
 
-def open_files(model: str | Path, progress: Progress | None = None, *, download: bool = True) -> Opened:
-    """The same, short of the vocabulary, which is read later."""
+def open_files(
+    model: str | Path, progress: Progress | None = None, *, download: bool = True, parse_special: bool = False
+) -> Opened:
+    """The same, short of the vocabulary, which is read later. `parse_special` trusts the content of conversations."""
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
@@ -115,6 +120,7 @@ def open_files(model: str | Path, progress: Progress | None = None, *, download:
         own_template=named.template if named is not None else None,
         system=named.system if named and named.system is not None else entry.chat.system if entry is not None else None,
         pooling=_pooling(path) if config.encoder else "last",
+        parse_special=parse_special,
     )
 
 
@@ -138,12 +144,12 @@ def _defaults(
     return found if named is None else {**found, **from_name(named.sampling)}
 
 
-def _read_words(
-    source: GGUFFile | SafetensorsFolder | QuantizedFolder, generation: Mapping[str, Any], template: str | None
-) -> Words:
+def _read_words(opened: Opened) -> Words:
+    source = opened.source
     tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
-    eos_ids = frozenset(tokenizer.eos_ids) | _ids(generation.get("eos_token_id"))
-    return Words(tokenizer, ChatTemplate.of(tokenizer, template), eos_ids)
+    template = ChatTemplate.of(tokenizer, opened.own_template)
+    eos_ids = frozenset(tokenizer.eos_ids) | _ids(opened.generation.get("eos_token_id"))
+    return Words(tokenizer, template.trusting() if opened.parse_special else template, eos_ids)
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:

@@ -1,6 +1,7 @@
 """Chat templates: messages to the prompt a model was trained on, with hard limits on what the template may use."""
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,27 +37,79 @@ class TemplateLimits:
 DEFAULT_LIMITS = TemplateLimits()
 
 
-class ChatTemplate:
-    """A jinja2 chat template, in the dialect of transformers' `apply_chat_template`.
+@dataclass(frozen=True, slots=True)
+class ContentTokens:
+    """Tokens that are plain text when the content of a conversation contains them: control tokens; in tool results and
+    documents (`quoted`) other added tokens, too."""
 
-    It is rendered in a confined process, which the kernel ends when it uses more CPU time or memory than `limits` allow.
-    Encode the result with `add_special=False`: the template writes BOS itself. `bos_token` and `eos_token` are variables of
-    the template. Without a source, or with a bad one, `render` raises TemplateError: such a model can still continue plain
+    control: list[str]
+    quoted: list[str]
+
+
+class ChatTemplate:
+    """The jinja2 chat templates of a model, in the dialect of transformers' `apply_chat_template`.
+
+    A template is rendered in a confined process, which the kernel ends when it uses more CPU time or memory than `limits`
+    allow. `bos_token` and `eos_token` are variables of the template. `source` is the template named "default"; `choose` takes
+    another one. Without a source, or with a bad one, rendering raises TemplateError: such a model can still continue plain
     prompts. May be used from several threads.
+
+    `render` gives text to read. A prompt is encoded from `render_marked`, with `add_special=False` (the template writes BOS
+    itself) and `marked=self.marks`: control tokens inside the content then stay text.
     """
 
     def __init__(
-        self, source: str | None, bos_token: str = "", eos_token: str = "", limits: TemplateLimits = DEFAULT_LIMITS
+        self,
+        source: str | None,
+        bos_token: str = "",
+        eos_token: str = "",
+        limits: TemplateLimits = DEFAULT_LIMITS,
+        *,
+        named: Mapping[str, str] | None = None,
+        content: ContentTokens | None = None,
     ) -> None:
         self.source = source
         self.limits = limits
+        self.named = named or {}
+        self._content = content
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self:
-        """The template of a model, or `source` in its stead."""
-        source = tokenizer.chat_template if source is None else source
-        return cls(source, tokenizer.bos_token, tokenizer.eos_token)
+        """The templates of a model, or the single template `source` in their place."""
+        named = tokenizer.templates if source is None else {"default": source}
+        content = ContentTokens(tokenizer.control_texts, tokenizer.structure_texts)
+        return cls(named.get("default"), tokenizer.bos_token, tokenizer.eos_token, named=named, content=content)
+
+    def choose(self, name: str | None = None, *, tools: bool = False, parse_special: bool = False) -> Self:
+        """The template for a conversation, chosen as transformers does: the one called `name`, else "tool_use" if there are
+        tools and such a template, else "default". With `parse_special` control tokens inside the content are control tokens.
+        Raises TemplateError for an unknown name."""
+        known = " and ".join(filter(None, [", ".join(sorted(self.named)[:-1]), *sorted(self.named)[-1:]]))
+        if name is not None and name not in self.named:
+            raise TemplateError(
+                f"chat_template {name!r:.60}: this model has no template of this name; it has {known or 'none'}"
+            )
+        chosen = name or ("tool_use" if tools and "tool_use" in self.named else "default")
+        if self.named and chosen not in self.named:
+            raise TemplateError(f"this model has several chat templates and no default; set chat_template to {known}")
+        made, source = self, self.named.get(chosen, self.source)
+        if source != self.source:
+            made = copy.copy(self)
+            made.source = source
+            made.__dict__.pop("_variables", None)  # those of the other template
+        return made.trusting() if parse_special else made
+
+    def trusting(self) -> Self:
+        """The same templates for content whose control tokens are control tokens."""
+        made = copy.copy(self)
+        made._content = None
+        return made
+
+    @property
+    def marks(self) -> bool:
+        """Whether `render_marked` marks control tokens inside the content."""
+        return self._content is not None
 
     def __repr__(self) -> str:
         return "ChatTemplate(none)" if self.source is None else f"ChatTemplate({len(self.source)} characters)"
@@ -74,17 +127,26 @@ class ChatTemplate:
         return None if names is None else frozenset(names)
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
-        """The prompt of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
+        """The text of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
         the template's own (`enable_thinking=False`)."""
         question = self._question(messages, variables)
         with self._ended():
             return _text(shared().run(self.limits.task("render"), question))
 
-    async def rendered(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The same for asyncio. Raises BusyError besides."""
-        question = self._question(messages, variables)
+    def render_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """The same with marks, for `Tokenizer.encode`."""
+        question = self._question(messages, variables) | self._marking()
+        with self._ended():
+            return _text(shared().run(self.limits.task("render"), question))
+
+    async def rendered_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """`render_marked` for asyncio. Raises BusyError besides."""
+        question = self._question(messages, variables) | self._marking()
         with self._ended():
             return _text(await shared().ask(self.limits.task("render"), question))
+
+    def _marking(self) -> dict[str, Any]:
+        return {} if self._content is None else {"control": self._content.control, "quoted": self._content.quoted}
 
     def _question(self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]) -> dict[str, Any]:
         source = self._usable_source()
@@ -134,8 +196,9 @@ def _text(answer: dict[str, str]) -> str:
 def validate_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates expect them: {"role": text, "content": text, …}, other keys as they are.
 
-    A content given in parts ([{"type": "text", "text": …}]) becomes their texts, one per line; None stays where an
-    assistant only called tools. Raises TemplateError, with the number of the message, for anything else.
+    A content given in parts ([{"type": "text", "text": …}]) becomes their texts, one per line. Parts of type "quoted" are
+    texts of tools or documents; a content with such parts stays a list, which rendering joins in the same way. None stays if
+    an assistant only called tools. Raises TemplateError, with the number of the message, for anything else.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TemplateError('messages must be a list of {"role": …, "content": …}')
@@ -151,7 +214,10 @@ def _validate_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise TemplateError(f"message {index} needs a role: system, user, assistant or tool")
     if isinstance(content, list):
-        content = "\n".join(_part(index, part) for part in content)
+        parts = [_part(index, part) for part in content]
+        if any(part["type"] == "quoted" for part in parts):
+            return {**message, "content": parts}
+        content = "\n".join(part["text"] for part in parts)
         message = {**message, "content": content}
     if content is None and not message.get("tool_calls"):
         raise TemplateError(f"message {index} needs a content")
@@ -160,7 +226,7 @@ def _validate_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return dict(message)
 
 
-def _part(index: int, part: Any) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+def _part(index: int, part: Any) -> dict[str, str]:
+    if not isinstance(part, Mapping) or part.get("type") not in ("text", "quoted") or not isinstance(part.get("text"), str):
         raise TemplateError(f'message {index}: only parts {{"type": "text", "text": …}} can be read; this model takes text')
-    return str(part["text"])
+    return {"type": str(part["type"]), "text": str(part["text"])}

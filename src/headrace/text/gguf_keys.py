@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.text.gguf_vocab import CONTROL, KEY, NORMAL, UNUSED, USER_DEFINED, read_gguf
+from headrace.text.gguf_vocab import CONTROL, KEY, NORMAL, TEMPLATE, UNUSED, USER_DEFINED, read_gguf
 from headrace.text.hf_vocab import read_folder
 from headrace.text.pretokenizers import GPT2, SPLITS
 from headrace.text.vocabulary import TokenizerError, Vocabulary
@@ -45,8 +45,9 @@ def tokenizer_keys(folder: Path, rows: int) -> dict[str, Any]:
         KEY + "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]],
         **_named(vocabulary, texts),
     }
-    if vocabulary.chat_template is not None:
-        keys["tokenizer.chat_template"] = vocabulary.chat_template
+    keys |= {TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": text for name, text in vocabulary.templates.items()}
+    if named := [name for name in vocabulary.templates if name != "default"]:
+        keys["tokenizer.chat_templates"] = named
     _prove(vocabulary, read_gguf(keys), folder)
     return keys
 

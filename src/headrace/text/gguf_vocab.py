@@ -22,6 +22,7 @@ from headrace.text.vocabulary import (
     TokenizerError,
     Vocabulary,
     clear_errors,
+    drop_marks,
 )
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token
 MAX_TOKENS = 1 << 22
 MAX_PIECE = 1024  # characters of a SentencePiece piece: every cut of it is a possible merge
 KEY = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +153,18 @@ class _Recipe:
     strip_space: bool = False
     missing_bytes: frozenset[int] = frozenset()
 
-    def build(self, added: list[AddedToken]) -> tokenizers.Tokenizer:
+    def build(self, added: list[AddedToken], unmarking: bool = False) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer(self.model)
-        if self.normalizer is not None:
-            backend.normalizer = self.normalizer
+        normalizer = drop_marks(self.normalizer) if unmarking else self.normalizer
+        if normalizer is not None:
+            backend.normalizer = normalizer
         if self.pre_tokenizer is not None:
             backend.pre_tokenizer = self.pre_tokenizer
         backend.add_tokens(added)
         return backend
 
 
-def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, template: str | None) -> Vocabulary:
+def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, templates: Mapping[str, str]) -> Vocabulary:
     """What all kinds share: control tokens, the ends of generation, what is added before and after a text."""
     size = len(tokens.texts)
     backend = recipe.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED))
@@ -176,6 +179,7 @@ def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, template: s
     return Vocabulary(
         backend=backend,
         plain=lambda: recipe.build(tokens.added(USER_DEFINED)),
+        unmarking=lambda: recipe.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED), unmarking=True),
         size=size,
         spelling=recipe.spelling,
         literal_ids=frozenset(literal),
@@ -187,7 +191,7 @@ def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, template: s
         bos_id=tokens.bos,
         eos_id=tokens.eos,
         eos_ids=frozenset(token for token in ends if token is not None),
-        chat_template=template,
+        templates=templates,
         missing_bytes=recipe.missing_bytes,
     )
 
@@ -291,6 +295,17 @@ _KINDS: Mapping[str, Callable[[_Tokens, _Metadata], _Recipe]] = {
 }
 
 
+def _templates(values: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: `tokenizer.chat_template` is the default, `tokenizer.chat_template.NAME` are the others."""
+    found = {}
+    for key in values:
+        if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
+            if not isinstance(template := values[key], str):
+                raise TokenizerError(f"{key} must be text, not {type(template).__name__}")
+            found[key[len(TEMPLATE) + 1 :] or "default"] = template
+    return found
+
+
 def read_gguf(values: Mapping[str, Any]) -> Vocabulary:
     """The vocabulary of a GGUF file's metadata. Raises TokenizerError."""
     metadata = _Metadata(values)
@@ -299,12 +314,10 @@ def read_gguf(values: Mapping[str, Any]) -> Vocabulary:
         raise TokenizerError(f"{KEY}model is missing; the file carries no tokenizer")
     if kind not in _KINDS:
         raise TokenizerError(f"unknown tokenizer model {kind!r:.40} ({KEY}model); known: {', '.join(_KINDS)}")
-    template = values.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"tokenizer.chat_template must be text, not {type(template).__name__}")
+    templates = _templates(values)
     tokens = _Tokens.read(metadata, kind)
     with clear_errors("the tokenizer in this file cannot be built"):
-        vocabulary = _assemble(_KINDS[kind](tokens, metadata), tokens, metadata, template)
+        vocabulary = _assemble(_KINDS[kind](tokens, metadata), tokens, metadata, templates)
     if vocabulary.backend.get_vocab_size(with_added_tokens=True) != vocabulary.size:
         raise TokenizerError("the tokenizer in this file cannot be built: its tokens and its model do not fit")
     return vocabulary

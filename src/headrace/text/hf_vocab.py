@@ -1,8 +1,8 @@
 """The vocabulary of a Hugging Face folder: tokenizer.json, and what its companions say about special tokens; of a Marian
 model source.spm and vocab.json (`text.marian`).
 
-Read are tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and chat_template.jinja,
-where they exist. Nothing in the folder is executed.
+Read are tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+additional_chat_templates/*.jinja, if they exist. Nothing in the folder is executed.
 """
 
 import json
@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from headrace.text.marian import is_marian, read_marian
-from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors
+from headrace.text.marks import MARK, is_structure
+from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors, drop_marks
 
 MAX_BYTES = 256 << 20
 PROBE = "a"
+TEMPLATES = "additional_chat_templates"  # a folder of named chat templates
 
 
 def read_folder(folder: Path) -> Vocabulary:
@@ -44,6 +47,7 @@ def read_folder(folder: Path) -> Vocabulary:
     return Vocabulary(
         backend=backend,
         plain=lambda: _without_special(backend),
+        unmarking=lambda: _unmarking(backend),
         size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         spelling=_spelling(decoder, path),
         literal_ids=frozenset(added),
@@ -55,7 +59,7 @@ def read_folder(folder: Path) -> Vocabulary:
         bos_id=bos,
         eos_id=eos,
         eos_ids=frozenset(token for token in ends if token is not None),
-        chat_template=_chat_template(folder, names),
+        templates=_templates(folder, names),
     )
 
 
@@ -115,15 +119,40 @@ def _flagged(names: dict[str, Any], flag: str, added: tuple[int, ...], token: in
     return added
 
 
-def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer, blind to control tokens."""
-    plain = tokenizers.Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        plain.normalizer = backend.normalizer
+def _copy(backend: tokenizers.Tokenizer, added: list[AddedToken], normalizer: Any) -> tokenizers.Tokenizer:
+    """A tokenizer with the same model and other added tokens, which get ids in the order of the list."""
+    copy = tokenizers.Tokenizer(backend.model)
+    if normalizer is not None:
+        copy.normalizer = normalizer
     if backend.pre_tokenizer is not None:
-        plain.pre_tokenizer = backend.pre_tokenizer
-    plain.add_tokens([text for _, text in sorted(backend.get_added_tokens_decoder().items()) if not text.special])
-    return plain
+        copy.pre_tokenizer = backend.pre_tokenizer
+    copy.add_tokens(added)
+    return copy
+
+
+def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, blind to control tokens. Other added tokens keep their ids."""
+    added = []
+    for token, text in sorted(backend.get_added_tokens_decoder().items()):
+        if not text.special:
+            added.append(text)
+        elif backend.model.token_to_id(text.content) is None:
+            added.append(AddedToken(f"{MARK}{token}", normalized=False))  # holds the id; no text has a bare mark
+    return _copy(backend, added, backend.normalizer)
+
+
+def _unmarking(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer for text with marks."""
+    found = backend.get_added_tokens_decoder()
+    added = [_found_first(text, backend.normalizer) for _, text in sorted(found.items())]
+    return _copy(backend, added, drop_marks(backend.normalizer))
+
+
+def _found_first(text: AddedToken, normalizer: Any) -> AddedToken:
+    """A token that is found in text as written. After normalizing there are no marks any more."""
+    if not text.normalized or (not text.special and not is_structure(text.content)):
+        return text
+    return AddedToken(text.content, single_word=text.single_word, lstrip=text.lstrip, rstrip=text.rstrip, normalized=False)
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,14 +177,24 @@ def _strips_space(decoder: dict[str, Any]) -> bool:
     )
 
 
-def _chat_template(folder: Path, names: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
+def _templates(folder: Path, names: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. As in transformers, template files replace those of tokenizer_config.json."""
+    paths = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        paths.setdefault("default", folder / "chat_template.jinja")
+    found: dict[str, str] = {}
+    for name, path in paths.items():
         with clear_errors(f"{path} cannot be read"):
-            return path.read_text(encoding="utf-8")
+            found[name] = path.read_text(encoding="utf-8")
+    if found:
+        return found
     value = names.get("chat_template")
-    if isinstance(value, list):  # several, by name
-        value = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}.get("default")
-    if value is not None and not isinstance(value, str):
-        raise TokenizerError("chat_template in tokenizer_config.json must be text")
-    return value
+    if isinstance(value, list):
+        value = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
+    elif value is not None:
+        value = {"default": value}
+    for name, template in (value or {}).items():
+        if not isinstance(template, str):
+            raise TokenizerError(f"chat_template {name!r:.40} in tokenizer_config.json must be text")
+        found[name] = template
+    return found

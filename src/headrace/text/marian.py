@@ -76,6 +76,7 @@ def read_marian(folder: Path) -> Vocabulary:
     return Vocabulary(
         backend=backend,
         plain=lambda: backend,
+        unmarking=lambda: backend,
         size=len(ids),
         spelling="spm",
         literal_ids=special | languages,
@@ -87,7 +88,7 @@ def read_marian(folder: Path) -> Vocabulary:
         bos_id=None,
         eos_id=ids[END],
         eos_ids=frozenset((ids[END],)),
-        chat_template=None,
+        templates={},
     )
 
 

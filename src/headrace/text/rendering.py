@@ -15,6 +15,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from headrace.text.marks import escape_all_but_marks, joined_content, marked_context, marker_of
+
 
 class GenerationTag(Extension):
     """`{% generation %}` marks what a model wrote, for training; rendering takes the body as it is."""
@@ -42,7 +44,8 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """Unlike jinja2's own, no HTML escapes: this text is read by a model."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return escape_all_but_marks(text) if ensure_ascii else text
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -80,10 +83,19 @@ def written(source: str, context: dict[str, Any], most: int) -> str:
     return text
 
 
+def read_context(question: dict[str, Any]) -> dict[str, Any]:
+    """The template's variables, with marks in the content if the question names tokens to mark."""
+    context: dict[str, Any] = json.loads(question["context"])
+    if "control" not in question:
+        return {**context, "messages": list(map(joined_content, context["messages"]))} if "messages" in context else context
+    control, quoted = (marker_of(tuple(question[name]), question["source"]) for name in ("control", "quoted"))
+    return marked_context(context, control, quoted)
+
+
 def render(question: dict[str, Any]) -> dict[str, str]:
-    """{"source", "context" (JSON), "most"} to {"text"} or {"error"}."""
+    """Render {"source", "context" (JSON), "most", and for marks "control" and "quoted" (tokens)} to {"text"} or {"error"}."""
     try:
-        return {"text": written(question["source"], json.loads(question["context"]), question["most"])}
+        return {"text": written(question["source"], read_context(question), question["most"])}
     except TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except RecursionError:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.hf_vocab import read_folder
+from headrace.text.marks import MARK, SIGN, is_structure, unmark
 from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors, spell
 
 __all__ = ["Tokenizer", "TokenizerError"]
@@ -35,6 +36,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._backend = vocabulary.backend
         self._plain: Any = None
+        self._unmarking: Any = None
         self._bytes: list[bytes | None] = [None] * vocabulary.size
         self.ascii: dict[int, str] = {}  # the texts of tokens seen so far that are plain ASCII and no control tokens
         self.vocab_size = vocabulary.size
@@ -43,7 +45,8 @@ class Tokenizer:
         self.eos_ids = vocabulary.eos_ids
         self.special_ids = vocabulary.special_ids
         self.strip_space = vocabulary.strip_space
-        self.chat_template = vocabulary.chat_template
+        self.templates = vocabulary.templates
+        self.chat_template = vocabulary.templates.get("default")
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
@@ -66,14 +69,19 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, bos {self.bos_token!r}, eos {self.eos_token!r})"
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True, *, marked: bool = False) -> list[int]:
         """Token ids of a text. `add_special` adds what the model expects around it (BOS, [CLS] … [SEP]); without
-        `parse_special` the names of control tokens are ordinary text. Raises TokenizerError for text that is not Unicode
-        (lone surrogates) or that the vocabulary cannot spell."""
-        self._check(text)
+        `parse_special` the names of control tokens are ordinary text. `marked`: a rendered conversation, in which control
+        tokens with a mark (`text.marks`) are ordinary text. Raises TokenizerError for text that is not Unicode (lone
+        surrogates) or that the vocabulary cannot spell."""
+        marked = marked and SIGN in text
+        while marked and text.startswith(MARK):  # some pre-tokenizers look whether a piece begins at character 0
+            text = text[len(MARK) :]
+        self._check(unmark(text) if marked else text)
+        encoder = self._unmarking_encoder() if marked else self._encoder(parse_special)
         with clear_errors("this text cannot be encoded"):
             # as a batch of one: the library lets other threads run while it encodes those, and those alone
-            (encoded,) = self._encoder(parse_special).encode_batch_fast([text], add_special_tokens=False)
+            (encoded,) = encoder.encode_batch_fast([text], add_special_tokens=False)
             ids: list[int] = encoded.ids
         if add_special:
             return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
@@ -133,6 +141,17 @@ class Tokenizer:
         return token if token in self.special_ids else None
 
     @property
+    def control_texts(self) -> list[str]:
+        """The control tokens as text."""
+        return [self.token_text(token) for token in sorted(self.special_ids)]
+
+    @property
+    def structure_texts(self) -> list[str]:
+        """The control tokens, and other added tokens that chat formats are made of, such as `</tool_response>`."""
+        others = [self.token_text(token) for token in sorted(self._vocabulary.literal_ids - self.special_ids)]
+        return [*self.control_texts, *filter(is_structure, others)]
+
+    @property
     def bos_token(self) -> str:
         """The text of BOS, empty where there is none."""
         return "" if self.bos_id is None else self.token_text(self.bos_id)
@@ -148,6 +167,11 @@ class Tokenizer:
         if self._plain is None:
             self._plain = self._vocabulary.plain()
         return self._plain
+
+    def _unmarking_encoder(self) -> Any:
+        if self._unmarking is None:
+            self._unmarking = self._vocabulary.unmarking()
+        return self._unmarking
 
     def _check(self, text: str) -> None:
         try:

@@ -1,10 +1,14 @@
 """What a tokenizer is made of, whatever file it came from: one plain record, and how its tokens spell bytes."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from tokenizers import Regex, normalizers
+
+from headrace.text.marks import LITERAL, MARK, SIGN
 
 SPACE = "▁"  # SentencePiece's visible space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -27,10 +31,12 @@ class TokenizerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's parts. `backend` finds control tokens in text, `plain` (made on demand) reads them as plain text."""
+    """A tokenizer's parts. `backend` finds control tokens in text, `plain` (made on demand) reads them as plain text.
+    `unmarking` (made on demand) is `backend` for text with marks (`text.marks`)."""
 
     backend: Any  # a tokenizers.Tokenizer, or what does the same
     plain: Callable[[], Any]
+    unmarking: Callable[[], Any]
     size: int  # ids are 0..size-1
     spelling: str  # how tokens spell text: bytes (byte-level BPE) | spm (▁ and <0xXX>) | wordpiece
     literal_ids: frozenset[int]  # tokens whose spelling is their text: control tokens and user-defined ones
@@ -42,8 +48,15 @@ class Vocabulary:
     bos_id: int | None
     eos_id: int | None  # the one the model's files name
     eos_ids: frozenset[int]  # every token that ends a generation
-    chat_template: str | None
+    templates: Mapping[str, str]  # chat templates by name; the usual one is "default"
     missing_bytes: frozenset[int] = frozenset()  # byte-level vocabularies that cannot spell everything
+
+
+def drop_marks(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer:
+    """A normalizer that removes marks first. Control tokens are found before any normalizer runs."""
+    # only characters after the SIGN go: some pre-tokenizers look whether a piece begins at character 0
+    steps = [normalizers.Replace(MARK, ""), normalizers.Replace(Regex(f"(?<={SIGN}){LITERAL[1]}"), "")]
+    return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])
 
 
 def _byte_alphabet() -> dict[int, int]:

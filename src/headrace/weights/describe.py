@@ -136,7 +136,10 @@ def _folder_template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text("utf-8", errors="replace")
-    return _text(_json(folder / "tokenizer_config.json").get("chat_template"))
+    value = _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(value, list):  # several, by name
+        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}.get("default")
+    return _text(value)
 
 
 def kv_bytes(heads: int, dims: int) -> dict[str, int] | None:

@@ -53,7 +53,11 @@ def begin(
     llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
 ) -> list[Answer]:
     """The same answers, still empty: their requests are queued, and `follow` runs them, all in one batch."""
-    found = [pack(index.search(question, most), budget, lambda text: len(llm.tokenizer.encode(text))) for question in questions]
+
+    def count(text: str) -> int:
+        return len(llm.tokenizer.encode(text, parse_special=False))
+
+    found = [pack(index.search(question, most), budget, count) for question in questions]
     prompts = [llm.render(document_qa(passages, one)) for one, passages in zip(questions, found, strict=True)]
     outputs = [llm.add(prompt, params) for prompt in prompts]
     return [Answer(*parts) for parts in zip(questions, found, outputs, strict=True)]

@@ -26,7 +26,10 @@ def document_qa(passages: Sequence[Passage], question: str) -> Messages:
     """A question about passages, numbered from 1; the answer cites them as [1]."""
     rules = f'Answer from these documents alone, and cite them as [1]. Where they do not say it, answer "{NO_ANSWER}"'
     documents = "".join(shown(number, passage) for number, passage in enumerate(passages, 1))
-    return _task(f"{rules}\n\n{documents}".rstrip(), question)
+    if not documents:
+        return _task(rules, question)
+    parts = [{"type": "text", "text": f"{rules}\n"}, {"type": "quoted", "text": documents.rstrip()}]
+    return [{"role": "system", "content": parts}, {"role": "user", "content": question}]
 
 
 def chat(turns: Sequence[tuple[str, str]], question: str, system: str = "") -> Messages:
