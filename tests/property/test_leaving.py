@@ -13,7 +13,7 @@ from headrace.engine.engine import Engine
 from tests.leaving_controls import no_catching_up, published_too_early
 from tests.property.drafters import Guessing
 from tests.property.staged import CascadingJob, LeavingJob, StagedJob, with_a_smaller_model, with_an_exit
-from tests.property.test_engine import assert_reference, run
+from tests.property.test_engine import run, wrong_outputs
 
 SEEDS = range(16)
 Build = Callable[[EngineConfig, int, Speculation | None], Engine]
@@ -24,16 +24,15 @@ KINDS: dict[str, tuple[Build, type[StagedJob]]] = {
 Tamper = Callable[[Engine], None]
 
 
-def load(kind: str, seed: int, tamper: Tamper | None = None, check: bool = True) -> Engine:
-    """One load to its end, plain requests with drafts in it. An AssertionError says what is wrong."""
+def load(kind: str, seed: int, tamper: Tamper | None = None, check: bool = True) -> tuple[list[str], Engine]:
+    """One load to its end, plain requests with drafts in it. Returns the outputs that are wrong."""
     build, job = KINDS[kind]
 
     def speculation() -> Speculation:
         return Speculation([Guessing(seed) if seed % 2 else PromptLookup()], max_model_len=256, gamma=6)
 
     jobs, outputs, engine = run(seed, tamper, check, speculation, job, build)
-    assert_reference(jobs, outputs)
-    return engine
+    return wrong_outputs(jobs, outputs), engine
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +54,8 @@ def test_every_output_equals_the_reference(kind: str) -> None:
         engine.executor.runner.execute = counting  # type: ignore[attr-defined]
 
     for seed in SEEDS:
-        engine = load(kind, seed, watch)
+        wrong, engine = load(kind, seed, watch)
+        assert not wrong
         assert engine.blocks.used == 0
         assert not engine.scheduler.requests
         seen["preempted"] += engine.scheduler.preemptions
@@ -73,10 +73,4 @@ CONTROLS = {"no catching up": no_catching_up, "published too early": published_t
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_one_is_caught(kind: str, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     CONTROLS[control](monkeypatch)
-    with pytest.raises(AssertionError):
-        all_loads(kind)
-
-
-def all_loads(kind: str) -> None:
-    for seed in SEEDS:
-        load(kind, seed, check=False)
+    assert any(load(kind, seed, check=False)[0] for seed in SEEDS)

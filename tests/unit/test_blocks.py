@@ -114,6 +114,26 @@ def test_the_block_with_more_groups_is_the_one_that_is_found() -> None:
     blocks.check([*seqs, twin])
 
 
+def test_a_block_that_is_filled_before_its_published_twin_is_found() -> None:
+    """Both are published while a group lags. The one that is found may never get the group: its request has ended."""
+    blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("upper")))
+    first, second = (sequence(list(range(9)), number) for number in range(2))
+    for seq in (first, second):
+        seq.kv.computed = [0, 0]
+        blocks.grow(seq, 0, 9)
+        seq.kv.computed = [9, 0]
+        blocks.publish(seq)
+    blocks.release(first)
+    second.kv.computed[1] = 6
+    blocks.fill(second, 1, 0)
+    blocks.check([second])
+    found = sequence(list(range(9)), 2)
+    found.kv.computed, found.kv.groups = [0, 0], 0b11
+    assert blocks.match(found) == 4, "the block that is not full of the group is not found"
+    assert found.kv.tables[0] == second.kv.tables[0][:1]
+    blocks.check([second, found])
+
+
 def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
     seq = sequence(list(range(12)))
     seq.kv.exact_until = 6

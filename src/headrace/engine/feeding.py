@@ -148,7 +148,7 @@ class Feeding:
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
-        flight.room -= end - start
+        flight.room -= end - start + feed.lag  # lagging rows run through the upper layers, unless the token exits again
         flight.works.append(Work(request, seq, feed, end == goal(seq)))
         if known // self.blocks.block_size > start // self.blocks.block_size:
             flight.promises.update(self._completed(seq, start, known))

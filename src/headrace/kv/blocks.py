@@ -188,9 +188,13 @@ class BlockManager:
             seq.kv.exact_until = index
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
-        """A companion's group now reaches from `start` to `seq.computed[group]`: so say the blocks that this completes."""
+        """Note that a group now reaches from `start` to `seq.computed[group]`, in the blocks that this completes. A block that
+        was offered without the group is offered again, as a twin may be the one that is found."""
         for index in range(start // self.block_size, seq.kv.computed[group] // self.block_size):
-            self.pool.filled[seq.kv.tables[0][index]] |= 1 << group
+            block = seq.kv.tables[0][index]
+            self.pool.filled[block] |= 1 << group
+            if index < seq.kv.published:
+                self.pool.publish(block, self.hash(seq, index))
 
     # -- sources -------------------------------------------------------------------------------------------------------
     def match_source(self, seq: Sequence) -> bool:
