@@ -174,8 +174,31 @@ def test_ask_says_what_it_did_not_read_and_where_nothing_fits(shell: Shell, tiny
     (folder / ".hidden.pdf").write_bytes(b"%PDF")
     code, _, err = shell("ask", tiny_gguf, folder, "zyzzyva qwxv", "-m", "1", "--budget", "150")
     assert code == 0, err
-    assert "not read, being no text or beyond 2 MiB: works/plan.pdf\n" in err
+    assert "not read, because they are not text or larger than 2 MiB: works/plan.pdf\n" in err
     assert "(no passage fits the question and --budget: the answer is the model's alone)" in err
+
+
+def test_a_question_that_shares_only_stop_words_finds_nothing(folder: Path) -> None:
+    index = Index(read_folder(folder))
+    assert any("the" in words(passage.text) for passage in index.passages)  # the control: it shares a word
+    assert index.search("What is the capital of Peru?") == []
+    assert index.search("the of is") != []  # a question without other words is answered by what there is
+    assert index.search("What is the door code?") != []
+
+
+def test_ask_lists_the_passages_of_an_answer_without_citation(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
+    _, out, err = shell("ask", tiny_gguf, folder, next(iter(FACTS)), "-t", "0", "-m", "4", "--budget", "150")
+    assert "house/boat.md" not in out  # the tiny model cites nothing
+    assert re.search(r"cites none of its passages; they were \[1\] house/boat\.md:\d+", err)
+    _, _, err = shell("ask", tiny_gguf, folder, "What is the capital of Peru?", "-m", "1", "--budget", "150")
+    assert "the answer is the model's alone" in err
+
+
+def test_ask_names_a_file_that_is_not_utf8(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("The mill stands by the river.")
+    (tmp_path / "latin.txt").write_bytes("Die Mühle steht am Fluß.".encode("latin-1"))
+    _, _, err = shell("ask", tiny_gguf, tmp_path, "Where is the mill?", "-m", "1", "--budget", "150")
+    assert "not UTF-8, read with unreadable characters replaced: latin.txt\n" in err
 
 
 def test_ask_is_greedy_and_bounded_unless_told_otherwise(shell: Shell, tiny_gguf: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """ask: questions answered from a folder of documents."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def ask(
     unless --max-tokens says otherwise. Needs the extra `ground`.
     """
     from headrace.workflows.grounding import asking
-    from headrace.workflows.grounding.documents import left_out, read_folder
+    from headrace.workflows.grounding.documents import left_out, not_utf8, read_folder
     from headrace.workflows.grounding.retrieval import Index
 
     check(options, sampling)
@@ -51,9 +51,8 @@ def ask(
     if sampling.preset is None and not any(name in given for name in DRAWN):
         own["temperature"] = 0.0  # what a document says is no matter of chance
     index = Index(read_folder(folder))
-    if left := left_out(folder):
-        more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
-        say(f"not read, being no text or beyond 2 MiB: {', '.join(left[:SHOWN])}{more}")
+    _say_files("not read, because they are not text or larger than 2 MiB", left_out(folder))
+    _say_files("not UTF-8, read with unreadable characters replaced", not_utf8(folder))
     llm = open_llm(model, options, preset="offline")
     answers = asking.begin(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
     for answer in answers:
@@ -64,13 +63,27 @@ def ask(
             writer.write(text)
         writer.close()
         for passage in answer.cited:
-            print(f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}")
+            print(_place(answer, passage))
         print()
         if not answer.passages:
             say("(no passage fits the question and --budget: the answer is the model's alone)")
+        elif not answer.cited:
+            places = ", ".join(_place(answer, passage) for passage in answer.passages)
+            say(f"(the answer cites none of its passages; they were {places})")
         if answer.output.outputs[0].finish_reason == "length":
             say("(the answer is cut off; --max-tokens allows more)")
     names = sorted({passage.source for answer in answers for passage in answer.passages})
     say(f"{counted(len(index.passages), 'passages')}; looked at {', '.join(names) or 'none'}")
     prompts = sum(len(one.output.prompt_token_ids) for one in answers)
     say(f"{asking.hit_rate(answers):.0%} of {prompts} prompt tokens were cached")
+
+
+def _place(answer: Any, passage: Any) -> str:
+    """A passage as its answer numbers it: "[1] mill.txt:3"."""
+    return f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}"
+
+
+def _say_files(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        say(f"{what}: {', '.join(names[:SHOWN])}{more}")

@@ -38,6 +38,19 @@ def left_out(folder: Path) -> list[str]:
     return [name for name in files(folder) if not _is_read(folder / name)]
 
 
+def not_utf8(folder: Path) -> list[str]:
+    """Files that are read although they are not UTF-8: their other bytes are replaced."""
+    return [name for name in files(folder) if _is_read(folder / name) and not _is_utf8((folder / name).read_bytes())]
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def files(folder: Path) -> list[str]:
     """Names of a folder's files, but for hidden ones and links."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]

@@ -10,6 +10,19 @@ from headrace.workflows.grounding.documents import Passage
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
+# Words that say nothing of a subject. A question that shares only these with the documents is about something else.
+STOP_WORDS = frozenset(
+    "a about after all also am an and any are as at be been before but by can could did do does for from give had has "
+    "have he her his how i if in into is it its list me many may more most much my name no not of on one or our out "
+    "please s she should show so some such t tell than that the their them then there these they this to up us was we "
+    "were what when where which who whom whose why will with would you your das dem den der des die ein eine einem einen "
+    "einer es für im in ist mit nicht oder sich sie sind und von war was wer wie wird wo zu au aux ce ces cette dans de "
+    "du elle est et il la le les ou où par pour que quel quelle qui sont sur un une "
+    "的 了 是 在 和 有 我 你 他 她 它 们 这 那 个 什 么 吗 呢 吧 啊 也 "
+    "都 与 及 或 被 把 对 不 就 而 上 下 中 为 多 少 几 谁 哪 怎 样 请 问".split()
+)
+
+
 def words(text: str) -> list[str]:
     """What is compared: lower-case words."""
     return WORD.findall(text.lower())
@@ -24,9 +37,10 @@ class Index:
         self._bm25.index([words(f"{one.source} {one.text}") or ["_"] for one in self.passages], show_progress=False)
 
     def search(self, question: str, most: int = 8) -> list[Passage]:
-        """The passages that share words with the question, best first; of equals the earlier one."""
+        """The passages that share words with the question, best first; of equals the earlier one. None if they share only stop
+        words, unless the question has no others."""
         asked = [word for word in words(question) if word in self._bm25.vocab_dict]
-        if not asked:
+        if not asked or (STOP_WORDS.issuperset(asked) and not STOP_WORDS.issuperset(words(question))):
             return []
         scores = self._bm25.get_scores(asked).tolist()
         order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
