@@ -6,10 +6,13 @@ import pwd
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.cli.app import main
+from headrace.cli.status import status
+from headrace.llm import LLM
 from headrace.weights.store import StoreError, home
 from tests.cli_shell import MAIN, SECONDS, Shell, environment
 
@@ -83,3 +86,28 @@ def test_a_closed_stream_is_no_error(closed: str, shell: Shell, tiny_gguf: Path)
     )
     assert done.returncode == 0, done.stderr
     assert b"Error" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_other_bytes_on_stdin_name_the_encoding(command: str, shell: Shell, tiny_gguf: Path) -> None:
+    process = shell.start(command, tiny_gguf, "-m", 2, stdin=subprocess.PIPE, text=False)
+    out, err = process.communicate("Die Mühle".encode("latin-1"), timeout=SECONDS)
+    assert process.returncode == 1
+    assert out == b""
+    assert b"standard input is not UTF-8 text (byte 5); convert it, for example: iconv -f latin1 -t UTF-8" in err
+
+
+def test_a_status_is_shown_while_the_template_is_rendered(
+    shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, str]] = []
+    render = LLM.render
+
+    def watched(self: LLM, *arguments: Any, **more: Any) -> list[int]:
+        line: Any = status()
+        seen.append((line._shown, line._what))
+        return render(self, *arguments, **more)
+
+    monkeypatch.setattr(LLM, "render", watched)
+    assert shell.watched("run", tiny_gguf, "hi", "-m", "2")[0] == 0
+    assert seen == [(True, "reading the prompt")]

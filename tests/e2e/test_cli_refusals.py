@@ -42,3 +42,13 @@ def test_an_unknown_format_of_compress_is_refused_without_torch(shell: Shell, ti
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert err.startswith("headrace: unknown format 'Q9'"), err
+
+
+def test_serve_takes_its_model_from_the_command_line_or_a_file(shell: Shell) -> None:
+    code, out, err = shell("serve")
+    assert (code, out) == (2, "")
+    assert "there is no model; give MODEL, or --config with a model" in err
+    assert "[MODEL]" in shell("serve", "--help")[1]
+    empty = shell.folder / "empty.toml"
+    empty.write_text("port = 0\n")
+    assert "there is no model; give MODEL" in shell("serve", "--config", empty)[2]

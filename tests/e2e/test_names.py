@@ -98,7 +98,11 @@ def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:
     assert (cold.model, cold.template) == (str(tiny_gguf), LOUD)
     assert cold.sampling == {"temperature": 0, "stop": ["END"], "max_tokens": 7}
     assert names.find("mill").sampling["temperature"] == 0.3  # type: ignore[union-attr]
-    code, _, err = shell("rm", "mill")
+    code, _, err = shell("rm", "mill", stdin="n\n")
+    assert code == 1
+    assert f"Remove the name mill and its settings ({tiny_gguf} stays)?" in err
+    assert names.find("mill") is not None
+    code, _, err = shell("rm", "mill", "--yes")
     assert (code, err) == (0, f"mill: the name is gone, {tiny_gguf} stays\n")
     assert tiny_gguf.exists()
     assert [one.name for one in names.given()] == ["mill-cold"]

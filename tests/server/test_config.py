@@ -94,7 +94,7 @@ def test_a_file_holds_every_option(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot = 1", "no setting 'prot'"),
+        ("prot = 1", "no setting 'prot'; did you mean port?"),
         ("config = 'x'", "no setting 'config'"),
         ("[limits]\nm = 3", "no setting 'limit_m'"),
         ("host = ", "cannot be read"),

@@ -8,7 +8,7 @@ from rich.cells import cell_len
 
 from headrace.cli.lines import Lines, Typed
 from headrace.cli.options import as_options
-from headrace.cli.terminal import AnswerWriter, Wrap
+from headrace.cli.terminal import AnswerWriter, Wrap, fold
 
 TEXTS = [
     "The headrace brings water to the wheel, and the wheel turns the stones.",
@@ -55,6 +55,23 @@ def test_where_lines_break() -> None:
     assert wrapped("水渠里的水", 4) == ["水渠", "里的", "水"]
     assert wrapped("水渠里。的", 6) == ["水渠", "里。的"], "closing punctuation does not begin a line"
     assert wrapped("abc水de", 5) == ["abc水", "de"]
+
+
+@pytest.mark.parametrize("columns", [24, 40, 80])
+def test_notes_break_between_words(columns: int) -> None:
+    line = "model.gguf: bfloat16 on cpu (native, bitwise), KV cache of at most 4.0 MiB for 16,384 tokens, context 8,192"
+    lines = fold(line, columns).split("\n")
+    assert " ".join(one.strip() for one in lines) == line
+    assert all(len(one) <= columns for one in lines)
+
+
+def test_a_list_keeps_its_column() -> None:
+    line = "/set [NAME VALUE]   the settings and what they do; change one: /set temperature 0.5"
+    lines = fold(line, 48).split("\n")
+    assert len(lines) > 1
+    assert all(one.startswith(" " * 20) for one in lines[1:])
+    assert " ".join(" ".join(lines).split()) == " ".join(line.split())
+    assert fold("short", 40) == "short"
 
 
 class Screen(io.StringIO):

@@ -57,7 +57,8 @@ class Lineup:
         about = worker.ask(model=str(model), setting=setting, **task)
         self.about[made.name] = {key: about[key] for key in ABOUT if key in about}
         self.parties.append(made)
-        say(f"{made.name}: {about['about']}, loaded in {about['load_s']:.1f} s")
+        name = "" if made.name == OURS else f"{made.name}: "  # ours names itself
+        say(f"{name}{about['about']}, loaded in {about['load_s']:.1f} s")
 
 
 def compare(

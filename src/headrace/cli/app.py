@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes of another encoding are an error, and never become surrogates
+        sys.stdin.reconfigure(errors="strict")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         begin(arguments)

@@ -140,8 +140,10 @@ class Chat:
         """Answer the last message. Where nothing comes of it, it goes, and `otherwise` takes its place. Raises ValueError."""
         text = ""
         try:
+            moving().start("reading the prompt")  # its template runs in a process that has to start
             text = self._stream(self._prompt())
         finally:
+            moving().finish()
             self.interrupt.requested = False
             if text:
                 self.conversation.answer(text)

@@ -13,6 +13,8 @@ WAIT = 2.0  # seconds of silence on stdin before it is said what we wait for
 
 def join_prompt(prompt: str | None, files: list[Path]) -> str:
     """Argument, files and piped text, a blank line between them. Raises ValueError where nothing is left to answer."""
+    if prompt is not None and prompt != prompt.encode(errors="replace").decode():
+        raise ValueError(f"the prompt is not {sys.getfilesystemencoding().upper()} text; convert it")
     parts = [prompt or "", *(read_text(path) for path in files), _piped()]
     text = "\n\n".join(part for part in parts if part)
     if not text.strip():
@@ -27,12 +29,18 @@ def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) ->
     try:
         given = texts or [line.rstrip("\n") for line in (file.open("r", encoding="utf-8") if file else sys.stdin)]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file or 'standard input'} is not {error.encoding} text (byte {error.start})") from None
+        raise ValueError(not_text(str(file or "standard input"), error)) from None
     if not given:
         raise ValueError("there is no text; give some as arguments, with --file, or pipe them in")
     if not blank and not all(given):
         raise ValueError("a text is empty; remove its line")
     return given
+
+
+def not_text(source: str, error: UnicodeDecodeError) -> str:
+    """The message about bytes that are not text in the expected encoding."""
+    encoding = error.encoding.upper()
+    return f"{source} is not {encoding} text (byte {error.start}); convert it, for example: iconv -f latin1 -t {encoding}"
 
 
 def layers_of(text: str | None, option: str) -> tuple[int, ...]:
@@ -48,7 +56,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        raise ValueError(not_text(str(path), error)) from None
 
 
 def _piped() -> str:
@@ -61,6 +69,6 @@ def _piped() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not {error.encoding} text (byte {error.start})") from None
+        raise ValueError(not_text("standard input", error)) from None
     finally:
         waiting.cancel()

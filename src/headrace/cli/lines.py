@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.cli.inputs import not_text
 from headrace.weights.store import StoreError, home
 
 PROMPT, MORE = ">>> ", "... "
@@ -67,7 +68,10 @@ class Lines:
             return None
         if self.terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline() if sys.stdin is not None else ""
+        try:
+            line = sys.stdin.readline() if sys.stdin is not None else ""
+        except UnicodeDecodeError as error:
+            raise ValueError(not_text("standard input", error)) from None
         return line.removesuffix("\n") if line else None
 
     def close(self) -> None:

@@ -197,6 +197,8 @@ def remove(
 ) -> None:
     """Delete a model from this machine; of a name that was given to one (headrace add) only the name."""
     if (named := names.find(name)) is not None:
+        if not yes and not typer.confirm(f"Remove the name {name} and its settings ({named.model} stays)?", err=True):
+            raise typer.Abort
         names.remove(name)
         say(f"{name}: the name is gone, {named.model} stays")
         return

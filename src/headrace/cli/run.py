@@ -81,6 +81,7 @@ def run(
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
     llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
+    moving(quiet).start("reading the prompt")  # its template runs in a process that has to start
     params = sampling.bind(llm)(**more)
     origins: Any = None
     if show_speculation or show_exits:

@@ -6,14 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.help import short_help
+from headrace.cli.help import complete_model, short_help
 from headrace.cli.opening import look_at
-from headrace.cli.options import ModelName, ModelOptions, with_groups
+from headrace.cli.options import ModelOptions, with_groups
 from headrace.cli.output import say
 from headrace.cli.serve_options import CASCADES, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
 from headrace.weights.store import expand, find_home
 
 INTERRUPTED = 130
+ServedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that `headrace list` shows, a .gguf file, a folder with safetensors, or a repository of the model hub. "
+        "--config may name it instead.",
+        autocompletion=complete_model,
+        show_default=False,
+    ),
+]
 PACKAGES = tuple("starlette uvicorn h11 prometheus_client python_multipart yaml markdown_it latex2mathml pygments nh3".split())
 
 
@@ -30,7 +40,6 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     context: typer.Context,
-    model: ModelName,
     server: ServerOptions,
     options: ModelOptions,
     queue: QueueOptions,
@@ -39,14 +48,14 @@ def serve(
         Path | None,
         typer.Option(exists=True, file_okay=False, help="A folder that train-classifier wrote for MODEL: /v1/classify."),
     ] = None,
+    model: ServedModel = "",
 ) -> int:
     """Serve a model to OpenAI clients; it is downloaded where it is missing.
 
     On 127.0.0.1 no key is needed; any other address insists on one (HEADRACE_API_KEY, --api-key-file, --keys). SIGTERM and
     Ctrl-C finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
     """
-    options.check()
-    check_installed()
+    _check(model, options)
     from headrace.cli.cascades import read_cascade
     from headrace.server.logs import use_json
     from headrace.server.proxies import Proxies
@@ -87,6 +96,14 @@ def serve(
     _look(entries, server.model_memory is not None)
     cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]
     return _run(settings, entries, queue.arguments(), server.model_memory, cascades)
+
+
+def _check(model: str, options: ModelOptions) -> None:
+    """Check what needs no file. Raises typer.BadParameter, ValueError."""
+    if not model:
+        raise typer.BadParameter("there is no model; give MODEL, or --config with a model")
+    options.check()
+    check_installed()
 
 
 def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:

@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +13,16 @@ import typer
 
 from headrace.cli.options import ModelOptions
 from headrace.cli.output import say
+from headrace.data.near import did_you_mean
 
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
 MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
 CASCADES = "headrace.cascades"  # and its cascades, as they stand there
 OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", "classifier", *ModelOptions.__dataclass_fields__)
+
+
+NO_SETTINGS = ("config", "help_all", "help")  # options of the command line alone
 
 
 @dataclass(slots=True)
@@ -46,13 +51,19 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     data |= {f"limit_{name}": value for name, value in limits.items()}
     for name, value in data.items():
         if name not in known or name == "config" or isinstance(value, dict | list):
-            raise typer.BadParameter(f"{path.name}: there is no setting {name!r}; `headrace serve --help` names them all")
+            raise typer.BadParameter(f"{path.name}: there is no setting {name!r}; {_hint(name, known)}")
         _check_value(path, name, value)
     context.default_map = {**(context.default_map or {}), **data}
     context.meta[MODELS] = [_entry(path, entry, known, context) for entry in _tables(path, entries)]
     if context.meta[MODELS] and "model" not in data:
         context.default_map["model"] = context.meta[MODELS][0].model
     return path
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """The nearest settings, or where all of them are listed."""
+    settings = [one for one in known if one not in NO_SETTINGS]
+    return did_you_mean(name, settings, "`headrace serve --help-all` lists them")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -96,7 +107,9 @@ def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: ty
         raise typer.BadParameter(f"{path.name}: {made.model}: name is text and preload true or false")
     for name, value in given.items():
         if name not in OF_A_MODEL:
-            raise typer.BadParameter(f"{path.name}: {made.model}: there is no setting {name!r} of a model")
+            raise typer.BadParameter(
+                f"{path.name}: {made.model}: there is no setting {name!r} of a model; {_hint(name, OF_A_MODEL)}"
+            )
         _check_value(path, name, value)
         made.options[name] = known[name].process_value(context, value)
     return made

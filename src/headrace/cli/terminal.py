@@ -17,13 +17,25 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 CLOSING = frozenset("，。！？；：、）」』】》〉”’…,.!?;:)]}")
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 STYLE = re.compile(r"\x1b\[[0-9]*m")  # takes no cells
+LISTED = re.compile(r"\S.*?\s{2,}(?=\S)")
 JOINER = "\u200d"  # makes one sign of two
 
 
 def note(line: str) -> None:
-    """A remark on stderr: dim on a terminal, plain elsewhere."""
+    """A remark on stderr: on a terminal dim and broken between words, plain elsewhere."""
     text = printable(line, keep="\n")
+    if sys.stderr.isatty():
+        text = "\n".join(fold(one, shutil.get_terminal_size().columns) for one in text.split("\n"))
     status().note(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text)
+
+
+def fold(line: str, columns: int) -> str:
+    """A line broken between words. In a list (name, two spaces or more, explanation) the explanation keeps its column."""
+    name = LISTED.match(line)
+    indent = len(name[0]) if name is not None and len(name[0]) < columns // 2 else 0
+    wrap = Wrap(columns - indent)
+    text = wrap.write(line[indent:]) + wrap.close()
+    return line[:indent] + text.replace("\n", "\n" + " " * indent)
 
 
 class Form(Protocol):
