@@ -26,6 +26,7 @@ from headrace.data.outputs import Classification, CompletionOutput, Embedding, R
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
+from headrace.decoding.looking import take_calls
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
@@ -192,7 +193,7 @@ class LLM:
         outputs = self.generate([self._rendered(chosen, talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:
-                given.read(output)
+                take_calls(output, given)
         return outputs
 
     def stream(

@@ -9,6 +9,7 @@ import jsonschema
 import openai
 import pytest
 
+from headrace.data.types import Delta
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
@@ -512,3 +513,31 @@ def test_templates_render_arguments_that_were_cut(arguments: str) -> None:
         if arguments == "5" and "items" in shown:
             continue  # JSON, but of another kind: as it is
         ChatTemplate(source).render(conversation(talk, None, source))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_in_the_text_is_a_call(server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model writes what it is made to write here: a fenced object, with arguments that fit or do not."""
+    for arguments, is_call in (('{"turns": 3, "way": "left"}', True), ('{"turns": 30, "way": "left"}', False)):
+        text = f'Well.\n```json\n{{"name": "turn_wheel", "arguments": {arguments}}}\n```'
+
+        async def scripted(tickets: Any, text: str = text) -> Any:
+            for at in range(0, len(text), 7):
+                last = at + 7 >= len(text)
+                yield 0, Delta(tickets[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
+
+        monkeypatch.setattr("headrace.server.chat.deltas", scripted)
+        made = ask(server, stream=stream)
+        if stream:
+            chunks = list(made)
+            names, texts, reason = of_stream(chunks)
+            content = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        else:
+            message, reason = made.choices[0].message, made.choices[0].finish_reason
+            names = [call.function.name for call in message.tool_calls or []]
+            texts = [call.function.arguments for call in message.tool_calls or []]
+            content = message.content
+        if is_call:
+            assert (names, texts, content, reason) == (["turn_wheel"], [arguments], "Well.\n", "tool_calls")
+        else:
+            assert (names, texts, content, reason) == ([], [], text, "stop")

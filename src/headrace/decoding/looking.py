@@ -13,8 +13,11 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
+from headrace.decoding.json_calls import Steps
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
+from headrace.decoding.tool_text import Piece
+from headrace.decoding.tools import CallReader, Tooling, gathered_calls
 
 CHECK = Task(__name__, "look", memory=2 << 30)  # of a text, which does not come again
 
@@ -86,6 +89,24 @@ def look_again(output: RequestOutput) -> None:
     for one in output.outputs:
         if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
             one.finish_reason, output.error = "error", broken
+
+
+def take_calls(output: RequestOutput, tools: Tooling) -> None:
+    """Take the calls out of the texts of a finished output."""
+    for one in output.outputs:
+        reader = CallReader(tools)
+        one.text, one.tool_calls = gathered_calls(_pieces(reader.push(one.text, final=True), tools))
+        one.finish_reason = reader.finish_reason(one.finish_reason)
+
+
+def _pieces(steps: Steps, tools: Tooling) -> list[Piece]:
+    """The pieces of an answer. A JSON object in its text is a call if its arguments fit."""
+    try:
+        call = next(steps)
+        while True:
+            call = steps.send(not _why_broken(tools.schema_of(call.name), call.arguments))
+    except StopIteration as end:
+        return list(end.value)
 
 
 def _why_broken(spec: StructuredOutputs, text: str) -> str:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.cut_json import read_arguments
 from headrace.decoding.grammar import WHITESPACE
+from headrace.decoding.json_calls import JsonCallFilter, Steps
 from headrace.decoding.json_schema.prepare import Prepared, prepare
 from headrace.decoding.repeats import RepeatFilter
 from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, Piece, ToolText, format_of, new_call_id
@@ -70,6 +70,8 @@ class Tooling:
     in_template: bool
     spec: StructuredOutputs
     ends_at_repeat: bool = False  # a call that equals an earlier one ends the answer
+    reads_json: bool = False  # a JSON object in the text may be a call
+    several: bool = True
 
     def held(self, params: SamplingParams) -> SamplingParams:
         """Parameters of an answer that is held to their schemas. Raises ToolError."""
@@ -77,12 +79,10 @@ class Tooling:
             raise ToolError("an answer that may call tools cannot be held to a format too; leave one out", "tools")
         return params.replace(structured_outputs=self.spec)
 
-    def read(self, output: RequestOutput) -> None:
-        """Take the calls out of the texts of a finished output."""
-        for one in output.outputs:
-            reader = CallReader(self)
-            one.text, one.tool_calls = gathered_calls([*reader.push(one.text), *reader.close()])
-            one.finish_reason = reader.finish_reason(one.finish_reason)
+    def schema_of(self, name: str) -> StructuredOutputs:
+        """The schema of the arguments of one tool, for a check of finished arguments."""
+        (tool,) = [tool for tool in self.tools if tool["function"]["name"] == name]
+        return StructuredOutputs(json=json.dumps(schemas_of([tool])[0]))
 
 
 class CallReader:
@@ -92,26 +92,36 @@ class CallReader:
         """`held`: an answer without calls has a format, and nothing in it is a call."""
         self._text = ToolText(tools.form, held=held)
         self._repeats = RepeatFilter() if tools.ends_at_repeat else None
+        names = frozenset(tool["function"]["name"] for tool in tools.tools)
+        self._json = JsonCallFilter(names, several=tools.several) if tools.reads_json else None
 
     @property
     def ended(self) -> bool:
         """Whether the answer ends here, whatever else the model writes."""
         return self._repeats is not None and self._repeats.ended
 
-    def push(self, text: str) -> list[Piece]:
-        pieces = self._text.push(text)
-        return pieces if self._repeats is None else self._repeats.push(pieces)
-
-    def close(self) -> list[Piece]:
-        """The rest, after the last text."""
-        pieces = self._text.close()
-        return pieces if self._repeats is None else [*self._repeats.push(pieces), *self._repeats.close()]
+    def push(self, text: str, *, final: bool = False) -> Steps:
+        """The pieces of more text, after answers to the candidates that come up. `final`: no text comes after it."""
+        pieces = self._text.push(text) + (self._text.close() if final else [])
+        if self._repeats is not None:
+            return [*self._repeats.push(pieces), *(self._repeats.close() if final else [])]
+        if self._json is None:
+            return pieces
+        shown: list[Piece] = []
+        for piece in pieces:
+            if piece.call is None:
+                shown += yield from self._json.push(piece.text)
+            else:  # a call in the template's form: the text before it is complete
+                shown += yield from self._json.push("", final=True)
+                shown.append(Piece(piece.text, piece.call + self._json.calls, piece.name))
+        return shown + ((yield from self._json.push("", final=True)) if final else [])
 
     def finish_reason(self, reason: str | None) -> str | None:
         """`tool_calls` if the model stopped and its last call is complete; otherwise the `reason` of the text."""
         if self.ended:
             return "tool_calls"
-        return "tool_calls" if reason == "stop" and self._text.calls and not self._text.unfinished else reason
+        calls = self._text.calls + (self._json.calls if self._json is not None else 0)
+        return "tool_calls" if reason == "stop" and calls and not self._text.unfinished else reason
 
 
 def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
@@ -177,7 +187,9 @@ def tooling(
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
         raise ToolError(f"tools: {error}", "tools") from None
-    return Tooling(usable, form_or_hermes, form is not None, spec, must and several and not request.allow_repeated_tool_calls)
+    ends_at_repeat = must and several and not request.allow_repeated_tool_calls
+    reads_json = not must and answer is None
+    return Tooling(usable, form_or_hermes, form is not None, spec, ends_at_repeat, reads_json, several)
 
 
 def conversation(

@@ -39,7 +39,7 @@ from headrace.server.reading import read_json
 from headrace.server.sampling import sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import Looked, asked_form, check_form, check_text, prepared, schema_of
+from headrace.server.structured import Looked, asked_form, check_form, check_text, fits_tool, prepared, schema_of
 from headrace.server.tickets import Ticket, deltas
 from headrace.text.chat import ChatTemplate
 from headrace.weights.defaults import values
@@ -65,14 +65,20 @@ class Job:
     def __post_init__(self) -> None:
         self.fingerprint = self.service.fingerprint
 
-    def pieces(self, delta: Delta) -> list[Piece]:
+    async def pieces(self, delta: Delta) -> list[Piece]:
         """The new text of an answer: plain text, or parts of calls."""
         if self.tools is None:
             return [Piece(delta.text)] if delta.text else []
         if delta.index not in self.texts:
             self.texts[delta.index] = CallReader(self.tools, held=self.held)
-        text = self.texts[delta.index]
-        return text.push(delta.text) + (text.close() if delta.finish_reason is not None else [])
+        steps = self.texts[delta.index].push(delta.text, final=delta.finish_reason is not None)
+        try:
+            call = next(steps)
+            while True:
+                spec = self.tools.schema_of(call.name)
+                call = steps.send(await fits_tool(self.service, spec, call.arguments))
+        except StopIteration as end:
+            return list(end.value)
 
     def finish_reason(self, delta: Delta) -> str | None:
         text = self.texts.get(delta.index)
@@ -85,7 +91,7 @@ class Job:
             self.generated += len(delta.token_ids)
             if delta.index not in left:
                 continue
-            pieces = self.pieces(delta)
+            pieces = await self.pieces(delta)
             ended = delta.index in self.texts and self.texts[delta.index].ended
             if ended or delta.finish_reason is not None:
                 left.discard(delta.index)

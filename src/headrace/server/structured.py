@@ -113,6 +113,15 @@ async def check_text(service: Service, spec: StructuredOutputs, text: str) -> No
         raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code=UNFIT)
 
 
+async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -> bool:
+    """Whether the arguments of a call fit their schema. A check that is cut off is no."""
+    try:
+        question = {"spec": msgspec.to_builtins(spec), "text": arguments}
+        return not (await _look(service, question, remembered=False))["broken"]
+    except ConstraintError:
+        return False
+
+
 def _response_format(value: Any) -> dict[str, Any] | None:
     """OpenAI's field: text, json_object, json_schema."""
     if value is None:
