@@ -179,8 +179,9 @@ class Clients:
         name = next(self.attacked)
         one = self.attacks[name]
         body = one.raw or one.body.replace(b"MODEL", self.spec["model"].encode())
-        headers = "Transfer-Encoding: chunked\r\n" if one.raw else ""
-        status, _, _ = await self.ask("POST", one.path, body, headers=headers, plain=bool(one.raw))
+        headers = one.headers.decode() + ("Transfer-Encoding: chunked\r\n" if one.raw else "")
+        given = body if one.method == "POST" else None
+        status, _, _ = await self.ask(one.method, one.path, given, headers=headers, plain=bool(one.raw))
         self.expect(name, status, set(one.statuses))
 
     async def too_big(self) -> None:
