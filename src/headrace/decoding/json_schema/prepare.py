@@ -1,11 +1,9 @@
 """A JSON schema as the grammar compiler knows it: what it does not know is said in other words, exactly where that can be;
 what cannot is left out and named, and has to be checked when the output is whole."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from headrace.data.structured import ConstraintError
@@ -13,8 +11,8 @@ from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document, InexpressibleError, is_local
 from headrace.decoding.json_schema.literals import either_spelling, has_fraction, types_of
 from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
+from headrace.decoding.json_schema.numbers import BOUNDS, check_all, check_multiple, check_values, kept_bound, kept_range
 
-MAX_MULTIPLE = 65_536  # an automaton of so many states takes 30 MB
 MAX_DEPTH = 64  # schemas within schemas
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows
 # other formats of the standard, as regexes
@@ -43,21 +41,10 @@ class Prepared:
     late: tuple[str, ...] = ()
 
 
-def check_multiple(value: Any) -> None:
-    """Raises ConstraintError if the automaton of a `multipleOf` would be too large: it has a state for each remainder."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return  # the compiler refuses it
-    digits = int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
-    if digits > MAX_MULTIPLE:
-        raise ConstraintError(
-            f"the JSON schema has multipleOf {str(value)[:40]}, and {MAX_MULTIPLE} is the most (its digits without zeros at "
-            "either end count); use a smaller one"
-        )
-
-
 def prepare(schema: dict[str, Any]) -> Prepared:
     """Raises ConstraintError for what is too much, and for references that lead nowhere."""
     if _foreign(schema):
+        check_all(schema)
         return Prepared(schema)
     return _Preparation(schema).run()
 
@@ -155,9 +142,8 @@ class _Preparation:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
-            if key == "multipleOf":
-                check_multiple(value)
             made[key] = self.inside(key, value, depth + 1)
+        made = kept_range(made)
         if rules:
             made["allOf"] = [*made.get("allOf", []), *rules]
         return made
@@ -173,7 +159,11 @@ class _Preparation:
             return {name: self.positive(each, depth) for name, each in value.items()}
         if key in ONE or key == "items":
             return self.positive(value, depth)
-        return value
+        if key in VALUES:
+            check_values(value)
+        if key == "multipleOf":
+            check_multiple(value)
+        return kept_bound(key, value) if key in BOUNDS else value
 
     def rules(self, schema: dict[str, Any]) -> list[Any]:
         """What is to hold beside the keywords that stay: the others in other words."""
