@@ -49,6 +49,23 @@ def test_a_sweep_gives_every_figure(server: Running, shell: Shell, tmp_path: Pat
     assert "us a token" in out
 
 
+def test_prompts_differ_by_run_unless_they_are_to_repeat(wide: Running, shell: Shell, tmp_path: Path) -> None:
+    """A second run must not measure the prefix cache that the first one filled."""
+    options = ("--concurrency", 1, "--requests", 3, "--input", 60, "--output", 2, "--warmup", 0, "--json", tmp_path / "x.json")
+
+    def cached(*more: object) -> int:
+        code, out, err = shell("bench", "serve", f"{wide.base}/v1", "--kind", "text", *options, *more)
+        assert code == 0, err
+        (load,) = json.loads((tmp_path / "x.json").read_text())["loads"].values()
+        assert load["failed"] == 0
+        assert f"prompt tokens cached\t{load['cached_tokens']} of {load['prompt_tokens']}" in out
+        return int(load["cached_tokens"])
+
+    assert [cached() for _ in range(2)] == [0, 0]
+    assert cached("--repeat-prompts") == 0
+    assert cached("--repeat-prompts") > 100  # the control: the same prompts are found
+
+
 def test_poisson_and_a_trace(server: Running, shell: Shell, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     lines = [{"timestamp": n * 1000, "input_length": 9, "output_length": 40} for n in range(9)]
@@ -66,9 +83,9 @@ def test_poisson_and_a_trace(server: Running, shell: Shell, tmp_path: Path) -> N
     assert json.loads((tmp_path / "x.json").read_text())["loads"]["200/s"]["requests"] == 3
 
 
-def test_first_tokens_and_sampling(server: Running, shell: Shell, tmp_path: Path) -> None:
+def test_first_tokens_and_sampling(wide: Running, shell: Shell, tmp_path: Path) -> None:
     options = "--kind text --lengths 4,32 --at-once 1 --output 8 --rounds 1".split()
-    code, out, err = shell("bench", "latency", f"{server.base}/v1", *options, "--json", tmp_path / "x.json")
+    code, out, err = shell("bench", "latency", f"{wide.base}/v1", *options, "--json", tmp_path / "x.json")
     assert code == 0, err
     assert "prompt tokens\t" in out
     assert "at once\t" in out

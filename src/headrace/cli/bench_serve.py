@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +38,14 @@ Report = Annotated[
     ),
 ]
 
+Timeout = Annotated[float, typer.Option(min=1, help="Seconds for an answer.", rich_help_panel=ASKED)]
+Repeat = Annotated[
+    bool,
+    typer.Option(
+        "--repeat-prompts", help="The same prompts in every run of a seed, which a prefix cache finds.", rich_help_panel=WHAT
+    ),
+]
+
 
 def register(bench: typer.Typer) -> None:
     """Add the commands."""
@@ -61,7 +71,7 @@ def serve(
     model: ModelOption = None,
     kind: Kind = "ids",
     api_key_file: KeyFile = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for an answer.", rich_help_panel=ASKED)] = 600.0,
+    timeout: Timeout = 600.0,
     rate: Annotated[
         str, typer.Option(help="Poisson arrivals a second; several: a sweep, as 1,2,4.", rich_help_panel=WHEN)
     ] = "",
@@ -80,7 +90,10 @@ def serve(
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.", rich_help_panel=WHAT)] = 0.0,
     exact: Annotated[bool, typer.Option(help="Ask for whole lengths (ignore_eos).", rich_help_panel=WHAT)] = True,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.", rich_help_panel=WHAT)] = 4,
-    seed: Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.", rich_help_panel=WHAT)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of lengths, arrivals and, with --repeat-prompts, prompts.", rich_help_panel=WHAT)
+    ] = 0,
+    repeat_prompts: Repeat = False,
     slo: Annotated[str, typer.Option(help="Seconds for goodput, as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
     watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
     json_file: JsonFile = None,
@@ -98,7 +111,7 @@ def serve(
         raise ValueError("give one of --rate, --concurrency and --trace")
     limits = summary.parse_slo(slo)
     extra = {"temperature": temperature, **({"ignore_eos": True} if exact else {})}
-    target = _target(url, model, kind, api_key_file, timeout, extra)
+    target = _target(url, model, kind, api_key_file, timeout, extra, repeat_prompts)
     lengths = Lengths(input_len, output_len, tail)
     loads: list[tuple[str, list[Any], int | None]] = []
     if trace is not None:
@@ -111,8 +124,7 @@ def serve(
     loads = [(name, bounds[name].apply(jobs), at_once) for name, jobs, at_once in loads]
     say(cut := described({name: each.cut for name, each in bounds.items()}))
     drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
-    processes = [int(number) for number in _numbers(watch)]
-    made = {name: _measure(name, target, jobs, at_once, processes, limits) for name, jobs, at_once in loads}
+    made = {name: _measure(name, target, jobs, at_once, watch, limits) for name, jobs, at_once in loads}
     _tell(target.model, cut, made, json_file, plots, report)
 
 
@@ -173,7 +185,9 @@ def _compared(one: Any) -> tuple[str, ...]:
     return (str(one.at_once), _ms(one.greedy), _ms(one.sampled), *ratios)
 
 
-def _target(url: str, model: str | None, kind: str, key_file: Path | None, timeout: float, extra: dict[str, Any]) -> Any:
+def _target(
+    url: str, model: str | None, kind: str, key_file: Path | None, timeout: float, extra: dict[str, Any], repeat: bool = False
+) -> Any:
     from importlib.util import find_spec
 
     if find_spec("h11") is None:
@@ -184,9 +198,9 @@ def _target(url: str, model: str | None, kind: str, key_file: Path | None, timeo
     if kind not in KINDS:
         raise ValueError(f"--kind is one of {', '.join(KINDS)}, not {kind!r}")
     key = key_file.read_text("utf-8").strip() if key_file is not None else os.environ.get("HEADRACE_API_KEY") or None
-    target = Target(url.rstrip("/"), model or "", kind, key, timeout, extra)
+    target = Target(url.rstrip("/"), model or "", kind, key, timeout, extra, "" if repeat else token_hex(8))
     target.address()
-    return Target(target.base, model or first_model(target), kind, key, timeout, extra)
+    return replace(target, model=model or first_model(target))
 
 
 def _numbers(text: str) -> list[float]:
@@ -199,14 +213,17 @@ def _numbers(text: str) -> list[float]:
     return numbers
 
 
-def _measure(
-    name: str, target: Any, jobs: Sequence[Any], at_once: int | None, watch: list[int], limits: dict[str, float]
-) -> Any:
+def _measure(name: str, target: Any, jobs: Sequence[Any], at_once: int | None, watch: str, limits: dict[str, float]) -> Any:
     from headrace.bench.load import drive, summary
+    from headrace.bench.load.server import cached_so_far
 
+    before = cached_so_far(target)
     status().start(name, len(jobs), unit="requests")
-    run = drive.drive(target, jobs, at_once, watch, done=status().advance)
-    return summary.summary(run, limits), summary.times([one for one in run.answers if one.error is None])
+    run = drive.drive(target, jobs, at_once, [int(number) for number in _numbers(watch)], done=status().advance)
+    made = summary.summary(run, limits)
+    if before is not None and (after := cached_so_far(target)) is not None:  # usage may leave the cache out, as ours does
+        made["cached_tokens"] = max(made["cached_tokens"], int(after - before))
+    return made, summary.times([one for one in run.answers if one.error is None])
 
 
 def _rows(made: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -215,6 +232,7 @@ def _rows(made: dict[str, Any]) -> list[tuple[str, ...]]:
     summaries = [summary for summary, _ in made.values()]
     for name, label in {"requests": "requests", "failed": "failed", "output_tokens": "answer tokens"}.items():
         rows.append((label, *(str(one[name]) for one in summaries)))
+    rows.append(("prompt tokens cached", *(f"{one['cached_tokens']} of {one['prompt_tokens']}" for one in summaries)))
     for name, label in {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "seconds": "seconds"}.items():
         rows.append((label, *(f"{one[name]:.2f}" for one in summaries)))
     for name in ("ttft", "itl", "tpot", "e2e"):

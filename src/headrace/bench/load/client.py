@@ -30,6 +30,7 @@ class Target:
     key: str | None = None
     timeout: float = 600.0  # seconds for one answer
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every request
+    run: str = ""  # prompts differ by run, so that no run finds those of an earlier one in the server's prefix cache
 
     def address(self) -> tuple[str, int, ssl.SSLContext | None]:
         """Host, port, TLS. Raises ValueError for what is no http address."""
@@ -44,9 +45,9 @@ class Target:
         body: dict[str, Any] = {"model": self.model, "max_tokens": job.output, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.kind == "chat":
-            body["messages"] = [{"role": "user", "content": job.text()}]
+            body["messages"] = [{"role": "user", "content": job.text(self.run)}]
         else:
-            body["prompt"] = job.ids() if self.kind == "ids" else job.text()
+            body["prompt"] = job.ids(self.run) if self.kind == "ids" else job.text(self.run)
         data = msgspec.json.encode(body | self.extra)
         url = urlsplit(self.base)
         path = url.path.rstrip("/") + ("/chat/completions" if self.kind == "chat" else "/completions")
@@ -74,6 +75,7 @@ class Answer:
     sent: float = 0.0
     times: list[float] = field(default_factory=list)  # of every event with text
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, as the server reports them
     output_tokens: int = 0
     text: str = ""
     error: str | None = None
@@ -197,5 +199,6 @@ class _Reader:
                 self.answer.text += text
         if usage := event.get("usage"):
             self.answer.prompt_tokens, self.answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         else:  # until it is counted
             self.answer.output_tokens = len(self.answer.times)

@@ -71,6 +71,7 @@ def summary(run: Run, limits: dict[str, float]) -> dict[str, Any]:
         "errors": sorted({answer.error for answer in run.answers if answer.error is not None})[:10],
         "seconds": run.seconds,
         "prompt_tokens": sum(answer.prompt_tokens for answer in good),
+        "cached_tokens": sum(answer.cached_tokens for answer in good),
         "output_tokens": tokens,
         "requests_per_s": len(good) / run.seconds,
         "output_tokens_per_s": tokens / run.seconds,

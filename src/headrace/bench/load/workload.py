@@ -29,19 +29,19 @@ class Job:
     seed: int = 0
     blocks: tuple[int, ...] = ()
 
-    def ids(self) -> list[int]:
-        """The prompt as token ids."""
+    def ids(self, run: str = "") -> list[int]:
+        """The prompt as token ids. Another `run` has other prompts; prefixes that its jobs share stay shared."""
         parts: list[int] = []
         for number, block in enumerate(self.blocks or (self.seed,)):
-            rng = random.Random(f"block {block}" if self.blocks else f"prompt {self.seed}")
+            rng = random.Random(f"{run}block {block}" if self.blocks else f"{run}prompt {self.seed}")
             size = min(PREFIX_BLOCK, self.prompt - number * PREFIX_BLOCK) if self.blocks else self.prompt
             parts += [FIRST_ID + rng.randrange(IDS) for _ in range(size)]
-        rng = random.Random(f"rest {self.seed}")
+        rng = random.Random(f"{run}rest {self.seed}")
         return parts + [FIRST_ID + rng.randrange(IDS) for _ in range(self.prompt - len(parts))]
 
-    def text(self) -> str:
+    def text(self, run: str = "") -> str:
         """A prompt of about as many tokens, for servers that take no ids."""
-        rng = random.Random(f"prompt {self.seed}")
+        rng = random.Random(f"{run}prompt {self.seed}")
         return " ".join(rng.choice(WORDS) for _ in range(self.prompt))
 
 
