@@ -171,6 +171,8 @@ def test_what_a_line_means(tmp_path: Path) -> None:
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a"], "logprobs": 4}},
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "again"}},
         {"url": "/v1/completions", "body": {"prompt": [[1, 2]], "echo": False, "top_k": 5}},
+        {"id": "d", "prompt_token_ids": [1.0, 2], "max_tokens": 5.0, "temperature": 0.5},
+        {"url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5.0}},
     )
     assert list(read_jobs(source)) == [
         Job(1, 3, prompt="a", params={"stop": ["x"]}),
@@ -178,6 +180,8 @@ def test_what_a_line_means(tmp_path: Path) -> None:
         Job(3, "c", prompt="a", params={"logprobs": 4}),
         BadLine("line-4", "line 4: id 'c' is that of line 3, too; give each line its own"),
         Job(5, "line-5", prompt_token_ids=[1, 2], params={"top_k": 5}),
+        Job(6, "d", prompt_token_ids=[1, 2], params={"max_tokens": 5, "temperature": 0.5}),
+        Job(7, "line-7", prompt="a", params={"max_tokens": 5}),
     ]
 
 

@@ -161,6 +161,8 @@ def _batch_job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
 
 def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
     given = {name: fields.pop(name) for name in PROMPTS if fields.get(name) is not None}
+    if "prompt_token_ids" in given:
+        given["prompt_token_ids"] = _whole(given["prompt_token_ids"])
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise LineError(f"a line needs exactly one of {', '.join(PROMPTS)}; this one has {found}")
@@ -171,10 +173,17 @@ def _job(number: int, job_id: Id, fields: dict[str, Any]) -> Job:
         question = did_you_mean(unknown[0], [*PROMPTS, *TEMPLATE, *PARAMS], known)
         raise LineError(f"unknown field {unknown[0]!r}; {question} (headrace generate --help says more)")
     _check_prompt(given)
-    params = {name: value for name, value in fields.items() if value is not None and name in PARAMS}
+    params = {name: _whole(value) for name, value in fields.items() if value is not None and name in PARAMS}
     if "logit_bias" in params:
         params["logit_bias"] = _biases(params["logit_bias"])
     return Job(number, job_id, **given, template=template, params=params)
+
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction, or such numbers in lists, as integers: writers of JSON without integers write 5.0."""
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _template(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
