@@ -57,8 +57,6 @@ def test_what_cannot_be_continued_is_refused(server: Running) -> None:
         error = server.post("/v1/chat/completions", body | more).json()["error"]
         assert says in error["message"]
         assert error["param"] == "continue_final_message"
-    said = server.post("/v1/responses", {"model": "tiny", "input": OPEN}).json()["error"]
-    assert (said["param"], "the last item is the assistant's" in said["message"]) == ("input", True)
 
 
 def test_a_template_that_loses_the_final_message_is_said(tmp_path: Path) -> None:

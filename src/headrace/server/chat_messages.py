@@ -83,7 +83,7 @@ def _read_message(number: int, message: Message) -> Message:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message = {**message, "tool_calls": [_read_call(number, call) for call in calls]}
-    if not calls and "function_call" not in message and not message.get("content"):
+    if not calls and "function_call" not in message and message.get("content") in (None, ""):
         return {**message, "content": _spoken(number, message)}
     return message
 
