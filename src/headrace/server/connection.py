@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from headrace.server.crowd import Crowd
 from headrace.server.errors import ApiError
 from headrace.server.logs import Burst
-from headrace.server.proxies import Proxies, client_group, parse_address
+from headrace.server.proxies import Proxies, client_group
 
 log = logging.getLogger("headrace.server")
 
@@ -174,7 +174,7 @@ class Connection(H11Protocol):
         super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
         peer = self.client[0] if self.client else ""
         self.address = client_group(peer)
-        self.crowd.enter(self, limited=not self.proxies.trust(parse_address(peer)))
+        self.crowd.enter(self, limited=not self.proxies.trust(peer))
         self._start()
 
     def admit(self) -> None:

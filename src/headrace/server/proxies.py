@@ -27,31 +27,34 @@ class Proxies:
                 ) from None
         return cls(tuple(networks))
 
-    def trust(self, address: Address | None) -> bool:
-        return address is not None and any(address in network for network in self.networks)
+    def trust(self, peer: str) -> bool:
+        return bool(self.networks) and self._has(parse_address(peer))
 
     def client(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
         """The address of the client: of a trusted peer, the rightmost address in X-Forwarded-For that is not a trusted
         proxy's. Each proxy appends the address of its own peer, so what stands further left may be the client's invention."""
-        address = parse_address(peer)
-        if not self.trust(address):
+        if not self.trust(peer):
             return peer
+        address = parse_address(peer)
         hops = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1").split(",")
         for hop in reversed(hops):
             found = parse_address(hop)
             if found is None:
                 break
             address = found
-            if not self.trust(found):
+            if not self._has(found):
                 break
         return str(address)
 
     def scheme(self, peer: str, headers: dict[bytes, bytes], scheme: str) -> str:
         """`scheme`, or what a trusted peer's X-Forwarded-Proto names in its place."""
-        if not self.trust(parse_address(peer)):
+        if not self.trust(peer):
             return scheme
         given = headers.get(b"x-forwarded-proto", b"").rpartition(b",")[2].strip().lower()
         return given.decode() if given in (b"http", b"https") else scheme
+
+    def _has(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self.networks)
 
 
 def parse_address(text: str) -> Address | None:
@@ -71,5 +74,5 @@ def parse_address(text: str) -> Address | None:
 
 def client_group(address: str) -> str:
     """What counts as one address for limits: of IPv6 the /64 network, all of which one client has."""
-    found = parse_address(address)
+    found = parse_address(address) if ":" in address else None
     return f"{int(found) >> 64:x}/64" if isinstance(found, ipaddress.IPv6Address) else address
