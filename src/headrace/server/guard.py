@@ -89,11 +89,9 @@ class Guard:
         """Run an admitted request."""
         principal = PRINCIPAL.get()
         name = principal.name
-        try:
-            if principal.room(self._limits.connections, self._open.total(), self._open[name]) <= 0:
-                raise ApiError(503, "too many requests are open; try again", code="too_many_connections", retry_after=1)
-        except ApiError as error:
-            await send_error(send, error)
+        if principal.room(self._limits.connections, self._open.total(), self._open[name]) <= 0:
+            message = "too many requests are open; try again in 1 s"
+            await send_error(send, ApiError(503, message, code="too_many_connections", retry_after=1))
             return
         self._open[name] += 1
         try:
