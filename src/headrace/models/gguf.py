@@ -4,7 +4,7 @@ from its tensors where the metadata is silent: vocabulary, biases, tied head, Ll
 import numpy as np
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.models.reader import MAX_LAYERS, Reader, check_rope
+from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
 
 ROPE_DIVISORS = "rope_freqs.weight"
 FLOATS = {"F32": "<f4", "F16": "<f2"}  # that it is stored as
@@ -15,7 +15,7 @@ def decoder(read: Reader, eps: str = "attention.layer_norm_rms_epsilon", rotary:
     names = set(read.source.names())
     hidden = read.size("embedding_length")
     heads, kv_heads = read.heads("attention.head_count", "attention.head_count_kv")
-    head_dim = read.size("attention.key_length", hidden // heads)
+    head_dim = read.size("attention.key_length", hidden // heads, MAX_HEAD_DIM)
     if read.size("attention.value_length", head_dim) != head_dim:
         raise read.error("asks for keys and values of different widths, which are not built")
     layer = LayerConfig(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.models.reader import MAX_LAYERS, Reader, check_rope
+from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
 
 UNQUANTISED = "take the model's own safetensors (bfloat16 or float16; --quantize int4 makes integers of them), or a GGUF file"
 # Settings that change the mathematics and are not built: the value that means "off" for each.
@@ -55,7 +55,7 @@ def decoder(
     heads, kv_heads = read.heads("num_attention_heads", "num_key_value_heads")
     if not read.get("head_dim") and hidden % heads:
         raise read.error(f"has hidden_size {hidden}, no multiple of its {heads} heads, and no head_dim")
-    head_dim = read.size("head_dim", hidden // heads)
+    head_dim = read.size("head_dim", hidden // heads, MAX_HEAD_DIM)
     layer = LayerConfig(
         heads=heads,
         kv_heads=kv_heads,

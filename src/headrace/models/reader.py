@@ -10,7 +10,8 @@ from headrace.data.config import ModelConfig, RopeConfig
 from headrace.weights.source import WeightError, WeightSource
 
 MAX_LAYERS = 1024
-MAX_SIZE = 1 << 31
+MAX_HEAD_DIM = 1 << 16
+MAX_SIZE = (1 << 31) - 1  # the largest int32
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,8 +171,10 @@ class PackedWeights:
             return None
         if len(self.form(holder)) > 1 or len(self.order(holder)) > 1:
             return None
-        if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1 or any(part.row_order for part in parts):
-            return None  # the packer takes one word for both, and rows as they stand
+        if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1:
+            return None  # the packer takes one setting for both
+        if any(part.row_order is not None for part in parts):
+            return None  # and rows in the order of the file
         if path not in self._gated:
             (gate, gate_kind, _, mapped), (up, up_kind, _, _) = (self._rows(part) for part in parts)
             n, k = parts[0].shape
@@ -273,7 +275,7 @@ class PackedWeights:
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
-        order = None if part.row_order is None else np.array(part.row_order, np.int32)
+        order = None if part.row_order is None else np.fromiter(part.row_order, np.int32)
         return rows, kind, order, self._mapped(part)
 
     def _pack(self, part: WeightPart, bias: np.ndarray | None, wide: bool = False, ids: np.ndarray | None = None) -> Any:

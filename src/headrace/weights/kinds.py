@@ -1,13 +1,11 @@
-(
-    """The number formats a stored tensor may have: exactly these twenty-four, each a row of equal blocks.
+"""The number formats a stored tensor may have: exactly these twenty-four, each a row of equal blocks.
 
 All but the last eight are GGUF's. NF4 and FP4, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of
 their own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block.
 S4 and S8 are 2:4 (`weights.sparse`): a half, 2-bit indices of the two numbers that each four neighbours keep, and these numbers
 as Q4_0 and Q8_0 store theirs. G4_32 and G4_128 (a half, a zero point from 0 to 16, nibbles as Q4_0 stores them, 32 by 32) are
-what GPTQ and AWQ make of groups: w = d * (q - z). G8_32 and G8_128 are the same of bytes (a half, a zero point, bytes)."""
-    ""
-)
+what GPTQ and AWQ make of groups: w = d * (q - z). G8_32 and G8_128 are the same of bytes (a half, a zero point, bytes).
+"""
 
 from typing import NamedTuple
 

@@ -104,7 +104,7 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
     for part in sorted(parts, key=lambda part: part.rows or (0, 0)):
         piece = values(part.target)
         piece = piece - part.shift if part.shift else piece
-        pieces.append(piece if part.row_order is None else piece[torch.tensor(part.row_order).argsort()])
+        pieces.append(piece if part.row_order is None else piece[torch.tensor(tuple(part.row_order)).argsort()])
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return whole.t().contiguous() if parts[0].transpose else whole
 

@@ -6,6 +6,7 @@ writers.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,11 +22,26 @@ HEAD = "lm_head.weight"  # of a Hugging Face folder; a GGUF file without a head 
 
 
 @dataclass(frozen=True, slots=True)
+class Unpaired:
+    """Row order of heads that a file stores as rotary neighbours: iterating yields the stored row of each row.
+
+    Nothing is expanded before: the numbers come from a file's header, and only its tensors show that they are true.
+    """
+
+    heads: int
+    head_dim: int
+    rotary: int  # values of a head that turn
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(unpaired(self.heads, self.head_dim, self.rotary))
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPart:
     """Rows of a stored tensor that become rows of a parameter.
 
-    In this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (`row_order`:
-    row i of the parameter is row row_order[i] of what was taken), add `shift` to every value.
+    In this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (row i of the
+    parameter is the row of these that `row_order` yields at i), add `shift` to every value.
     """
 
     target: str  # what we call it: layers.3.qkv.q.weight
@@ -34,7 +50,7 @@ class WeightPart:
     stored: tuple[int, ...]  # of the whole tensor in the file
     rows: tuple[int, int] | None = None  # None: all
     columns: tuple[int, int] | None = None
-    row_order: tuple[int, ...] | None = None
+    row_order: Unpaired | tuple[int, ...] | None = None
     transpose: bool = False
     shift: float = 0.0
 
@@ -66,7 +82,7 @@ def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
     if axis == 1:
         return replace(part, shape=(part.shape[0], size), columns=mine)
     if part.row_order is not None:
-        return replace(part, shape=(size, *part.shape[1:]), row_order=part.row_order[slice(*mine)])
+        return replace(part, shape=(size, *part.shape[1:]), row_order=tuple(part.row_order)[slice(*mine)])
     first = part.rows[0] if part.rows else 0
     return replace(part, shape=(size, *part.shape[1:]), rows=(first + mine[0], first + mine[1]))
 
@@ -149,10 +165,10 @@ def _part(names: NameMap, target: str, shape: tuple[int, ...], config: ModelConf
     )
 
 
-def _paired(layer: LayerConfig, rows: int) -> tuple[int, ...]:
+def _paired(layer: LayerConfig, rows: int) -> Unpaired:
     """The order of `rows` rows of heads that are stored as rotary neighbours."""
     rotary = layer.rope.dim if layer.rope and layer.rope.dim else layer.head_dim
-    return unpaired(rows // layer.head_dim, layer.head_dim, rotary)
+    return Unpaired(rows // layer.head_dim, layer.head_dim, rotary)
 
 
 def unpaired(heads: int, head_dim: int, rotary: int) -> tuple[int, ...]:
