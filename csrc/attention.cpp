@@ -84,7 +84,8 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
             if (!view_.causal) row.end = feed.kv_start + feed.rows;
             if (view_.window) {
                 row.begin = std::max(0, own - view_.window);
-                row.end = std::min(row.end, own - 1 + view_.window);
+                const int64_t last = int64_t{own} - 1 + view_.window;
+                row.end = static_cast<int32_t>(std::min<int64_t>(row.end, last));
             }
             rows_[at] = row;
         }
@@ -195,7 +196,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
     int64_t all = 0;
     for (const AttentionTile& tile : tiles_) all += cost(tile.tokens, tile.last_split - tile.own_split);
     for (const AttentionItem& shared : shared_) all += cost(shared);
-    const int64_t most = threads == 1 ? all : all / (threads * kPiecesAThread) + 1;
+    const int64_t most = std::max<int64_t>(1, threads == 1 ? all : all / (threads * kPiecesAThread) + 1);
     // Splits of one piece.
     const auto step_of = [&](int tokens, int splits) {
         const int pieces = static_cast<int>(std::min<int64_t>(splits, cost(tokens, splits) / most + 1));

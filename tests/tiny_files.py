@@ -33,11 +33,12 @@ def write_tiny_gguf(
     layers: int = LAYERS,
     mask: int | None = None,
     edit: Callable[[Tensors], object] = lambda tensors: None,
+    metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> Path:
     """The file, with a context of `context` tokens; without a chat template where `template` is None; with a control token
     `control`, the last of the vocabulary; with a mask token `mask`.
 
-    `edit` may change the tensors (float32, by name) before they are written.
+    `edit` may change the tensors (float32, by name) before they are written, `metadata` what the writer holds.
     """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("tiny")
@@ -55,6 +56,7 @@ def write_tiny_gguf(
     edit(tensors)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
+    metadata(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -59,7 +59,7 @@ class Ropes:
 
     def __init__(self, program: Any, positions: int) -> None:
         self._program = program
-        self._positions = positions
+        self.positions = positions  # the most that a sequence has
         self._numbers: dict[int, int] = {}
 
     def number(self, rope: Any) -> int:
@@ -67,5 +67,5 @@ class Ropes:
         if rope is None:
             return -1
         if id(rope) not in self._numbers:
-            self._numbers[id(rope)] = self._program.rope(rope.frequencies.tolist(), self._positions, rope.interleaved)
+            self._numbers[id(rope)] = self._program.rope(rope.frequencies.tolist(), self.positions, rope.interleaved)
         return self._numbers[id(rope)]

@@ -217,7 +217,7 @@ class Lowering:
             rope=self.ropes.number(settings["rope"]),
             q_norm=q_norm,
             k_norm=k_norm,
-            window=settings["window"] or 0,
+            window=self._window(settings["window"]),
             softcap=settings["softcap"] or 0.0,
             sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
             k_shift=k_shift(self.segment, node, self.weights.bias, self.config, self.centre),
@@ -226,6 +226,10 @@ class Lowering:
             bias=self._bias(settings["bias"], settings["softcap"] or scale),
             **self._mark(index, "attention"),
         )
+
+    def _window(self, window: int | None) -> int:
+        """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window"."""
+        return window if window is not None and window < self.ropes.positions else 0
 
     def _bias(self, relative: Any, unit: float) -> np.ndarray | None:
         """What distances add to scores that are then scaled by `unit`."""
