@@ -190,6 +190,22 @@ static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, ui
     }
 }
 
+// Whether the pool stores these values as finite numbers.
+HEADRACE_INLINE bool keeps(const KVShape& kv, const float* v) {
+    // The first float that bfloat16 rounds to infinity; a range of int4 is at most twice its largest number.
+    const float limit = kv.type == KVType::kBf16 ? 0x1.ffp127f : kv.type == KVType::kInt4 ? 0x1p126f : __builtin_inff();
+    bool kept = true;
+    for (int d = 0; d < kv.dim; ++d) kept &= (v[d] < 0 ? -v[d] : v[d]) < limit;
+    return kept;
+}
+
+// A value that is not finite moves to the token's key. A row's scores of tokens that it does not see are replaced, but
+// its weights of them, which are 0, are multiplied with their values, and 0 * NaN would be NaN. So rows that see the
+// token get NaN, and no other row does: not those before it, and not those after a draft with it was rejected.
+HEADRACE_INLINE void poison(const KVShape& kv, float* k, float* v) {
+    for (int d = 0; d < kv.dim; ++d) k[d] = __builtin_nanf(""), v[d] = 0.0f;
+}
+
 static void append(const AttentionTask& task, int feed_index, int kv_head, int first, int last, float* scratch) {
     const KVShape& kv = task.kv;
     const AttentionFeed& feed = task.feeds[feed_index];
@@ -199,12 +215,11 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
     for (int i = first; i < last; ++i) {
         const int row = feed.row + i, index = feed.kv_start + i, slot = index % kPageTokens;
         uint8_t* page = task.pool + kv.page_offset(task.page_table[feed.pages + index / kPageTokens], kv_head);
-        // A fresh page: what an earlier owner left must not meet the zero weights of tokens still to come (0 * NaN).
-        if (slot == 0) __builtin_memset(page + kv.half_bytes, 0, (size_t)(kv.page_bytes - kv.half_bytes));
         prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
                      task.positions[row], k);
         for (int d = 0; task.k_shift && d < kv.dim; ++d) k[d] -= task.k_shift[kv_head * kv.dim + d];
         prepare_head(task.v + row * task.stride + kv_head * kv.dim, kv, nullptr, 0.0f, none, 0, v);
+        if (!keeps(kv, v)) poison(kv, k, v);
         write_token(kv, page, slot, k, v, room);
     }
 }

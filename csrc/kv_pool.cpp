@@ -29,7 +29,15 @@ KVShape checked(KVType type, int layers, int num_blocks, int block_size, int hea
         throw std::invalid_argument(std::string(type == KVType::kInt8 ? "int8" : "int4") +
                                     " KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
     }
-    return kv_shape(type, heads, dim);
+    const KVShape shape = kv_shape(type, heads, dim);
+    const int64_t most = std::numeric_limits<int64_t>::max() / shape.page_bytes / layers / heads;
+    const int64_t pages = int64_t{num_blocks} * (block_size / kPageTokens);
+    if (pages > most || pages > std::numeric_limits<int32_t>::max() / heads) {
+        throw std::invalid_argument("a KV pool of " + std::to_string(num_blocks) + " blocks of " +
+                                    std::to_string(block_size) + " tokens with " + std::to_string(heads) +
+                                    " heads is larger than memory can be; use fewer blocks");
+    }
+    return shape;
 }
 
 }  // namespace

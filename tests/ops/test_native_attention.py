@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -349,19 +350,65 @@ def test_what_another_request_left_behind_does_not_leak(isa, dtype):
         assert np.array_equal(out, clean.run([feed], part))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, np.float32(3.4e38)])  # the last is infinite as bfloat16, no range of int4
 @pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_is_seen_by_all_that_read_it(isa, dtype, place):
-    """A number for what has none would be an answer that nobody knows to be wrong. (Rows before it in the same feed may be
-    lost, too: the request is.)"""
+def test_rows_that_see_a_broken_token_are_nan_and_no_others(isa, dtype, place, value):
+    """A finite number would be a wrong answer that nothing reveals. Rows before the token keep their bits."""
     shape = VARIANTS["plain"]
     x = rows(40, shape, 0)
+    feed = Feed(0, 40, (), [1, 2, 0])
+    whole = Stepper(shape, 8, dtype, isa, THREADS[1]).run([feed], x).reshape(40, -1, shape.dim)
     width = shape.kv_heads * shape.dim
-    x[23, -width if place == "v" else -2 * width] = np.nan
-    out = Stepper(shape, 8, dtype, isa, THREADS[1]).run([Feed(0, 40, (), [1, 2, 0])], x).reshape(40, -1, shape.dim)
+    at = -width if place == "v" else -2 * width
+    x[23, at : at + 2] = value, -value
+    out = Stepper(shape, 8, dtype, isa, THREADS[1]).run([feed], x).reshape(40, -1, shape.dim)
     readers = out.shape[1] // shape.kv_heads
-    assert np.isnan(out[23:, :readers]).any(axis=2).all()
-    assert np.isfinite(out[:, readers:]).all()
+    # Scores of an infinite key may be -inf, whose weight is 0.
+    if np.isnan(value) or (place == "v" and (dtype in ("bf16", "int4") or np.isinf(value))):
+        assert np.isnan(out[23:, :readers]).any(axis=2).all()
+    assert np.array_equal(out[:, readers:], whole[:, readers:])
+    assert np.array_equal(out[:23], whole[:23])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rejected_draft_leaves_nothing_behind(isa, dtype):
+    """A sequence goes on from token 5 after a draft whose tokens 7 and 9 are broken, and after one that is not: same bits.
+    The control: a row that sees token 7."""
+    shape = VARIANTS["plain"]
+    x, table = rows(12, shape, 0), [2, 0]
+    width = shape.kv_heads * shape.dim
+    outs = []
+    for broken in (False, True):
+        stepper, drafted = Stepper(shape, 4, dtype, isa, THREADS[1]), x[:11].copy()
+        if broken:
+            drafted[9, -width:] = np.nan
+            drafted[7, -width + 1] = np.inf
+        stepper.run([Feed(0, 5, (), table)], x[:5])
+        tree = stepper.run([Feed(5, 0, (-1, -1, -1, 1, 0, 4), table)], drafted[5:])
+        after = [stepper.run([Feed(5, 1, (), table)], x[11:12]), stepper.run([Feed(6, 1, (), table)], x[10:11])]
+        outs.append([tree[0], tree[1], tree[3], *after, tree[2]])
+    for clean, dirty in zip(outs[0][:-1], outs[1][:-1], strict=True):
+        assert np.array_equal(clean, dirty)
+    assert np.isnan(outs[1][-1]).any()
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 8, 2**31 - 64, 1 << 20])
+def test_a_window_longer_than_any_sequence_is_none(isa, window):
+    shape, x = VARIANTS["plain"], rows(20, VARIANTS["plain"], 0)
+    for threads in THREADS.values():
+        wide = Stepper(replace(shape, window=window), 2, "bf16", isa, threads)
+        every = Stepper(shape, 2, "bf16", isa, threads)
+        for start, count in [(0, 19), (19, 1)]:
+            feed, part = [Feed(start, count, (), [0, 1])], x[start : start + count]
+            assert np.array_equal(wide.run(feed, part), every.run(feed, part))
+
+
+def test_a_pool_whose_bytes_no_integer_counts_is_refused():
+    with pytest.raises(ValueError, match="larger than memory can be"):
+        core.KVPool(1, 2**27 - 1, 16, 65536, 65536)
+    with pytest.raises(ValueError, match="larger than memory can be"):
+        core.KVPool.block_bytes(1 << 30, 1 << 30, 65536, 65536, "f32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
