@@ -37,7 +37,7 @@ std::vector<uint32_t> words_of(const nb::bytes& bits) {
     return words;
 }
 
-const Answer& answer_of(Step& step, int number) {
+Answer& answer_of(Step& step, int number) {
     if (number < 0 || static_cast<size_t>(number) >= step.answers().size()) throw nb::index_error("no such answer");
     return step.answers()[static_cast<size_t>(number)];
 }
@@ -208,13 +208,12 @@ void bind_step(nb::module_& m) {
             [](Step& self, int row, Step& amateur, int answer, const std::string& rule, float alpha, float beta) {
                 require(&self != &amateur, "a step is not combined with itself");
                 const Exclusive mine(self.in_use), its(amateur.in_use);
-                answer_of(amateur, answer);
-                self.combine(row, std::move(amateur.answers()[static_cast<size_t>(answer)].logits), rule_of(rule),
-                             alpha, beta);
+                self.combine(row, answer_of(amateur, answer), rule_of(rule), alpha, beta);
             },
             "row"_a, "amateur"_a, "answer"_a, "rule"_a, "alpha"_a, "beta"_a,
-            "Combine a row of logits with those another step answered, which are taken from it, by contrast, chow or "
-            "opt.")
+            "Combine a row of logits with those that another step answered, which are taken from it, by contrast, chow "
+            "or "
+            "opt. An error of that answer becomes the error of all that is asked about the row.")
         .def_prop_ro("rows", &Step::rows)
         .def("tokens", part_of_answer(&tokens_of), "answer"_a)
         .def("reports", part_of_answer([](const Answer& answer) { return answer.reports; }), "answer"_a)

@@ -157,11 +157,14 @@ int Step::score(int row, int k, int& count) {
     return first;
 }
 
-void Step::combine(int row, std::vector<float> amateur, Rule rule, float alpha, float beta) {
+void Step::combine(int row, Answer& amateur, Rule rule, float alpha, float beta) {
     const int at = head_row(row);
+    const std::string problem = amateur.problem();
+    require(!problem.empty() || !amateur.logits.empty(), "a row is combined with an answer that has logits");
     require(combined_.empty() || combined_.back().row < at, "rows are combined once, in their order");
-    combined_.push_back(
-        {at, std::move(amateur), rule, alpha, beta, sequences_.back(), path_to(row), allowed_, at - last_known_});
+    combined_.push_back({at, std::move(amateur.logits), rule, alpha, beta, sequences_.back(), path_to(row), allowed_,
+                         at - last_known_});
+    if (!problem.empty()) combined_.back().problem = "the amateur model has no answer: " + problem;
 }
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
@@ -247,7 +250,12 @@ void combine_row(const Combine& pair, const Logits& logits, const SampleKernels&
 
 void answer_ask(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) {
     for (const Combine& pair : logits.combined) {
-        if (pair.failed && pair.row >= ask.row && pair.row <= ask.last_row()) throw std::bad_alloc();
+        if (pair.row < ask.row || pair.row > ask.last_row()) continue;
+        if (pair.failed) throw std::bad_alloc();
+        if (!pair.problem.empty()) {
+            out.error = pair.problem;
+            return;
+        }
     }
     static const SampleParams neutral;
     static const History nothing;
@@ -351,6 +359,7 @@ std::string Answer::problem() const {
 }
 
 void combine(Combine& pair, const Logits& logits, const SampleKernels& kernels) noexcept {
+    if (!pair.problem.empty()) return;
     try {
         combine_row(pair, logits, kernels);
     } catch (...) {

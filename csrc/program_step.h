@@ -69,7 +69,8 @@ struct Combine {
     std::vector<int32_t> path;  // as in an ask
     std::shared_ptr<const std::vector<uint32_t>> allowed;
     int place;
-    bool failed = false;  // the row is no longer what the model said, and not yet what was asked for
+    std::string problem{};  // of the amateur's answer, which has no logits: all asks about the row get it
+    bool failed = false;    // combining threw halfway: the row is neither the model's nor the combined one
 };
 
 struct Answer {
@@ -114,8 +115,10 @@ public:
     // Every row from `row` on scores the known token after it: one answer each, `count` of them.
     int score(int row, int k, int& count);
     int logits(int row);
-    // Before anything else is asked of it, a row of logits is combined with an amateur's.
-    void combine(int row, std::vector<float> amateur, Rule rule, float alpha, float beta);
+    // Combines a row of logits with those that an amateur answered, before any ask reads it, and takes them from the
+    // answer. An error of that answer becomes the error of the asks about the row. Throws std::invalid_argument for
+    // another answer without logits.
+    void combine(int row, Answer& amateur, Rule rule, float alpha, float beta);
 
     int rows() const { return static_cast<int>(ids_.size()); }
     std::span<const int32_t> ids() const { return ids_; }

@@ -10,45 +10,11 @@
 #include <thread>
 
 #include "check.h"
+#include "missing_memory.h"
 #include "pack.h"
 
 using namespace headrace;
 using namespace headrace::test;
-
-namespace {
-
-// Memory that is not there: the allocation after so many more, of any thread, fails. Below 0: none does.
-std::atomic<int> left_to_allocate{-1};
-std::atomic<int> failed{0};
-
-void* allocate(size_t bytes) {
-    int left = left_to_allocate.load();
-    while (left >= 0 && !left_to_allocate.compare_exchange_weak(left, left - 1)) {
-    }
-    if (left == 0) {
-        ++failed;
-        throw std::bad_alloc();
-    }
-    void* memory = std::malloc(bytes ? bytes : 1);
-    if (!memory) throw std::bad_alloc();
-    return memory;
-}
-
-}  // namespace
-
-void* operator new(size_t bytes) { return allocate(bytes); }
-void* operator new[](size_t bytes) { return allocate(bytes); }
-void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
-    try {
-        return allocate(bytes);
-    } catch (const std::bad_alloc&) {
-        return nullptr;
-    }
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -342,7 +308,9 @@ void without_memory(Program& program) {
         for (const auto& each : sequences) {
             const std::vector<int32_t> nodes{1, 2}, parents{-1, 0};
             step.feed(each, 0, 20, nodes, parents, 3);
-            step.combine(0, std::vector<float>(kVocab, 0.25f), Rule::kContrast, 0.1f, 0.5f);
+            Answer amateur;
+            amateur.logits.assign(kVocab, 0.25f);
+            step.combine(0, amateur, Rule::kContrast, 0.1f, 0.5f);
             step.draw(0, {{1, 2}, {3, 4}}, {2, true}, std::nullopt);
             step.verify(0, {5, 6}, {1, false}, std::nullopt);
             step.propose(1, {7, 8});

@@ -51,8 +51,8 @@ def test_rows_that_are_none_of_the_feeds(row: int) -> None:
     assert step.logits(3) == 0, "the control: the last row that there is"
 
 
-def answered() -> Any:
-    """A step with an answer that was never filled."""
+def tiny_program() -> Any:
+    """A program of 64 tokens, all of whose logits are 0."""
     pool, arena = core.ThreadPool(1), core.Arena(1 << 21)
     program = core.Program(pool, core.KVPool(1, 1, 16, 1, 16), 32, 64)
     table = core.pack(np.zeros((64, 32), np.float32).view(np.uint8), "F32", 64, 32, arena, pool)
@@ -62,11 +62,22 @@ def answered() -> Any:
     own, logits, maxima = program.buffer("bf16", 32, True), program.buffer("float", 64), program.buffer("float", 1)
     program.quantize((1, 0), own)
     program.linear(core.PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
-    sequence, step = core.Sequence([1], core.SampleParams()), core.Step()
+    return program
+
+
+def one_token(params: Any = None) -> Any:
+    """A step with one feed of one token."""
+    sequence, step = core.Sequence([1], params or core.SampleParams()), core.Step()
     sequence.set_table(0, 0, [0])
     step.feed(sequence, 0, 1, 1)
+    return step
+
+
+def answered() -> Any:
+    """A step with an answer: a row of logits."""
+    step = one_token()
     step.logits(0)
-    program.run(step)
+    tiny_program().run(step)
     return step
 
 
@@ -74,6 +85,39 @@ def test_a_step_is_not_combined_with_itself() -> None:
     step = answered()
     with pytest.raises(ValueError, match="not combined with itself"):
         step.combine(0, step, 0, "contrast", 0.1, 0.5)
+
+
+@pytest.mark.parametrize("rule", ["contrast", "chow", "opt"])
+def test_a_row_is_combined_with_an_answer_that_has_logits(rule: str) -> None:
+    """Those of an answer are taken from it, so a second time there are none; a drawn token never has any."""
+    step, amateur = one_token(), answered()
+    step.combine(0, amateur, 0, rule, 0.1, 0.5)
+    drawn = one_token()
+    drawn.draw(0, [(1, 2)])
+    tiny_program().run(drawn)
+    for other in (amateur, drawn):
+        with pytest.raises(ValueError, match="an answer that has logits"):
+            one_token().combine(0, other, 0, rule, 0.1, 0.5)
+    number = step.draw(0, [(1, 2)])
+    tiny_program().run(step)
+    assert not step.error(number)
+    assert len(step.tokens(number)) == 1
+
+
+@pytest.mark.parametrize("rule", ["contrast", "chow", "opt"])
+def test_a_failed_answer_of_an_amateur_fails_what_is_asked_about_the_row(rule: str) -> None:
+    params = core.SampleParams()
+    params.constrained = True
+    amateur = one_token(params)
+    failed = amateur.draw(0, [(1, 2)])
+    tiny_program().run(amateur)
+    assert amateur.error(failed)
+    step = one_token()
+    step.combine(0, amateur, failed, rule, 0.1, 0.5)
+    first, second = step.draw(0, [(1, 2)]), step.top(0, 1)
+    tiny_program().run(step)
+    for number in (first, second):
+        assert step.error(number) == f"the amateur model has no answer: {amateur.error(failed)}"
 
 
 def test_mirostat_wants_a_number() -> None:
