@@ -14,6 +14,7 @@ import numpy as np
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import HIDDEN, TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
+from headrace.data.torch_threads import keep_torch_threads
 from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status, Wire
 from headrace.decoding.base import Outputs, Strategy
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
@@ -191,6 +192,7 @@ class Engine:
         return 0 if request is None else max((seq.kv.computed[0] for seq in request.seqs), default=0)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
+    @keep_torch_threads()
     def step(self) -> list[Delta]:
         """Run one step and return what it added to whom; empty when there is nothing to do."""
         self.fed = 0

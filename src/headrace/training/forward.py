@@ -8,6 +8,7 @@ import torch
 from headrace import native
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
+from headrace.data.torch_threads import keep_torch_threads
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.runner.record import RecordError, record
@@ -78,12 +79,9 @@ class NativeForward(TorchForward):
 
     @torch.no_grad()
     def passed(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> Passed:
-        threads = torch.get_num_threads()
-        try:
-            places = sorted(set(layers))
+        places = sorted(set(layers))
+        with keep_torch_threads():
             *each, last = rows_after(self._runner, list(tokens), [layer + 1 for layer in places])
-        finally:
-            torch.set_num_threads(threads)  # a native step leaves torch one, and the student learns with all
         made = dict(zip(places, each, strict=True))
         return Passed(last, [made[layer] for layer in layers])
 
