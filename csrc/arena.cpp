@@ -66,9 +66,10 @@ void Arena::provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts)
     }
     if (wanted.empty()) return;
     std::atomic<size_t> next{0};
-    pool.run([&](int) noexcept {
+    const auto provide_pages = [&](int) noexcept {
         for (size_t at; (at = next.fetch_add(1)) < wanted.size();) provide_page(*wanted[at].first, wanted[at].second);
-    });
+    };
+    pool.run(provide_pages, ThreadPool::Crew::kAvailable);
 }
 
 template <class F>

@@ -67,7 +67,6 @@ struct LinearTask {
 };
 
 constexpr size_t kLinearScratchBytes = 256 << 10;
-static constexpr size_t linear_scratch_bytes(int32_t) { return kLinearScratchBytes; }  // of a layer of k columns
 
 // Most input rows at a time: few enough that they stay in the caches while the weights go by.
 constexpr int kStretchRows = 256;

@@ -3,14 +3,18 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <thread>
 #include <vector>
 
 namespace headrace::os {
 
-// CPU numbers of this process's affinity mask, in order.
-std::vector<int> allowed_cpus();
+// CPU numbers of this process's affinity mask, ascending. `ask` fills a mask of so many bytes, or fails with EINVAL if
+// that is fewer than the system has CPUs; another one is for tests.
+using AskAffinity = int (*)(size_t bytes, void* mask);
+int ask_affinity(size_t bytes, void* mask);
+std::vector<int> allowed_cpus(AskAffinity ask = ask_affinity);
 
 // How many cores those are: two hyperthreads are one.
 int cores(const std::vector<int>& cpus);
@@ -40,9 +44,12 @@ void prefer(Pages pages, void* memory, size_t bytes);
 // Lets all pages come now; false where the system cannot.
 bool provide(void* memory, size_t bytes);
 
-// Pages of a mapped file that will be read again, if at all, from the file. Whole pages only, as the system takes them:
-// neighbours read theirs again.
+// Gives back the pages of a mapped file that hold these bytes. A later read fetches them from the file again, also a
+// read of neighbours on the first and the last page.
 void forget(const void* mapped, size_t bytes);
+
+// The start of the page that holds an address. Pages have 4, 16 or 64 KB on Arm.
+constexpr uintptr_t page_start(uintptr_t address, uintptr_t page_bytes) { return address / page_bytes * page_bytes; }
 
 // What the CPU has, where only the system can say: the words of AT_HWCAP and AT_HWCAP2 on Arm, else 0.
 struct Features {

@@ -4,7 +4,9 @@
 #include <sys/auxv.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
@@ -20,6 +22,8 @@
 
 namespace headrace::os {
 namespace {
+
+constexpr size_t kMostMasks = 1 << 10;  // of 1024 CPUs: a million
 
 std::string first_line(const std::string& path) {
     std::ifstream file(path);
@@ -57,14 +61,18 @@ double limit_on_path(const std::string& root, std::string path, double (*limit)(
 
 }  // namespace
 
-std::vector<int> allowed_cpus() {
+int ask_affinity(size_t bytes, void* mask) { return sched_getaffinity(0, bytes, static_cast<cpu_set_t*>(mask)); }
+
+std::vector<int> allowed_cpus(AskAffinity ask) {
     std::vector<int> cpus;
-    cpu_set_t mask;
-    CPU_ZERO(&mask);
-    if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
-        for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-            if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
-        }
+    std::vector<cpu_set_t> mask(1);  // of 1024 CPUs each
+    while (ask(mask.size() * sizeof(cpu_set_t), mask.data()) != 0) {
+        if (errno != EINVAL || mask.size() > kMostMasks) return cpus;
+        mask.assign(2 * mask.size(), {});
+    }
+    const size_t bytes = mask.size() * sizeof(cpu_set_t);
+    for (size_t cpu = 0; cpu < 8 * bytes; ++cpu) {
+        if (CPU_ISSET_S(cpu, bytes, mask.data())) cpus.push_back(static_cast<int>(cpu));
     }
     return cpus;
 }
@@ -99,10 +107,10 @@ double quota(const std::string& membership, const std::string& root) {
 }
 
 void pin(std::thread& thread, int cpu) {
-    cpu_set_t mask;
-    CPU_ZERO(&mask);
-    CPU_SET(cpu, &mask);
-    pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask);
+    std::vector<cpu_set_t> mask(static_cast<size_t>(cpu) / CPU_SETSIZE + 1);
+    const size_t bytes = mask.size() * sizeof(cpu_set_t);
+    CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
+    pthread_setaffinity_np(thread.native_handle(), bytes, mask.data());
 }
 
 double thread_seconds() {
@@ -129,7 +137,7 @@ bool provide(void* memory, size_t bytes) { return madvise(memory, bytes, MADV_PO
 
 void forget(const void* mapped, size_t bytes) {
     const auto start = reinterpret_cast<uintptr_t>(mapped);
-    const uintptr_t first = start / 4096 * 4096;
+    const uintptr_t first = page_start(start, static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)));
     madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
 }
 

@@ -96,7 +96,7 @@ int Program::add_rope(const std::vector<double>& frequencies, int positions, boo
     const size_t pairs = frequencies.size(), size = pairs * static_cast<size_t>(positions);
     Rope rope{std::vector<float>(size), std::vector<float>(size), static_cast<int>(2 * pairs), interleaved};
     std::atomic<int> next{0};
-    pool_->run([&](int) {
+    const auto fill = [&](int) {
         for (int position; (position = next.fetch_add(1)) < positions;) {
             for (size_t i = 0; i < pairs; ++i) {
                 const double angle = position * frequencies[i];
@@ -105,7 +105,8 @@ int Program::add_rope(const std::vector<double>& frequencies, int positions, boo
                 rope.sin[at] = static_cast<float>(std::sin(angle));
             }
         }
-    });
+    };
+    pool_->run(fill, ThreadPool::Crew::kAvailable);
     return add_rope(std::move(rope));
 }
 
@@ -212,7 +213,7 @@ void Program::run(Step& step) {
     prepare(step);
     const double prepared = std::chrono::duration<double>(Clock::now() - start).count();
     StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
-    pool_->run([&](int thread) {
+    const auto part = [&](int thread) {
         const size_t number = static_cast<size_t>(thread);
         Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
         try {
@@ -221,7 +222,8 @@ void Program::run(Step& step) {
             turns_.give_up();
             throw;
         }
-    });
+    };
+    pool_->run(part, ThreadPool::Crew::kAvailable);
     if (profiling)
         profile_.end(step.rows(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
                      attention_);

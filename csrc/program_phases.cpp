@@ -315,7 +315,7 @@ size_t scratch_bytes(const Phase& phase) {
                                      floats(static_cast<int>(work.order.size()));
                           },
                           [&](const ResidualPhase& work) { return floats(work.width); },
-                          [&](const LinearPhase& work) { return linear_scratch_bytes(work.linear.k()); },
+                          [&](const LinearPhase&) { return kLinearScratchBytes; },
                           [&](const auto&) { return size_t{0}; },
                       },
                       phase.work);

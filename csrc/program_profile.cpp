@@ -113,7 +113,9 @@ void Profile::end(int rows, double prepared, const ProgramShape& shape, const Ke
         ProfileEntry& entry = entries_[{rows, visit.phase ? visit.phase->name : visit.name, cost.kernel}];
         entry.calls += 1;
         entry.seconds += visit.seconds;
-        for (const auto& each : visits_) entry.idle += (each[i].seconds - each[i].busy) / threads;
+        for (const auto& each : visits_) {  // a thread that missed the step was idle in all of it
+            entry.idle += (i < each.size() ? each[i].seconds - each[i].busy : visit.seconds) / threads;
+        }
         entry.weights += cost.weights;
         entry.rows += cost.rows;
         entry.macs += cost.macs;

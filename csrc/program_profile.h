@@ -54,7 +54,7 @@ public:
     // A step that begins: at most so many visits.
     void begin(int threads, size_t visits);
     std::vector<Visit>& visits(int thread) { return visits_[static_cast<size_t>(thread)]; }
-    // What the threads saw is added; all of them went the same way. `prepared`: seconds before they began.
+    // Adds the visits of the threads; those that took part went the same way. `prepared`: seconds before they began.
     void end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels, AttentionStep& attention);
 
     void clear() { entries_.clear(); }

@@ -1,92 +1,154 @@
-// How the threads of a step share its work, phase after phase, without waiting for a thread that has lost its CPU.
+// How the threads of a step share its work, phase after phase.
 //
-// A turn is over when all its work is done, not when all threads have arrived: a thread that was away finds the work of
-// many turns done and goes on to the one that is at hand. So threads only wait for work that one of them holds.
+// A turn ends when all of its items are done, not when all threads have arrived. A thread that lost its CPU between two
+// items delays nothing: the others do its part, and it passes the finished turns when it is back. A thread that lost
+// its CPU inside an item delays the turn, because no other thread can finish that item.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <vector>
 
 namespace headrace {
 
-// One piece of work for all threads. Most of it lies in a queue for each thread, the rest is for whoever comes first; a
-// thread that has waited for a while helps with the queues of the others.
+// One piece of work for all threads. Four fifths of the items lie in a queue for each thread, the rest in a queue for
+// all. A thread that has nothing left to do takes over the queues of the threads that have not arrived.
 class Turn {
 public:
+    static constexpr int kLooks = 1000;   // 10 to 50 microseconds
+    static constexpr int kFewLooks = 64;  // before a thread without patience yields
+
+    // A count, and in the high half the step that it belongs to. A count of an earlier step stands for 0.
     struct alignas(64) Line {
-        std::atomic<int> count{0};
+        std::atomic<uint64_t> count{0};
     };
-    // Of a turn: what is left for all, what is done, and the threads' queues.
+    // Lines of a turn: the rest and the items that are done, which are of this step, then the threads' queues.
     static constexpr int lines(int threads) { return 2 + threads; }
 
-    Turn(Line* lines, int threads) : lines_(lines), threads_(threads) {}
+    // A thread of the step, from turn to turn.
+    struct alignas(64) Peer {
+        std::atomic<uint64_t> place{0};  // the step, and in the low half the turn that it has reached
+        // Looks until it does the others' work or yields: kLooks, or 0 once another thread has lost its CPU, until
+        // that one takes part again.
+        int patience = kLooks;
+    };
 
-    // f(first, last) for this thread's share of `items`, in any order; returns when all of them are done by whichever
-    // thread, and what they wrote can be seen. `grain`: so many items at a time, where fewer are not worth a look at
-    // what is left: it may lie in another core's cache.
+    Turn(Line* lines, Peer* peers, int threads, uint32_t step, int number)
+        : lines_(lines), peers_(peers), threads_(threads), step_(uint64_t{step} << 32), number_(number) {}
+
+    // f(first, last) for this thread's share of `items`, in any order. Returns when all items are done by whichever
+    // thread; what they wrote is visible then. `grain`: the fewest items worth one access to a queue, which may lie in
+    // another core's cache.
     template <class F>
     void share(int items, int thread, F f, int grain = 1) {
         grain = std::clamp(items / (4 * threads_), 1, grain);
         const int part = items * 4 / 5 / threads_, dealt = part * threads_;
         const int piece = std::max(grain, part / 4), turn = std::max(grain, (items - dealt) / (8 * threads_));
-        fetch_next(thread);
+        arrive(thread);
         int count = take(queue(thread), thread * part, part, piece, f);
         count += take(rest(), dealt, items - dealt, turn, f);
         finish(count);
-        for (int looks = 0; !over(items); ++looks) {
-            if (looks < kLooks) {
-                pause();
-                continue;
-            }
-            count = 0;
-            for (int other = 0; other < threads_; ++other) count += take(queue(other), other * part, part, piece, f);
-            finish(count);
-            if (count == 0) yield();
-        }
+        bool absent = false;
+        const auto help = [&](bool first) {
+            if (first) absent = part > 0 && !all_arrived();
+            int helped = 0;
+            for (int other = 0; other < threads_; ++other) helped += take(queue(other), other * part, part, piece, f);
+            finish(helped);
+            return helped > 0;
+        };
+        const int looks = wait(items, thread, help);
+        int& patience = peers_[thread].patience;
+        if (absent || looks > kLooks)
+            patience = 0;
+        else if (part > 0)
+            patience = kLooks;
     }
 
-    // The same for items that differ much: f(item, next) one by one, every thread its own in turn, then those that
-    // others have not come to. `next`: the item that the thread will come to next, or -1.
+    // The same for items that differ much: f(item, next) one by one. A thread takes its own items in turn, then those
+    // that other threads have not taken. `next`: the item that the thread takes next, or -1.
     template <class F>
     void deal(int items, int thread, F f) {
-        fetch_next(thread);
+        arrive(thread);
         int count = 0;
         for (int i = 0; i < threads_; ++i) {
             const int owner = (thread + i) % threads_;
             for (int item = owner; item < items; ++count) {
-                item = owner + queue(owner).fetch_add(1, std::memory_order_relaxed) * threads_;
+                item = owner + add(queue(owner), 1) * threads_;
                 if (item >= items) break;
                 f(item, item + threads_ < items ? item + threads_ : -1);
             }
         }
         finish(count);
-        for (int looks = 0; !over(items); ++looks) looks < kLooks ? pause() : yield();
+        wait(items, thread, [](bool) { return false; });
     }
 
-    // Counts as done whatever is not: nobody waits for a thread that threw.
-    void give_up() { done().store(kGivenUp, std::memory_order_release); }
+    // Marks every item as done, so that no thread waits for one that threw.
+    void give_up() { done().store(step_ | kGivenUp, std::memory_order_release); }
 
 private:
     static constexpr int kGivenUp = 1 << 30;  // more than there are items
-    static constexpr int kLooks = 1000;       // some ten microseconds
 
-    std::atomic<int>& rest() { return lines_[0].count; }
-    std::atomic<int>& done() { return lines_[1].count; }
-    std::atomic<int>& queue(int thread) { return lines_[2 + thread].count; }
-    bool over(int items) { return done().load(std::memory_order_acquire) >= items; }
-    void finish(int count) {
-        if (count > 0) done().fetch_add(count, std::memory_order_acq_rel);
+    std::atomic<uint64_t>& rest() { return lines_[0].count; }
+    std::atomic<uint64_t>& done() { return lines_[1].count; }
+    std::atomic<uint64_t>& queue(int thread) { return lines_[2 + thread].count; }
+
+    // A line's count in this step.
+    int value(const std::atomic<uint64_t>& line, std::memory_order order = std::memory_order_relaxed) const {
+        const uint64_t seen = line.load(order);
+        return seen >> 32 == step_ >> 32 ? static_cast<int>(seen & 0xffffffff) : 0;
     }
-    // The thread's queue in the next turn, which another thread has cleared.
-    void fetch_next(int thread) const { __builtin_prefetch(lines_ + lines(threads_) + 2 + thread, 1); }
+    // Adds to it; returns the count before.
+    int add(std::atomic<uint64_t>& line, int count) {
+        constexpr auto relaxed = std::memory_order_relaxed;
+        uint64_t seen = line.load(relaxed);
+        while (seen >> 32 != step_ >> 32) {
+            if (line.compare_exchange_weak(seen, step_ | static_cast<uint32_t>(count), relaxed)) return 0;
+        }
+        return static_cast<int>(line.fetch_add(static_cast<uint32_t>(count), relaxed) & 0xffffffff);
+    }
+    bool over(int items) { return value(done(), std::memory_order_acquire) >= items; }
+    void finish(int count) {
+        if (count > 0) done().fetch_add(static_cast<uint32_t>(count), std::memory_order_acq_rel);
+    }
+    void arrive(int thread) {
+        peers_[thread].place.store(step_ + static_cast<uint32_t>(number_), std::memory_order_relaxed);
+        // The thread's queue in the next turn.
+        __builtin_prefetch(lines_ + lines(threads_) + 2 + thread, 1);
+    }
+    bool arrived(int thread) const {
+        return peers_[thread].place.load(std::memory_order_relaxed) >= step_ + static_cast<uint32_t>(number_);
+    }
 
-    // Pieces of [start, start + size) as long as there are any; how many items that was.
+    bool all_arrived() const {
+        for (int other = 0; other < threads_; ++other) {
+            if (!arrived(other)) return false;
+        }
+        return true;
+    }
+
+    // Waits until all items are done. Once the thread's patience is over it helps, as long as there is something to do,
+    // then it yields. Returns the number of looks.
     template <class F>
-    static int take(std::atomic<int>& next, int start, int size, int piece, F& f) {
+    int wait(int items, int thread, F help) {
+        const int patience = peers_[thread].patience;
+        int looks = 0;
+        for (; !over(items); ++looks) {
+            if (looks < patience) {
+                pause();
+            } else if (!help(looks == patience)) {
+                looks < kFewLooks ? pause() : yield();
+            }
+        }
+        return looks;
+    }
+
+    // Takes pieces of [start, start + size) until none is left; returns the number of items.
+    template <class F>
+    int take(std::atomic<uint64_t>& next, int start, int size, int piece, F& f) {
         int count = 0;
-        while (next.load(std::memory_order_relaxed) < size) {
-            const int first = next.fetch_add(piece, std::memory_order_relaxed);
+        while (value(next) < size) {
+            const int first = add(next, piece);
             if (first >= size) break;
             const int last = std::min(first + piece, size);
             f(start + first, start + last);
@@ -99,21 +161,30 @@ private:
     static void yield();
 
     Line* const lines_;
+    Peer* const peers_;  // [threads]
     const int threads_;
+    const uint64_t step_;  // in the high half
+    const int number_;     // of the turn
 };
 
-// The turns of a step, all new at its beginning.
+// The turns of a step, all new at its beginning. What threads learned about each other stays.
 class Turns {
 public:
     void begin(int turns, int threads);
-    Turn at(int turn) { return Turn(lines_.data() + turn * Turn::lines(threads_), threads_); }
-    // For a thread that threw: the others come to the end of the step, whose results are worth nothing.
+    Turn at(int turn) {
+        return Turn(lines_.data() + turn * Turn::lines(threads_), peers_.data(), threads_, step_, turn);
+    }
+    // Looks that a thread waits for others before it does their work. For tests.
+    int waits(int thread) const { return peers_[static_cast<size_t>(thread)].patience; }
+    // Called by a thread that threw: the others reach the end of the step, whose results are void.
     void give_up() {
         for (int turn = 0; turn < turns_; ++turn) at(turn).give_up();
     }
 
 private:
     std::vector<Turn::Line> lines_;
+    std::vector<Turn::Peer> peers_;  // [threads]
+    uint32_t step_ = 0;
     int turns_ = 0;
     int threads_ = 1;
 };

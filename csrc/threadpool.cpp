@@ -35,10 +35,10 @@ std::atomic<unsigned>& forks() {
     return count;
 }
 
-// Inside a job all threads run: spin, and yield when one of them has lost its CPU. Never sleeps.
+// Spins, and yields once another thread must have lost its CPU. Never sleeps.
 void wait_for(const std::atomic<uint32_t>& word, uint32_t value) {
     for (int spins = 0; word.load(std::memory_order_acquire) != value; ++spins) {
-        if (spins < 4000) {
+        if (spins < 500) {
             pause();
         } else {
             std::this_thread::yield();
@@ -57,8 +57,20 @@ int checked(int threads) {
 
 int default_threads(double quota) {
     int threads = std::max(1, os::cores(os::allowed_cpus()));
-    if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.5))));
+    if (quota > 0) threads = std::min(threads, std::max(1, static_cast<int>(std::floor(quota + 0.25))));
     return threads;
+}
+
+double Attendance::rest(double ran, double lost, double now) {
+    const bool again = factor_ > 0.0 && now - back_ < kSoon;
+    if (lost < kLost) {
+        if (!again) factor_ = 0.0;
+        return factor_ > kFirst ? ran : 0.0;  // half of the CPU, which is its share next to one other thread
+    }
+    factor_ = again ? 2.0 * factor_ : kFirst;
+    const double rest = std::min(factor_ * lost, kLongest);
+    back_ = now + rest;
+    return rest;
 }
 
 ThreadPool::ThreadPool(int threads, bool pin)
@@ -73,11 +85,12 @@ ThreadPool::ThreadPool(int threads, bool pin)
             workers_->emplace_back([this, thread] { work(thread); });
             if (!cpus.empty()) os::pin(workers_->back(), cpus[thread % cpus.size()]);
         }
-    } catch (const std::system_error& error) {
+    } catch (const std::exception& error) {  // std::system_error, or std::bad_alloc
         const size_t started = workers_->size() + 1;
         stop();
+        const auto* refused = dynamic_cast<const std::system_error*>(&error);
         throw ThreadsError("only " + std::to_string(started) + " of " + std::to_string(threads) +
-                           " threads could be started (" + error.code().message() +
+                           " threads could be started (" + (refused ? refused->code().message() : "out of memory") +
                            "); ask for fewer threads, or let the process have more (ulimit -u, the container's limit "
                            "of processes)");
     }
@@ -100,7 +113,7 @@ void ThreadPool::stop() {
 
 bool ThreadPool::forked() const { return forks().load(std::memory_order_relaxed) != generation_; }
 
-void ThreadPool::run(Job job, void* context) {
+void ThreadPool::run(Job job, void* context, Crew crew) {
     if (forked()) {
         throw ForkedError(
             "this process was forked after the native core had started its threads; start it with spawn or "
@@ -109,12 +122,18 @@ void ThreadPool::run(Job job, void* context) {
     const std::lock_guard<std::mutex> turn(turn_);
     job_ = job;
     context_ = context;
+    crew_ = crew;
+    finished_.store(0, std::memory_order_relaxed);
     if (size_ > 1) {
-        epoch_.fetch_add(1, std::memory_order_release);
+        const uint32_t number = epoch_.load(std::memory_order_relaxed) + 1;
+        gate_.store(uint64_t{number} << 32 | kOpen, std::memory_order_release);
+        epoch_.store(number, std::memory_order_release);
         epoch_.notify_all();
     }
     call(0);
-    barrier(0);
+    if (crew == Crew::kAll) wait_for(finished_, static_cast<uint32_t>(size_ - 1));
+    const uint64_t joined = gate_.exchange(0, std::memory_order_acq_rel) & (kOpen - 1);
+    wait_for(finished_, static_cast<uint32_t>(joined));
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
@@ -141,18 +160,42 @@ void ThreadPool::barrier(int thread) {
 }
 
 void ThreadPool::work(int thread) {
-    for (uint32_t seen = 0;;) {
-        seen = next_epoch(seen);
+    Attendance attendance;
+    uint32_t seen = 0, joined = 0;
+    for (double rest = 0.0;;) {
+        const int spin = rest > 0.0 ? kSpinMicroseconds : spin_us_.load(std::memory_order_relaxed);
+        seen = next_epoch(seen, std::chrono::microseconds(spin));
         if (stop_) return;
-        call(thread);
-        barrier(thread);
+        if (!join(joined)) continue;
+        rest = run_part(thread, attendance);
+        if (rest > 0.0) std::this_thread::sleep_for(std::chrono::duration<double>(rest));
     }
 }
 
+// Joins the open job, unless this worker already did.
+bool ThreadPool::join(uint32_t& joined) {
+    uint64_t gate = gate_.load(std::memory_order_acquire);
+    do {
+        if (!(gate & kOpen) || gate >> 32 == joined) return false;
+    } while (!gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    joined = static_cast<uint32_t>(gate >> 32);
+    return true;
+}
+
+// A worker's part of the job. Returns the seconds to stay away from the next ones.
+double ThreadPool::run_part(int thread, Attendance& attendance) {
+    const auto seconds = [] { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); };
+    const bool dispensable = crew_ == Crew::kAvailable;
+    const double start = seconds(), used = os::thread_seconds();
+    call(thread);
+    const double now = seconds(), ran = now - start, lost = ran - (os::thread_seconds() - used);
+    finished_.fetch_add(1, std::memory_order_release);
+    return dispensable ? attendance.rest(ran, lost, now) : 0.0;
+}
+
 // Waits for a job after number `seen`: spins, then yields, then sleeps.
-uint32_t ThreadPool::next_epoch(uint32_t seen) {
+uint32_t ThreadPool::next_epoch(uint32_t seen, std::chrono::microseconds spin) {
     const auto start = Clock::now();
-    const auto spin = std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));
     for (;;) {
         for (int i = 0; i < kPausesPerLook; ++i) {
             const uint32_t now = epoch_.load(std::memory_order_acquire);

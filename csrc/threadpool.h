@@ -1,7 +1,8 @@
-// The threads of the native core: the caller and n - 1 workers that run one job together, with barriers inside it.
+// The threads of the native core: the caller and n - 1 workers that run one job together.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -19,21 +20,37 @@ struct ForkedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The system did not start as many threads as were asked for.
+// The system did not start all threads of a pool.
 struct ThreadsError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// One thread for each core that the affinity mask reaches, no more than the quota, which is rounded to the nearest and
-// is one thread at least.
+// One thread for each core in the affinity mask, at most the whole CPUs of the quota. A rest of 0.75 CPUs or more
+// counts as one: a thread that has less is stopped for most of each period, and the others wait for it. At least 1.
 int default_threads(double quota = os::quota());
+
+// How long a worker stays away from jobs that can do without it. A worker that loses its CPU while it holds work stops
+// the whole job, so where other processes need the CPU, it is better to come rarely and for short times.
+class Attendance {
+public:
+    // Seconds to stay away after a job of `ran` seconds, in `lost` of which the worker waited for a CPU. `now`: seconds
+    // of a clock.
+    double rest(double ran, double lost, double now);
+
+private:
+    static constexpr double kLost = 0.5e-3, kSoon = 50e-3, kLongest = 100e-3;  // seconds
+    static constexpr double kFirst = 2.0;
+
+    double factor_ = 0.0;  // the last rest by the time that was lost; more than kFirst: lost again and again
+    double back_ = 0.0;    // when that rest was over
+};
 
 class ThreadPool {
 public:
     using Job = void (*)(void* context, int thread);
 
-    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024, and ThreadsError where one
-    // of them cannot be started: those that were are gone then, for they would have taken the last that others need.
+    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024, and ThreadsError if one of
+    // them cannot be started. It ends those that were started: the rest of the process may need the last ones.
     // `pin` binds worker i to the i-th CPU this process may use (the caller is left alone).
     explicit ThreadPool(int threads, bool pin = false);
     ~ThreadPool();
@@ -42,23 +59,29 @@ public:
 
     int size() const { return size_; }
 
-    // Runs job(context, thread) for thread = 0 .. size() - 1, number 0 on the caller, and returns when all are done.
-    // What a thread of the job throws is thrown here once the others are done, the first where there are several; a job
-    // in which they wait for each other must see to it that they do not wait for one that threw. The job must not call
-    // run. Calls from several threads take turns. Throws ForkedError after a fork.
-    void run(Job job, void* context);
+    // Who runs a job. kAll: every thread, each once. kAvailable: the caller, and the workers that the system schedules
+    // before the caller's part ends; the others miss the job. Such a job must be complete when any one of its threads
+    // is.
+    enum class Crew { kAll, kAvailable };
+
+    // Runs job(context, thread) for thread = 0 .. size() - 1, number 0 on the caller, and returns when all threads that
+    // take part are done. An exception of a thread is thrown here once the others are done, the first if there are
+    // several; a job in which threads wait for each other must not wait for one that threw. The job must not call run.
+    // Calls from several threads take turns. Throws ForkedError after a fork.
+    void run(Job job, void* context, Crew crew = Crew::kAll);
 
     // The same for anything callable as f(thread).
     template <class F>
-    void run(F&& f) {
-        run([](void* context, int thread) { (*static_cast<std::remove_reference_t<F>*>(context))(thread); }, &f);
+    void run(F&& f, Crew crew = Crew::kAll) {
+        void* context = const_cast<void*>(static_cast<const void*>(&f));
+        run([](void* held, int thread) { (*static_cast<std::remove_reference_t<F>*>(held))(thread); }, context, crew);
     }
 
-    // Inside a job: returns when every thread of the pool has called it. What was written before is seen after.
+    // Inside a job of kAll: returns when every thread of the pool has called it. Writes before it are visible after it.
     void barrier(int thread);
 
-    // How long an idle worker spins before it yields, and after six times as long sleeps. A step's caller keeps its
-    // workers awake across the gap between two steps with a longer one.
+    // Time for which an idle worker spins; then it yields, and after six times this time it sleeps. A long time keeps
+    // workers awake across the gap between two steps.
     void set_spin(int microseconds) { spin_us_.store(microseconds, std::memory_order_relaxed); }
     static constexpr int kSpinMicroseconds = 50;
 
@@ -70,7 +93,9 @@ private:
     void stop();
     void call(int thread);
     void work(int thread);
-    uint32_t next_epoch(uint32_t seen);
+    bool join(uint32_t& joined);
+    double run_part(int thread, Attendance& attendance);
+    uint32_t next_epoch(uint32_t seen, std::chrono::microseconds spin);
     bool forked() const;
 
     const int size_;
@@ -78,10 +103,15 @@ private:
     std::mutex turn_;
     Job job_ = nullptr;
     void* context_ = nullptr;
+    Crew crew_ = Crew::kAll;
     std::mutex failure_turn_;
     std::exception_ptr failure_;  // of the job
     bool stop_ = false;
-    alignas(64) std::atomic<uint32_t> epoch_{0};     // jobs started
+    alignas(64) std::atomic<uint32_t> epoch_{0};  // jobs started
+    // The job that can be joined: its number in the high half, kOpen, and how many workers joined it. 0: none.
+    static constexpr uint64_t kOpen = 1 << 16;
+    alignas(64) std::atomic<uint64_t> gate_{0};
+    alignas(64) std::atomic<uint32_t> finished_{0};  // workers that joined the job and are done
     alignas(64) std::atomic<uint32_t> released_{0};  // barriers passed
     std::atomic<int> spin_us_{kSpinMicroseconds};
     std::vector<Slot> slots_;

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.native import core
-from headrace.native.threads import thread_pool
+from headrace.native.threads import SPIN_MICROSECONDS, spin_microseconds, thread_pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def test_the_quota_of_a_control_group_bounds_the_threads(name: str, tmp_path: Pa
     quota = core().cgroup_cpus(str(tmp_path / "membership"), str(tmp_path / "root"))
     assert quota == cpus
     cores = core().default_threads(0.0)
-    assert core().default_threads(quota) == (min(cores, max(1, int(cpus + 0.5))) if cpus else cores)
+    assert core().default_threads(quota) == (min(cores, max(1, int(cpus + 0.25))) if cpus else cores)
 
 
 def test_a_pool_of_no_stated_size_asks_for_this_process() -> None:
@@ -135,3 +136,64 @@ def test_engines_share_the_threads_of_one_number() -> None:
     default = thread_pool(0)
     assert thread_pool(default.size) is default
     assert thread_pool(default.size + 1) is not default
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (1.5, 1), (1.74, 1), (1.75, 2), (2.5, 2), (0.0, 1000)])
+def test_a_part_of_a_cpu_is_a_thread_from_three_quarters_on(quota: float, threads: int) -> None:
+    cores = core().default_threads(0.0)
+    assert core().default_threads(quota) == min(cores, threads)
+
+
+def test_workers_spin_shortly_under_a_quota() -> None:
+    assert spin_microseconds(0.0) == SPIN_MICROSECONDS > 10 * spin_microseconds(1.5)
+
+
+FORKED = """
+import os, sys
+from headrace.data.params import SamplingParams
+from headrace.llm import LLM
+
+def tokens(llm):
+    return llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+
+parent = LLM(sys.argv[1], threads=2)
+before = tokens(parent)
+child = os.fork()
+if child == 0:
+    print(tokens(parent))
+    print(tokens(LLM(sys.argv[1], threads=2)) == before, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(tokens(parent) == before)
+"""
+
+
+def test_a_child_of_a_fork_loads_a_model_of_its_own(tiny_gguf: Path) -> None:
+    """The parent's model does not run in the child; the error says to load the model there, and that works."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_gguf)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "True", "True"]  # the parent's model in the child, the child's, the parent's
+    assert "load the model after the fork" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_the_threads_of_torch_stay_the_callers(tiny_gguf: Path, backend: str) -> None:
+    torch.set_num_threads(3)
+    llm = LLM(tiny_gguf, backend=backend, threads=2)
+    assert torch.get_num_threads() == 3
+    during = []
+
+    class Note:
+        scope = "pointwise"
+
+        def apply(self, logits: torch.Tensor, history: object, paths: object) -> torch.Tensor:
+            during.append(torch.get_num_threads())
+            return logits
+
+    llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), processors=[Note()])
+    assert torch.get_num_threads() == 3
+    assert set(during) == {1 if backend == "native" else 2}, "the control: a step has other threads"
+    llm.close()
+    assert torch.get_num_threads() == 3

@@ -1,7 +1,10 @@
 // Thread pools and the turns of a step, as a program: what the sanitizers run, the thread sanitizer above all.
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -11,6 +14,7 @@
 #include <thread>
 
 #include "check.h"
+#include "missing_memory.h"
 #include "os.h"
 #include "program_turns.h"
 #include "threadpool.h"
@@ -180,6 +184,113 @@ void forks() {
     require(count == 2, "a fork broke the parent's pool");
 }
 
+#ifndef __SANITIZE_THREAD__  // it delays signals
+
+std::atomic<bool> stopped{false}, go_on{false};
+
+void stop_here(int) {
+    stopped = true;
+    while (!go_on) sched_yield();
+}
+
+// A worker that the system does not run: jobs that can do without it end, turn by turn, and the caller learns not to
+// wait for it. Once it runs, it takes part again.
+void without_a_worker() {
+    constexpr int kItems = 100, kTurns = 50;
+    ThreadPool pool(2);
+    Turns turns;
+    pthread_t worker{};
+    pool.run([&](int thread) {
+        if (thread == 1) worker = pthread_self();
+    });
+    const auto step = [&] {
+        std::atomic<int> done{0};
+        int workers = 0;
+        turns.begin(kTurns, 2);
+        const auto part = [&](int thread) {
+            workers += thread;
+            for (int turn = 0; turn < kTurns; ++turn)
+                turns.at(turn).share(kItems, thread, [&](int first, int last) { done += last - first; });
+        };
+        pool.run(part, ThreadPool::Crew::kAvailable);
+        require(done == kItems * kTurns, "an item was not done once");
+        return workers;
+    };
+    std::signal(SIGUSR1, stop_here);
+    pthread_kill(worker, SIGUSR1);
+    while (!stopped) sched_yield();
+    for (int i = 0; i < 3; ++i) require(step() == 0, "a stopped worker took part");
+    require(turns.waits(0) == 0, "the caller did not learn that its worker is away");
+    go_on = true;
+    while (turns.waits(0) == 0) {  // both are at work in one turn
+        std::atomic<bool> there{false};
+        turns.begin(1, 2);
+        pool.run([&](int thread) {
+            turns.at(0).share(kItems, thread, [&](int, int) {
+                if (thread == 1) there = true;
+                while (!there) sched_yield();
+            });
+        });
+    }
+    std::signal(SIGUSR1, SIG_DFL);
+}
+
+#endif
+
+// A worker that loses its CPU again and again comes more and more rarely, then for half of the time; one that lost it
+// once, or not for a while, comes as ever.
+void attendance() {
+    Attendance quiet, busy;
+    require(quiet.rest(0.01, 0.0004, 1.0) == 0, "a short delay keeps a worker away");
+    require(quiet.rest(0.01, 0.003, 2.0) == 0.006, "a worker does not stay away");
+    require(quiet.rest(0.01, 0, 2.02) == 0 && quiet.rest(0.01, 0, 3.0) == 0, "one delay keeps a worker away for long");
+    require(quiet.rest(0.01, 0.003, 4.0) == 0.006, "a delay is not forgotten");
+    double now = 0, rest = 0;
+    for (int i = 0; i < 8; ++i) {
+        const double before = rest;
+        now += rest + 0.01;
+        rest = busy.rest(0.01, 0.003, now);
+        require(rest > before || rest == 0.1, "delays again and again keep a worker away no longer than one");
+    }
+    require(rest == 0.1, "a worker stays away for longer than it should");
+    require(busy.rest(0.01, 0, now + rest + 0.01) == 0.01, "a worker on a shared CPU takes more than half of it");
+    require(busy.rest(0.01, 0, now + rest + 0.06) == 0, "a worker stays away for ever");
+}
+
+// No thread may be started where memory for it is missing: the same error as where the system refuses it.
+void without_memory() {
+    for (const int at : {1, 2, 3, 5, 8}) {
+        left_to_allocate = at;
+        bool said = false;
+        try {
+            ThreadPool pool(8);
+        } catch (const ThreadsError& error) {
+            said = std::string(error.what()).find("could be started (out of memory)") != std::string::npos;
+        } catch (const std::bad_alloc&) {
+            said = at <= 3;  // of the pool itself
+        }
+        left_to_allocate = -1;
+        require(said, "a thread without memory is not said to be one");
+    }
+}
+
+// A machine of more CPUs than a cpu_set_t has bits.
+int ask_large_machine(size_t bytes, void* mask) {
+    if (bytes < 512) {
+        errno = EINVAL;
+        return -1;
+    }
+    CPU_SET_S(3, bytes, static_cast<cpu_set_t*>(mask));
+    CPU_SET_S(2500, bytes, static_cast<cpu_set_t*>(mask));
+    return 0;
+}
+
+void large_machines() {
+    require(os::allowed_cpus(ask_large_machine) == std::vector<int>{3, 2500}, "CPUs beyond 1024 are not found");
+    require(os::page_start(0x12345, 4096) == 0x12000 && os::page_start(0x12345, 65536) == 0x10000,
+            "a page does not start at a multiple of its size");
+}
+
 // Workers run where the mask lets them, and no more threads than it and the quota allow.
 void limits() {
     const std::vector<int> allowed = os::allowed_cpus();
@@ -198,6 +309,8 @@ void limits() {
     sched_setaffinity(0, sizeof before, &before);
     require(default_threads() <= static_cast<int>(allowed.size()), "more threads than CPUs");
     require(os::quota("/none", "/none") == 0, "a quota where there is none");
+    require(default_threads(0.5) == 1 && default_threads(1.74) == 1, "more threads than a quota has whole CPUs");
+    require(default_threads(1.75) == std::min(2, default_threads(0)), "fewer threads than a quota is worth");
 }
 
 }  // namespace
@@ -212,6 +325,12 @@ int main() {
     }
     callers();
     sleepers();
+    attendance();
+    without_memory();
+    large_machines();
+#ifndef __SANITIZE_THREAD__
+    without_a_worker();
+#endif
     forks();
     limits();
     std::puts("threads: ok");
