@@ -211,7 +211,7 @@ def test_divisors_of_another_head_size_are_refused() -> None:
             "the weights are quantised by 'gptq', which is not read",
         ),
         ({**LLAMA31_8B, "hidden_act": "relu"}, "has the activation 'relu'; llama is built with silu"),
-        ({**LLAMA31_8B, "hidden_size": None}, "must have hidden_size as an integer from 1 to 2147483648, not None"),
+        ({**LLAMA31_8B, "hidden_size": None}, "must have hidden_size as an integer from 1 to 2147483647, not None"),
         ({**LLAMA31_8B, "num_hidden_layers": -1}, "must have num_hidden_layers as an integer from 1 to 1024, not -1"),
         ({**LLAMA31_8B, "num_hidden_layers": 10**9}, "from 1 to 1024, not 1000000000"),
         ({**LLAMA31_8B, "rms_norm_eps": "small"}, "must have rms_norm_eps as a number above 0, not 'small'"),
@@ -275,7 +275,7 @@ def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
         ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
         (
             {"gemma3.attention.head_count": np.arange(100)},
-            "gemma3.attention.head_count as an integer from 1 to 2147483648, not a list",
+            "gemma3.attention.head_count as an integer from 1 to 2147483647, not a list",
         ),
         ({"gemma3.rope.dimension_count": 512}, "turns 512 values of heads of 256"),
     ],
