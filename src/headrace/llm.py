@@ -114,6 +114,7 @@ class LLM:
                     kv_cache_memory=kv_cache_memory,
                     draft_vocab=draft_vocab,
                     exit_state=exit_state,
+                    speculate=speculate or "",
                 ),
                 self.progress,
             )

@@ -1,7 +1,9 @@
 """The drafters that need no model: what they find, against brute force, and that they forget."""
 
 import random
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import Ngrams, PromptLookup
 from headrace.drafting.speculation import bounded, prune
-from headrace.drafting.suffix import SEPARATOR, SuffixAutomaton, SuffixTree
+from headrace.drafting.suffix import MEMORY, SEPARATOR, TOKEN_BYTES, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
+from headrace.startup.loading import open_files
+from headrace.startup.recipe import Recipe, Role, Settings
+from tests.tiny_files import write_tiny_gguf
 
 
 def sequence(tokens: list[int]) -> tuple[Request, Sequence]:
@@ -419,3 +424,43 @@ def test_lookahead_reads_the_nodes_that_a_grammar_left(dropped: int) -> None:
     drafter.observe(request, seq, left, (), nodes)
     collected = {(first, *rest) for first, many in window.pool.items() for rest in many}
     assert collected == {(before[0][column], before[1][column], 100 + column) for column in range(3) if column != dropped}
+
+
+def test_the_suffixes_of_all_tenants_together_are_bounded() -> None:
+    """Sixteen tenants with two automata each were 3.2 million tokens: 1.3 GB that nothing counted."""
+    drafter = SuffixTree(memory=1000)
+    for number in range(40):
+        tenant = b"tenant %d" % (number % 10)
+        request, seq = sequence([number * 300 + at for at in range(300)])
+        request.tenant = tenant
+        drafter.begin()
+        drafter.remember(request, seq)
+        assert drafter.remembered <= 1000 + 301
+        assert drafter.pasts(tenant)[0].text[-2:] == [number * 300 + 299, SEPARATOR], "the last one is there"
+
+
+@pytest.mark.parametrize("different", [2, 50, 10**6])
+def test_a_token_takes_no_more_than_the_memory_plan_counts(different: int) -> None:
+    tracemalloc.start()
+    try:
+        automaton, rng = SuffixAutomaton(), random.Random(1)
+        for _ in range(4000):
+            automaton.push(rng.randrange(different))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 100 * 4000 < taken <= TOKEN_BYTES * 4000
+
+
+def test_the_memory_plan_counts_automata(tmp_path: Path) -> None:
+    """Those of running sequences by block, those of ended outputs as a whole."""
+    target = open_files(write_tiny_gguf(tmp_path / "tiny.gguf", context=128))
+
+    def blocks(speculate: str, free: int, **more: Any) -> int:
+        recipe = Recipe((Role("target", target),), Settings("cpu", speculate=speculate, **more))
+        return recipe.plan(lambda config: 10_000, 4, free).num_blocks
+
+    assert blocks("ngram", 10**9, kv_cache_memory=10**6) == 100
+    assert blocks("suffix", 10**9, kv_cache_memory=10**6) == 10**6 // (10_000 + 16 * TOKEN_BYTES)
+    remembered = MEMORY * TOKEN_BYTES
+    assert blocks("suffix", remembered + 2 * 10**6) < blocks("ngram", remembered + 2 * 10**6)

@@ -12,6 +12,8 @@ from headrace.drafting.base import READ, SHORT
 
 SEPARATOR = -1  # between texts; no token
 TENANTS = 16
+MEMORY = 200_000  # tokens of ended outputs that are remembered, of all tenants together
+TOKEN_BYTES = 768  # of an automaton for each token of its text, at most; the memory plan counts them
 
 
 class SuffixAutomaton:
@@ -141,19 +143,20 @@ class Reading:
 class SuffixTree:
     """Proposes what followed the longest known end of a sequence, as many tokens as `factor` times the match is long.
 
-    Outputs that have ended are remembered, prompts included, up to `memory` tokens for each tenant, in two automata: when the
-    younger is full the older is forgotten. Tenants do not see each other's, not even by what is fast. What is too long to be
-    read in one step is read in several.
+    Ended outputs are remembered, prompts included, up to `memory` tokens. A tenant has two automata: when the younger one is
+    full, the older one is dropped. If all tenants together have more, the one that was idle longest is dropped. A tenant never
+    sees the tokens of another, not even through speed. A text that is too long to read in one step is read in several.
     """
 
     name = "suffix"
 
-    def __init__(self, factor: float = 2.0, shortest: int = 2, memory: int = 200_000) -> None:
+    def __init__(self, factor: float = 2.0, shortest: int = 2, memory: int = MEMORY) -> None:
         self.factor = factor
         self.shortest = shortest
         self.memory = memory
         self._pasts: OrderedDict[bytes, list[SuffixAutomaton]] = OrderedDict()  # by tenant, the younger first
         self._ended: deque[tuple[bytes, deque[int]]] = deque()  # outputs that are still to be read
+        self._unread = 0  # tokens of these
         self._room = READ
 
     def begin(self) -> None:
@@ -189,11 +192,17 @@ class SuffixTree:
         )
 
     def remember(self, request: Request, seq: Sequence) -> None:
-        """Keep an output that has ended: its end, where it is longer than an automaton."""
+        """Keep an ended output, or its end if it is longer than an automaton."""
         self._ended.append((request.tenant, deque([*seq.tokens[1 - self.memory // 2 :], SEPARATOR])))
-        while len(self._ended) > 1 and sum(len(tokens) for _, tokens in self._ended) > self.memory:
-            self._ended.popleft()  # they end faster than they are read
+        self._unread += len(self._ended[-1][1])
+        while len(self._ended) > 1 and self._unread > self.memory:  # they end faster than they are read
+            self._unread -= len(self._ended.popleft()[1])
         self._read_ended()
+
+    @property
+    def remembered(self) -> int:
+        """Tokens in the automata of all tenants."""
+        return sum(len(one.text) for pasts in self._pasts.values() for one in pasts)
 
     def _read_ended(self) -> None:
         """Put outputs that have ended where they are found, as far as there is room in this step."""
@@ -205,8 +214,11 @@ class SuffixTree:
             for _ in range(min(len(tokens), self._room)):
                 pasts[0].push(tokens.popleft())
                 self._room -= 1
+                self._unread -= 1
             if not tokens:
                 self._ended.popleft()
+                while len(self._pasts) > 1 and self.remembered > self.memory:
+                    self._pasts.popitem(last=False)
 
 
 def _confidence(length: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.drafting.companion import Companion
+from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.opening import Opened
@@ -49,6 +50,7 @@ class Settings:
     kv_cache_memory: int | str | None = None
     draft_vocab: int | None = None
     exit_state: str = DEFERRED
+    speculate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,9 @@ class Recipe:
             block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
         if self.leaves is not None and not self.propagates:  # the rows at the exit
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
+        if settings.speculate == "suffix":  # automata of running sequences, and of ended outputs
+            block_bytes += BLOCK_SIZE * TOKEN_BYTES
+            free -= MEMORY * TOKEN_BYTES
         return memory.plan(
             replace(config, max_position=min(model.config.max_position for model in self.models.values())),
             block_bytes=block_bytes,
