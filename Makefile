@@ -19,7 +19,8 @@ help:
 	@echo "make test-isa       tests of kernels, beams, engine and random loads on every instruction set this CPU has"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long ones"
-	@echo "make soak           the server under mixed traffic and attacks, twice 20 minutes (SOAK_SECONDS=... for another time)"
+	@echo "make soak           random loads of the engine (MIXED_LOADS=first:last), each answer compared with the request alone;"
+	@echo "                    then the server under mixed traffic and attacks, twice 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make arm            the C++ test programs built for 64-bit Arm and run under qemu-user, as $(ARM_CPUS)"
@@ -49,7 +50,7 @@ test-slow: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m slow
 
 soak: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -s -m slow tests/server/test_soak.py
+	$(VENV)/bin/python -m pytest -s -m slow tests/property/test_mixed_loads.py tests/server/test_soak.py
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
