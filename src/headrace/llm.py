@@ -31,7 +31,6 @@ from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
-from headrace.drafting.speculation import Speculation
 from headrace.engine.callers import Callers, Inbox
 from headrace.engine.engine import Engine
 from headrace.runner.executor import InProcess
@@ -122,8 +121,7 @@ class LLM:
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
-        drafts = speculation(speculate, started.row_invariant, started.plan.max_model_len, draft_tokens, recipe.drafter())
-        self.engine = self._engine(recipe, scheduler, enable_prefix_caching, drafts)
+        self.engine = self._engine(recipe, scheduler, enable_prefix_caching, started.row_invariant, draft_tokens)
         self.callers = Callers(self.engine, self.tokenizer.encode, seed)
 
     @classmethod
@@ -320,8 +318,12 @@ class LLM:
         return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {self.dtype}, context {plan.max_model_len})"
 
     # -- driving the engine --------------------------------------------------------------------------------------------
-    def _engine(self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, drafts: Speculation | None) -> Engine:
+    def _engine(
+        self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, invariant: bool, draft_tokens: int | None
+    ) -> Engine:
         config, plan = self.model_config, self.memory_plan
+        method = recipe.settings.speculate or None
+        drafts = speculation(method, invariant, plan.max_model_len, draft_tokens, recipe.drafter())
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         self.runner.exits = None if self.classifier is None else self.classifier.exits
         scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
