@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -22,6 +23,7 @@ WEBSOCKET = (
     b"Upgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
 ROUNDS = 600  # refused requests one after the other
+BURST = 400  # connections at the same time
 AT_ONCE = 64  # and refused requests whose answers nobody reads
 
 
@@ -94,6 +96,16 @@ def test_an_address_without_a_key_has_so_many_connections(monkeypatch: pytest.Mo
         while b"HTTP/1.1 200" not in (part := kept.recv(65536)):
             assert part
         assert server.on_loop(lambda: len(server.server.server_state.connections)) <= 1 + 4
+
+
+def test_a_burst_of_connections_finds_room(locked: Running) -> None:
+    """While the server is busy the system takes them, so that no client has to connect again."""
+    limit = Path("/proc/sys/net/core/somaxconn")
+    if not limit.exists() or int(limit.read_text()) < BURST:
+        pytest.skip(f"this system holds fewer than {BURST} new connections (net.core.somaxconn)")
+    with contextlib.ExitStack() as stack, locked.held():
+        for _ in range(BURST):
+            stack.enter_context(socket.create_connection(("127.0.0.1", locked.port), timeout=10))
 
 
 class Door:

@@ -31,6 +31,7 @@ log = logging.getLogger("headrace.server")
 
 IDLE = 30  # seconds that a connection is kept for the next request; longer than clients keep it, which then never meet its end
 LAST_BYTES = 5  # seconds for clients to read what is already written, once everything is answered
+BACKLOG = 1024  # connections that the system holds for the server; clients of a larger burst try again after 1 s
 SPARE = 64  # connections above the limit of requests; of more, those without a request are closed
 FILES = 256  # files that a server opens besides connections
 
@@ -89,6 +90,8 @@ class Server(uvicorn.Server):
         self.servers = [
             await loop.create_server(make, sock=sock, ssl=config.ssl, ssl_handshake_timeout=seconds) for sock in sockets or []
         ]
+        for sock in sockets or []:
+            sock.listen(BACKLOG)  # asyncio has set 100, which is also the number that it accepts in one turn
         self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -120,7 +123,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     """The bound socket. Raises OSError with a line that says what to change."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise ValueError(
             f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); use another --port"
