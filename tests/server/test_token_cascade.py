@@ -124,7 +124,9 @@ def test_the_page_shows_who_wrote(chromium: Any, server: Running) -> None:
         asked = caught.value.post_data_json
         assert (asked["cascade_threshold"], asked["return_exits"]) == (SURE, True)
         page.wait_for_selector("#send:not([hidden])")
-        (choice,) = server.post("/v1/chat/completions", {**asked, "stream": False, "stream_options": None}).json()["choices"]
+        (choice,) = server.post(
+            "/v1/chat/completions", {**asked, "stream": False, "stream_options": None, "max_completion_tokens": None}
+        ).json()["choices"]
         layers = [one["layers"] for one in choice["exits"]]
         page.click("[aria-pressed]")
         marked = page.evaluate("[...document.querySelectorAll('.tokens .token')].map((one) => one.classList.contains('left'))")

@@ -45,7 +45,12 @@ export const getJson = async (path, options) => (await send(path, options)).json
 
 /** The events of a streamed answer. Throws ApiError, also for one that comes within the stream. */
 export async function* stream(path, body, signal) {
-  const response = await send(path, { body, signal });
+  const response = await send(path, { body, signal }).catch((error) => {
+    // The server refuses more tokens than the context has room for. The setting is an upper bound: ask without it.
+    const { max_completion_tokens: most, ...rest } = body;
+    if (error.kind !== "long" || most === undefined) throw error;
+    return send(path, { body: rest, signal });
+  });
   for await (const data of events(response.body.getReader())) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
