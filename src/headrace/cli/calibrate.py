@@ -1,4 +1,4 @@
-"""calibrate: a threshold for tokens that leave early, or that a smaller model writes, with a guarantee."""
+"""calibrate: a threshold with a guarantee for early exit, or for tokens of a smaller model."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +13,7 @@ from headrace.cli.output import print_table, say
 
 
 class Criterion(StrEnum):
-    """By what an exit, or a smaller model, is sure."""
+    """The confidence of an exit or of a smaller model."""
 
     MAX_PROB = "max_prob"
     MARGIN = "margin"
@@ -22,7 +22,7 @@ class Criterion(StrEnum):
 
 
 class Loss(StrEnum):
-    """What is lost against the whole model."""
+    """The loss of an answer, measured against the full model."""
 
     TEXT = "text"
     TOKEN = "token"
@@ -91,7 +91,7 @@ def calibrate(
     rows = [(f"{one.threshold:g}", f"{one.risk:.4f}", f"{one.p_value:.2g}") for one in found.tried]
     print_table(("threshold", "lost", "p-value"), rows)
     if rule is None:
-        say(f"no threshold loses at most {delta:g} for sure on {found.n} prompts: none is set, and the whole model writes")
+        say(f"no threshold can be shown to lose at most {delta:g} on {found.n} prompts: none is set, the full model writes")
         return
     _save(llm, options, rule)
     say(rule.summary())
@@ -119,7 +119,7 @@ def _untrained(prompts: list[Any], exits: str | Path | None) -> list[Any]:
 
 
 def _save(llm: Any, options: ModelOptions, rule: Any) -> None:
-    """Beside the exits, for this model and them; or in Headrace's own folder, for these two models."""
+    """In the folder of the exits, or, for a pair of models, in Headrace's own folder."""
     from msgspec.structs import replace
 
     from headrace.startup.rules import fits, folder_of, save
@@ -131,7 +131,7 @@ def _save(llm: Any, options: ModelOptions, rule: Any) -> None:
 
 
 def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:
-    """Raises typer.BadParameter where nobody writes first, or does so by what it has not."""
+    """Raise typer.BadParameter without exits or a smaller model, or for a criterion that a smaller model lacks."""
     if options.exits is None and options.cascade is None:
         raise typer.BadParameter(
             "calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit), "

@@ -1,8 +1,8 @@
-"""Training a classifier with exits: a linear layer after every chosen layer of an encoder, whose own weights stay as they are
-or learn with them (training.joint).
+"""Train a classifier with early exits: a linear layer after each chosen layer of an encoder, which stays frozen or learns with
+them (training.joint).
 
-What exits over a frozen encoder read are the rows that the engine itself computes, so that they are trained on what they will
-see. Each is a logistic regression of its own. Thresholds are calibrated by Learn-then-Test on texts that trained nothing.
+Exits over a frozen encoder are trained on the rows that the engine itself computes, the ones they read later. Each exit is a
+logistic regression of its own. Learn-then-Test calibrates the thresholds on texts that trained nothing.
 """
 
 import csv
@@ -117,7 +117,7 @@ def pooled_rows(
 
 
 def exit_logits(llm: LLM, texts: Sequence[str | Pair]) -> list[list[tuple[float, ...]]]:
-    """For each text the logits [exits, classes] of all exits: nobody leaves early."""
+    """For each text the logits [exits, classes] of all exits; no text exits early."""
     read = partial(llm.tokenizer.encode, parse_special=False)
     outputs = whole(llm.generate(encoded(read, texts), SamplingParams(max_tokens=1), strategy=Classifying()))
     return [output.classified for output in outputs]
@@ -203,7 +203,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of it: each exit's accuracy on the texts of the calibration, the rules, and `notes` on the texts."""
+    """Accuracy of each exit on the texts of the calibration, the calibrated rules, and `notes` on texts left out."""
 
     exits: Exits
     accuracy: list[float]
