@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server import chat
-from headrace.server.async_llm import State
+from headrace.server.async_llm import QueueFullError, State
+from headrace.server.messages import Grammar
 from tests.server.harness import PATIENCE, Running, in_thread
 
 TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]
@@ -196,6 +198,39 @@ def test_grammars_that_are_costly_to_compile_are_refused(server: Running, name: 
     assert re.search(said, message), message
     assert "\n" not in message
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+LISTS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+NAMED = {"name": "a", "schema": LISTS}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": LISTS}}
+OPENING: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("/v1/completions", {"prompt": "a", "guided_json": LISTS}),
+    "chat": ("/v1/chat/completions", {"messages": TALK, "response_format": {"type": "json_schema", "json_schema": NAMED}}),
+    "a response": ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", **NAMED}}}),
+    "a tool": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}),
+}
+
+
+@pytest.mark.parametrize("name", OPENING)
+@pytest.mark.parametrize(
+    ("default", "field", "closed"), [(False, None, 1), (False, True, 0), (True, None, 0), (True, False, 1)]
+)
+def test_objects_are_closed_unless_the_server_or_the_request_opens_them(
+    server: Running, name: str, default: bool, field: bool | None, closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def submit(*_: Any, grammar: Grammar, **more: Any) -> None:
+        compiled.append(grammar.text)
+        raise QueueFullError("the test has seen it", 1)
+
+    monkeypatch.setattr(server.llm, "submit", submit)
+    monkeypatch.setattr(server.models.services[0], "settings", replace(server.settings, open_objects=default))
+    path, body = OPENING[name]
+    asked = {"model": "tiny", **body, **({} if field is None else {"open_objects": field})}
+    assert server.post(path, asked).status_code == 429
+    (grammar,) = compiled
+    assert re.sub(r"[\\\s]", "", grammar).count('"additionalProperties":false') == closed
 
 
 FAILING: dict[str, dict[str, Any]] = {

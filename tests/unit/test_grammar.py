@@ -93,7 +93,7 @@ CASES = {
         ['{"a": true}', '{"a": 1.5}'],
     ),
     "the schema's order": (
-        StructuredOutputs(json='{"type": "object", "properties": {"b": {}, "a": {}}}'),
+        StructuredOutputs(json='{"type": "object", "properties": {"b": {}, "a": {}}}', open_objects=True),
         ['{"b":1,"a":1}', '{"a":1}', '{"b":1}', '{"b":1,"c":1}'],
         ['{"a":1,"b":1}'],
     ),

@@ -60,7 +60,13 @@ def _chat(request: ChatRequest) -> Body:
     for name in ("continue_final_message", "add_generation_prompt"):
         if getattr(request, name) is not None:
             template[name] = getattr(request, name)
-    tools = ToolChoice(request.tools, request.tool_choice, request.parallel_tool_calls, request.allow_repeated_tool_calls)
+    tools = ToolChoice(
+        request.tools,
+        request.tool_choice,
+        request.parallel_tool_calls,
+        request.allow_repeated_tool_calls,
+        request.open_objects,
+    )
     callable_tools(tools)
     return Body(
         {"messages": read_messages(request.messages)},
@@ -101,5 +107,5 @@ def tools_of(llm: Any, asked: ToolChoice, form: StructuredOutputs | None, templa
     if usable and form is not None and not must:
         if (schema := schema_of(form)) is None:
             raise ToolError("next to tools the format of an answer is a JSON schema or json_object; remove one", "tools")
-        answer = for_mask(prepare(schema))
+        answer = for_mask(prepare(schema, closed=not form.open_objects))
     return tooling(asked, template, llm.tokenizer.control_id, None, answer)

@@ -27,6 +27,9 @@ def masks(
     ],
     model: Annotated[str, typer.Option(help="The model whose vocabulary is used.")],
     most: Annotated[int | None, typer.Option(min=1, help="Only so many schemas.")] = None,
+    closed_objects: Annotated[
+        bool, typer.Option("--closed-objects", help="Objects get only the properties that their schema lists, as by default.")
+    ] = False,
 ) -> None:
     """How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask costs."""
     from headrace.bench.masks import measure_masks
@@ -35,7 +38,7 @@ def masks(
     tokenizer, progress = open_model(model).tokenizer, status()
     with file.open("rb") as lines:
         progress.start("reading schemas", min(sum(1 for _ in lines), most or sys.maxsize), unit="schemas")
-    result = measure_masks(file, tokenizer, most, lambda _: progress.advance(1))
+    result = measure_masks(file, tokenizer, most, lambda _: progress.advance(1), open_objects=not closed_objects)
     share = lambda count, of: f"{count} of {of} ({count / max(of, 1):.1%})"  # noqa: E731
     rows = [
         ("schemas served", share(result.served, result.schemas)),

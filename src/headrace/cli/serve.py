@@ -91,6 +91,7 @@ def serve(
         grace=server.grace,
         state=server.state or _state(server.port),
         limits=Limits(**limits.limits()),
+        open_objects=server.open_objects,
         proxies=Proxies.parse(server.trusted_proxy),
     )
     _look(entries, server.model_memory is not None)

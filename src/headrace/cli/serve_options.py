@@ -137,6 +137,10 @@ class ServerOptions:
     ] = None
     tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
     tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
+    open_objects: Annotated[
+        bool,
+        _server("JSON objects may have properties that their schema does not list, and its numbers any count of digits."),
+    ] = False
     trusted_proxy: Annotated[
         str, _server("Proxies whose X-Forwarded-For and -Proto are believed: addresses or networks, separated by commas.")
     ] = ""

@@ -19,7 +19,8 @@ class StructuredOutputs(
 ):
     """What an output must be, exactly one of: `json` (a JSON schema, as text or as an object), `json_object` (any JSON
     object), `regex` (Rust's syntax, over the whole output), `choice` (one of these texts), `grammar` (Lark, or GBNF/EBNF
-    with `::=`). `disable_any_whitespace`: JSON is written without any.
+    with `::=`). `disable_any_whitespace`: JSON is written without any. `open_objects`: objects of a schema may have
+    properties that it does not list, and its integers and numbers any count of digits.
 
     The names are those of other engines. Raises ConstraintError.
     """
@@ -30,6 +31,7 @@ class StructuredOutputs(
     choice: tuple[str, ...] = ()
     grammar: str | None = None
     disable_any_whitespace: bool = False
+    open_objects: bool = False
 
     def __post_init__(self) -> None:
         if not (self.json is None or isinstance(self.json, str)):
@@ -65,7 +67,7 @@ class StructuredOutputs(
         _require(isinstance(value, dict), f"structured_outputs must be a mapping or StructuredOutputs, not {value!r}")
         if unknown := sorted(set(map(str, value)) - set(cls.__struct_fields__)):
             raise ConstraintError(f"structured_outputs has no {unknown[0][:40]!r}; use {', '.join(cls.__struct_fields__)}")
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "open_objects"):
             _require(isinstance(value.get(name, False), bool), f"{name} must be true or false, not {value.get(name)!r}")
         return cls(**value)
 

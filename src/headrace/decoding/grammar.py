@@ -22,7 +22,8 @@ MAX_NESTING = 64  # brackets within brackets of a regex or a grammar
 def grammar_of(spec: StructuredOutputs) -> str:
     """The grammar of a constraint, to be compiled. Raises ConstraintError."""
     if spec.json is not None:
-        return _json(read_schema(spec.json), spec.disable_any_whitespace)
+        schema = prepare(read_schema(spec.json), closed=not spec.open_objects).schema
+        return _json(schema, spec.disable_any_whitespace)
     if spec.json_object:
         return _json({"type": "object"}, spec.disable_any_whitespace)
     if spec.regex is not None:
@@ -35,7 +36,6 @@ def grammar_of(spec: StructuredOutputs) -> str:
 
 
 def _json(schema: dict[str, Any], compact: bool) -> str:
-    schema = prepare(schema).schema
     options: Any = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
     options["lenient"] = False
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))

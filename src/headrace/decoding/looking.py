@@ -43,7 +43,8 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
     {"error"}."""
     try:
         if "schemas" in question:
-            made = [_prepared(number, schema) for number, schema in enumerate(json.loads(question["schemas"]))]
+            closed = not question.get("open_objects", False)
+            made = [_prepared(number, schema, closed) for number, schema in enumerate(json.loads(question["schemas"]))]
             return {"prepared": json.dumps(made)}
         spec = StructuredOutputs.of(question["spec"])
         if "text" in question:
@@ -61,10 +62,10 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the constraint cannot be understood ({type(error).__name__}); correct it"}
 
 
-def _prepared(number: int, schema: dict[str, Any]) -> dict[str, Any]:
+def _prepared(number: int, schema: dict[str, Any], closed: bool) -> dict[str, Any]:
     """One of several schemas, which an error names by its number."""
     try:
-        made = prepare(schema)
+        made = prepare(schema, closed=closed)
     except ConstraintError as error:
         raise ConstraintError(f"number {number}: {error}") from None
     return {"schema": made.schema, "late": made.late}

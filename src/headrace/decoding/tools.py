@@ -49,6 +49,7 @@ class Asked(Protocol):
     tool_choice: Any
     parallel_tool_calls: bool | None
     allow_repeated_tool_calls: bool | None
+    open_objects: bool | None
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class ToolChoice:
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     allow_repeated_tool_calls: bool | None = None
+    open_objects: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ def tooling(
     form = format_of(template)
     several = request.parallel_tool_calls is not False and not names_function(request.tool_choice)
     try:
-        known = [prepare(schema) for schema in schemas_of(usable)] if prepared is None else prepared
+        closed = not request.open_objects
+        known = [prepare(schema, closed=closed) for schema in schemas_of(usable)] if prepared is None else prepared
     except ConstraintError as error:
         raise ToolError(f"tools: {error}", "tools") from None
     schemas = [_parameters(i, tool["function"], one) for i, (tool, one) in enumerate(zip(usable, known, strict=True))]

@@ -39,7 +39,7 @@ from headrace.server.reading import read_json
 from headrace.server.sampling import sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import Looked, asked_form, check_form, check_text, fits_tool, prepared, schema_of
+from headrace.server.structured import Looked, asked_form, check_form, check_text, fits_tool, prepared, schema_of, with_defaults
 from headrace.server.tickets import Ticket, deltas
 from headrace.text.chat import ChatTemplate
 from headrace.weights.defaults import values
@@ -131,6 +131,7 @@ async def begin(service: Service, request: ChatRequest, http: Request, salt: byt
     """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
     ClientGoneError."""
     check_fields(request)
+    request = with_defaults(service, request)
     form = asked_form(request)
     tools = await unless_gone(http, _tooling(service, request, form))
     params = tried(_params(service, request, tools.spec if tools is not None else form), trial)
@@ -168,7 +169,7 @@ async def _tooling(service: Service, request: ChatRequest, form: StructuredOutpu
         if (schema := schema_of(form)) is None:
             raise bad("beside tools an answer's format is a JSON schema or json_object; leave one out", "response_format")
         schemas.append(schema)
-    known = await prepared(service, schemas)
+    known = await prepared(service, schemas, open_objects=bool(request.open_objects))
     if len(schemas) > len(usable):
         answer = for_mask(known[-1])
     template = _template(service.llm, request).source

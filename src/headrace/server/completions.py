@@ -18,7 +18,7 @@ from headrace.server.logprobs import CompletionLogprobs, Written, joined, token_
 from headrace.server.sampling import not_built, sampling_params, tried
 from headrace.server.service import Service
 from headrace.server.stream import begun, event, unless_gone
-from headrace.server.structured import Looked, asked_form, check_form, check_text
+from headrace.server.structured import Looked, asked_form, check_form, check_text, with_defaults
 from headrace.server.tickets import Ticket, deltas
 from headrace.server.turns import decoded
 from headrace.weights.defaults import values
@@ -92,6 +92,7 @@ async def complete(service: Service, request: CompletionRequest, http: Request, 
 async def begin(service: Service, request: CompletionRequest, http: Request, salt: bytes, trial: Trial | None = None) -> Job:
     """Look at a request and queue it; who has it must answer or abort it. Raises what `as_api_error` knows, and
     ClientGoneError."""
+    request = with_defaults(service, request)
     spec = asked_form(request)
     params = tried(_params(service, request).replace(structured_outputs=spec), trial)
     _check(service, request)

@@ -124,6 +124,7 @@ class Sampling(Drawing, kw_only=True):  # type: ignore[call-arg]
     # what other servers have as well
     use_beam_search: bool | None = None
     structured_outputs: Settings | None = None
+    open_objects: bool | None = None  # an extension: JSON objects may have properties that their schema does not list
     return_exits: bool | None = None
     guided_json: Source | Object | bool | None = None
     guided_regex: Source | None = None
@@ -219,6 +220,7 @@ class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     allow_repeated_tool_calls: bool | None = None
+    open_objects: bool | None = None
     include: Words | None = None
     metadata: Marks | None = None
     # what other servers have as well

@@ -26,7 +26,16 @@ from headrace.server.stream import EventStream
 log = logging.getLogger("headrace.server")
 
 # Fields that mean the same in a chat.
-SAME = (*BRIEFLY, "seed", "deadline", "parallel_tool_calls", "allow_repeated_tool_calls", "chat_template_kwargs", "cache_salt")
+SAME = (
+    *BRIEFLY,
+    "seed",
+    "deadline",
+    "parallel_tool_calls",
+    "allow_repeated_tool_calls",
+    "open_objects",
+    "chat_template_kwargs",
+    "cache_salt",
+)
 RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

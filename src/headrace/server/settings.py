@@ -61,6 +61,7 @@ class ServerSettings:
     grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
     state: Path | None = None  # the folder of files, batches and responses; None: they last as long as the server
     limits: Limits = field(default_factory=Limits)
+    open_objects: bool = False  # for requests that do not set it
     proxies: Proxies = field(default_factory=Proxies)  # whose X-Forwarded-For and X-Forwarded-Proto are believed
 
     def __post_init__(self) -> None:

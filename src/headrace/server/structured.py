@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from headrace.server.service import Service
 from headrace.startup import compiling
 
 SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+Request = TypeVar("Request", bound=Sampling)
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -38,6 +39,8 @@ def asked_form(request: Sampling) -> StructuredOutputs | None:
     name, fields = found[0]
     if len(found) > 1:
         raise bad(f"{name} and {found[1][0]} both say what an answer must be; give one", found[1][0])
+    if request.open_objects is not None:
+        fields = {"open_objects": request.open_objects, **fields}
     try:
         return StructuredOutputs.of(fields)
     except ConstraintError as error:
@@ -79,7 +82,14 @@ async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool
     return Looked(Grammar(answer["grammar"], answer["bytes"]), late)
 
 
-async def prepared(service: Service, schemas: list[dict[str, Any]]) -> list[Prepared]:
+def with_defaults(service: Service, request: Request) -> Request:
+    """A request with the server's own setting of open objects, unless it has one."""
+    if request.open_objects is not None:
+        return request
+    return msgspec.structs.replace(request, open_objects=service.settings.open_objects)
+
+
+async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:
     """The schemas of tools, rewritten for masks. Raises ApiError, also if they are longer together than one schema may be."""
     try:
         text = msgspec.json.encode(schemas).decode()
@@ -88,7 +98,7 @@ async def prepared(service: Service, schemas: list[dict[str, Any]]) -> list[Prep
     if len(text) > MAX_SOURCE:
         raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
     try:
-        made = json.loads((await _look(service, {"schemas": text}, remembered=True))["prepared"])
+        made = json.loads((await _look(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"])
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
     return [Prepared(one["schema"], tuple(one["late"])) for one in made]

@@ -12,6 +12,8 @@ MAX_DIGITS = 15  # significant digits that a float always holds
 MAX_EXPONENT = 22  # powers of ten that are floats
 SMALL = 2**53 - 1  # below it floats hold whole numbers and their neighbours
 WIDEST = 2**63 - 1024  # the largest float below 2**63
+LARGEST = 10**15 - 1  # of integers and numbers without a bound
+DECIMALS = 1e-9  # the last decimal of numbers
 UPPER = ("maximum", "exclusiveMaximum")
 BOUNDS = ("minimum", "exclusiveMinimum", *UPPER)
 
@@ -57,7 +59,10 @@ def kept_bound(keyword: str, value: Any) -> Any:
     if abs(value) < SMALL:
         return float(Context(prec=MAX_DIGITS, rounding=ROUND_FLOOR if upper else ROUND_CEILING).plus(_decimal(value)))
     kept = float(value)  # of large numbers the compiler sees the float, and writes its shortest spelling
-    while not all(each < value if upper else each > value for each in (int(kept), _decimal(kept))):
+    inclusive = keyword in ("minimum", "maximum")
+    while any(
+        (each > value if upper else each < value) or (each == value and not inclusive) for each in (int(kept), _decimal(kept))
+    ):
         kept = math.nextafter(kept, -math.inf if upper else math.inf)
     return int(kept)
 
@@ -85,6 +90,30 @@ def _next(value: int | float, *, up: bool) -> float:
     context = Context(prec=MAX_DIGITS)
     number = context.plus(_decimal(value))
     return float(context.next_plus(number) if up else context.next_minus(number)) if number else (1e-12 if up else -1e-12)
+
+
+def with_digits(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an integer or a number, with bounds of its digits if it has none: a small model may write digits until its
+    tokens run out. Numbers also get at most nine decimals, unless the schema asks for smaller ones."""
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    limits = {keyword: schema[keyword] for keyword in BOUNDS if keyword in schema}
+    if not {"integer", "number"} & set(map(str, kinds)) or {"const", "enum"} & set(schema):
+        return schema
+    if not all(map(is_number, limits.values())):
+        return schema  # draft 4 has flags there
+    lows = [limits[keyword] for keyword in BOUNDS if keyword in limits and keyword not in UPPER]
+    highs = [limits[keyword] for keyword in UPPER if keyword in limits]
+    low, high = max(lows, default=-LARGEST), min(highs, default=LARGEST)
+    made = dict(schema)
+    if not lows:
+        made["minimum"] = -LARGEST if high >= -LARGEST else -WIDEST
+    if not highs:
+        made["maximum"] = LARGEST if low <= LARGEST else WIDEST
+    tiny = any(0 < abs(limit) < 1000 * DECIMALS for limit in limits.values())
+    if "number" in kinds and "multipleOf" not in schema and not tiny and high - low > 1000 * DECIMALS:
+        made["multipleOf"] = DECIMALS
+    return made
 
 
 def check_all(schema: dict[str, Any]) -> None:

@@ -11,7 +11,15 @@ from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document, InexpressibleError, is_local
 from headrace.decoding.json_schema.literals import either_spelling, has_fraction, types_of
 from headrace.decoding.json_schema.negation import SILENT, Negation, all_of, any_of
-from headrace.decoding.json_schema.numbers import BOUNDS, check_all, check_multiple, check_values, kept_bound, kept_range
+from headrace.decoding.json_schema.numbers import (
+    BOUNDS,
+    check_all,
+    check_multiple,
+    check_values,
+    kept_bound,
+    kept_range,
+    with_digits,
+)
 
 MAX_DEPTH = 64  # schemas within schemas
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows
@@ -33,6 +41,34 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 NAMED = ("properties", "patternProperties")  # and named ones
 
 
+IN_PLACE = frozenset(  # keywords with schemas for the same value
+    "allOf anyOf oneOf not if dependencies dependentRequired dependentSchemas $ref $dynamicRef $recursiveRef".split()
+)
+OVERLAPPING = frozenset("patternProperties contains unevaluatedProperties unevaluatedItems".split())  # for the same parts
+OPEN = frozenset("additionalProperties patternProperties propertyNames unevaluatedProperties".split())
+MERGED, BRANCH, ALONE = 0, 1, 2  # a schema among others for its value; a branch of nothing but a union; the only one
+
+
+def place_of(key: str, own: dict[str, Any], place: int) -> int:
+    """The place of the schemas under one keyword of a schema that stands at `place`."""
+    if list(own) == ["$ref"] and key == "$ref":
+        return place
+    if list(own) == ["anyOf"] and key == "anyOf":
+        return min(place, BRANCH)
+    return MERGED if (IN_PLACE | OVERLAPPING) & set(own) else place
+
+
+def is_closable(own: dict[str, Any]) -> bool:
+    """Whether an object can be generated without properties that its schema does not list."""
+    listed = own.get("properties")
+    if not isinstance(listed, dict) or (OPEN | IN_PLACE) & set(own):
+        return False
+    required, least = own.get("required", []), own.get("minProperties", 0)
+    allowed = [name for name, schema in listed.items() if schema is not False]
+    named = isinstance(required, list) and all(name in listed for name in required)
+    return named and isinstance(least, (int, float)) and least <= len(allowed)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """`schema` allows all that the original does, and nothing else but for the keywords in `late`."""
@@ -41,12 +77,16 @@ class Prepared:
     late: tuple[str, ...] = ()
 
 
-def prepare(schema: dict[str, Any]) -> Prepared:
-    """Raises ConstraintError for what is too much, and for references that lead nowhere."""
+def prepare(schema: dict[str, Any], *, closed: bool = False) -> Prepared:
+    """The schema in the compiler's words. Raises ConstraintError for what is too much, and for references that lead nowhere.
+
+    `closed`: objects that list their properties get no others, and integers and numbers get bounds of their digits; all that is
+    generated still fits the original schema. A schema whose references are names stays open.
+    """
     if _foreign(schema):
         check_all(schema)
         return Prepared(schema)
-    return _Preparation(schema).run()
+    return _Preparation(schema, closed).run()
 
 
 def _foreign(schema: dict[str, Any]) -> bool:
@@ -77,8 +117,10 @@ def _foreign(schema: dict[str, Any]) -> bool:
 class _Preparation:
     """One schema on its way."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], closed: bool) -> None:
         self.document = Document(root)
+        self.place = ALONE if closed else MERGED
+        self.placed: dict[tuple[str, int], str] = {}  # likewise, of references that stand in other places
         self.late: set[str] = set()
         self.names: dict[tuple[str, bool], str] = {}  # what a reference points at, or its complement -> its name
         self.defs: dict[str, Any] = {}
@@ -86,7 +128,7 @@ class _Preparation:
         self.negation = Negation(self.document, self.complement, self.conditions)
 
     def run(self) -> Prepared:
-        made: dict[str, Any] = self.positive(self.document.root, 0)
+        made: dict[str, Any] = self.positive(self.document.root, 0, self.place)
         while self.todo:
             name, make = self.todo.pop()
             self.defs[name] = make()
@@ -97,8 +139,13 @@ class _Preparation:
         return Prepared(made, tuple(sorted(self.late)))
 
     # -- references ----------------------------------------------------------------------------------------------------
-    def reference(self, ref: str) -> dict[str, str]:
+    def reference(self, ref: str, place: int = MERGED) -> dict[str, str]:
         target = self.document.resolve(ref)
+        if place != MERGED:
+            if (ref, place) not in self.placed:
+                name = self.placed[ref, place] = f"at{len(self.placed)}"
+                self.todo.append((name, lambda: self.positive(target, 0, place)))
+            return {"$ref": f"#/$defs/{self.placed[ref, place]}"}
         if (ref, True) not in self.names:
             name = self.names[ref, True] = f"is{len(self.names)}"
             self.todo.append((name, lambda: self.positive(target, 0)))
@@ -123,8 +170,8 @@ class _Preparation:
         return {"$ref": NOT + name}
 
     # -- schemas -------------------------------------------------------------------------------------------------------
-    def positive(self, schema: Any, depth: int) -> Any:
-        """The same schema in the compiler's words."""
+    def positive(self, schema: Any, depth: int, place: int = MERGED) -> Any:
+        """The same schema in the compiler's words; `place` says whether other schemas hold for the same value."""
         self.document.count()
         if depth > MAX_DEPTH:
             raise ConstraintError(f"the JSON schema is nested more than {MAX_DEPTH} deep; flatten it")
@@ -142,23 +189,25 @@ class _Preparation:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
-            made[key] = self.inside(key, value, depth + 1)
-        made = kept_range(made)
+            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place))
+        if place == ALONE and is_closable(own):
+            made["additionalProperties"] = False
+        made = kept_range(with_digits(made) if place != MERGED and not IN_PLACE & set(own) else made)
         if rules:
             made["allOf"] = [*made.get("allOf", []), *rules]
         return made
 
-    def inside(self, key: str, value: Any, depth: int) -> Any:
+    def inside(self, key: str, value: Any, depth: int, place: int) -> Any:
         """The value of one keyword, with the schemas in it in the compiler's words."""
         if key == "$ref":
             known = isinstance(value, str) and value.startswith(NOT)
-            return f"#/$defs/{value.removeprefix(NOT)}" if known else self.reference(value)["$ref"]
+            return f"#/$defs/{value.removeprefix(NOT)}" if known else self.reference(value, place)["$ref"]
         if isinstance(value, list) and (key in SOME or key == "items"):
-            return [self.positive(each, depth) for each in value]
+            return [self.positive(each, depth, place) for each in value]
         if key in NAMED and isinstance(value, dict):
-            return {name: self.positive(each, depth) for name, each in value.items()}
+            return {name: self.positive(each, depth, place) for name, each in value.items()}
         if key in ONE or key == "items":
-            return self.positive(value, depth)
+            return self.positive(value, depth, place)
         if key in VALUES:
             check_values(value)
         if key == "multipleOf":
