@@ -276,3 +276,76 @@ def test_thoughts_are_folded_and_formulas_are_mathml(page: Any) -> None:
         assert page.locator(".formula math[display=block] munderover").count() == 1
         assert "think" not in page.locator("#messages").inner_text()
         page.unroute(CHAT)
+
+
+def test_again_keeps_the_first_answer(page: Any) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.settings.temperature = 1; })")
+    page.wait_for_selector("#status[data-state=ready]")
+    say(page, "The mill")
+    page.wait_for_selector(".figures")
+    assert page.locator(".versions").count() == 0
+    (first,) = answers(page)
+    page.click("[title='Answer again']")
+    page.wait_for_selector(".versions:has-text('2/2')")
+    (second,) = answers(page)
+    page.click("[title='Earlier answer']")
+    page.wait_for_selector(".versions:has-text('1/2')")
+    assert answers(page) == [first]
+    assert page.locator("[title='Earlier answer']").is_disabled()
+    page.reload()
+    page.wait_for_selector(".versions:has-text('1/2')")
+    page.click("[title='Later answer']")
+    page.wait_for_selector(".versions:has-text('2/2')")
+    assert answers(page) == [second]
+    assert kept(page)[0]["messages"][1]["content"].strip() == second
+    assert len(kept(page)[0]["messages"]) == 2
+
+
+def test_after_too_long_a_prompt_nothing_is_offered_that_must_fail(page: Any) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
+    say(page, "The mill by the river. " * 200)
+    page.wait_for_selector(".trouble strong:has-text('This is too long for the model')")
+    assert page.locator("[title='Answer again']").count() == 0
+    page.keyboard.press("Alt+R")
+    page.wait_for_selector(".user textarea:focus")
+    page.keyboard.press("Escape")
+    say(page, "The mill")  # the message that was too long is not sent again
+    page.wait_for_selector(".figures:has-text('8 tokens')")
+    assert page.locator(".user .body").count() == 2
+
+
+def test_the_chinese_page_gives_reasons_in_chinese(chromium: Any, server: Running) -> None:
+    for page in opened(chromium, server, locale="zh-CN"):
+        page.wait_for_selector("#status[data-state=ready]")
+        say(page, "The mill by the river. " * 200)
+        page.wait_for_selector(".trouble p:has-text('模型的上下文最多容纳 256 个')")
+        text = page.locator(".trouble:visible").inner_text()
+        assert re.search(r"共需 [\d,]+ 个词元", text)
+        assert not re.search(r"[A-Za-z]", text)
+
+
+def test_the_dashboard_remembers_what_ran_before_a_reload(page: Any, server: Running) -> None:
+    page.wait_for_selector("#status[data-state=ready]")
+    page.keyboard.press("Alt+D")
+    page.wait_for_selector(".plot .line", state="attached")
+    server.complete(max_tokens=50, extra_body={"ignore_eos": True})
+    code = "import('/page/storage.js').then((m) => m.keptHistory().length)"
+    page.reload()
+    page.wait_for_selector("#dashboard .plot")
+    assert page.evaluate(code) > 0
+    page.wait_for_selector(".plot .line", state="attached")
+
+
+def test_the_buttons_of_an_edit_can_be_clicked(page: Any) -> None:
+    page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
+    page.wait_for_selector("#status[data-state=ready]")
+    say(page, "The mill")
+    page.wait_for_selector(".figures")
+    page.press("#prompt", "ArrowUp")
+    page.wait_for_selector(".user textarea:focus")
+    hit = """(button) => {
+      const box = button.getBoundingClientRect();
+      const at = [0.1, 0.5, 0.9].map((y) => document.elementFromPoint(box.x + box.width / 2, box.y + box.height * y));
+      return at.every((one) => button.contains(one));
+    }"""
+    assert page.locator(".user .foot .primary").evaluate(hit)

@@ -17,7 +17,7 @@ KINDS = {
 STATIC = tuple(
     "index.html style.css chat.css dashboard.css icon.svg inter.woff2 inter.txt main.js api.js answer.js attach.js buttons.js "
     "chat.js conversations.js dashboard.js dom.js exits.js export.js figures.js icons.js markdown.js panel.js plot.js "
-    "request.js storage.js texts.js thoughts.js tokens.js".split()
+    "request.js storage.js texts.js thoughts.js tokens.js versions.js".split()
 )
 CODE_CSS = "code.css"  # made, not stored: the colours of code
 # Where each is served. These need no key: they are the same for everyone, and ask for the key.

@@ -3,9 +3,10 @@ import { button, copier, worded } from "/page/buttons.js";
 import { $, h } from "/page/dom.js";
 import { icon } from "/page/icons.js";
 import { Markdown } from "/page/markdown.js";
-import { number, seconds, t } from "/page/texts.js";
+import { language, number, seconds, t } from "/page/texts.js";
 import { split, Thought } from "/page/thoughts.js";
 import { hideTip, tokenView } from "/page/tokens.js";
+import { versionPicker } from "/page/versions.js";
 
 /** One message on the page. `acts`: edit(message, text), again(message), goOn(message), revise(message) (what it answers),
  * score(message) to tokens, and last(message), whether it is. */
@@ -52,7 +53,8 @@ export class MessageView {
   finish() {
     const { message } = this;
     const said = figures(message).map((text) => h("span", {}, text));
-    const actions = [worded("again", "againWord", "again", () => this.acts.again(message))];
+    const long = message.error?.kind === "long"; // the same again would be as long
+    const actions = long ? [] : [worded("again", "againWord", "again", () => this.acts.again(message))];
     if (message.content) {
       actions.unshift(copier(() => split(message).text, true));
       if (message.tokens?.length || !message.thought) {
@@ -60,7 +62,8 @@ export class MessageView {
       }
       if (unfinished(message) && this.acts.last(message)) actions.push(worded("goOn", "goOn", "goOnHint", () => this.acts.goOn(message)));
     }
-    this.foot.replaceChildren(h("div", { className: "acts" }, ...actions), h("p", { className: "figures" }, ...said));
+    const picker = this.acts.last(message) && versionPicker(message, () => this.acts.chosen(message));
+    this.foot.replaceChildren(h("div", { className: "acts" }, ...actions, picker), h("p", { className: "figures" }, ...said));
   }
 
   /** From text to tokens and back. Tokens that were not recorded are asked for. */
@@ -92,10 +95,11 @@ export class MessageView {
     this.trouble.hidden = !error;
     if (!error) return;
     const names = { key: "errorKey", busy: "errorBusy", down: "errorDown", unreachable: "errorUnreachable", long: "errorLong", refused: "errorRefused", failed: "errorFailed" };
-    const text = error.message || (error.kind === "unreachable" ? t("errorUnreachableText") : "");
+    const text = reason(error);
     const long = error.kind === "long"; // the same again would be as long
     const retry = h("button", { type: "button", onclick: () => (long ? this.acts.revise(this.message) : this.acts.again(this.message)) }, t(long ? "editPrompt" : "tryAgain"));
-    this.trouble.replaceChildren(icon("warn"), h("div", {}, h("strong", {}, t(names[error.kind] ?? "errorFailed")), text && h("p", {}, text)), retry);
+    const detail = error.message && error.message !== text ? { title: error.message } : {};
+    this.trouble.replaceChildren(icon("warn"), h("div", detail, h("strong", {}, t(names[error.kind] ?? "errorFailed")), text && h("p", {}, text)), retry);
     if (long) return;
     let left = error.until ? Math.ceil((error.until - Date.now()) / 1000) : 0;
     const tick = () => {
@@ -128,6 +132,15 @@ export class MessageView {
     );
     area.focus();
   }
+}
+
+/** Why there is no answer, in the page's language; the server's own words for what the page has no words for. */
+function reason({ kind, message = "" }) {
+  const [most, asked] = kind === "long" ? (message.match(/\d+/g) ?? []).map(Number) : [];
+  if (asked) return t("errorLongText", { most: number(most), asked: number(asked) });
+  if (message && language() === "en") return message;
+  const own = { unreachable: "errorUnreachableText", busy: "errorBusyText", down: "errorDownText", key: "errorKeyText" }[kind];
+  return own ? t(own) : message;
 }
 
 /** Whether an answer ended before the model meant it to. */

@@ -6,6 +6,7 @@ import { button } from "/page/buttons.js";
 import { asked, score } from "/page/request.js";
 import { forgetConversation, loadConversation, loadConversations, onOtherTab, saveConversation, settings } from "/page/storage.js";
 import { t } from "/page/texts.js";
+import { keptFrom, record } from "/page/versions.js";
 
 const NEAR = 80; // pixels from the end within which the view follows an answer
 const TITLE = 60; // characters
@@ -68,6 +69,7 @@ export class Chat {
       revise: (message) => this.revise(message),
       score: (message) => score(this.now.messages, message, message.figures?.by ?? this.hooks.model()),
       last: (message) => this.now?.messages.at(-1) === message,
+      chosen: (message) => this.chosen(message),
     };
   }
 
@@ -145,8 +147,17 @@ export class Chat {
     if (this.job || !this.now) return;
     const place = this.now.messages.indexOf(message ?? this.now.messages.at(-1));
     if (place < 0) return;
-    this.now.messages.length = this.now.messages[place].role === "user" ? place + 1 : place;
-    this.answer(this.now);
+    const old = this.now.messages[place];
+    if (old.error?.kind === "long") return this.revise(old);
+    this.now.messages.length = old.role === "user" ? place + 1 : place;
+    this.answer(this.now, null, old.role === "user" ? [] : keptFrom(old));
+  }
+
+  /** Another version of the last answer is in place. */
+  chosen(message) {
+    this.views.delete(message);
+    this.show();
+    this.save(this.now);
   }
 
   /** The last answer goes on where it ended. */
@@ -181,11 +192,12 @@ export class Chat {
   }
 
   // -- an answer ------------------------------------------------------------------------------------------------------
-  /** A new answer at the end of a conversation, or more of its last message. */
-  answer(conversation, message = null) {
+  /** A new answer at the end of a conversation, next to earlier `versions` of it, or more of its last message. */
+  answer(conversation, message = null, versions = []) {
     const body = asked(conversation.messages, this.hooks.model(), !!message, this.hooks.early());
     if (!message) {
       message = { role: "assistant", content: "", figures: null, model: this.hooks.model() };
+      if (versions.length) Object.assign(message, { versions, version: versions.length });
       if (settings.tokens) message.tokens = [];
       if ("cascade_threshold" in body) message.cascade = true;
       conversation.messages.push(message);
@@ -214,6 +226,7 @@ export class Chat {
       if (error.kind === "key") this.hooks.key(true);
     }
     message.running = false;
+    if (message.versions) record(message);
     this.jobs.delete(conversation);
     if (message.error && !message.content) this.hooks.look();
     this.views.get(message)?.update();

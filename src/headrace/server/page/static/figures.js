@@ -1,5 +1,6 @@
 // What the server says of itself: its state from /health, its figures from /metrics.
 import { getJson, getText } from "/page/api.js";
+import { keepHistory, keptHistory } from "/page/storage.js";
 
 export const KEEP = 300; // seconds of history
 const WINDOW = 30; // seconds whose tokens a percentile is of
@@ -42,11 +43,12 @@ export function percentile(before, after, share) {
   return lower;
 }
 
-/** Readings over time. */
+/** Readings over time. `points`: those of this tab before a reload. */
 export class History {
-  constructor() {
-    this.readings = []; // {at (seconds), sums, buckets}
-    this.points = []; // what is plotted: {at, name: value or null}
+  constructor(points = []) {
+    this.readings = []; // {at (seconds since 1970), sums, buckets}
+    this.points = points; // the plotted values: {at, name: value or null}
+    if (points.length) points.push({ at: points.at(-1).at }); // a gap
   }
 
   add(text, at) {
@@ -83,7 +85,8 @@ export class Watch {
   constructor(onState, onFigures) {
     this.onState = onState;
     this.onFigures = onFigures;
-    this.history = new History();
+    this.history = new History(keptHistory());
+    addEventListener("pagehide", () => keepHistory(this.history.points));
     this.period = 2000;
     this.timer = null;
     document.addEventListener("visibilitychange", () => document.hidden || this.ask());
@@ -95,7 +98,7 @@ export class Watch {
     try {
       const health = await getJson("/health");
       state = health.status;
-      this.history.add(await getText("/metrics"), performance.now() / 1000);
+      this.history.add(await getText("/metrics"), Date.now() / 1000);
       this.onState(state, health);
       this.onFigures(this.history);
     } catch (error) {

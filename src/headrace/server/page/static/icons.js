@@ -14,6 +14,8 @@ const PATHS = {
   send: "M12 19V5M6 11l6-6 6 6",
   stop: "M7 7h10v10H7z",
   down: "M12 5v14M6 13l6 6 6-6",
+  left: "M15 5l-7 7 7 7",
+  right: "M9 5l7 7-7 7",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
   check: "M5 13l4 4L19 7",
   again: "M20 11a8 8 0 1 0-2 6M20 5v6h-6",

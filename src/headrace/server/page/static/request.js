@@ -7,7 +7,8 @@ const SENT = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "s
 
 /** Roles and texts, with the system prompt first. */
 function said(messages) {
-  const list = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
+  const tooLong = (place) => messages[place + 1]?.error?.kind === "long"; // it got no answer, and none after it would fit
+  const list = messages.filter((message, place) => message.content && !tooLong(place)).map(({ role, content }) => ({ role, content }));
   if (settings.system.trim()) list.unshift({ role: "system", content: settings.system.trim() });
   return list;
 }

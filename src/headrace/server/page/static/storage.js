@@ -51,7 +51,25 @@ export function loadConversations() {
 
 /** Tokens with their alternatives are large and stay in memory. */
 export function saveConversation(one) {
-  return write(ITEM + one.id, { ...one, messages: one.messages.map(({ tokens, ...rest }) => rest) });
+  const light = ({ tokens, ...rest }) => rest;
+  const kept = (message) => (message.versions ? { ...light(message), versions: message.versions.map(light) } : light(message));
+  return write(ITEM + one.id, { ...one, messages: one.messages.map(kept) });
+}
+
+/** The dashboard's history of this tab, which a reload must not lose. */
+export function keepHistory(points) {
+  try {
+    sessionStorage.setItem(`${NAME}.history`, JSON.stringify(points));
+  } catch { /* full or forbidden: it begins anew */ }
+}
+
+export function keptHistory() {
+  try {
+    const points = JSON.parse(sessionStorage.getItem(`${NAME}.history`));
+    return Array.isArray(points) ? points.filter((one) => Number.isFinite(one?.at)) : [];
+  } catch {
+    return [];
+  }
 }
 
 export function forgetConversation(one) {
