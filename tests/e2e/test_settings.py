@@ -50,6 +50,19 @@ def test_a_model_that_states_nothing_is_run_by_the_documented_defaults(
     assert first == f"{tiny_gguf}: {SAID}"
 
 
+def test_neutral_defaults_leave_out_the_settings_of_the_model(
+    shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(shell, tiny_gguf, temperature=0.3, repetition_penalty=1.2)
+    params, first = used_by_run(shell, monkeypatch, tiny_gguf, "hi")
+    assert (params.temperature, params.repetition_penalty) == (0.3, 1.2)  # the control
+    params, first = used_by_run(shell, monkeypatch, tiny_gguf, "hi", "--sampling-defaults", "neutral")
+    assert params == SamplingParams(**NONE)
+    assert first == f"{tiny_gguf}: nothing is filtered"
+    params, _ = used_by_run(shell, monkeypatch, tiny_gguf, "hi", "--sampling-defaults", "neutral", "-t", "0.5")
+    assert params == SamplingParams(**NONE, temperature=0.5)
+
+
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("-t 0", {**FALLBACK, "temperature": 0}, "temperature 0 (given)"),
     (

@@ -1,5 +1,7 @@
 """Settings in force on the server where a request names none."""
 
+from pathlib import Path
+
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.weights.defaults import FALLBACK
@@ -15,3 +17,14 @@ def test_the_server_tells_them_and_draws_by_them(server: Running, offline: LLM) 
     (expected,) = offline.chat(talk, seed=4, max_tokens=12)
     (neutral,) = offline.generate(offline.render(talk), SamplingParams(seed=4, max_tokens=12))
     assert said["choices"][0]["message"]["content"] == expected.outputs[0].text != neutral.outputs[0].text
+
+
+def test_neutral_defaults_of_a_server(tiny: Path, offline: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    with Running(tiny, sampling_defaults="neutral") as server:
+        (model,) = server.http.get("/v1/models").json()["data"]
+        assert model["defaults"] == {}
+        body = {"model": "tiny", "messages": talk, "seed": 4, "max_tokens": 12}
+        said = server.http.post("/v1/chat/completions", json=body).json()
+    (neutral,) = offline.generate(offline.render(talk), SamplingParams(seed=4, max_tokens=12))
+    assert said["choices"][0]["message"]["content"] == neutral.outputs[0].text

@@ -40,6 +40,14 @@ def test_shipped_models_say_what_they_are() -> None:
         assert not any(source.parts for source in entry.sources), "carriers in parts belong into benchmarks/catalog.toml"
 
 
+def test_sampling_values_of_the_shipped_catalog_name_the_place_where_the_vendor_gives_them() -> None:
+    described = [*catalog.read(catalog.SHIPPED).values(), *catalog.families()]
+    for one in described:
+        if one.sampling:
+            assert one.sampling_source.startswith(("generation_config.json of ", "the example")), one.name
+    assert "repetition_penalty" not in catalog.read(catalog.SHIPPED)["smollm2-135m"].sampling  # no vendor gives one
+
+
 def test_the_default_has_a_wheel_as_mirror_of_the_same_file() -> None:
     first, second = catalog.load()[catalog.DEFAULT].sources
     assert first.hub

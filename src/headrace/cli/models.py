@@ -180,6 +180,8 @@ def _catalog_fields(entry: catalog.Entry) -> list[tuple[str, str]]:
     fields.append(("sha256", entry.sha256 or "(the hub's own is checked)"))
     fields += [("source", source.label) for source in entry.sources]
     fields.append(("sampling", ", ".join(f"{key}={value}" for key, value in entry.sampling.items()) or "(the model's own)"))
+    if entry.sampling_source:
+        fields.append(("sampling from", entry.sampling_source))
     fields.append(("system", entry.chat.system or "(the model's own)"))
     return fields
 

@@ -18,7 +18,7 @@ from headrace.data.fields import Declared, Use, declared
 from headrace.data.given import heeded, params_of
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.structured import StructuredOutputs
-from headrace.weights.defaults import Defaults, Setting, summary, values
+from headrace.weights.defaults import Defaults, SamplingDefaults, Setting, summary, values
 
 MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of several, blocks"
 FORM_PANEL = "Form of the answer"
@@ -238,6 +238,9 @@ Leaving: Any = make_dataclass("Leaving", option_fields(LEAVES, SAMPLING_PANEL))
 class SamplingOptions(Drawing):
     """How tokens are drawn. What is not given is the catalog's or the model's own setting."""
 
+    sampling_defaults: Annotated[
+        SamplingDefaults, _sampling("Settings that are not given: the model's own, or neutral ones (for evaluations).")
+    ] = SamplingDefaults.MODEL
     dry_breaker: Annotated[list[str] | None, _sampling("Text no repetition reaches across; may be repeated.")] = None
     logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
     bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
@@ -258,6 +261,7 @@ class SamplingOptions(Drawing):
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {renamed.get(name, name): value for name, value in given.items() if value not in (None, [])}
         given.pop("preset", None)
+        given.pop("sampling_defaults", None)
         forms = {name: given.pop(name) for name in ("json_schema", "regex", "grammar", "choice") if name in given}
         if forms:
             given["structured_outputs"] = {
@@ -275,7 +279,8 @@ class SamplingOptions(Drawing):
 
     def settings(self) -> dict[str, Any]:
         """All that was given, as plain data."""
-        return self.changes() | ({"preset": str(self.preset)} if self.preset else {})
+        neutral = {"sampling_defaults": "neutral"} if self.sampling_defaults == SamplingDefaults.NEUTRAL else {}
+        return self.changes() | ({"preset": str(self.preset)} if self.preset else {}) | neutral
 
     def bind(self, llm: Any, own_of: Callable[[Defaults], dict[str, Any]] = values) -> Callable[..., SamplingParams]:
         """Makes parameters for an opened `LLM`: its own settings or the preset's, what was given, then the call's changes.
@@ -285,7 +290,8 @@ class SamplingOptions(Drawing):
             given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
         if words := given.pop("dry_breakers", None):
             given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
-        own = {"max_tokens": None, **(own_of(llm.opened.defaults) if self.preset is None else PRESETS[self.preset])}
+        defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else own_of(llm.opened.defaults)
+        own = {"max_tokens": None, **(defaults if self.preset is None else PRESETS[self.preset])}
 
         def made(**changes: Any) -> SamplingParams:
             return params_of({**given, **changes}, own)
@@ -295,6 +301,7 @@ class SamplingOptions(Drawing):
     def summary(self, defaults: Defaults, **more: Any) -> str:
         """The settings in force and where each comes from, in a line. `more`: what else was given."""
         given = {**self.changes(), **{name: value for name, value in more.items() if value is not None}}
+        defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else defaults
         if self.preset is not None:
             defaults = {name: Setting(value, "preset", str(self.preset)) for name, value in PRESETS[self.preset].items()}
         heeds = SHOWN & set(heeded(values(defaults), given))

@@ -14,6 +14,7 @@ import typer
 from headrace.cli.options import ModelOptions
 from headrace.cli.output import say
 from headrace.data.near import did_you_mean
+from headrace.weights.defaults import SamplingDefaults
 
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
@@ -144,6 +145,9 @@ class ServerOptions:
     trusted_proxy: Annotated[
         str, _server("Proxies whose X-Forwarded-For and -Proto are believed: addresses or networks, separated by commas.")
     ] = ""
+    sampling_defaults: Annotated[
+        SamplingDefaults, _server("Settings of requests that give none: the model's own, or neutral ones (for evaluations).")
+    ] = SamplingDefaults.MODEL
     log_json: Annotated[bool, _server("The log as JSON lines; with HEADRACE_LOG=info every request, in numbers.")] = False
     grace: Annotated[float, _server("Seconds to finish what runs after SIGTERM.", min=0)] = 30.0
     state: Annotated[

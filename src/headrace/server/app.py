@@ -285,7 +285,7 @@ def _model(service: Service) -> Model:
     name, created, state = service.name, service.created, service.llm.state
     if loaded is None:
         return Model(name, created, None, state)
-    made = Model(name, created, loaded.max_model_len, state, as_json(service.llm.opened.defaults))
+    made = Model(name, created, loaded.max_model_len, state, as_json(service.defaults))
     if loaded.exit:
         made.exit = Exit(loaded.exit, loaded.layers, _rule(loaded.rule))
     elif (smaller := service.llm.settings.get("cascade")) is not None:

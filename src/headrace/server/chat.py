@@ -248,7 +248,7 @@ def _params(service: Service, request: ChatRequest, spec: StructuredOutputs | No
 def _sampled(service: Service, request: ChatRequest, spec: StructuredOutputs | None, most: int | None) -> SamplingParams:
     return sampling_params(
         request,
-        values(service.llm.opened.defaults),
+        values(service.defaults),
         service.limits,
         max_tokens=most,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,

@@ -139,7 +139,7 @@ def _params(service: Service, request: CompletionRequest) -> SamplingParams:
         most = 1
     return sampling_params(
         request,
-        values(service.llm.opened.defaults),
+        values(service.defaults),
         service.limits,
         max_tokens=most,
         logprobs=request.logprobs,

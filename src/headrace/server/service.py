@@ -10,6 +10,7 @@ from headrace.server.async_llm import AsyncLLM
 from headrace.server.metrics import Metrics
 from headrace.server.settings import Limits, ServerSettings
 from headrace.server.tickets import TooLongError
+from headrace.weights.defaults import Defaults, SamplingDefaults
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +26,11 @@ class Service:
     def deadline(self, asked: float | None) -> float | None:
         """Seconds after which a request is ended: its own, or the server's."""
         return self.limits.deadline if asked is None else asked
+
+    @property
+    def defaults(self) -> Defaults:
+        """The sampling settings of requests that give none."""
+        return {} if self.settings.sampling_defaults == SamplingDefaults.NEUTRAL else self.llm.opened.defaults
 
     @property
     def limits(self) -> Limits:

@@ -58,6 +58,7 @@ class ServerSettings:
     keys: Path | None = None  # a file of several, with names
     tls_cert: str | None = None
     tls_key: str | None = None
+    sampling_defaults: str = "model"  # or neutral: requests without settings get none of the model's own
     grace: float = 30.0  # seconds to finish what is in flight after SIGTERM
     state: Path | None = None  # the folder of files, batches and responses; None: they last as long as the server
     limits: Limits = field(default_factory=Limits)

@@ -119,6 +119,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
     sha256: str | None = None
     size: int | None = None
     sampling: dict[str, Any] = {}
+    sampling_source: str = ""  # where the vendor gives these values
     chat: Chat = Chat()
 
     def __post_init__(self) -> None:
@@ -153,6 +154,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     architecture: str
     sampling: dict[str, Any]
+    sampling_source: str = ""
 
     def __post_init__(self) -> None:
         if not self.key:

@@ -7,6 +7,7 @@ its family in the catalog are taken, and else `FALLBACK`.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
@@ -26,6 +27,13 @@ GGUF_FIELDS = {
     "xtc_threshold": "xtc_threshold",
     "penalty_repeat": "repetition_penalty",
 }
+
+
+class SamplingDefaults(StrEnum):
+    """Settings that hold if none are given: the model's, or neutral ones."""
+
+    MODEL = "model"
+    NEUTRAL = "neutral"
 
 
 @dataclass(frozen=True, slots=True)
