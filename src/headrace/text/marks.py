@@ -46,6 +46,7 @@ class Marker:
         self._whole = re.compile(_any_of(known)) if known else None
         self._starts = {token[:end] for token in known for end in range(1, len(token))}
         self._ends = {token[at:] for token in known for at in range(1, len(token))}
+        self._first, self._last = {token[0] for token in known}, {token[-1] for token in known}
         self._all = "\0".join(known)
         self._longest = max(map(len, known), default=0)
         self._cuts = re.compile("(" + "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) + ")") if cuts else None
@@ -80,8 +81,9 @@ class Marker:
             return text
         at = text.index(core)
         most = min(self._longest - 1, len(core))
-        after = any(core[-size:] in self._starts for size in range(1, most + 1))
-        before = any(core[:size] in self._ends for size in range(1, most + 1)) or inside(core)
+        sizes = range(1, most + 1)
+        after = not self._first.isdisjoint(core[-most:]) and any(core[-size:] in self._starts for size in sizes)
+        before = (not self._last.isdisjoint(core[:most]) and any(core[:size] in self._ends for size in sizes)) or inside(core)
         if not after and not before:
             return text
         return text[:at] + MARK * before + core + MARK * after + text[at + len(core) :]
