@@ -10,7 +10,7 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-isa test-weights test-slow test-peers soak bench lint clang arm sanitize sanitize-short format native clean
+.PHONY: help run test test-isa test-weights test-slow test-peers test-clients soak bench lint clang arm sanitize sanitize-short format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
@@ -22,6 +22,7 @@ help:
 	@echo "make soak           random loads of the engine (MIXED_LOADS=first:last), each answer compared with the request alone;"
 	@echo "                    then the server under mixed traffic and attacks, twice 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
+	@echo "make test-clients   other clients of the OpenAI protocol against the server (installs them below build/clients)"
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make arm            the C++ test programs built for 64-bit Arm and run under qemu-user, as $(ARM_CPUS)"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
@@ -54,6 +55,11 @@ soak: $(VENV)/.dev
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
+
+# A client that cannot be installed is skipped, with the reason.
+test-clients: $(VENV)/.dev
+	-$(VENV)/bin/python tools/install_clients.py
+	$(VENV)/bin/python -m pytest -m clients -rP tests/clients
 
 # $(call programs,FOLDER,OPTIONS): the C++ test programs alone, built in build/FOLDER, and run. Without address
 # randomisation (setarch): older thread sanitizers cannot do with much of it.

@@ -1,0 +1,13 @@
+// The counterpart of checks.py for npm clients: one JSON line for each check.
+export const URL = process.env.CLIENT_URL, SMALL = process.env.CLIENT_SMALL, LARGE = process.env.CLIENT_LARGE;
+
+export async function main(checks) {
+  let failed = false;
+  for (const [check, run] of Object.entries(checks)) {
+    let error = "";
+    try { await run(); } catch (raised) { console.error(raised); error = `${raised}`.replace(/\s+/g, " ").slice(0, 300); }
+    failed ||= error !== "";
+    console.log(JSON.stringify({ check, passed: error === "", error, excuse: "" }));
+  }
+  process.exit(failed ? 1 : 0);
+}
