@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from headrace.decoding.cut_json import close_object, read_arguments
+from headrace.decoding.cut_json import REPAIRED, ArgumentsReader, close_object
 
 WHOLE = {"city": 'Pa"r\\is\n', "n": [1, -2.5, {"a": None, "b": True}], "é": "\U0001f600", "": {}}
 
@@ -47,4 +47,13 @@ def test_every_beginning_of_an_object_is_closed(ascii_only: bool) -> None:
     ],
 )
 def test_arguments(text: str, value: object) -> None:
-    assert read_arguments(text, msgspec.json.decode) == value
+    assert ArgumentsReader(msgspec.json.decode).read(text) == value
+
+
+def test_a_conversation_repairs_a_bounded_number_of_characters() -> None:
+    reader = ArgumentsReader(msgspec.json.decode)
+    half = '{"a": "' + "x" * (REPAIRED // 2 - 7)
+    assert set(reader.read(half)) == {"a"}
+    assert set(reader.read(half)) == {"a"}
+    assert reader.read('{"a": "x') == {"arguments": '{"a": "x'}  # nothing is left
+    assert reader.read('{"a": 1}') == {"a": 1}  # complete arguments need no repair

@@ -11,19 +11,31 @@ OPEN_TEXT = re.compile(r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 OPEN_ESCAPE = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")  # what may follow it
 HIGH_SURROGATE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 CLOSERS = {"{": "}", "[": "]"}
+REPAIRED = 16 << 10  # characters of one conversation that are repaired: Python looks at each, on the server's event loop
 
 
-def read_arguments(text: str, read: Callable[[bytes], Any]) -> Any:
-    """The arguments of a call as a value. Arguments that were cut off keep their complete parts and the beginning of their last
-    text; a text that is no JSON object at all becomes {"arguments": text}. `read` raises msgspec.DecodeError,
-    ValueError or RecursionError."""
-    for given in (text or "{}", close_object(text)):
+class ArgumentsReader:
+    """Reads the arguments of one conversation's calls."""
+
+    def __init__(self, read: Callable[[bytes], Any]) -> None:
+        """`read` parses JSON. It raises msgspec.DecodeError, ValueError or RecursionError."""
+        self._parse = read
+        self._left = REPAIRED
+
+    def read(self, text: str) -> Any:
+        """The arguments as a value. Arguments that were cut off keep their complete parts and the beginning of their last
+        text, up to REPAIRED characters in a conversation; all other text becomes {"arguments": text}."""
         try:
-            if given is not None:
-                return read(given.encode())
+            return self._parse((text or "{}").encode())
         except (msgspec.DecodeError, ValueError, RecursionError):
             pass
-    return {"arguments": text}
+        if len(text) > self._left:
+            return {"arguments": text}
+        self._left -= len(text)
+        try:
+            return {"arguments": text} if (closed := close_object(text)) is None else self._parse(closed.encode())
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return {"arguments": text}
 
 
 def close_object(text: str) -> str | None:

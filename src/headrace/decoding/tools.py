@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
-from headrace.decoding.cut_json import read_arguments
+from headrace.decoding.cut_json import ArgumentsReader
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_calls import JsonCallFilter, Steps
 from headrace.decoding.json_schema.prepare import Prepared, prepare
@@ -210,7 +210,8 @@ def conversation(
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     write = _with_objects if known else _as_text
-    made = [write(number, message, read) for number, message in enumerate(messages)]
+    reader = ArgumentsReader(read)
+    made = [write(number, message, reader) for number, message in enumerate(messages)]
     if format_of(template) is MISTRAL:
         made = list(map(_with_mistral_ids, made))
     if given is None or given.in_template:
@@ -313,9 +314,9 @@ def for_mask(prepared: Prepared) -> dict[str, Any]:
     return {**prepared.schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
 
 
-def _with_objects(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> dict[str, Any]:
+def _with_objects(number: int, message: dict[str, Any], reader: ArgumentsReader) -> dict[str, Any]:
     """Templates write a call's arguments as JSON themselves."""
-    if not (calls := _calls(number, message, read)):
+    if not (calls := _calls(number, message, reader)):
         return message
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
@@ -334,12 +335,12 @@ def _nine(name: str) -> str:
     return name if NINE.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
-def _as_text(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> dict[str, Any]:
+def _as_text(number: int, message: dict[str, Any], reader: ArgumentsReader) -> dict[str, Any]:
     """For templates that know no tools: calls and results in their tags."""
     if message.get("role") == "tool":
         parts = (("text", "<tool_response>"), ("quoted", _plain(message.get("content"))), ("text", "</tool_response>"))
         return {"role": "user", "content": [{"type": kind, "text": text} for kind, text in parts]}
-    if not (calls := _calls(number, message, read)):
+    if not (calls := _calls(number, message, reader)):
         return message
     records = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
     texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in records]
@@ -352,7 +353,7 @@ def _plain(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _calls(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -> list[dict[str, Any]]:
+def _calls(number: int, message: dict[str, Any], reader: ArgumentsReader) -> list[dict[str, Any]]:
     """The calls of an assistant's message, their arguments as objects. Raises ToolError."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     made = []
@@ -362,6 +363,6 @@ def _calls(number: int, message: dict[str, Any], read: Callable[[bytes], Any]) -
             raise ToolError(f"message {number}: each of its tool_calls needs a function with a name", "messages")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, str):
-            arguments = read_arguments(arguments, read)
+            arguments = reader.read(arguments)
         made.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
     return made
