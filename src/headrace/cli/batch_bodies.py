@@ -23,7 +23,7 @@ LIMITS = Limits(stop=4096, stop_chars=4096)  # the engine's own limits hold; tho
 
 
 class BodyError(ValueError):
-    """A body that is not a request; the message says what to change."""
+    """A body that is not a request. Its message names the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from headrace.workflows.grounding.documents import Passage
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
-# Words that say nothing of a subject. A question that shares only these with the documents is about something else.
+# Words without a subject. A question that shares only these with the documents is about something else.
 STOP_WORDS = frozenset(
     "a about after all also am an and any are as at be been before but by can could did do does for from give had has "
     "have he her his how i if in into is it its list me many may more most much my name no not of on one or our out "
