@@ -19,7 +19,7 @@ NAN, INF = math.nan, math.inf
         ("n", [0, -1, 65, 1.5, True, None]),
         ("temperature", [-0.1, 101, NAN, INF, -INF, "hot", None, True, 10**400]),
         ("top_k", [-1, 2.5, NAN, None, 2**31]),
-        ("top_p", [0, -0.5, 1.01, NAN, INF, None]),
+        ("top_p", [-0.5, 1.01, NAN, INF, None]),
         ("min_p", [-0.01, 1.01, NAN]),
         ("typical_p", [0, 2, NAN]),
         ("repetition_penalty", [0, -1, 11, NAN, INF]),
