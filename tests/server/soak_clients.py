@@ -35,7 +35,7 @@ BAD: dict[str, tuple[bytes, set[int]]] = {
 FIELDS: list[dict[str, Any]] = [
     {"n": 10**9}, {"n": 0}, {"max_tokens": -1}, {"max_tokens": 10**40}, {"temperature": "hot"}, {"temperature": 1e9},
     {"top_p": -0.1}, {"logit_bias": {"a": 1}}, {"logit_bias": {"999999999": 1}}, {"stop": ["a"] * 99}, {"seed": 2**70},
-    {"no_such_field": 1}, {"prompt": ""}, {"prompt": []}, {"prompt": [10**9]}, {"prompt": ["a"] * 99},
+    {"no_such_field": 1}, {"prompt": ""}, {"prompt": []}, {"prompt": [10**9]}, {"prompt": ["a"] * 999},
     {"model": "other"}, {"logprobs": 10**6}, {"stream": "yes"},
     {"best_of": 10**9}, {"prompt": "a " * 100_000}, {"suffix": "x"}, {"stop_token_ids": [10**9]},
 ]  # fmt: skip
