@@ -1,5 +1,5 @@
 // The counterpart of checks.py for npm clients: one JSON line for each check.
-export const URL = process.env.CLIENT_URL, SMALL = process.env.CLIENT_SMALL, LARGE = process.env.CLIENT_LARGE;
+export const [URL, SMALL, LARGE] = process.argv.slice(2);
 
 export async function main(checks) {
   let failed = false;

@@ -6,14 +6,13 @@ URL and KEY are those of the server. SMALL serves checks of the protocol, LARGE 
 import asyncio
 import inspect
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-URL, KEY = os.environ["CLIENT_URL"], "none"
-SMALL, LARGE = os.environ["CLIENT_SMALL"], os.environ["CLIENT_LARGE"]
+URL, SMALL, LARGE = sys.argv[1:]
+KEY = "none"
 Check = Callable[[], Any]
 MODELS_FAULT: dict[str, str] = {}  # checks that a weak model may fail -> how
 

@@ -70,11 +70,9 @@ def report(command: list[str], folder: Path, url: str) -> list[dict[str, Any]]:
     """The lines of a client's script."""
     environment = {
         **{name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")},
-        "CLIENT_URL": url,
-        "CLIENT_SMALL": "small",
-        "CLIENT_LARGE": "large",
         "OPENAI_API_KEY": "none",
     }
+    command = [*command, url, "small", "large"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
     print(done.stderr[-4000:])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"check"')]
