@@ -3,10 +3,12 @@
     python benchmarks/shared_machine.py MODEL --before OTHER_VENV/bin/python [--after PYTHON] [--rounds 9] [--seconds 1]
 
 Scenes: quiet; next to one busy process; next to ten; two engines at once (the sum of their tokens/s). Each cell is the median
-of the rounds in tokens/s at batch 1; a round measures every build and number of threads once. Nothing else should run.
+of the rounds in tokens/s at batch 1; a round measures every build and number of threads once, in
+random order, so that a drift of the machine favours none. Nothing else should run.
 """
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -94,13 +96,14 @@ def main() -> None:
         + "".join(f"{build + ', ' + str(threads):>12}" for build, threads in engines)
         + "   tokens/s by build, threads"
     )
+    shuffled = random.Random(0)
     for scene in args.scenes:
         load, count = SCENES[scene]
         rates: dict[tuple[str, int], list[float]] = {cell: [] for cell in engines}
         with busy(load):
             for _ in range(args.rounds):
-                for cell, group in engines.items():
-                    rates[cell].append(measure(group[:count], args.seconds))
+                for cell in shuffled.sample(list(engines), len(engines)):
+                    rates[cell].append(measure(engines[cell][:count], args.seconds))
         print(f"{scene:<12}" + "".join(f"{statistics.median(each):>12.1f}" for each in rates.values()), flush=True)
     for group in engines.values():
         for engine in group:

@@ -23,8 +23,8 @@ def prompts(at: Path) -> Path:
 
 
 def labelled(at: Path) -> Path:
-    texts = [{"text": f"the mill {word}", "label": word} for word in ("turns", "stands")]
-    return lines(at / "labelled.jsonl", *texts * 12)
+    texts = [{"text": f"mill {place:02} {word}", "label": word} for place in range(12) for word in ("turns", "stands")]
+    return lines(at / "labelled.jsonl", *texts)
 
 
 # What is typed (of a model and a folder to write in), and what the bar must say: a word of what it is at, and of how much.

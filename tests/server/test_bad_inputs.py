@@ -244,7 +244,7 @@ def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:
         (b'{"model" "tiny"}', "expected ':' at byte 9"),
         (b'{"model": "\xff"}', "is not UTF-8 at byte 11"),
         (b'\xef\xbb\xbf{"model": "tiny"}', "byte order mark (byte 0)"),
-        (gzip.compress(b'{"model": "tiny"}'), "compressed with gzip (byte 0)"),
+        (gzip.compress(b'{"model": "tiny"}', mtime=0), "compressed with gzip (byte 0)"),
     ],
 )
 def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes, says: str) -> None:

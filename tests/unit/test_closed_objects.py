@@ -118,8 +118,8 @@ def test_arguments_of_tools() -> None:
         ({"enum": [10**18, 1]}, [10**18, 1], [2]),
         ({"type": "integer", "enum": [10**18]}, [10**18], []),
         ({"type": "integer", "allOf": [{"minimum": 10**17}]}, [10**17], []),
-        ({"type": "number"}, [0.5, 1e14, 0.123456789, -3.25], [0.1234567891, 1e15]),
-        ({"type": "number", "minimum": 0, "maximum": 1}, [0.123456789, 1], [1.5, 0.1234567891]),
+        ({"type": "number"}, [0.5, 1e-09, 6.02e23, 0.1234567891], []),
+        ({"type": "number", "minimum": 0, "maximum": 1}, [0.123456789, 1], [1.5]),
         ({"type": "number", "minimum": 0, "maximum": 1e-12}, [1e-13], [1e-11]),
         ({"type": "number", "multipleOf": 0.01}, [0.25], [0.255]),
     ],
@@ -127,7 +127,6 @@ def test_arguments_of_tools() -> None:
 def test_digits_are_bounded(grammars: Grammars, schema: dict[str, Any], fitting: list[Any], others: list[Any]) -> None:
     for value in (*fitting, *others):
         text = f"{value:.13f}".rstrip("0") if value in (1e-13, 1e-11) else json.dumps(value, separators=(",", ":"))
-        text = "1000000000000000.0" if value == 1e15 and isinstance(value, float) else text
         assert passes(grammars, text, schema) == (value in fitting), text
 
 

@@ -97,7 +97,7 @@ def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
 
     def judged(learned: torch.Tensor) -> float:
         text = Text(torch.zeros(len(learned), dtype=torch.int64), 1, learned)
-        made = Trained(Heads(EXIT, 1, begin(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [text], [])
+        made = Trained(Heads(EXIT, 1, begin(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [text], [])
         inputs = HeadInputs(Heads(EXIT, 1, classifiers(made), (1,), 1))
         fresh, right = rows(100)
         sure = torch.tensor([inputs.sure(0, row.double().numpy()) for row in fresh[:, :width]])

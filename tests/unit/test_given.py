@@ -19,6 +19,9 @@ class Index:
     def __index__(self) -> int:
         return 5
 
+    def __repr__(self) -> str:  # names the test case, in every process alike
+        return "Index()"
+
 
 @pytest.mark.parametrize(
     "prompt",

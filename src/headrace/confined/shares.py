@@ -1,10 +1,11 @@
 """CPU time that each client may use in confined processes at normal priority."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from headrace import host
 
 SHARE = 0.03  # of the processors, for one client
 BURST = 1.0  # seconds of CPU time that a client may use ahead of its share
@@ -20,7 +21,7 @@ class Shares:
     share does not wait and is not refused: its questions run at idle priority, in a part of the processes.
     """
 
-    rate: float = field(default_factory=lambda: SHARE * _processors())  # seconds of CPU time a second
+    rate: float = field(default_factory=lambda: SHARE * host.cores())  # seconds of CPU time a second
     clock: Callable[[], float] = time.monotonic
     _until: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -38,8 +39,3 @@ class Shares:
     def used_up(self, client: str) -> bool:
         """Whether a client is over its share."""
         return self._until.get(client, 0.0) - self.clock() > BURST / self.rate
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,8 +12,7 @@ MAX_DIGITS = 15  # significant digits that a float always holds
 MAX_EXPONENT = 22  # powers of ten that are floats
 SMALL = 2**53 - 1  # below it floats hold whole numbers and their neighbours
 WIDEST = 2**63 - 1024  # the largest float below 2**63
-LARGEST = 10**15 - 1  # of integers and numbers without a bound
-DECIMALS = 1e-9  # the last decimal of numbers
+LARGEST = 10**15 - 1  # of integers without a bound
 UPPER = ("maximum", "exclusiveMaximum")
 BOUNDS = ("minimum", "exclusiveMinimum", *UPPER)
 
@@ -93,26 +92,22 @@ def _next(value: int | float, *, up: bool) -> float:
 
 
 def with_digits(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an integer or a number, with bounds of its digits if it has none: a small model may write digits until its
-    tokens run out. Numbers also get at most nine decimals, unless the schema asks for smaller ones."""
+    """The schema of an integer, bounded to 15 digits if it has no bounds: a small model may write digits until its tokens run
+    out. Numbers stay unbounded, because bounds would exclude exponents (1e-09)."""
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
     limits = {keyword: schema[keyword] for keyword in BOUNDS if keyword in schema}
-    if not {"integer", "number"} & set(map(str, kinds)) or {"const", "enum"} & set(schema):
+    if "integer" not in kinds or "number" in kinds or {"const", "enum"} & set(schema):
         return schema
     if not all(map(is_number, limits.values())):
         return schema  # draft 4 has flags there
     lows = [limits[keyword] for keyword in BOUNDS if keyword in limits and keyword not in UPPER]
     highs = [limits[keyword] for keyword in UPPER if keyword in limits]
-    low, high = max(lows, default=-LARGEST), min(highs, default=LARGEST)
     made = dict(schema)
     if not lows:
-        made["minimum"] = -LARGEST if high >= -LARGEST else -WIDEST
+        made["minimum"] = -LARGEST if min(highs, default=LARGEST) >= -LARGEST else -WIDEST
     if not highs:
-        made["maximum"] = LARGEST if low <= LARGEST else WIDEST
-    tiny = any(0 < abs(limit) < 1000 * DECIMALS for limit in limits.values())
-    if "number" in kinds and "multipleOf" not in schema and not tiny and high - low > 1000 * DECIMALS:
-        made["multipleOf"] = DECIMALS
+        made["maximum"] = LARGEST if max(lows, default=-LARGEST) <= LARGEST else WIDEST
     return made
 
 
