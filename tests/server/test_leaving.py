@@ -159,7 +159,9 @@ def test_the_page_shows_who_left(chromium: Any, server: Running) -> None:
         asked = caught.value.post_data_json
         assert (asked["exit_threshold"], asked["return_exits"]) == (0.02, True)
         page.wait_for_selector("#send:not([hidden])")
-        (choice,) = server.post("/v1/chat/completions", {**asked, "stream": False, "stream_options": None}).json()["choices"]
+        again = {**asked, "stream": False, "stream_options": None, "max_completion_tokens": None}
+        answer = server.post("/v1/chat/completions", again).json()
+        (choice,) = answer["choices"]
         layers = [one["layers"] for one in choice["exits"]]
         page.click("[aria-pressed]")
         marked = page.evaluate("[...document.querySelectorAll('.tokens .token')].map((one) => one.classList.contains('left'))")
