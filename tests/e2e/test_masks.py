@@ -58,7 +58,7 @@ def test_our_own_cases(own: Path, tokenizer: Tokenizer) -> None:
 def test_a_mask_that_forgets_a_keyword_is_caught(own: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: schemas are prepared without `required`."""
 
-    def forgetful(schema: dict[str, object]) -> Prepared:
+    def forgetful(schema: dict[str, object], *, closed: bool) -> Prepared:
         return Prepared({key: value for key, value in schema.items() if key != "required"})
 
     monkeypatch.setattr("headrace.decoding.grammar.prepare", forgetful)

@@ -373,7 +373,7 @@ def test_a_file_that_is_no_text_is_named(folder: Path, shell: Shell, tmp_path: P
     (tmp_path / "in.txt").write_bytes(b"a dog\n\xff\n")
     code, _, said = shell("translate", folder, "--file", tmp_path / "in.txt")
     assert code == 1
-    assert "in.txt is not utf-8 text" in said
+    assert "in.txt is not UTF-8 text" in said
 
 
 def test_translate_refuses_a_model_without_a_source(shell: Shell, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.tiny_files import write_tiny_gguf
 Load = Callable[[Path, Opened], Any]
 WRONG: list[Any] = [None, [], {}, "x", -1, 0, 1.5, True, 10**500, ["\n"], [10**500], [[]], "x\n" * 1000]
 # What is for people alone, or has a default.
-HARMLESS = {"model", "trained", "version"}
+HARMLESS = {"model", "trained", "version", "prompts"}  # prompts: missing in folders of earlier versions
 DEEP = b"[" * 100_000
 
 
