@@ -61,18 +61,6 @@ int default_threads(double quota) {
     return threads;
 }
 
-double Attendance::rest(double ran, double lost, double now) {
-    const bool again = factor_ > 0.0 && now - back_ < kSoon;
-    if (lost < kLost) {
-        if (!again) factor_ = 0.0;
-        return factor_ > kFirst ? ran : 0.0;  // half of the CPU, which is its share next to one other thread
-    }
-    factor_ = again ? 2.0 * factor_ : kFirst;
-    const double rest = std::min(factor_ * lost, kLongest);
-    back_ = now + rest;
-    return rest;
-}
-
 ThreadPool::ThreadPool(int threads, bool pin)
     : size_(checked(threads)),
       generation_(forks().load()),
@@ -160,15 +148,12 @@ void ThreadPool::barrier(int thread) {
 }
 
 void ThreadPool::work(int thread) {
-    Attendance attendance;
-    uint32_t seen = 0, joined = 0;
-    for (double rest = 0.0;;) {
-        const int spin = rest > 0.0 ? kSpinMicroseconds : spin_us_.load(std::memory_order_relaxed);
-        seen = next_epoch(seen, std::chrono::microseconds(spin));
+    for (uint32_t seen = 0, joined = 0;;) {
+        seen = next_epoch(seen);
         if (stop_) return;
         if (!join(joined)) continue;
-        rest = run_part(thread, attendance);
-        if (rest > 0.0) std::this_thread::sleep_for(std::chrono::duration<double>(rest));
+        call(thread);
+        finished_.fetch_add(1, std::memory_order_release);
     }
 }
 
@@ -182,20 +167,10 @@ bool ThreadPool::join(uint32_t& joined) {
     return true;
 }
 
-// A worker's part of the job. Returns the seconds to stay away from the next ones.
-double ThreadPool::run_part(int thread, Attendance& attendance) {
-    const auto seconds = [] { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); };
-    const bool dispensable = crew_ == Crew::kAvailable;
-    const double start = seconds(), used = os::thread_seconds();
-    call(thread);
-    const double now = seconds(), ran = now - start, lost = ran - (os::thread_seconds() - used);
-    finished_.fetch_add(1, std::memory_order_release);
-    return dispensable ? attendance.rest(ran, lost, now) : 0.0;
-}
-
 // Waits for a job after number `seen`: spins, then yields, then sleeps.
-uint32_t ThreadPool::next_epoch(uint32_t seen, std::chrono::microseconds spin) {
+uint32_t ThreadPool::next_epoch(uint32_t seen) {
     const auto start = Clock::now();
+    const auto spin = std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));
     for (;;) {
         for (int i = 0; i < kPausesPerLook; ++i) {
             const uint32_t now = epoch_.load(std::memory_order_acquire);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -28,22 +27,6 @@ struct ThreadsError : std::runtime_error {
 // One thread for each core in the affinity mask, at most the whole CPUs of the quota. A rest of 0.75 CPUs or more
 // counts as one: a thread that has less is stopped for most of each period, and the others wait for it. At least 1.
 int default_threads(double quota = os::quota());
-
-// How long a worker stays away from jobs that can do without it. A worker that loses its CPU while it holds work stops
-// the whole job, so where other processes need the CPU, it is better to come rarely and for short times.
-class Attendance {
-public:
-    // Seconds to stay away after a job of `ran` seconds, in `lost` of which the worker waited for a CPU. `now`: seconds
-    // of a clock.
-    double rest(double ran, double lost, double now);
-
-private:
-    static constexpr double kLost = 0.5e-3, kSoon = 50e-3, kLongest = 100e-3;  // seconds
-    static constexpr double kFirst = 2.0;
-
-    double factor_ = 0.0;  // the last rest by the time that was lost; more than kFirst: lost again and again
-    double back_ = 0.0;    // when that rest was over
-};
 
 class ThreadPool {
 public:
@@ -94,8 +77,7 @@ private:
     void call(int thread);
     void work(int thread);
     bool join(uint32_t& joined);
-    double run_part(int thread, Attendance& attendance);
-    uint32_t next_epoch(uint32_t seen, std::chrono::microseconds spin);
+    uint32_t next_epoch(uint32_t seen);
     bool forked() const;
 
     const int size_;

@@ -237,26 +237,6 @@ void without_a_worker() {
 
 #endif
 
-// A worker that loses its CPU again and again comes more and more rarely, then for half of the time; one that lost it
-// once, or not for a while, comes as ever.
-void attendance() {
-    Attendance quiet, busy;
-    require(quiet.rest(0.01, 0.0004, 1.0) == 0, "a short delay keeps a worker away");
-    require(quiet.rest(0.01, 0.003, 2.0) == 0.006, "a worker does not stay away");
-    require(quiet.rest(0.01, 0, 2.02) == 0 && quiet.rest(0.01, 0, 3.0) == 0, "one delay keeps a worker away for long");
-    require(quiet.rest(0.01, 0.003, 4.0) == 0.006, "a delay is not forgotten");
-    double now = 0, rest = 0;
-    for (int i = 0; i < 8; ++i) {
-        const double before = rest;
-        now += rest + 0.01;
-        rest = busy.rest(0.01, 0.003, now);
-        require(rest > before || rest == 0.1, "delays again and again keep a worker away no longer than one");
-    }
-    require(rest == 0.1, "a worker stays away for longer than it should");
-    require(busy.rest(0.01, 0, now + rest + 0.01) == 0.01, "a worker on a shared CPU takes more than half of it");
-    require(busy.rest(0.01, 0, now + rest + 0.06) == 0, "a worker stays away for ever");
-}
-
 // No thread may be started where memory for it is missing: the same error as where the system refuses it.
 void without_memory() {
     for (const int at : {1, 2, 3, 5, 8}) {
@@ -325,7 +305,6 @@ int main() {
     }
     callers();
     sleepers();
-    attendance();
     without_memory();
     large_machines();
 #ifndef __SANITIZE_THREAD__
