@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from busy import busy
 from playwright.sync_api import Page, sync_playwright
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -58,17 +59,6 @@ RECORD = """
   look();
 })();
 """
-
-
-@contextlib.contextmanager
-def busy(count: int) -> Iterator[None]:
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from busy import busy
 
 CHILD = """
 import os, sys, time
@@ -55,18 +55,6 @@ class Engine:
 
     def rate(self) -> float:
         return float(self._answer())
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """That many processes that use a CPU each."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def measure(engines: list[Engine], seconds: float) -> float:
