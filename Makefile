@@ -116,10 +116,10 @@ format: $(VENV)/.dev
 
 native: $(VENV)/.run
 	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .
-	@$(VENV)/bin/python -c "import sys, headrace.native as native; sys.exit(native.reason() or 0)"
+	@$(VENV)/bin/python -c "import sys, headrace.core as native; sys.exit(native.reason() or 0)"
 
 clean:
-	rm -rf $(VENV) build src/headrace/native/*.so
+	rm -rf $(VENV) build src/headrace/core/*.so
 
 # The stamps: installing again only when what it depends on has changed.
 $(VENV)/.run: $(BUILD_INPUT)

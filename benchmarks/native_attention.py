@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace import native
+from headrace import core as native
 
 MODELS = {"SmolLM2-135M": (30, 9, 3, 64), "Qwen2.5-1.5B": (28, 12, 2, 128)}  # layers, heads, KV heads, head size
 VOCAB = 151_936

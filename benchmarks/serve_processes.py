@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headrace.server.async_llm import AsyncLLM
-from headrace.server.engine_client import EngineLink
-from headrace.server.engine_process import Channel
-from headrace.server.engine_process import serve as run_engine
-from headrace.server.messages import Load
+from headrace.server.engines.async_llm import AsyncLLM
+from headrace.server.engines.engine_client import EngineLink
+from headrace.server.engines.engine_process import Channel
+from headrace.server.engines.engine_process import serve as run_engine
+from headrace.server.engines.messages import Load
 from headrace.server.serving import serve, single
 from headrace.server.settings import ServerSettings
 

@@ -1,4 +1,4 @@
-// The Python module headrace.native._core. Every call checks its arguments. What takes long (steps, packing, linear
+// The Python module headrace.core._core. Every call checks its arguments. What takes long (steps, packing, linear
 // layers, attention, draws, copies of blocks) lets the GIL go while it works; small calls, tests' above all, keep it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from headrace.data.given import params_of
+from headrace.data.explicit import params_of
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.decoding.methods import strategy_for

@@ -1,8 +1,8 @@
 """Engines of an expert and an amateur, in torch and on the native core."""
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.plan import AMATEUR, HIDDEN, TARGET, KVGroup
-from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.native.heads import NativeHeads
 from headrace.bench.fake_model import Deferred
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -30,9 +32,7 @@ from headrace.data.plan import (
 from headrace.data.types import Request
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.eager.heads import EagerHeads
 from headrace.engine.engine import Engine
-from headrace.native.heads import NativeHeads
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import EXIT, Heads
 from headrace.runner.runner import Runner

@@ -123,7 +123,7 @@ def serve() -> None:
 def _weights() -> dict[str, Any]:
     import numpy as np
 
-    from headrace.native import core
+    from headrace.core import core
 
     rng = np.random.default_rng(1)
     pool, arena = core().ThreadPool(3), core().Arena(1 << 21)
@@ -165,7 +165,7 @@ def _weights() -> dict[str, Any]:
 
 
 def _build_and_run(calls: list[Call], made: dict[str, Any]) -> None:
-    from headrace.native import core
+    from headrace.core import core
 
     program = core().Program(made["pool"], core().KVPool(1, 8, 16, KV_HEADS, DIM), HIDDEN, VOCAB)
     for method, arguments in calls:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.native.weights import PackedWeights
 from headrace.kv.pool import KVPool
-from headrace.layers.embedding import Biased, Embedding
-from headrace.layers.holder import Holder
-from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.models.layers.embedding import Biased, Embedding
+from headrace.models.layers.holder import Holder
+from headrace.models.layers.linear import Linear
 from headrace.models.registry import describe
-from headrace.native.weights import PackedWeights
 from headrace.ops.attention import rotate
 from headrace.ops.context import Context
 from headrace.ops.elementwise import normalise

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, LayerConfig, ModelConfig, RopeConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
-from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model

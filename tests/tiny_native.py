@@ -6,6 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.backends.native.lowering import FUSIONS
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.weights import PackedWeights
+from headrace.core import core
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
@@ -13,11 +18,6 @@ from headrace.engine.engine import Engine
 from headrace.models.base import Model
 from headrace.models.family import Family, Stored
 from headrace.models.gguf import decoder
-from headrace.native import core
-from headrace.native.lowering import FUSIONS
-from headrace.native.program import NativeProgram
-from headrace.native.threads import thread_pool
-from headrace.native.weights import PackedWeights
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from headrace.weights.origins import NameMap, Origin

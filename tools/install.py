@@ -133,7 +133,7 @@ def install_headrace(python: Path, extras: list[str], compiler: str | None) -> N
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     what = f".[{','.join(extras)}]" if extras else "."
     if compiler is not None:
-        for old in (ROOT / "src/headrace/native").glob("_core*.so"):  # must not stand in for one that fails to build
+        for old in (ROOT / "src/headrace/core").glob("_core*.so"):  # must not stand in for one that fails to build
             old.unlink()
     failed = InstallError("Headrace could not be installed; the lines above say why. The same command then goes on")
     if pip(python, *tools, *BUILD_TOOLS) != 0:
@@ -170,7 +170,7 @@ def run_aloud(command: list[str]) -> tuple[int, str]:
 
 def has_core(python: Path) -> bool:
     """Whether the installed package has its compiled core."""
-    code = "import sys, headrace.native; sys.exit(not headrace.native.available())"
+    code = "import sys, headrace.core; sys.exit(not headrace.core.available())"
     return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
 
 

@@ -16,7 +16,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from headrace import native
+from headrace import core as native
 
 ROOT = Path(__file__).parents[1]
 PATHS = {  # and what torch calls such a CPU

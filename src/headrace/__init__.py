@@ -6,7 +6,7 @@ from typing import Any
 # Where each public name lives. Not imported here: `import headrace` and the quick commands must not wait for torch.
 _HOME = {
     "LLM": "headrace.llm",
-    "AsyncLLM": "headrace.server.async_llm",
+    "AsyncLLM": "headrace.server.engines.async_llm",
     "SamplingParams": "headrace.data.params",
     "BeamSearchParams": "headrace.data.params",
     "RefineParams": "headrace.data.params",

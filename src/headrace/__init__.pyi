@@ -4,7 +4,7 @@ from headrace.data.params import BeamSearchParams as BeamSearchParams
 from headrace.data.params import RefineParams as RefineParams
 from headrace.data.params import SamplingParams as SamplingParams
 from headrace.llm import LLM as LLM
-from headrace.server.async_llm import AsyncLLM as AsyncLLM
+from headrace.server.engines.async_llm import AsyncLLM as AsyncLLM
 
 __version__: str
 __all__ = [

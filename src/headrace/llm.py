@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.fields import ParamError
-from headrace.data.given import (
+from headrace.data.explicit import (
     Messages,
     Params,
     PlainPrompt,
@@ -22,6 +21,7 @@ from headrace.data.given import (
     only_known,
     template_variables,
 )
+from headrace.data.fields import ParamError
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta

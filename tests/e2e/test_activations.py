@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.compress.folder import compress_folder
 from headrace.compress.run import Pipeline
 from headrace.data.params import SamplingParams

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from headrace.cli.batch_lines import BadLine, Job, read_jobs
+from headrace.data.explicit import params_of
 from headrace.data.fields import ParamError
-from headrace.data.given import params_of
-from headrace.server.errors import ApiError
-from headrace.server.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, ChatRequest, CompletionRequest, Meaningless
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.limits_check import IgnoredFields
+from headrace.server.protocols.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, ChatRequest, CompletionRequest
 from tests.cli_shell import Shell
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -80,11 +81,11 @@ CASES = [(request, name) for request in (ChatRequest, CompletionRequest) for nam
 
 def server_problem(body: dict[str, Any], chat: bool) -> str:
     """The server's objection to a request that needs no model, empty if it has none."""
-    from headrace.server import chat_fields, chat_messages, completions
-    from headrace.server.reading import read_body
-    from headrace.server.sampling import sampling_params
+    from headrace.server.http.body_limits import read_body
+    from headrace.server.protocols import chat_fields, chat_messages, completions
+    from headrace.server.protocols.sampling import sampling_params
+    from headrace.server.protocols.structured import asked_form
     from headrace.server.settings import Limits
-    from headrace.server.structured import asked_form
 
     class OneModel:
         limits = Limits()
@@ -123,7 +124,7 @@ def test_every_field_of_the_server_is_read_alike(request_type: Any, name: str, t
     assert bool(problem) == bool(refused), (refused, problem)
     if isinstance(found, Job):
         assert (name in found.ignored) == (name in OFFLINE_IGNORED)
-        assert found.params == {} or name not in Meaningless.__struct_fields__
+        assert found.params == {} or name not in IgnoredFields.__struct_fields__
 
 
 def file_problem(found: Job | BadLine) -> str:

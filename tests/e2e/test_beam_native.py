@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.data.params import SamplingParams
 from headrace.decoding.beam import BeamSearchParams
 from headrace.engine.engine import Engine

@@ -13,7 +13,7 @@ from headrace.decoding.constrained import Grammars
 from headrace.decoding.tool_text import HERMES
 from headrace.decoding.tools import tooling
 from headrace.llm import LLM
-from headrace.server.fields import ChatRequest
+from headrace.server.protocols.fields import ChatRequest
 from headrace.text.tokenizer import Tokenizer
 from tests.places import data_path, default_model
 from tests.tiny_files import write_tiny_gguf

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import Feed, Top, Want
 from headrace.data.types import Request, Sequence

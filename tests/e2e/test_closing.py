@@ -11,8 +11,8 @@ import pytest
 from headrace import AsyncLLM, SamplingParams
 from headrace.engine.callers import ClosedError
 from headrace.llm import LLM
-from headrace.server.async_llm import LoadError
-from headrace.server.tickets import EngineDownError
+from headrace.server.engines.async_llm import LoadError
+from headrace.server.engines.inflight import EngineDownError
 
 CLOSED = "this LLM is closed"
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True)

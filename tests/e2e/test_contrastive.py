@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import HIDDEN, TARGET, KVGroup
 from headrace.data.types import ALL
 from headrace.drafting.speculation import Speculation
-from headrace.eager.program import EagerProgram
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
@@ -101,7 +101,7 @@ def test_plausible_tokens_are_found_among_those_that_may_come(expert: Model, ama
 
 def test_plausible_among_all_would_leave_none(expert: Model, amateur: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the best of the whole vocabulary sets the bar."""
-    monkeypatch.setattr("headrace.eager.step.permitted_rows", lambda fed, logits: logits)
+    monkeypatch.setattr("headrace.backends.eager.step.permitted_rows", lambda fed, logits: logits)
     engine = engine_of(expert, amateur)
     request = engine.add(prompts(9, 3)[0], DECODING.replace(contrastive_alpha=0.5, **LIMITS["a list"]))
     while engine.busy:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM

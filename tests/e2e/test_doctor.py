@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from headrace import __version__, native
+from headrace import __version__
+from headrace import core as native
 from tests.cli_shell import Shell
 
 

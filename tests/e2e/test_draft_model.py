@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.data.types import ALL
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
-from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model

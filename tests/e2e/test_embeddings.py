@@ -100,7 +100,7 @@ def test_a_broken_encoder_would_be_seen(bert: Path, what: str, monkeypatch: pyte
                 BREAKS[what](node.op, node.settings)
         return made
 
-    monkeypatch.setattr("headrace.native.program.record", broken)
+    monkeypatch.setattr("headrace.backends.native.program.record", broken)
     llm = LLM(bert, backend="native", threads=1)
     near = [cosine(one.values, oracle(bert, one.token_ids).mean(0)) for one in llm.embed(TEXTS)]
     assert min(near) < 1 - 5 * (1 - NEAR)

@@ -110,7 +110,7 @@ def test_noise_that_depends_on_the_order_of_draws_is_caught(model: Model, monkey
     jobs = [(prompt, SETTINGS[1]) for prompt, _ in load(1)]
     right = expected(model, jobs)
     draws = itertools.count()
-    monkeypatch.setattr("headrace.eager.step.key", lambda seed, child: key(seed, next(draws)))
+    monkeypatch.setattr("headrace.backends.eager.step.key", lambda seed, child: key(seed, next(draws)))
     engine = tiny_engine(model, blocks=128)
     requests = [engine.add(prompt, params) for prompt, params in jobs]
     finish(engine)

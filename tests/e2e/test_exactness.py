@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.eager.program import EagerProgram
+from headrace.backends.native.heads import NativeHeads
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
@@ -27,13 +30,10 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
-from headrace.eager.heads import EagerHeads
-from headrace.eager.program import EagerProgram
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.native.heads import NativeHeads
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
@@ -240,7 +240,7 @@ def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch, way: str) -
 
     model = stories()
     play = in_torch(model, prompts_of(4, model.config.vocab_size))
-    monkeypatch.setattr("headrace.eager.step.child", first)
+    monkeypatch.setattr("headrace.backends.eager.step.child", first)
     with pytest.raises(AssertionError, match=f"{way}, greedy: prompts"):
         check(play, {way: WAYS[way]}, 16)
 

@@ -8,6 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from headrace.backends.eager import step
+from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.native.heads import NativeHeads
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, FEATURES, TARGET, Feed, KVGroup
@@ -15,11 +18,8 @@ from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.speculation import Speculation
-from headrace.eager import step
-from headrace.eager.heads import EagerHeads
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
-from headrace.native.heads import NativeHeads
 from headrace.ops.context import FeedRows, build
 from headrace.runner.executor import InProcess
 from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.native.weights import PackedWeights
 from headrace.models.base import Model
-from headrace.native.weights import PackedWeights
 from headrace.runner import centring
 from headrace.runner.record import Node, record
 from tests.models.feeding import feed
@@ -39,7 +39,7 @@ def error(kv_dtype: str) -> float:
 def test_rounding_costs_less(kv_dtype: str, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the control that K as it is, with its bias, is much worse."""
     exact, centred = error("float32"), error(kv_dtype)
-    monkeypatch.setattr("headrace.native.lowering.k_shift", lambda *_: None)
+    monkeypatch.setattr("headrace.backends.native.lowering.k_shift", lambda *_: None)
     plain, plain_exact = error(kv_dtype), error("float32")
     print(f"{kv_dtype}: {centred:.4f}, K as it is {plain:.4f}, K and V in float32 {exact:.4f} and {plain_exact:.4f}")
     assert exact == pytest.approx(plain_exact, rel=0.05), "softmax does not see it"

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.eager.program import EagerProgram
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.step import NativeStep
+from headrace.backends.native.weights import PackedWeights
 from headrace.compress.export import write_folder
 from headrace.data.params import SamplingParams
-from headrace.eager.program import EagerProgram
 from headrace.llm import LLM
-from headrace.native.program import NativeProgram
-from headrace.native.step import NativeStep
-from headrace.native.weights import PackedWeights
 from headrace.runner.record import RecordError
 from headrace.startup import opening
 from headrace.text.tokenizer import TokenizerError
@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_recorded_runs_in_torch_as_a_whole(
     def refuse(*_: Any, **__: Any) -> Any:
         raise RecordError("layer 0 reads ids or positions")
 
-    monkeypatch.setattr("headrace.native.program.record", refuse)
+    monkeypatch.setattr("headrace.backends.native.program.record", refuse)
     with caplog.at_level(logging.WARNING, "headrace"):
         llm = open_tiny(tiny)
     assert llm.backend == "torch"

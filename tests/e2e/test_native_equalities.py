@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace.backends.native.program import NativeProgram
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import Engine
 from headrace.models.base import Model
-from headrace.native.program import NativeProgram
 from tests.e2e import test_equalities as equalities
 from tests.tiny import VOCAB, finish, tokens_of
 from tests.tiny_native import native_alone, native_engine, native_model
@@ -27,7 +27,7 @@ def natively(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
     monkeypatch.setattr(equalities, "tiny_engine", engine)
     monkeypatch.setattr(equalities, "run_alone", native_alone)
-    monkeypatch.setattr("headrace.eager.step.key", None)  # torch must have no part in this
+    monkeypatch.setattr("headrace.backends.eager.step.key", None)  # torch must have no part in this
     yield engines
     assert engines
     assert all(isinstance(each.executor.runner.programs[0], NativeProgram) for each in engines)  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def test_noise_that_depends_on_the_order_of_draws_is_caught(model: Model, monkey
     jobs = [(prompt, equalities.SETTINGS[1]) for prompt, _ in equalities.load(1)]
     right = equalities.expected(model, jobs)
     numbers = iter(range(10**6))
-    monkeypatch.setattr("headrace.native.live.key", lambda seed, child: (next(numbers), seed))
+    monkeypatch.setattr("headrace.backends.native.live.key", lambda seed, child: (next(numbers), seed))
     engine = equalities.tiny_engine(model, blocks=128)
     requests = [engine.add(prompt, params) for prompt, params in jobs]
     finish(engine)

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.backends.native.threads import thread_pool
+from headrace.core import core
 from headrace.data.config import ModelConfig
-from headrace.layers.embedding import Embedding
-from headrace.layers.holder import Group
-from headrace.layers.linear import Linear
-from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.families import FAMILIES
-from headrace.native import core
-from headrace.native.threads import thread_pool
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.holder import Group
+from headrace.models.layers.linear import Linear
+from headrace.models.layers.norm import Norm
 from headrace.ops.vocabulary import embed, head, linear, norm, residual
 from tests.tiny import tiny_config, tiny_model
 from tests.tiny_native import Feeder, as_bfloat16, family, native_program

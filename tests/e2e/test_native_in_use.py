@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from tests.tiny_native import Feeder, native_model, native_program
 
 if not native.available():

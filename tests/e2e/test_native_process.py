@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.native import core
 from tests.tiny_native import Feeder, native_model, native_program
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAY = """
 import json, sys
 from headrace.llm import LLM
-from headrace.native import core
+from headrace.core import core
 from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1], threads=2)
 outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
@@ -228,7 +228,7 @@ def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeyp
 WITHOUT_MEMORY = """
 import resource
 import numpy as np
-from headrace.native import core
+from headrace.core import core
 
 VOCAB, ROWS = 200_000, 40
 pool, arena = core().ThreadPool(2), core().Arena(1 << 21)
@@ -278,7 +278,7 @@ def test_memory_that_is_not_there_is_an_error_of_the_request() -> None:
 OUTLIVED = """
 import sys, threading, time
 from headrace.llm import LLM
-from headrace.native import core
+from headrace.core import core
 core().set_leak_warnings("listed" in sys.argv)
 llm, begun = LLM(sys.argv[1], threads=1), threading.Event()
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.native import core
-from headrace.native.program import NativeProgram
+from headrace.backends.native.program import NativeProgram
+from headrace.core import core
 from tests.cli_shell import Shell
 from tests.tiny_native import Feeder, native_model, native_program
 

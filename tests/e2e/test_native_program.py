@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.native.lowering import FUSIONS, Lowering
+from headrace.backends.native.program import NativeProgram
+from headrace.core import core
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.layers.embedding import Embedding
-from headrace.layers.holder import Group
-from headrace.layers.linear import Linear
-from headrace.layers.norm import Norm
 from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.families import FAMILIES
-from headrace.native import core
-from headrace.native.lowering import FUSIONS, Lowering
-from headrace.native.program import NativeProgram
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.holder import Group
+from headrace.models.layers.linear import Linear
+from headrace.models.layers.norm import Norm
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
 from headrace.runner.record import RecordError
 from headrace.runner.span import ATTENTION, MLP
@@ -74,7 +74,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
 
     def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
         counts.clear()
-        monkeypatch.setattr("headrace.native.lowering.core", lambda: counting)
+        monkeypatch.setattr("headrace.backends.native.lowering.core", lambda: counting)
         native_program(model, quantize=quantize, fuse=fuse)
         return counts.copy()
 

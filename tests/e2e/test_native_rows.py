@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.backends.native.lowering import FUSIONS, Lowering
+from headrace.backends.native.program import NativeProgram
+from headrace.core import core
 from headrace.models.base import Model
-from headrace.native import core
-from headrace.native.lowering import FUSIONS, Lowering
-from headrace.native.program import NativeProgram
 from tests.tiny import VOCAB
 from tests.tiny_native import Feeder, native_model, native_program
 

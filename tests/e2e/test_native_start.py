@@ -47,8 +47,8 @@ def test_peak_memory(name: str) -> None:
 PACK = """
 import json, sys
 from headrace.models.registry import describe, read_config
-from headrace.native.program import NativeProgram
-from headrace.native.threads import thread_pool
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.threads import thread_pool
 from headrace.weights.gguf import GGUFFile
 
 def memory(name):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
-from headrace.layers.norm import Norm
+from headrace import core as native
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.weights import packed_bytes, weights_room
 from headrace.models.base import Model
+from headrace.models.layers.norm import Norm
 from headrace.models.registry import describe
-from headrace.native.program import NativeProgram
-from headrace.native.weights import packed_bytes, weights_room
 from headrace.startup.memory import DoesNotFit, check_weights_fit
 from headrace.weights.source import TensorInfo
 from tests.models.zoo import MemorySource

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Score, Scores, StepPlan, TableDelta
-from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.registry import OPS

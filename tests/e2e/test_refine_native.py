@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.data.types import Request
 from headrace.engine.engine import Engine

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup, Logits
@@ -17,7 +18,6 @@ from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.eager.program import EagerProgram
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool

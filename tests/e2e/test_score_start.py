@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace import LLM, SamplingParams, native
+from headrace import LLM, SamplingParams
+from headrace import core as native
 from headrace.data.fields import ParamError
 from headrace.engine.admission import AdmissionError
 

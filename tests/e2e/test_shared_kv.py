@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.native.program import kv_block_bytes
 from headrace.compress.export import hf_config
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.data.params import SamplingParams
@@ -15,7 +16,6 @@ from headrace.kv.layout import kv_shape
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
-from headrace.native.program import kv_block_bytes
 from headrace.runner.span import ATTENTION, MLP
 from headrace.training.selfdraft import Trial
 from headrace.weights.loader import Allocator

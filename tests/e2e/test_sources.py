@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.eager.live import EagerLive
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.decoding.prompts import Pooling, Scoring
-from headrace.eager.live import EagerLive
-from headrace.eager.program import EagerProgram
 from headrace.engine import engine as engine_module
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
+from headrace.backends.native.encoder import NativeEncoder
 from headrace.data.params import SamplingParams
-from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
-from headrace.native.encoder import NativeEncoder
 from headrace.ops.context import FeedRows, build
 from headrace.runner.heads import HeadInputs
 from headrace.startup import heads as files

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.native import lowering
+from headrace.backends.native.encoder import NativeEncoder
+from headrace.backends.native.live import NativeLive
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.relative import buckets
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.native import lowering
-from headrace.native.encoder import NativeEncoder
-from headrace.native.live import NativeLive
-from headrace.native.program import NativeProgram
-from headrace.native.relative import buckets
 from headrace.ops import relative
 from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner

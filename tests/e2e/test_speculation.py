@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import StepOutput
@@ -21,7 +22,6 @@ from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
-from headrace.eager.program import EagerProgram
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
+from headrace.backends.eager.step import EagerStep
 from headrace.cli.app import main
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import ParamError, SamplingParams
@@ -16,8 +18,6 @@ from headrace.drafting.base import Drafter
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
-from headrace.eager.program import EagerProgram
-from headrace.eager.step import EagerStep
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 from headrace.kv.pool import KVPool
@@ -208,7 +208,7 @@ def test_what_is_wrong_shows(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
     if broken == "the last row":
         monkeypatch.setattr(EagerStep, "_combine", no_last_row)
     else:
-        monkeypatch.setattr("headrace.eager.step.combine", after_the_filters)
+        monkeypatch.setattr("headrace.backends.eager.step.combine", after_the_filters)
     at = 1.0 if broken == "the last row" else RULES["opt"]  # where the amateur writes all, its drafts are accepted
     params = DRAWN.replace(defer_rule="opt", defer_at=at, verification="rejection", top_p=1.0)
     requests = play(params, DraftModel(least=0.0), count=300)

@@ -6,13 +6,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.server.errors import bad
-from headrace.server.fields import Sampling
-from headrace.server.sampling import not_built, sampling_params
-from headrace.server.service import Service
-from headrace.server.stream import unless_gone
-from headrace.server.structured import asked_form
-from headrace.server.tickets import Ticket, deltas
+from headrace.server.engines.inflight import Ticket, deltas
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import bad
+from headrace.server.protocols.fields import Sampling
+from headrace.server.protocols.sampling import not_built, sampling_params
+from headrace.server.protocols.stream import unless_gone
+from headrace.server.protocols.structured import asked_form
 from headrace.weights.defaults import values
 
 

@@ -24,8 +24,8 @@ from headrace.models.registry import MODELS
 from headrace.ops.dtypes import TOLERANCE
 from headrace.ops.registry import OPS, Op, declare
 from headrace.runner.record import RecordError, record
-from headrace.server.bounds import Strict
-from headrace.server.fields import http_fields, made_of
+from headrace.server.http.limits_check import Strict
+from headrace.server.protocols.fields import http_fields, made_of
 from tests import parameters
 from tests.e2e.test_verification import BACKENDS, Make
 from tests.house.dimming import Dimming

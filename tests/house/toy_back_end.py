@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.eager.program import EagerProgram
+from headrace.backends.eager.program import EagerProgram
 from headrace.startup.eager import Eager
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import Recipe

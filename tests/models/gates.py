@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.native.program import NativeProgram
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
-from headrace.native.program import NativeProgram
 from headrace.weights.source import WeightSource
 from tests.tiny_native import Feeder
 

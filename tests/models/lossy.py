@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from headrace.compress.base import Compressor, OutputReport, visited
+from headrace.compress.grids.keep import parse_sparsity
+from headrace.compress.grids.targets import nearest, target
 from headrace.compress.pruning import pruned
 from headrace.compress.walk import Walk
 from headrace.compress.work import Work
 from headrace.models.base import Model
-from headrace.quant.keep import parse_sparsity
-from headrace.quant.targets import nearest, target
 from headrace.training.whole import fed
 from headrace.weights.loader import load_model
 from headrace.weights.source import WeightSource

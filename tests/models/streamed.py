@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 
-from headrace.layers.embedding import Embedding
-from headrace.layers.linear import Linear
+from headrace.backends.native.weights import PackedWeights
 from headrace.models.base import Model
-from headrace.native.weights import PackedWeights
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.linear import Linear
 from headrace.runner.streamed import Streamed
 from headrace.weights.loader import Allocator
 from headrace.weights.source import WeightSource

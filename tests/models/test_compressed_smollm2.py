@@ -7,10 +7,10 @@ import pytest
 
 from headrace.compress.base import Compressor
 from headrace.compress.folding import Awq
+from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import texts_of
 from headrace.models.base import Model
-from headrace.quant.keep import parse_sparsity
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.loader import load_model
 from headrace.weights.progress import Silent

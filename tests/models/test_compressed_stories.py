@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.backends.eager import rounded as inputs
 from headrace.bench.kv import VARIANTS, losses
 from headrace.compress import cutting
 from headrace.compress.base import Compressor, Matrix, Visit
 from headrace.compress.centre import mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.grids.keep import parse_sparsity
+from headrace.compress.grids.targets import nearest, target
 from headrace.compress.judge import judged
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.repair import Residual
 from headrace.compress.rounding import Rounding, importance_of
 from headrace.compress.structure import Cut
 from headrace.data.config import LayerConfig
-from headrace.eager import rounded as inputs
-from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.models.layers.linear import Linear
 from headrace.models.registry import read_config
-from headrace.quant.keep import parse_sparsity
-from headrace.quant.targets import nearest, target
 from headrace.weights.loader import load_model
 from tests.models.lossy import After, likelihood, predictions, rounded, walked
 from tests.models.stories import JUDGED, MEASURED, SCORED, Judge, cut, read_source, texts

@@ -16,8 +16,8 @@ from headrace.compress.kv_heads import KVHeads, align
 from headrace.compress.structure import Cut, reshaped
 from headrace.data.config import ModelConfig, RopeConfig
 from headrace.kv.pool import KVPool
-from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.models.layers.linear import Linear
 from headrace.ops.context import FeedRows, build
 from tests.models.test_walk import Seen
 from tests.models.zoo import pieces

@@ -351,7 +351,7 @@ def test_where_a_teacher_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         backend_of("gpu", opened, maps=False)
     with pytest.raises(ValueError, match="cannot run on the native core: the maps of the loss attention are taken in torch"):
         backend_of("native", opened, maps=True)
-    monkeypatch.setattr("headrace.native.reason", lambda: "it is not built")
+    monkeypatch.setattr("headrace.core.reason", lambda: "it is not built")
     assert backend_of("auto", opened, maps=False) == "torch"
     with pytest.raises(ValueError, match="cannot run on the native core: it is not built; use backend torch"):
         backend_of("native", opened, maps=False)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace import native
+from headrace import core as native
 from headrace.compress import folder as folders
 from headrace.compress.folder import compress_folder
 from headrace.compress.folder_plan import prepare_folder
+from headrace.compress.grids.targets import target
 from headrace.compress.layouts import grouped
 from headrace.compress.run import Pipeline, compress, work_folder
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.quant.targets import target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe

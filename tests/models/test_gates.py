@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.native.program import NativeProgram
 from headrace.models.registry import describe, read_config
-from headrace.native.program import NativeProgram
 from headrace.runner.streamed import TABLE, Streamed
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile

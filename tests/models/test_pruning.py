@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.compress.grids.keep import kept, magnitude, parse_sparsity, wanda
 from headrace.compress.recipe import METHODS
 from headrace.compress.run import Pipeline, compress, predict
-from headrace.quant.keep import kept, magnitude, parse_sparsity, wanda
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_tensor
 from headrace.weights.source import WeightError

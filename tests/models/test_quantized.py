@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace import native
-from headrace.layers.embedding import Embedding
-from headrace.layers.linear import Linear
+from headrace import core as native
+from headrace.backends.native.weights import packed_bytes
 from headrace.models import registry
 from headrace.models.base import Model
-from headrace.native.weights import packed_bytes
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.linear import Linear
 from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.loader import load_model

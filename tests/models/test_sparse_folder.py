@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from headrace import native
+from headrace import core as native
 from headrace.compress.folder import compress_folder
 from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.run import Pipeline, compress

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from headrace.compress.folder import compress_folder
+from headrace.compress.grids.column_masks import KeptBlocks
 from headrace.compress.run import Pipeline, Report, compress
-from headrace.quant.column_masks import KeptBlocks
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model, read_tensor

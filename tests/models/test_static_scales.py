@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.eager.rounded import round_inputs
 from headrace.compress.folder import compress_folder
 from headrace.compress.run import Pipeline
 from headrace.data.params import SamplingParams
-from headrace.eager.rounded import round_inputs
-from headrace.layers.embedding import Embedding
-from headrace.layers.linear import Linear
 from headrace.llm import LLM
 from headrace.models.base import Model
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.linear import Linear
 from headrace.startup.opening import open_files
 from headrace.weights.describe import describe
 from headrace.weights.loader import input_scales, load_model, weight_kinds

@@ -30,8 +30,8 @@ from headrace.compress.walk import Walk
 from headrace.compress.work import PLAN, STATE, TEXTS, Work
 from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
-from headrace.layers.linear import Linear
 from headrace.llm import LLM
+from headrace.models.layers.linear import Linear
 from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
 from headrace.startup.opening import open_files

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.ops.context import tree
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]

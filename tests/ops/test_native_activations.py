@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import to_int4

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace import native
+from headrace import core as native
 from tests.native_builder import DIM, QKV, VOCAB, Builder, Call, attention, changed, inserted, right_calls
 
 if not native.available():

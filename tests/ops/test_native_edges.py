@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 
 if not native.available():
     pytest.skip(native.reason(), allow_module_level=True)
@@ -139,7 +139,7 @@ def test_mirostat_wants_a_number() -> None:
 
 ENDLESS = """
 import numpy as np, sys
-from headrace.native import core
+from headrace.core import core
 params, history = core().SampleParams(), core().History([1, 2])
 for name, value in zip(sys.argv[1::2], map(float, sys.argv[2::2])):
     if name != "mu":

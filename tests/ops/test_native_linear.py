@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.kinds import KINDS as STORED
 from tests.native_blocks import INTEGER_KINDS, POINTS, SCALES, SPARSE, columns, dense, random_rows, round_bf16
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.kinds import KINDS, NOT_GGUF
 from tests.native_blocks import FLOAT_KINDS, INTEGER_KINDS, columns, dense, float_rows, random_rows, round_bf16
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import POINTS, WIDE, coded_rows, integers_of, rows_of

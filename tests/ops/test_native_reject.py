@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from headrace.backends.native.sampling import sample_params
+from headrace.core import core
 from headrace.data.params import SamplingParams
-from headrace.native import core
-from headrace.native.sampling import sample_params
 from headrace.ops.keys import Purpose, key
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import draw_draft, verify

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
-from headrace.eager.rounded import rounded
+from headrace import core as native
+from headrace.backends.eager.rounded import rounded
 from tests.native_blocks import INTEGER_KINDS, columns, dense, random_rows
 
 if not native.available():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.native.sampling import sample_params
 from headrace.data.params import SamplingParams
-from headrace.native.sampling import sample_params
 from headrace.ops import keys, noise, sampling
 from headrace.ops.logprobs import token_logprobs
 from tests.ulps import rounded_once

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import rows_of

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from headrace.backends.eager.live import EagerLive
+from headrace.backends.native.kept import NativeKept
 from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw
 from headrace.data.config import EngineConfig
 from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Answers, Feed, KVGroup, NewSlot, Ranked, StepPlan
 from headrace.drafting.speculation import Speculation
-from headrace.eager.live import EagerLive
 from headrace.engine.engine import Engine
-from headrace.native.kept import NativeKept
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from headrace.runner.stages import Exit

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 
-from headrace import native
+from headrace import core as native
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import HIDDEN, Feed
 from headrace.data.types import Request

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import openai
 
-from headrace.server import batches, files, store_schema
-from headrace.server.batch_worker import BatchWorker
-from headrace.server.errors import ENGINE_LOST
-from headrace.server.fields import BatchRequest
-from headrace.server.principals import Principal
+from headrace.server.access.principals import Principal
+from headrace.server.http.errors import ENGINE_LOST
+from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
-from headrace.server.store import Store
+from headrace.server.storage import batches, files, store_schema
+from headrace.server.storage.batch_worker import BatchWorker
+from headrace.server.storage.store import Store
 from tests.server.harness import PATIENCE, until
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """An engine process whose steps fail while there is a file `fail` in the folder FAULTS, and that loads no model while there is
-one called `hold`. Started in place of `headrace.server.engine_process`."""
+one called `hold`. Started in place of `headrace.server.engines.engine_process`."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.data.plan import StepOutput, StepPlan
 from headrace.llm import LLM
-from headrace.server import engine_process
-from headrace.server.messages import Load
+from headrace.server.engines import engine_process
+from headrace.server.engines.messages import Load
 
 FAULTS = "HEADRACE_TEST_FAULTS"
 load = engine_process.load

@@ -17,8 +17,8 @@ from typing import Any, Self, TypeVar
 import httpx2 as httpx
 import openai
 
-from headrace.server.async_llm import AsyncLLM, LoadError
-from headrace.server.models import Models
+from headrace.server.engines.async_llm import AsyncLLM, LoadError
+from headrace.server.engines.models import Models
 from headrace.server.serving import Server, listen, run, single
 from headrace.server.settings import Limits, ServerSettings
 

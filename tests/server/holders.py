@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2 as httpx
 import openai
 
-from headrace.server.principals import PRINCIPAL, Principal
+from headrace.server.access.principals import PRINCIPAL, Principal
 from tests.server.harness import PATIENCE, Running
 
 ALICE, BOB, SCRAPER = "alice-has-this-key", "bob-has-another-one", "who-looks-at-figures"

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.server.async_llm import AsyncLLM
+from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import CascadeSettings, ServerSettings
 from tests.server.harness import ENGINE, NEVER, PATIENT, ROOT, Running, until

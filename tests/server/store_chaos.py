@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.server import batch_worker, batches, files
-from headrace.server.errors import ENGINE_LOST
-from headrace.server.fields import BatchRequest
+from headrace.server.http.errors import ENGINE_LOST
+from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
-from headrace.server.store import StorageError, Store, StoreError
+from headrace.server.storage import batch_worker, batches, files
+from headrace.server.storage.store import StorageError, Store, StoreError
 from tests.server.batching import ASK, ENDED, answering, check_counters, keep, lines, read_file, working
 
 FAULTS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.server.fields import ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
+from headrace.server.protocols.fields import ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
 from tests.server.harness import ROOT, Running
 
 SERVER = ROOT / "src/headrace/server"

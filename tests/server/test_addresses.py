@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.server import serving
-from headrace.server.async_llm import AsyncLLM
-from headrace.server.proxies import Proxies
+from headrace.server.engines.async_llm import AsyncLLM
+from headrace.server.http.proxies import Proxies
 from headrace.server.settings import ServerSettings
 
 KEY = "a-long-enough-key"

@@ -7,8 +7,8 @@ import pytest
 
 from headrace import AsyncLLM, SamplingParams
 from headrace.llm import LLM
-from headrace.server.async_llm import LoadError, RequestRefusedError
-from headrace.server.tickets import EngineDownError
+from headrace.server.engines.async_llm import LoadError, RequestRefusedError
+from headrace.server.engines.inflight import EngineDownError
 from tests.server.harness import ENGINE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

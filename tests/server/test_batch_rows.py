@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batch_rows
-from headrace.server.batch_rows import BATCHES, ROWS, ImpossibleError
-from headrace.server.principals import ANONYMOUS
-from headrace.server.store import Store
+from headrace.server.access.principals import ANONYMOUS
+from headrace.server.storage import batch_rows
+from headrace.server.storage.batch_rows import BATCHES, ROWS, ImpossibleError
+from headrace.server.storage.store import Store
 from tests.server.batching import ASK, check_counters, lines, make, run
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batch_input, batch_rows, batches, files
-from headrace.server.batch_worker import WIDTH
-from headrace.server.errors import ApiError
-from headrace.server.fields import BatchRequest
+from headrace.server.http.api_error import ApiError
+from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
-from headrace.server.store import Store
+from headrace.server.storage import batch_input, batch_rows, batches, files
+from headrace.server.storage.batch_worker import WIDTH
+from headrace.server.storage.store import Store
 from tests.server.batching import answering, come, ended, keep, make, of, run, through, working
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -79,7 +79,7 @@ def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
 
 def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who writes hears a 503, all of them within the patience of one; who reads is served."""
-    monkeypatch.setattr("headrace.server.store.PATIENCE", 2.0)
+    monkeypatch.setattr("headrace.server.storage.store.PATIENCE", 2.0)
 
     async def test() -> None:
         store, asked = Store(tmp_path), []  # type: ignore[var-annotated]

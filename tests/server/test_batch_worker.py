@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batch_rows, batches
-from headrace.server.answers import now
-from headrace.server.batch_worker import WIDTH, BatchWorker
-from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, QUARANTINED
-from headrace.server.principals import ANONYMOUS
+from headrace.server.access.principals import ANONYMOUS
+from headrace.server.http.api_error import MODEL_UNUSABLE
+from headrace.server.http.errors import ENGINE_LOST, QUARANTINED
+from headrace.server.http.ids import now
 from headrace.server.settings import Limits
-from headrace.server.store import Store
+from headrace.server.storage import batch_rows, batches
+from headrace.server.storage.batch_worker import WIDTH, BatchWorker
+from headrace.server.storage.store import Store
 from tests.server.batching import Fragile, answering, come, ended, keep, lines, make, of, run, through, working, written
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -167,7 +168,7 @@ def test_a_model_that_cannot_be_used_is_an_answer_and_a_busy_server_is_not() -> 
 
 
 def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.batch_worker.PAUSES", (0.25, 8.0))
+    monkeypatch.setattr("headrace.server.storage.batch_worker.PAUSES", (0.25, 8.0))
     paused: list[float] = []
 
     async def pause(self: BatchWorker, seconds: float) -> None:
@@ -187,7 +188,7 @@ def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.batch_worker.PAUSES", (3600.0, 3600.0))
+    monkeypatch.setattr("headrace.server.storage.batch_worker.PAUSES", (3600.0, 3600.0))
 
     async def test() -> None:
         store, asked = Store(), []  # type: ignore[var-annotated]

@@ -15,9 +15,9 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.server.batch_worker import WIDTH
-from headrace.server.errors import ApiError
+from headrace.server.http.api_error import ApiError
 from headrace.server.settings import Limits
+from headrace.server.storage.batch_worker import WIDTH
 from tests.server.batching import ASK, answers, end, lines, start
 from tests.server.harness import PATIENCE, ROOT, Running, said
 from tests.server.test_uploads import kept_in, upload
@@ -132,7 +132,7 @@ def test_files_past_their_time_are_not_there_and_are_deleted(server: Running, mo
     plain = end(client, start(client, lines([ASK])).id)
     assert client.files.retrieve(plain.output_file_id).expires_at is None
     later = max(one.expires_at for one in written)
-    monkeypatch.setattr("headrace.server.files.now", lambda: later)
+    monkeypatch.setattr("headrace.server.storage.files.now", lambda: later)
     for call in (client.files.retrieve, client.files.content):
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             call(done.output_file_id)
@@ -246,7 +246,7 @@ def test_a_batch_is_cancelled_by_a_request_without_a_body(server: Running) -> No
 # Put before a server's own code: it is killed when so many lines of a batch have been answered, wherever it is then.
 KILLED_AT = """
 import os, signal
-from headrace.server.batch_worker import BatchWorker
+from headrace.server.storage.batch_worker import BatchWorker
 line, done = BatchWorker._line, 0
 async def counted(self, *arguments):
     global done

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace.confined.pool import CLIENT
-from headrace.server.bodies import Bodies
-from headrace.server.errors import ApiError
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.bodies import Bodies
 from headrace.server.settings import Limits, ServerSettings, SettingsError
 
 LIMIT, SECONDS = 40, 3600.0

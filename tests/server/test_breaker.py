@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from headrace.server.supervision import FAILURES, PAUSES
+from headrace.server.engines.supervision import FAILURES, PAUSES
 from tests.server.failing_engine import FAULTS
 from tests.server.harness import Running, in_thread, until
 
@@ -15,7 +15,7 @@ SAYS = f"{FAILURES} steps of the engine failed in a row; it is being started aga
 
 @pytest.fixture
 def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("headrace.server.engine_client.MODULE", "tests.server.failing_engine")
+    monkeypatch.setattr("headrace.server.engines.engine_client.MODULE", "tests.server.failing_engine")
     monkeypatch.setenv(FAULTS, str(tmp_path))
     return tmp_path
 
@@ -83,7 +83,7 @@ def test_when_steps_go_well_again_so_does_everything(tiny: Path, faults: Path) -
 def test_the_control_without_a_breaker_every_request_fails_and_health_is_good(
     tiny: Path, faults: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.server.replica.FAILURES", 10**9)
+    monkeypatch.setattr("headrace.server.engines.replica.FAILURES", 10**9)
     with Running(tiny) as server:
         (faults / "fail").touch()
         assert {one.status_code for one in at_once(server, "the mill")} == {500}

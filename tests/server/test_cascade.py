@@ -13,15 +13,16 @@ from headrace.cli.app import main
 from headrace.cli.cascades import read_cascade
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.server import cascade as module
-from headrace.server.async_llm import RequestFailedError
-from headrace.server.errors import ENGINE_LOST, MODEL_UNUSABLE, UNFIT, ApiError
-from headrace.server.fields import ChatRequest, CompletionRequest
-from headrace.server.queueing import QueueFullError
+from headrace.server.access.queueing import QueueFullError
+from headrace.server.engines.async_llm import RequestFailedError
+from headrace.server.engines.inflight import DeadlineError, EngineDownError, EngineLostError
+from headrace.server.engines.supervision import State
+from headrace.server.http.api_error import MODEL_UNUSABLE, ApiError
+from headrace.server.http.errors import ENGINE_LOST, UNFIT
+from headrace.server.protocols import cascade as module
+from headrace.server.protocols.fields import ChatRequest, CompletionRequest
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
-from headrace.server.supervision import State
-from headrace.server.tickets import DeadlineError, EngineDownError, EngineLostError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.runner.exits import Exits
-from headrace.server import classes
+from headrace.server.protocols import classify as classes
 from headrace.startup.exits import Rule, save
 from tests.server.harness import Running
 from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
@@ -103,7 +103,7 @@ def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.
     async def sleep(seconds: float) -> None:
         turns.append(seconds)
 
-    monkeypatch.setattr("headrace.server.turns.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("headrace.server.protocols.time_slices.asyncio", SimpleNamespace(sleep=sleep))
     found = server.post(path, {"model": "tiny", "input": [[5, 6]] * 70}).json()["data"]
     assert [one["index"] for one in found] == list(range(70))
     assert turns == [0, 0]

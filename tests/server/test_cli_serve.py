@@ -26,7 +26,7 @@ STOPPING = """
 import os, signal, sys
 from headrace.cli.app import main
 from headrace.server import serving
-from headrace.server.async_llm import AsyncLLM
+from headrace.server.engines.async_llm import AsyncLLM
 serving.LAST_BYTES = 600
 take = AsyncLLM._take
 def taken(self, message):

@@ -14,11 +14,11 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from headrace.backends.native.weights import packed_bytes
 from headrace.cli import serve as command
 from headrace.cli.app import main
 from headrace.models.registry import describe
-from headrace.native.weights import packed_bytes
-from headrace.server.engine_client import EngineLink
+from headrace.server.engines.engine_client import EngineLink
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import Limits, ServerSettings
 from headrace.startup.opening import open_files

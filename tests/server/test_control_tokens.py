@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.llm import LLM
-from headrace.server.async_llm import AsyncLLM
+from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import CascadeSettings, ServerSettings
 from headrace.text.gguf_vocab import read_gguf

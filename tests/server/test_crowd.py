@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.server.crowd import GRACE, Crowd
-from headrace.server.proxies import client_group
+from headrace.server.http.connection_limits import GRACE, Crowd
+from headrace.server.http.proxies import client_group
 
 
 class Clock:

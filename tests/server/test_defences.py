@@ -75,8 +75,8 @@ def attempt(folder: Path, defences: list[dict[str, Any]]) -> tuple[int, str]:
     """Run the tests of some defences in a copy of the project without these defences: pytest's exit status and output."""
     for name in ("src", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so"), symlinks=True)
-    for core in (ROOT / "src/headrace/native").glob("*.so"):
-        (folder / "src/headrace/native" / core.name).symlink_to(core.resolve())
+    for core in (ROOT / "src/headrace/core").glob("*.so"):
+        (folder / "src/headrace/core" / core.name).symlink_to(core.resolve())
     for name in ("benchmarks", "csrc", "tools", "Makefile", "README.md", "README.zh-CN.md"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "pyproject.toml", folder)

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from headrace.cli.commands import build
 from headrace.cli.serve_options import read_config
-from headrace.server.keys import read
+from headrace.server.access.keys import read
 from headrace.weights import catalog, hub
 from tests.server.harness import Running
 

@@ -12,9 +12,9 @@ from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.looking import look
 from headrace.llm import LLM
-from headrace.server.compiling import MOST_LARGE, Compiling
-from headrace.server.engine_process import EngineLoop
-from headrace.server.messages import Deltas, Grammar, Refused, Submit
+from headrace.server.engines.compiling import MOST_LARGE, Compiling
+from headrace.server.engines.engine_process import EngineLoop
+from headrace.server.engines.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
 
 SPEC = {"json": '{"type": "object", "properties": {"a": {"oneOf": [{"const": 1}, {"const": 2}]}}, "required": ["a"]}'}
@@ -97,7 +97,7 @@ def test_requests_that_left_the_queue_are_not_compiled(compiling: Compiling, mon
 
 def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's third request comes after another's first, though it was sent before it."""
-    monkeypatch.setattr("headrace.server.compiling.THREADS", 1)
+    monkeypatch.setattr("headrace.server.engines.compiling.THREADS", 1)
     slow = Slow(monkeypatch)
     for turn, name in enumerate("abc"):
         queue(compiling, name, turn=turn + 1)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from headrace.host import process_seconds
-from headrace.server.tickets import Ticket
+from headrace.server.engines.inflight import Ticket
 from tests.server.harness import ENDLESS, PATIENCE, Running, in_thread, until
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta, RequestMetrics
+from headrace.server.access.principals import Principal
+from headrace.server.access.queueing import Queue
+from headrace.server.engines.inflight import Ticket, Wakeup
+from headrace.server.engines.messages import Deltas, Ended, Loaded, Stats
+from headrace.server.engines.metrics import Figures, Metrics
 from headrace.server.logs import REQUESTS, JsonLines
-from headrace.server.messages import Deltas, Ended, Loaded, Stats
-from headrace.server.metrics import Figures, Metrics
-from headrace.server.principals import Principal
-from headrace.server.queueing import Queue
-from headrace.server.tickets import Ticket, Wakeup
 from tests.server.harness import ROOT, Running
 
 # What vLLM calls them, after its prefix; `_total` and `_bucket` as Prometheus adds them.

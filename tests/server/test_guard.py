@@ -16,9 +16,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from headrace import __version__
-from headrace.server.connection import CHUNK, Joined, Turn, connection
-from headrace.server.guard import Guard
-from headrace.server.keys import Keys
+from headrace.server.access.keys import Keys
+from headrace.server.http.connection import CHUNK, Joined, Turn, connection
+from headrace.server.http.guard import Guard
 from headrace.server.serving import SPARE, allow_files
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
 from tests.server.harness import PATIENCE, Running
@@ -109,7 +109,7 @@ def test_the_routes_that_are_tested_are_all_there_are(locked: Running) -> None:
 
 def test_keys_are_compared_in_constant_time() -> None:
     """All of them, hashed: what is known of a key is in no `==` and no look-up."""
-    source = (Path(__file__).parents[2] / "src/headrace/server/keys.py").read_text("utf-8")
+    source = (Path(__file__).parents[2] / "src/headrace/server/access/keys.py").read_text("utf-8")
     (of,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "of"]
     calls = [ast.unparse(node.func) for node in ast.walk(of) if isinstance(node, ast.Call)]
     assert calls == ["_hash", "hmac.compare_digest"]
@@ -325,7 +325,7 @@ def test_a_client_that_sends_on_hears_why_it_was_refused(locked: Running, path: 
 
 
 def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.connection.REFUSED", 1 << 20)
+    monkeypatch.setattr("headrace.server.http.connection.REFUSED", 1 << 20)
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
         sock.settimeout(PATIENCE)

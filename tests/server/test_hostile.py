@@ -16,8 +16,8 @@ import pytest
 from headrace.confined.pool import shared
 from headrace.confined.worker import Task, Worker
 from headrace.data.plan import TokenLogprob
-from headrace.server.logprobs import CompletionLogprobs, joined
 from headrace.server.page import markdown
+from headrace.server.protocols.logprobs import CompletionLogprobs, joined
 from headrace.startup.encoding import SLICE
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import PATIENCE, Running, in_thread, until
@@ -250,7 +250,7 @@ def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(
         return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", seen)
-    monkeypatch.setattr("headrace.server.async_llm.encode_long", never)
+    monkeypatch.setattr("headrace.server.engines.async_llm.encode_long", never)
     error = server.post(f"/v1/{path}", {"model": "tiny", **LONG_REQUESTS[path]}).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert re.search("maximum context length is 256 tokens.* has at least [0-9]+; shorten", error["message"])

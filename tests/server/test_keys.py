@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.server import keys
-from headrace.server.keys import Keys
-from headrace.server.principals import Principal
+from headrace.server.access import keys
+from headrace.server.access.keys import Keys
+from headrace.server.access.principals import Principal
 from headrace.server.settings import ServerSettings, SettingsError
 from tests.server.harness import Running, until
 from tests.server.holders import FILE, http, write

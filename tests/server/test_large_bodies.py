@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from headrace.server import fields, reading
-from headrace.server.bounds import Strict
-from headrace.server.errors import ApiError
+from headrace.server.http import body_limits as reading
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.limits_check import Strict
 from headrace.server.page.routes import RenderRequest
+from headrace.server.protocols import fields
 from tests.server.harness import Running
 from tests.server.held import TRIES, held, peak
 

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from headrace.server.guard import OPEN_PATHS, PROBES, Guard
-from headrace.server.keys import Keys
+from headrace.server.access.keys import Keys
+from headrace.server.http.guard import PROBES, Guard
 from headrace.server.settings import Limits, ServerSettings
 from tests.server.harness import PATIENCE, Running
 
@@ -83,7 +83,7 @@ def test_a_refusal_closes_the_connection_and_a_mistake_with_a_key_does_not(locke
 
 def test_an_address_without_a_key_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its oldest is closed, and a client with a key at the same address keeps its connection, and gets new ones."""
-    monkeypatch.setattr("headrace.server.crowd.GRACE", 0.0)
+    monkeypatch.setattr("headrace.server.http.connection_limits.GRACE", 0.0)
     limits = Limits(anonymous=4, header_seconds=PATIENCE)
     ask = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + RIGHT + b"\r\n"
     with Running("no-model", begin=False, key=KEY, limits=limits) as server, contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ class Door:
         self.guard = Guard(self._app, settings, Keys(settings), lambda status, principal: None)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in PROBES:
             await self.go_on.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from headrace.server.logs import CLIENTS, Burst, without_cancelled
-from headrace.server.store import StorageError, Store
+from headrace.server.storage.store import StorageError, Store
 from tests.server.harness import Running
 from tests.server.test_lock_out import WEBSOCKET, exchange
 
@@ -54,7 +54,7 @@ def test_refused_requests_are_one_line(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_full_writer_is_logged_with_its_cause(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("headrace.server.store.PATIENCE", -1.0)
+    monkeypatch.setattr("headrace.server.storage.store.PATIENCE", -1.0)
 
     async def main() -> None:
         store = Store()

@@ -15,12 +15,13 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, RequestMetrics
-from headrace.server import messages
-from headrace.server.async_llm import AsyncLLM
-from headrace.server.cascade import gathered
-from headrace.server.engine_client import EngineGoneError, EngineLink
-from headrace.server.engine_process import _message
-from headrace.server.messages import (
+from headrace.server.access.queueing import Queue, QueueFullError
+from headrace.server.engines import messages
+from headrace.server.engines.async_llm import AsyncLLM
+from headrace.server.engines.engine_client import EngineGoneError, EngineLink
+from headrace.server.engines.engine_process import _message
+from headrace.server.engines.inflight import EngineDownError, RequestFailedError, Ticket, Wakeup, deltas
+from headrace.server.engines.messages import (
     PREFIX,
     Abort,
     Deltas,
@@ -38,8 +39,7 @@ from headrace.server.messages import (
     read_from_engine,
     read_to_engine,
 )
-from headrace.server.queueing import Queue, QueueFullError
-from headrace.server.tickets import EngineDownError, RequestFailedError, Ticket, Wakeup, deltas
+from headrace.server.protocols.cascade import gathered
 from tests.server.harness import PATIENCE
 
 SERVER = Path(headrace.server.__file__).parent

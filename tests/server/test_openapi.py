@@ -10,9 +10,9 @@ import jsonschema_rs
 import pytest
 import schemathesis
 
-from headrace.server import fields
-from headrace.server.errors import ApiError
-from headrace.server.reading import read_body
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.body_limits import read_body
+from headrace.server.protocols import fields
 from tests.server.harness import Running
 
 

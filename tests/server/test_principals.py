@@ -9,10 +9,10 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from headrace.server import principals
-from headrace.server.errors import ApiError
-from headrace.server.principals import PRINCIPAL, Meter, Principal
-from headrace.server.sampling import priority_of
+from headrace.server.access import principals
+from headrace.server.access.principals import PRINCIPAL, Meter, Principal
+from headrace.server.http.api_error import ApiError
+from headrace.server.protocols.sampling import priority_of
 from headrace.server.settings import Limits
 from tests.server.batching import end, lines, start
 from tests.server.harness import Running

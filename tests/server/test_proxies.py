@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from headrace.confined.pool import CLIENT
-from headrace.server.guard import Guard
-from headrace.server.keys import Keys
-from headrace.server.proxies import Proxies
+from headrace.server.access.keys import Keys
+from headrace.server.http.guard import Guard
+from headrace.server.http.proxies import Proxies
 from headrace.server.settings import ServerSettings
 
 PROXIES = Proxies.parse("10.0.0.1, 192.168.0.0/16,fd00::/8")

@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from headrace.server.connection import connection
+from headrace.server.http.connection import connection
 from tests.server.test_guard import Wire
 
 

@@ -10,9 +10,9 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from headrace.server import responses
+from headrace.server.protocols import responses
 from headrace.server.settings import Limits
-from headrace.server.store import Store
+from headrace.server.storage.store import Store
 from tests.server.harness import Running
 
 ASK: dict[str, Any] = {"model": "tiny", "input": "Name a river.", "temperature": 0, "max_output_tokens": 8}

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batch_rows, batches, files, responses, store_schema
-from headrace.server.errors import ApiError
-from headrace.server.fields import BatchRequest
-from headrace.server.principals import PRINCIPAL, Principal
-from headrace.server.queueing import Queue, QueueFullError
+from headrace.server.access.principals import PRINCIPAL, Principal
+from headrace.server.access.queueing import Queue, QueueFullError
+from headrace.server.http.api_error import ApiError
+from headrace.server.protocols import responses
+from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
-from headrace.server.store import Store
+from headrace.server.storage import batch_rows, batches, files, store_schema
+from headrace.server.storage.store import Store
 from tests.server.batching import answering, ended, keep, lines, run, working, written
 from tests.server.harness import Running, in_thread, until
 from tests.server.holders import ALICE, BOB, as_, http, several, write

@@ -101,7 +101,7 @@ def test_memory_that_grows_is_told() -> None:
 
 def test_books_that_are_out_of_order_are_told(offline: LLM) -> None:
     """The control of `check`: a block that nobody holds and that is not free."""
-    from headrace.server.engine_process import EngineLoop
+    from headrace.server.engines.engine_process import EngineLoop
 
     loop = EngineLoop(offline, channel=None, beat=1.0)  # type: ignore[arg-type]
     assert loop._problem() == ""

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from headrace.server import batches, files, store_schema
-from headrace.server.errors import ApiError
-from headrace.server.principals import Principal
+from headrace.server.access.principals import Principal
+from headrace.server.http.api_error import ApiError
 from headrace.server.settings import Limits
-from headrace.server.store import Store, StoreError
+from headrace.server.storage import batches, files, store_schema
+from headrace.server.storage.store import Store, StoreError
 from tests.server.batching import ASK, answering, check_counters, ended, keep, lines, make, read_file, run, working, written
 from tests.server.harness import PATIENCE
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from headrace.server import files
 from headrace.server.settings import Limits
-from headrace.server.store import StorageError, Store, StoreError
+from headrace.server.storage import files
+from headrace.server.storage.store import StorageError, Store, StoreError
 from tests.server.batching import answering, come, make, of, read_file, run, through, working
 from tests.server.harness import Running
 

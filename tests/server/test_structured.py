@@ -14,9 +14,9 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.server import chat
-from headrace.server.async_llm import QueueFullError, State
-from headrace.server.messages import Grammar
+from headrace.server.engines.async_llm import QueueFullError, State
+from headrace.server.engines.messages import Grammar
+from headrace.server.protocols import chat
 from tests.server.harness import PATIENCE, Running, in_thread
 
 TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]

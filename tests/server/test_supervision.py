@@ -7,21 +7,21 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta, RequestMetrics
-from headrace.server import supervision
-from headrace.server.async_llm import AsyncLLM
-from headrace.server.engine_client import EngineGoneError
-from headrace.server.errors import as_api_error
-from headrace.server.messages import Deltas, Ended, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
-from headrace.server.quarantine import KEPT, MOST, Quarantine
-from headrace.server.replica import LoadError, Replica
-from headrace.server.supervision import CALM, FAILURES, PAUSES, TABLE, Action, Event, State, Supervision
-from headrace.server.tickets import (
+from headrace.server.engines import supervision
+from headrace.server.engines.async_llm import AsyncLLM
+from headrace.server.engines.engine_client import EngineGoneError
+from headrace.server.engines.inflight import (
     EngineDownError,
     EngineLostError,
     QuarantinedError,
     RequestFailedError,
     Ticket,
 )
+from headrace.server.engines.messages import Deltas, Ended, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
+from headrace.server.engines.quarantine import KEPT, MOST, Quarantine
+from headrace.server.engines.replica import LoadError, Replica
+from headrace.server.engines.supervision import CALM, FAILURES, PAUSES, TABLE, Action, Event, State, Supervision
+from headrace.server.http.errors import as_api_error
 from tests.server.harness import PATIENCE, ROOT
 
 AGAIN = "it broke; it is being started again"

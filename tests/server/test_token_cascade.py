@@ -13,9 +13,9 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
 from headrace.data.types import Delta
 from headrace.llm import LLM
-from headrace.server.messages import Deltas, Loaded, Stats
-from headrace.server.metrics import Figures, Metrics
-from headrace.server.principals import Principal
+from headrace.server.access.principals import Principal
+from headrace.server.engines.messages import Deltas, Loaded, Stats
+from headrace.server.engines.metrics import Figures, Metrics
 from headrace.startup import rules
 from tests.server.browser import opened
 from tests.server.harness import Running

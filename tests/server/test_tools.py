@@ -15,7 +15,7 @@ from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
 from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.llm import LLM
-from headrace.server.fields import ChatRequest
+from headrace.server.protocols.fields import ChatRequest
 from headrace.text.chat import ChatTemplate, TemplateError
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import ENGINE, Running
@@ -526,7 +526,7 @@ def test_json_in_the_text_is_a_call(server: Running, stream: bool, monkeypatch: 
                 last = at + 7 >= len(text)
                 yield 0, Delta(tickets[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
 
-        monkeypatch.setattr("headrace.server.chat.deltas", scripted)
+        monkeypatch.setattr("headrace.server.protocols.chat.deltas", scripted)
         made = ask(server, stream=stream)
         if stream:
             chunks = list(made)

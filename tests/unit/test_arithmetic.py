@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from headrace.backends.native.program import kv_block_bytes
+from headrace.compress.grids.arithmetic import KV_BITS, Cost, kv_token_bytes
+from headrace.compress.grids.encode import encode
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.native.program import kv_block_bytes
-from headrace.quant.arithmetic import KV_BITS, Cost, kv_token_bytes
-from headrace.quant.encode import encode
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS, KINDS
 

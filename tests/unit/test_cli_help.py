@@ -13,8 +13,8 @@ from typer.main import get_command
 from headrace.cli import chat
 from headrace.cli.app import main
 from headrace.cli.commands import BENCH, COMMANDS, build
-from headrace.data.near import did_you_mean
 from headrace.data.params import SamplingParams
+from headrace.data.spelling import did_you_mean
 from tests.cli_shell import Shell
 
 LONG = (

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.quant.codes import CODES
-from headrace.quant.encode import encode
-from headrace.quant.hessian import DAMPING, output_error, upper
-from headrace.quant.loop import Grids, Keep, Round, StoredGrids, reconstruct
+from headrace.compress.grids.codes import CODES
+from headrace.compress.grids.encode import encode
+from headrace.compress.grids.hessian import DAMPING, output_error, upper
+from headrace.compress.grids.loop import Grids, Keep, Round, StoredGrids, reconstruct
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, Logits, NewSlot, Sample, StepPlan, TableDelta, Top
-from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.contrast import contrast

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.weights import dequant
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import dequantize

@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.quant import blocks, codes
-from headrace.quant import super as superblocks
-from headrace.quant.encode import ENCODERS, WRITTEN, encode
+from headrace.compress.grids import blocks, codes
+from headrace.compress.grids import super as superblocks
+from headrace.compress.grids.encode import ENCODERS, WRITTEN, encode
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS, KINDS, NOT_GGUF
 from headrace.weights.safetensors import SafetensorsFolder

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data.given import as_batch, as_prompt, as_talks, template_variables
+from headrace.data.explicit import as_batch, as_prompt, as_talks, template_variables
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams
 
 IDS = [5, 6, 7]

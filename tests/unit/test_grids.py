@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.quant import tables
-from headrace.quant.codes import CODES
-from headrace.quant.errors import measure, split
-from headrace.quant.grid import Table, Uniform, fit, grouped
-from headrace.quant.spec import Spec, parse
+from headrace.compress.grids import tables
+from headrace.compress.grids.codes import CODES
+from headrace.compress.grids.errors import measure, split
+from headrace.compress.grids.grid import Table, Uniform, fit, grouped
+from headrace.compress.grids.spec import Spec, parse
 from headrace.weights.kinds import KINDS
 
 NAMES = "int4 int8-tensor-sym int3-g64 nf4-g64 e4m3-tensor e5m2 e2m1-g32 mxfp4 nvfp4 pow4-g64 lloyd4 Q4_K Q8_0 BF16".split()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.quant.encode import encode
-from headrace.quant.groups import fit, stored
-from headrace.quant.loop import GroupGrids, reconstruct
-from headrace.quant.targets import integers_named, target
+from headrace.compress.grids.encode import encode
+from headrace.compress.grids.groups import fit, stored
+from headrace.compress.grids.loop import GroupGrids, reconstruct
+from headrace.compress.grids.targets import integers_named, target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import read_floats
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder

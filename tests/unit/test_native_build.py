@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import native
+from headrace import core as native
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def test_the_core_is_built_where_a_compiler_is() -> None:
         pytest.skip("no C++ compiler on this machine")
     assert native.available(), native.reason()
     assert native.reason() == ""
-    assert native.core().__name__ == "headrace.native._core"
+    assert native.core().__name__ == "headrace.core._core"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_missing_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch, co
 
 
 def test_a_missing_core_is_said_at_import() -> None:
-    code = "import sys; sys.modules['headrace.native._core'] = None; import headrace.native"
+    code = "import sys; sys.modules['headrace.core._core'] = None; import headrace.core"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stderr.startswith("SLOW: the native core is not built")
@@ -58,5 +58,5 @@ def test_without_a_compiler_the_install_is_pure_python(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "headrace/native/__init__.py" in names
+    assert "headrace/core/__init__.py" in names
     assert not [name for name in names if "_core" in name]

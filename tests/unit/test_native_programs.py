@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from headrace import native
+from headrace import core as native
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name.removesuffix(".cpp") for path in (ROOT / "tests" / "native").glob("*_test.cpp"))

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
+from headrace.data.explicit import GOES_WITH, params_of
 from headrace.data.fields import BIASES, ID_LISTS, IDS, LARGEST, TEXTS, Declared, Field, check, declared
-from headrace.data.given import GOES_WITH, params_of
 from headrace.data.params import ParamError, SamplingParams
 
 NAN, INF = math.nan, math.inf

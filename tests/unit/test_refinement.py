@@ -6,7 +6,7 @@ import pytest
 
 from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.given import params_of
+from headrace.data.explicit import params_of
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.plan import Each, Failed, Ranked
 from headrace.engine.engine import AdmissionError, Engine

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.backends.eager.program import EagerProgram
 from headrace.data.params import SamplingParams
-from headrace.eager.program import EagerProgram
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.runner.runner import Runner

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.quant.grid import fit as plain_grid
-from headrace.quant.grid import grouped
-from headrace.quant.hessian import output_error, upper
-from headrace.quant.loop import reconstruct
-from headrace.quant.nvfp4 import Nvfp4
-from headrace.quant.spec import parse
-from headrace.quant.targets import nearest, target
+from headrace.compress.grids.grid import fit as plain_grid
+from headrace.compress.grids.grid import grouped
+from headrace.compress.grids.hessian import output_error, upper
+from headrace.compress.grids.loop import reconstruct
+from headrace.compress.grids.nvfp4 import Nvfp4
+from headrace.compress.grids.spec import parse
+from headrace.compress.grids.targets import nearest, target
 from headrace.weights.dequant import read_floats
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.quantized.written_floats import GROUPS, MXFP4, NVFP4, SmallFloats, nvfp4_parts

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.quant.arithmetic import sparse_bytes
-from headrace.quant.encode import encode
-from headrace.quant.keep import kept, parse_sparsity
+from headrace.compress.grids.arithmetic import sparse_bytes
+from headrace.compress.grids.encode import encode
+from headrace.compress.grids.keep import kept, parse_sparsity
 from headrace.weights.kinds import KINDS
 from headrace.weights.sparse import DENSE, INDICES, compacted, from_dense, indices_of, sparse_parts, sparse_rows, spread
 from tests.native_blocks import dense, random_rows

@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 
+from headrace.backends.eager.live import EagerLive
 from headrace.data.plan import (
     Answer,
     Answers,
@@ -31,7 +32,6 @@ from headrace.data.plan import (
     Verify,
     Where,
 )
-from headrace.eager.live import EagerLive
 from headrace.ops.trees import walk
 from headrace.runner.slots import Slots
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace.backends.native.threads import thread_pool
 from headrace.bench.engines import Say
 from headrace.bench.profile import limits, share_of
-from headrace.native import core
-from headrace.native.threads import thread_pool
+from headrace.core import core
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from headrace.backends.native.program import NativeProgram
+from headrace.backends.native.threads import thread_pool
 from headrace.bench.engines import Say
 from headrace.bench.peers import heading
+from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.native import core
-from headrace.native.program import NativeProgram
-from headrace.native.threads import thread_pool
 
 ROWS = (1, 4, 8, 16, 32, 256)
 MOST_SEQUENCES = 32  # more rows than that are those of a prompt

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.watching import Watched, watch
-from headrace.data.given import params_of
+from headrace.data.explicit import params_of
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 

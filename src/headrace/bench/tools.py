@@ -23,7 +23,7 @@ from headrace.data.params import SamplingParams
 from headrace.decoding.tool_text import CallFormat, ToolText
 from headrace.decoding.tools import Tooling, conversation, tooling
 from headrace.llm import LLM
-from headrace.server.fields import ChatRequest
+from headrace.server.protocols.fields import ChatRequest
 
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
 WAYS = ("constrained", "free", "loose")

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.data.given import Params
+from headrace.data.explicit import Params
 from headrace.data.outputs import RequestOutput
 from headrace.data.types import Request
 from headrace.llm import LLM

@@ -77,7 +77,7 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
         return error.exit_code
     text = error.format_message()
     if options := getattr(error, "possibilities", None):
-        from headrace.data.near import did_you_mean, near
+        from headrace.data.spelling import did_you_mean, near
 
         text = f"{error.message}; {did_you_mean(error.option_name, near(error.option_name, options, 1))}"
     say(f"headrace: {text.replace('Value error, ', '').rstrip('.')} ({command} --help shows the usage)")

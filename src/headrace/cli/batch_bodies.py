@@ -10,14 +10,14 @@ from typing import Any
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.tools import ToolChoice, ToolError, Tooling, callable_tools, for_mask, tooling
-from headrace.server.chat_fields import check_fields, template_variables
-from headrace.server.chat_messages import check_ending, read_messages
-from headrace.server.errors import ApiError
-from headrace.server.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, ChatRequest, CompletionRequest
-from headrace.server.reading import read_body
-from headrace.server.sampling import given_fields, not_built
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.body_limits import read_body
+from headrace.server.protocols.chat_fields import check_fields, template_variables
+from headrace.server.protocols.chat_messages import check_ending, read_messages
+from headrace.server.protocols.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, ChatRequest, CompletionRequest
+from headrace.server.protocols.sampling import given_fields, not_built
+from headrace.server.protocols.structured import asked_form, schema_of
 from headrace.server.settings import Limits
-from headrace.server.structured import asked_form, schema_of
 
 LIMITS = Limits(stop=4096, stop_chars=4096)  # the engine's own limits hold; those of a server protect it from its clients
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.data.near import did_you_mean
 from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, REFINE_NAMES, SamplingParams
+from headrace.data.spelling import did_you_mean
 
 PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam", "refine"} | {
     *("beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES),

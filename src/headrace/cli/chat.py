@@ -19,9 +19,9 @@ from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOption
 from headrace.cli.status import moving, reading
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
-from headrace.data.near import did_you_mean
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
+from headrace.data.spelling import did_you_mean
 from headrace.text.width import crop, width
 from headrace.weights.progress import counted
 from headrace.weights.store import expand

@@ -61,7 +61,7 @@ def _facts() -> dict[str, str]:
 
 def _problems() -> list[str]:
     """What would make a command fail or be slow here, each with what to do."""
-    from headrace import native
+    from headrace import core as native
 
     found = [native.reason()] if native.reason() else []
     missing = [name for name in LIBRARIES if find_spec(name) is None]
@@ -76,7 +76,7 @@ def _problems() -> list[str]:
 
 
 def _core() -> str:
-    from headrace import native
+    from headrace import core as native
 
     if native.reason():
         return "not built"

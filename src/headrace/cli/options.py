@@ -14,8 +14,8 @@ from msgspec import to_builtins
 from headrace import host
 from headrace.cli.help import HelpAll, complete_model
 from headrace.cli.output import say
+from headrace.data.explicit import heeded, params_of
 from headrace.data.fields import Declared, Use, declared
-from headrace.data.given import heeded, params_of
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.weights.defaults import Defaults, SamplingDefaults, Setting, summary, values

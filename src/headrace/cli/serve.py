@@ -57,8 +57,8 @@ def serve(
     """
     _check(model, options)
     from headrace.cli.cascades import read_cascade
+    from headrace.server.http.proxies import Proxies
     from headrace.server.logs import use_json
-    from headrace.server.proxies import Proxies
     from headrace.server.settings import Limits, ServerSettings
 
     if server.log_json:

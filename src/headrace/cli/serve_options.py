@@ -13,7 +13,7 @@ import typer
 
 from headrace.cli.options import ModelOptions
 from headrace.cli.output import say
-from headrace.data.near import did_you_mean
+from headrace.data.spelling import did_you_mean
 from headrace.weights.defaults import SamplingDefaults
 
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"

@@ -12,7 +12,7 @@ from headrace.cli.opening import look_at, open_llm
 from headrace.cli.options import HelperOptions, LeavingOptions, ModelName, ShowExitsOfMany, check_helpers, with_groups
 from headrace.cli.output import json_text
 from headrace.cli.status import status
-from headrace.data.given import params_of
+from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
 from headrace.weights.progress import Silent
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.config import LayerConfig
-from headrace.layers.linear import Linear
+from headrace.models.layers.linear import Linear
 
 HELD = 8  # every eighth text is kept out of what is measured, and every error is told on these texts, too
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.compress.base import Visit
+from headrace.compress.grids.hessian import output_error
+from headrace.compress.grids.targets import integers_named, nearest, target
 from headrace.compress.rounding import importance_of
-from headrace.quant.hessian import output_error
-from headrace.quant.targets import integers_named, nearest, target
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.written_floats import GROUPS
 

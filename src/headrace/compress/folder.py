@@ -12,6 +12,8 @@ import torch
 from headrace.compress.budget import Rung, chosen, integers_from
 from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.compress.folder_plan import Job, infos_of, is_matrix, prepare_folder, prepared, quantization_of
+from headrace.compress.grids.encode import encode
+from headrace.compress.grids.targets import target
 from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
 from headrace.compress.layouts import grouped
@@ -26,8 +28,6 @@ from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
-from headrace.quant.encode import encode
-from headrace.quant.targets import target
 from headrace.startup.opening import open_files
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.describe import COMPRESSED

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from headrace.compress.base import Edge, Visit
+from headrace.compress.grids.targets import nearest, target
 from headrace.compress.rounding import importance_of
-from headrace.quant.targets import nearest, target
 from headrace.weights.kinds import FLOATS
 
 POWERS = 20  # of the mean |x|, from 0 up to but not 1

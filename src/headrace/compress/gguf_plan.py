@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.compress.budget import check_room_for, kinds_for
 from headrace.compress.container import entries, given_tensors, tensor_info
+from headrace.compress.grids.keep import Sparsity
 from headrace.compress.judge import judge_bytes
 from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
@@ -23,7 +24,6 @@ from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
-from headrace.quant.keep import Sparsity
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.imatrix import check_widths, read_imatrix

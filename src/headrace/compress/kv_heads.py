@@ -16,8 +16,8 @@ from headrace.compress.cutting import fields, makers, reader
 from headrace.compress.repair import SINGULAR, Residual, errors
 from headrace.compress.structure import ALIGNED, FIRST
 from headrace.data.config import LayerConfig, RopeConfig
-from headrace.layers.holder import Allocator
-from headrace.layers.linear import Linear
+from headrace.models.layers.holder import Allocator
+from headrace.models.layers.linear import Linear
 
 ROUNDS = 3
 Turn = Callable[[Tensor], Tensor]  # [d, d] of products of the wanted rows with those to be turned -> the rotation [d, d]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.compress.grids.targets import EXAMPLES, integers_named
 from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.pipeline import LAYOUTS, Pipeline
-from headrace.quant.targets import EXAMPLES, integers_named
 from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
 from headrace.weights.quantized.written import Awq, Compressed, Gptq, Grouped, Integers, Layout, TwoFour, mixed
 from headrace.weights.quantized.written_floats import GROUPS, SmallFloats

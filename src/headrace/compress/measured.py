@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.compress.base import Compressor, OutputReport, Visit, visited
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.centre import TOKENS, mean_keys

@@ -5,9 +5,9 @@ Where a mix has S, M or L, matrices that lose most by rounding (values, the MLP'
 
 import re
 
+from headrace.compress.grids.encode import WRITTEN
+from headrace.compress.grids.spec import parse, unknown
 from headrace.data.config import ModelConfig
-from headrace.quant.encode import WRITTEN
-from headrace.quant.spec import parse, unknown
 from headrace.weights.kinds import FLOATS, KINDS
 
 # Name -> (kind of most matrices, general.file_type).

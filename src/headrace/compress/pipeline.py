@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace import native
+from headrace import core as native
+from headrace.compress.grids.keep import Sparsity
 from headrace.compress.pruning import pruning
 from headrace.compress.recipe import FOLDS, HEAL, READ, check_known, check_order
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, cuts_of
-from headrace.quant.keep import Sparsity
 from headrace.weights.kv_settings import FORMATS
 
 SELF = "self"  # texts that the model writes itself

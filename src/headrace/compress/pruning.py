@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.quant.keep import EXAMPLES, Sparsity, kept, magnitude, parse_sparsity, wanda
+from headrace.compress.grids.keep import EXAMPLES, Sparsity, kept, magnitude, parse_sparsity, wanda
 from headrace.weights.kinds import FLOATS
 
 SPARSEGPT = "sparsegpt"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.quant.hessian import DAMPING, TIMES, TRIES, output_error
+from headrace.compress.grids.hessian import DAMPING, TIMES, TRIES, output_error
 
 HELD_TRIES = 6  # dampings, ten times as much each: where texts are few, more than GPTQ's
 SINGULAR = "the moments of its inputs cannot be inverted: nothing is made good; more texts help"

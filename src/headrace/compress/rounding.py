@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from headrace.compress.base import Coded, Inputs, Matrix, OutputReport, Visit
+from headrace.compress.grids.column_masks import KeptBlocks, KeptMask
+from headrace.compress.grids.errors import outside
+from headrace.compress.grids.hessian import DAMPING, output_error, upper
+from headrace.compress.grids.keep import Sparsity
+from headrace.compress.grids.loop import BLOCK, Keep, reconstruct
+from headrace.compress.grids.targets import nearest, target
 from headrace.compress.pruning import SPARSEGPT, kept_mask
-from headrace.quant.column_masks import KeptBlocks, KeptMask
-from headrace.quant.errors import outside
-from headrace.quant.hessian import DAMPING, output_error, upper
-from headrace.quant.keep import Sparsity
-from headrace.quant.loop import BLOCK, Keep, reconstruct
-from headrace.quant.targets import nearest, target
 from headrace.weights.kinds import FLOATS
 
 DEAD = 0.05  # the share of inputs that are always 0 from which it is said

@@ -12,6 +12,7 @@ import torch
 from headrace.compress.budget import Rung, chosen, kinds_for
 from headrace.compress.container import tensor_info
 from headrace.compress.gguf_plan import Job, prepare
+from headrace.compress.grids.encode import encode
 from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
 from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, walked
@@ -24,7 +25,6 @@ from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
 from headrace.models.registry import describe
-from headrace.quant.encode import encode
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.dequant import dequantize
 from headrace.weights.imatrix import write_imatrix

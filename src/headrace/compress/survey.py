@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
+from headrace.compress.grids.errors import Error, measure
+from headrace.compress.grids.spec import Spec, parse, unknown
 from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
-from headrace.quant.arithmetic import Cost, kv_token_bytes
-from headrace.quant.errors import Error, measure
-from headrace.quant.spec import Spec, parse, unknown
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as

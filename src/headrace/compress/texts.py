@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace import native
+from headrace import core as native
+from headrace.backends.native.weights import packed_bytes
+from headrace.compress.grids.arithmetic import kv_token_bytes
 from headrace.compress.pipeline import SELF
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.registry import describe
-from headrace.native.weights import packed_bytes
-from headrace.quant.arithmetic import kv_token_bytes
 from headrace.startup.opening import Opened
 from headrace.weights.progress import Progress
 

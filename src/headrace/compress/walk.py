@@ -14,9 +14,9 @@ from headrace.compress.base import HELD, Inputs, Matrix, Visit
 from headrace.compress.edges import edges
 from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
-from headrace.layers.holder import Allocator
-from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.models.layers.holder import Allocator
+from headrace.models.layers.linear import Linear
 from headrace.ops.context import Context
 from headrace.runner.record import record
 from headrace.runner.streamed import TABLE, OneLayer, Streamed

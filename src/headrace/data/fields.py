@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from headrace.data.near import did_you_mean
+from headrace.data.spelling import did_you_mean
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
 LARGEST = 2**31 - 1  # of a whole number, where nothing else is said

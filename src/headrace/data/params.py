@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from headrace.data.fields import Field, ParamError, Params, Use, check, declared, token_ids, unheeded, used
+from headrace.data.pairing import BEAMS, MAX_N, check_together
 from headrace.data.refine import RefineParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
-from headrace.data.together import BEAMS, MAX_N, check_together
 
 __all__ = [
     "BeamSearchParams",

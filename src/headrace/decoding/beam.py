@@ -7,9 +7,9 @@ in float64: a temperature would change which hypothesis wins.
 
 from dataclasses import dataclass, field
 
+from headrace.data.pairing import BEAMS
 from headrace.data.params import BeamSearchParams
 from headrace.data.plan import AnyWant, Feed, Ranked, Top
-from headrace.data.together import BEAMS
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 

@@ -8,8 +8,8 @@ the prompt's included. Deterministic; lossy by design: a trade of likelihood for
 import math
 from dataclasses import dataclass
 
+from headrace.data.pairing import SEARCH
 from headrace.data.plan import Answer, AnyWant, Each, Failed, Feed, Ranked, Top, Where
-from headrace.data.together import SEARCH
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 

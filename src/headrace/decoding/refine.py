@@ -6,9 +6,9 @@ token, with known tokens seen causally and the block open. Lossy by design: what
 token by token.
 """
 
+from headrace.data.pairing import REFINE
 from headrace.data.plan import AnyWant, Feed, Top, Where
 from headrace.data.refine import RefineParams
-from headrace.data.together import REFINE
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 from headrace.ops.refinement import Block, empty, guesses, refine

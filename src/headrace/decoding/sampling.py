@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.data.params import DRAWN
 from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
 from headrace.data.types import Child, Request, Sequence

@@ -1,6 +1,6 @@
 """Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target."""
 
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from headrace.data.given import PlainPrompt
+from headrace.data.explicit import PlainPrompt
 from headrace.data.outputs import RequestOutput, empty_output
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta

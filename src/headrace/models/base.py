@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.data.config import ModelConfig
-from headrace.layers.holder import Group
+from headrace.models.layers.holder import Group
 from headrace.ops.vocabulary import norm
 
 Value = Any  # a tensor, or whatever a recorder passes through a model file

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import ModelConfig
-from headrace.layers.rotary import frequencies
 from headrace.models.gguf import ROPE_DIVISORS
+from headrace.models.layers.rotary import frequencies
 from headrace.weights.source import WeightError
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")

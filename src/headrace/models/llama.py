@@ -3,12 +3,12 @@
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.layers.embedding import Biased, Embedding
-from headrace.layers.holder import Group
-from headrace.layers.linear import Linear
-from headrace.layers.norm import Norm
-from headrace.layers.rotary import rotaries
 from headrace.models.base import Model, Value
+from headrace.models.layers.embedding import Biased, Embedding
+from headrace.models.layers.holder import Group
+from headrace.models.layers.linear import Linear
+from headrace.models.layers.norm import Norm
+from headrace.models.layers.rotary import rotaries
 from headrace.ops.vocabulary import act_mul, attention, embed, head, linear, norm, residual, tap
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.layers.embedding import Embedding, Relative
-from headrace.layers.holder import Group
-from headrace.layers.linear import Linear
-from headrace.layers.norm import Norm
 from headrace.models.base import Model, Value
+from headrace.models.layers.embedding import Embedding, Relative
+from headrace.models.layers.holder import Group
+from headrace.models.layers.linear import Linear
+from headrace.models.layers.norm import Norm
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, store, tap
 
 

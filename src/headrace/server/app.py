@@ -18,10 +18,9 @@ from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.decoding.tools import ToolError
-from headrace.server import chat, classes, completions, embeddings, tokens
-from headrace.server.answers import Calibrated, Exit, Model, TokenCascade
-from headrace.server.api import Api, Call, as_response
-from headrace.server.async_llm import (
+from headrace.server.access.keys import Keys
+from headrace.server.access.principals import PRINCIPAL, QuotaError
+from headrace.server.engines.async_llm import (
     DeadlineError,
     EngineDownError,
     QueueFullError,
@@ -29,11 +28,20 @@ from headrace.server.async_llm import (
     RequestRefusedError,
     State,
 )
-from headrace.server.batch_worker import BatchWorker
-from headrace.server.bounds import Strict
-from headrace.server.cascade import Cascade
-from headrace.server.errors import TOO_LONG, ApiError, as_api_error, blamed
-from headrace.server.fields import (
+from headrace.server.engines.inflight import RETRY_DOWN
+from headrace.server.engines.models import Models
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.errors import TOO_LONG, as_api_error, blamed
+from headrace.server.http.guard import Guard
+from headrace.server.http.limits_check import Strict
+from headrace.server.page import files as page_files
+from headrace.server.page.routes import add_page, file_routes
+from headrace.server.protocols import chat, completions, embeddings
+from headrace.server.protocols import classify as classes
+from headrace.server.protocols import tokenize as tokens
+from headrace.server.protocols.cascade import Cascade
+from headrace.server.protocols.fields import (
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
@@ -42,13 +50,10 @@ from headrace.server.fields import (
     ResponseRequest,
     TokenizeRequest,
 )
-from headrace.server.guard import Guard
-from headrace.server.keys import Keys
-from headrace.server.models import Models
-from headrace.server.openapi import document
-from headrace.server.page.routes import add_page, file_routes
-from headrace.server.principals import PRINCIPAL, QuotaError
-from headrace.server.schemas import (
+from headrace.server.protocols.openai_types import Calibrated, Exit, Model, TokenCascade
+from headrace.server.protocols.openapi import document
+from headrace.server.protocols.routes import Api, Call, as_response
+from headrace.server.protocols.schemas import (
     CHAT,
     CLASSES,
     COMPLETION,
@@ -63,11 +68,10 @@ from headrace.server.schemas import (
     VERSION,
     plain,
 )
-from headrace.server.service import Service
-from headrace.server.storage_routes import add_batches, add_files, add_responses
-from headrace.server.store import Store
-from headrace.server.stream import ClientGoneError
-from headrace.server.tickets import RETRY_DOWN
+from headrace.server.protocols.stream import ClientGoneError
+from headrace.server.storage.batch_worker import BatchWorker
+from headrace.server.storage.routes import add_batches, add_files, add_responses
+from headrace.server.storage.store import Store
 from headrace.startup.rules import Rule
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
@@ -135,7 +139,7 @@ def make_app(models: Models, store: Store, keys: Keys) -> Application:
     add_responses(api, models, cascades, store)
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
-    return Application(Guard(app, models.settings, keys, models.figures.count), worker)
+    return Application(Guard(app, models.settings, keys, models.figures.count, page_files.PATHS), worker)
 
 
 def _document_route(api: Api) -> Route:

@@ -13,17 +13,17 @@ import uvicorn
 
 from headrace import host
 from headrace.data.config import parse_bytes
+from headrace.server.access.keys import Keys
 from headrace.server.app import make_app
-from headrace.server.async_llm import AsyncLLM, LoadError
-from headrace.server.connection import connection
-from headrace.server.crowd import Crowd
-from headrace.server.keys import Keys
+from headrace.server.engines.async_llm import AsyncLLM, LoadError
+from headrace.server.engines.metrics import Figures
+from headrace.server.engines.models import LoadedModel, Models, expected_size, make_service
+from headrace.server.http.connection import connection
+from headrace.server.http.connection_limits import Crowd
 from headrace.server.logs import without_cancelled
-from headrace.server.metrics import Figures
-from headrace.server.models import LoadedModel, Models, expected_size, make_service
 from headrace.server.page.markdown import start_renderer
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
-from headrace.server.store import Store
+from headrace.server.storage.store import Store
 from headrace.startup.memory import gib
 from headrace.weights.defaults import summary
 

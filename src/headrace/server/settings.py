@@ -4,7 +4,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.server.proxies import Proxies
+from headrace.server.http.proxies import Proxies
 from headrace.workflows.surety import TOKEN_SCORES, TokenScore
 
 MIN_KEY = 8  # characters

@@ -1,7 +1,7 @@
 """Torch as a back end. What it loads models with is imported when it is asked to."""
 
 from headrace import host
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import Recipe
 

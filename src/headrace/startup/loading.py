@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft

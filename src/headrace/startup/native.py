@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from headrace import host, native
-from headrace.data.late import late
+from headrace import core as native
+from headrace import host
+from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
+from headrace.backends.native.weights import weights_room
+from headrace.data.lazy_import import late
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
-from headrace.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.native.weights import weights_room
 from headrace.startup import memory
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
@@ -70,6 +71,6 @@ class Native:
         for program in programs.values():
             program.weights.pack(recipe.progress)
         for role in recipe.headed:
-            heads_of = late("headrace.native.heads", "NativeHeads")  # torch: it makes their first products
+            heads_of = late("headrace.backends.native.heads", "NativeHeads")  # torch: it makes their first products
             programs[role.name] = heads_of(role.heads, programs[TARGET.name], recipe.target.source, **shared)
         return Loaded(programs, plan, "bfloat16")

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace import host, native
+from headrace import core as native
+from headrace import host
+from headrace.backends.native.weights import weights_room
 from headrace.models.registry import describe
-from headrace.native.weights import weights_room
 from headrace.startup.memory import check_weights_fit, gib
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 
 from headrace import host
+from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.eager.program import EagerProgram
+from headrace.backends.eager.rounded import round_inputs
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
-from headrace.eager.heads import EagerHeads
-from headrace.eager.program import EagerProgram
-from headrace.eager.rounded import round_inputs
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import FORMATS, Rounded
-from headrace.layers.linear import Linear
 from headrace.models.base import Model
+from headrace.models.layers.linear import Linear
 from headrace.runner.centring import k_shifts
 from headrace.startup.memory import check_weights_fit
 from headrace.startup.offer import Loaded

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from headrace import native
+from headrace import core as native
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.data.torch_threads import keep_torch_threads

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from headrace.backends.eager.play import play
 from headrace.compress.export import CONFIG, hf_config, write_json
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.eager.play import play
-from headrace.layers.embedding import Relative
 from headrace.models.base import Model
 from headrace.models.families import t5
+from headrace.models.layers.embedding import Relative
 from headrace.models.registry import describe
 from headrace.ops.attention import rotate
 from headrace.ops.relative import buckets

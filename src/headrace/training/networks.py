@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import silu, softmax
 
 from headrace.data.config import ModelConfig, RopeConfig
-from headrace.layers.rotary import frequencies
+from headrace.models.layers.rotary import frequencies
 from headrace.runner.heads import LAYER, Tensors, unit
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import WeightError, WeightSource

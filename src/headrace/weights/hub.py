@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headrace.data.late import late
-from headrace.data.near import did_you_mean, near
+from headrace.data.lazy_import import late
+from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import LFS_POINTER, TensorInfo, WeightError, foreign, is_lfs_pointer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.decoding.json_schema.document import Document, is_local
 from headrace.decoding.json_schema.literals import types_of
 

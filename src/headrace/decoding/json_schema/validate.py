@@ -2,7 +2,7 @@
 
 import json
 
-from headrace.data.late import late
+from headrace.data.lazy_import import late
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import prepare
 

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.server.api import Api, Call
-from headrace.server.bounds import Strict
+from headrace.server.http.limits_check import Strict
 from headrace.server.page import files
 from headrace.server.page.markdown import MAX_TEXT, rendered
-from headrace.server.schemas import HTML
+from headrace.server.protocols.routes import Api, Call
+from headrace.server.protocols.schemas import HTML
 
 
 class RenderRequest(Strict, kw_only=True):

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headrace import native
+from headrace import core as native
 from headrace.weights.kinds import KINDS
 
 BLOCK = 32

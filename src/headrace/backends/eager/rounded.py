@@ -1,0 +1,72 @@
+"""Activations rounded to int8 in torch, as the native core rounds them: what a model loses by it, on any device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from headrace.models.base import Model
+from headrace.models.layers.embedding import Embedding
+from headrace.models.layers.holder import Allocator
+from headrace.models.layers.linear import Linear
+
+THRESHOLD = 6.0  # from here on inputs are outliers (LLM.int8(), Dettmers et al. 2022, https://arxiv.org/abs/2208.07339)
+MOST = 64  # of a row
+GROUP = 32
+
+
+def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: float = 0.0) -> Tensor:
+    """What rows x [n, k] become, in x's dtype. token: int8 with one scale for a row (largest / 127). group: with one for 32
+    columns. split: so, but for those at or beyond the threshold, at most the 64 largest of a row, which stay. tensor: int8 with
+    the scale that is given, what is beyond cut off; 0: as token."""
+    wide = x.float()
+    if activations == "tensor" and scale:
+        return ((wide / scale).clamp(-127, 127).round() * scale).to(x.dtype)
+    if activations in ("token", "tensor"):
+        return _int8(wide).to(x.dtype)
+    if activations == "group":
+        threshold = torch.inf
+    sizes = torch.where(wide.isfinite(), wide.abs(), -1.0)
+    order = sizes.argsort(dim=-1, descending=True, stable=True)[:, :MOST]
+    kept = torch.zeros_like(sizes, dtype=torch.bool).scatter_(1, order, True) & (sizes >= threshold)
+    rest = pad(torch.where(kept, 0.0, wide), (0, -x.shape[1] % GROUP)).unflatten(-1, (-1, GROUP))
+    return torch.where(kept, wide, _int8(rest).flatten(-2)[:, : x.shape[1]]).to(x.dtype)
+
+
+def _int8(x: Tensor) -> Tensor:
+    """The last axis as int8 with the scale largest / 127, and back."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (x / scale).round() * scale, x * 0)
+
+
+class RoundedInputs:
+    """A LinearMethod: dense products of rounded inputs, for the outputs of parts that are stored as integers."""
+
+    def __init__(self, activations: str, parts: Sequence[tuple[int, bool]], scale: float = 0.0) -> None:
+        """`parts`: outputs, and whether they are of integers. `scale`: the file's."""
+        self.activations, self.parts, self.scale = activations, tuple(parts), scale
+
+    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
+        raise AssertionError("inputs are rounded of a model that is there")
+
+    def finish(self, layer: Any) -> None:
+        raise AssertionError("inputs are rounded of a model that is there")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = linear(rounded(x, self.activations, scale=self.scale), layer.weight, bias)
+        if all(integers for _, integers in self.parts):
+            return y
+        sizes = [rows for rows, _ in self.parts]
+        pairs = zip(y.split(sizes, -1), linear(x, layer.weight, bias).split(sizes, -1), self.parts, strict=True)
+        return torch.cat([mine if integers else plain for mine, plain, (_, integers) in pairs], -1)
+
+
+def round_inputs(model: Model, integers: dict[str, tuple[bool, ...]], activations: str, scales: dict[str, float]) -> None:
+    """Round the inputs of a model's integer weights. By path: of each holder's parts whether they are stored so, and the scales
+    that inputs have in the file."""
+    for path, holder in model.holders():
+        if isinstance(holder, Linear | Embedding) and any(flags := integers.get(path, ())):
+            sizes = [rows for _, rows in holder.params()["weight"].parts]
+            holder.method = RoundedInputs(activations, list(zip(sizes, flags, strict=True)), scales.get(path, 0.0))

@@ -1,0 +1,74 @@
+"""Sources of an encoder-decoder on the native core: they are encoded, and what every layer reads of them is stored."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.native.lowering import lower
+from headrace.backends.native.weights import PackedWeights
+from headrace.core import core
+from headrace.kv.layout import kv_shape
+from headrace.models.base import Model
+from headrace.runner.program import Source
+from headrace.runner.record import record, record_cross
+
+TOGETHER = 1024  # tokens of sources that are encoded at once, where there are so many
+
+
+def scratch_blocks(block_size: int, max_positions: int) -> int:
+    """Of the encoder's pool: room for one source of any length, or for many short ones."""
+    return -(-max(max_positions, TOGETHER) // block_size)
+
+
+class NativeEncoder:
+    """Two programs: the encoder, over a pool whose K and V last for a step (float32), and what of its rows each layer of the
+    decoder stores in the decoder's pool `kv`. `settings`: pool (threads), max_positions, fuse, isa, as `lower` takes them.
+    Raises RecordError."""
+
+    def __init__(self, model: Model, weights: PackedWeights, kv: Any, *, max_positions: int, **settings: Any) -> None:
+        encoder = model.encoder
+        assert encoder is not None, "only an encoder-decoder has sources"
+        layers, heads, head_dim = kv_shape(encoder.config)
+        self._size, self._width = kv.block_size, encoder.config.hidden_size
+        self._blocks = scratch_blocks(self._size, max_positions)
+        scratch = core().KVPool(layers, self._blocks, self._size, heads, head_dim, "f32")
+        self.scratch_bytes = int(scratch.bytes)
+        settings["max_positions"] = max_positions
+        self._encoder = lower(record(encoder), weights, encoder.config, kv=scratch, **settings).program
+        self._cross = lower(record_cross(model), weights, model.config, kv=kv, **settings).program
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Encode sources and store what is read of them, as many at once as there is room for: no bit depends on that."""
+        for group in self._groups(sources):
+            self._encode(group)
+
+    def _groups(self, sources: Sequence[Source]) -> Iterator[list[Source]]:
+        group: list[Source] = []
+        room = self._blocks
+        for source in sources:
+            count = self._count(source)
+            if group and count > room:
+                yield group
+                group, room = [], self._blocks
+            group.append(source)
+            room -= count
+        if group:
+            yield group
+
+    def _encode(self, group: list[Source]) -> None:
+        encoded, stored, first = core().Step(), core().Step(), 0
+        for tokens, blocks in group:
+            last = first + self._count((tokens, blocks))
+            for step, table in ((encoded, range(first, last)), (stored, blocks)):
+                sequence = core().Sequence(list(tokens), core().SampleParams())
+                sequence.set_table(0, 0, list(table))
+                step.feed(sequence, 0, len(tokens))
+            first = last
+        rows = np.empty((encoded.rows, self._width), np.float32)
+        self._encoder.run(encoded, hidden_out=rows)
+        self._cross.run(stored, hidden=rows)
+
+    def _count(self, source: Source) -> int:
+        """Blocks that its tokens take."""
+        return -(-len(source[0]) // self._size)

@@ -1,0 +1,81 @@
+"""What the native back end knows of a live sequence between steps."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.native.sampling import sample_params
+from headrace.core import core
+from headrace.data.params import SamplingParams
+from headrace.data.plan import Feed, NewSlot
+from headrace.ops.keys import Key, key
+
+
+@dataclass(slots=True)
+class NativeLive:
+    """A live sequence: what the core knows of it, and the keys of its noise."""
+
+    sequence: Any  # _core.Sequence
+    seed: int
+    params: SamplingParams
+    stop_ids: list[int]
+    keys: dict[int, Key] = field(default_factory=dict)  # by child
+    child: int = -1  # whose key the core has
+    prompt_len: int = 0
+    plain: bool = field(init=False)  # nothing but tokens comes of its draws
+    live: bytes = b""  # the tokens that end no output, a bit for each; made when they are asked for
+
+    def __post_init__(self) -> None:
+        self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
+
+    @classmethod
+    def of(cls, new: NewSlot) -> "NativeLive":
+        assert new.params is not None
+        sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids), new.reads)
+        sequence.extend(new.tokens[new.prompt_len :])
+        return cls(sequence, new.seed, new.params, new.stop_ids, prompt_len=new.prompt_len)
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    @property
+    def table(self) -> list[int]:
+        table: list[int] = self.sequence.table
+        return table
+
+    @property
+    def source_table(self) -> list[int]:
+        table: list[int] = self.sequence.source_table
+        return table
+
+    def extend(self, tokens: tuple[int, ...]) -> None:
+        self.sequence.extend(tokens)
+
+    def set_table(self, table: int, start: int, blocks: list[int]) -> None:
+        self.sequence.set_table(table, start, blocks)
+
+    def fork(self) -> "NativeLive":
+        copied = self.sequence.copy()
+        return NativeLive(copied, self.seed, self.params, self.stop_ids, self.keys, prompt_len=self.prompt_len, live=self.live)
+
+    def key(self, child: int) -> Key:
+        if child not in self.keys:
+            self.keys[child] = key(self.seed, child)
+        return self.keys[child]
+
+    def live_masks(self, feed: Feed, vocab_size: int) -> bytes:
+        """What may come after each row that a token follows, and ends nothing, as Feed.allowed has it."""
+        if not self.live:
+            bits = np.ones(-(-vocab_size // 32) * 32, bool)
+            bits[[token for token in self.stop_ids if token < vocab_size]] = False
+            self.live = np.packbits(bits, bitorder="little").tobytes()
+        rows = 1 + len(feed.nodes)
+        if not feed.allowed:
+            return self.live * rows
+        held: np.ndarray = np.frombuffer(feed.allowed, np.uint8).reshape(rows, -1) & np.frombuffer(self.live, np.uint8)
+        return held.tobytes()
+
+    def draw_as(self, child: int) -> None:
+        """Tell the core with whose key a token is drawn where nothing else is asked."""
+        self.child, self.sequence.key = child, self.key(child)

@@ -1,0 +1,379 @@
+"""From a recording to a Program of the native core: phases, the buffers between them, and a few fusions.
+
+Each fusion does what the phases it replaces do, without the trip through memory:
+
+* norm_linear: a norm is applied while a linear layer's input is quantised;
+* linear_act_mul: gate and up are multiplied tile by tile and leave act(gate) * up, as the next layer's input;
+* attention_linear: attention leaves its result as the next layer's input;
+* linear_residual: a linear layer adds its result to the hidden rows in place.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
+from headrace.backends.native.relative import by_distance
+from headrace.backends.native.values import Values
+from headrace.backends.native.weights import PackedPart, PackedWeights
+from headrace.core import core
+from headrace.data.config import ModelConfig
+from headrace.kv.layout import kv_shape
+from headrace.models.layers.embedding import Sinusoids
+from headrace.runner.centring import k_shift
+from headrace.runner.record import Node, RecordError, Recording, Segment
+from headrace.runner.uses import Uses, leading_to_kv, stores_kv
+
+FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
+GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A program, and the numbers of its taps by name."""
+
+    program: Any
+    taps: dict[str, int] = field(default_factory=dict)
+
+
+def lower(
+    recording: Recording,
+    weights: PackedWeights,
+    config: ModelConfig,
+    *,
+    pool: Any,
+    kv: Any,
+    max_positions: int,
+    fuse: frozenset[str] = FUSIONS,
+    isa: str = "",
+    activations: str = "group",
+    threshold: float = 0.0,
+    head_ids: np.ndarray | None = None,
+    enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
+    centre: np.ndarray | None = None,
+) -> Lowered:
+    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
+    `enter` adds comes before the first layer; `centre` is as k_shift takes it. `activations` (group, token, split, tensor) and
+    `threshold`: how inputs of integer layers become integers; but for groups only a whole row, or the layer, says how:
+    attention and gates leave rows.
+
+    Raises RecordError for what the native core has no phase for.
+    """
+    made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
+    ropes = Ropes(made.program, max_positions)
+    buffers = Buffers(made.program)
+    for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
+        if name == "head":
+            buffers = Buffers(made.program)  # as many rows as go through the head
+        for segment in segments:
+            made.program.begin(name)
+            if enter is not None and name == "layer" and segment is segments[0]:
+                enter(made, ropes, buffers)
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre)
+            one.run(HEAD_ROWS if name == "head" else HIDDEN)
+    made.program.seal()
+    return made
+
+
+class Lowering:
+    """One segment on its way into a program."""
+
+    def __init__(
+        self,
+        made: Lowered,
+        segment: Segment,
+        weights: PackedWeights,
+        config: ModelConfig,
+        ropes: Ropes,
+        buffers: Buffers,
+        fuse: frozenset[str],
+        head_ids: np.ndarray | None = None,
+        activations: str = "group",
+        centre: np.ndarray | None = None,
+    ) -> None:
+        self.made = made
+        self.program = made.program
+        self.segment = segment
+        self.weights = weights
+        self.config = config
+        self.ropes = ropes
+        self.buffers = buffers
+        self.fuse = fuse
+        self.head_ids = head_ids
+        self.by_group, self.static = activations == "group", activations == "tensor"
+        self.centre = centre
+        self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
+        self.fused: set[int] = set()  # nodes that earlier ones did already
+        self.uses = Uses(segment)
+        self.values = Values(buffers, self.uses)
+        self.fills = _fills(segment)
+
+    def run(self, entry: int) -> None:
+        if self.segment.entry is not None:
+            self.values.places[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
+        for index, node in enumerate(self.segment.nodes):
+            if index not in self.fused:
+                step = getattr(self, f"_{node.op}", None)
+                if step is None:
+                    raise RecordError(f"the native core has no phase for {node.op!r}")
+                step(index, node)
+            self.values.retire(index)
+        result = self.values.places.get(self.segment.result)
+        if isinstance(result, Floats) and entry == HIDDEN and result.at != (HIDDEN, 0):
+            self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy")
+        self.values.retire(len(self.segment.nodes))
+
+    # -- ops, in the order of the vocabulary ---------------------------------------------------------------------------
+    def _embed(self, index: int, node: Node) -> None:
+        table = node.settings["w"]
+        scale = float(node.settings["scale"])
+        if scale != 1.0 and self.weights.rounds_to_bfloat16(table):
+            scale = _bfloat16(scale)
+        positions, types = node.settings["pos"], node.settings["types"]
+        computed = positions if isinstance(positions, Sinusoids) else None
+        self.program.embed(
+            self.weights.table(table),
+            HIDDEN,
+            scale,
+            None if positions is None or computed is not None else self.weights.table(positions),
+            None if types is None else self.weights.numbers(types)[0],
+            sinusoids=self.ropes.number(computed),
+            name="embed",
+        )
+        self.values.put(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
+
+    def _norm(self, index: int, node: Node) -> None:
+        source, norm = self.values.rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
+        if "norm_linear" in self.fuse and self.uses.by_linears(node.outputs[0]):
+            self.values.put(node.outputs[0], Normed(source, norm))
+            return
+        out = self.values.fresh(node.outputs[0], source.width)
+        self.program.norm(source.at, out.at, source.width, norm, **self._mark(index, "norm"))
+
+    def _linear(self, index: int, node: Node) -> None:
+        if self._gated(index, node):
+            return
+        layer = node.settings["w"]
+        parts = self.weights.linear(layer, self._segment_unit(node))
+        residual = self._residual_after(index, node)
+        if residual is not None:
+            out, kind = self.values.rows(self.segment.nodes[residual].inputs["x"]), "add"
+            self.fused.add(residual)
+            self.values.put(self.segment.nodes[residual].outputs[0], out)
+        else:
+            out, kind = Floats(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
+            column = 0
+            for value, width in zip(node.outputs, layer.sizes if layer.split else (layer.n_out,), strict=True):
+                self.values.put(value, Floats(out.buffer, column, width))
+                column += width
+        self._multiply(index, node, parts, kind, out)
+
+    def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
+        name = self.weights.name(node.settings["w"])
+        for part in parts:
+            source = self._input(index, node.inputs["x"], part.form, part.order, part.scale)
+            at = (out.buffer, out.column + part.column)
+            self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
+
+    def _gated(self, index: int, node: Node) -> bool:
+        """linear_act_mul, where it can be: returns whether it was."""
+        follower = self.uses.only(node.outputs[0])
+        if "linear_act_mul" not in self.fuse or follower is None:
+            return False
+        act_mul = self.segment.nodes[follower]
+        if act_mul.op != "act_mul" or act_mul.settings["kind"] not in GATES:
+            return False
+        linear = self.weights.gated(node.settings["w"])
+        if linear is None:
+            return False
+        (form,), (order,) = self.weights.form(node.settings["w"]), self.weights.order(node.settings["w"])
+        source = self._input(index, node.inputs["x"], form, order, self.weights.scale(node.settings["w"]))
+        out = self._result(act_mul.outputs[0], linear.n, "linear_act_mul")
+        name = self.weights.name(node.settings["w"])
+        self.program.linear(linear, source, "gated", out, act=act_mul.settings["kind"], **self._mark(index, name))
+        self.fused.add(follower)
+        return True
+
+    def _attention(self, index: int, node: Node) -> None:
+        settings, head_dim = node.settings, self.config.layers[node.settings["layer"]].head_dim
+        q, *stored = self._side_by_side(index, node)
+        k, v = stored or (None, None)
+        q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
+        if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
+            raise RecordError("the native core takes one eps for the norms of q and k")
+        scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
+        out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
+        self.program.attention(
+            settings["layer"],
+            q.width // head_dim,
+            q.at,
+            k and k.at,
+            v and v.at,
+            out,
+            scale=scale,
+            rope=self.ropes.number(settings["rope"]),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            window=self._window(settings["window"]),
+            softcap=settings["softcap"] or 0.0,
+            sinks=None if settings["sinks"] is None else self.weights.vector(settings["sinks"]),
+            k_shift=k_shift(self.segment, node, self.weights.bias, self.config, self.centre),
+            causal=settings["causal"],
+            source=settings["source"],
+            bias=self._bias(settings["bias"], settings["softcap"] or scale),
+            **self._mark(index, "attention"),
+        )
+
+    def _window(self, window: int | None) -> int:
+        """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window"."""
+        return window if window is not None and window < self.ropes.positions else 0
+
+    def _bias(self, relative: Any, unit: float) -> np.ndarray | None:
+        """What distances add to scores that are then scaled by `unit`."""
+        if relative is None:
+            return None
+        return by_distance(self.weights.numbers(relative), relative.distance, relative.both) / np.float32(unit)
+
+    def _store(self, index: int, node: Node) -> None:
+        if node.settings["rope"] is not None or node.settings["k_norm"] is not None:
+            raise RecordError("the native core turns and normalises K in attention alone, of which a step may run that part")
+        k, v = self._side_by_side(index, node)
+        self.program.store(node.settings["layer"], k.at, v.at, **self._mark(index, "store"))
+
+    def _act_mul(self, index: int, node: Node) -> None:
+        source = self.values.rows(node.inputs["gate_up"])
+        out = self.values.fresh(node.outputs[0], source.width // 2)
+        self.program.act_mul(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act_mul"))
+
+    def _act(self, index: int, node: Node) -> None:
+        source = self.values.rows(node.inputs["x"])
+        out = self.values.fresh(node.outputs[0], source.width)
+        self.program.act(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act"))
+
+    def _residual(self, index: int, node: Node) -> None:
+        x, y = self.values.rows(node.inputs["x"]), self.values.rows(node.inputs["y"])
+        if self.uses.last[node.inputs["x"]] == index:
+            out = x
+            self.values.put(node.outputs[0], x)
+        else:
+            out = self.values.fresh(node.outputs[0], x.width)
+        post_norm = node.settings["post_norm"]
+        norm = None if post_norm is None else self._norm_weights(post_norm)
+        self.program.residual(x.at, y.at, out.at, x.width, norm, **self._mark(index, "residual"))
+
+    def _tap(self, index: int, node: Node) -> None:
+        x = self.values.rows(node.inputs["x"])
+        if x.width != self.config.hidden_size:
+            raise RecordError(f"the native core taps hidden rows only, and {node.settings['name']!r} is {x.width} wide")
+        tap = self.made.taps.setdefault(node.settings["name"], len(self.made.taps))
+        if tap == len(self.made.taps) - 1:
+            self.program.tap()
+        self.program.copy_to_tap(x.at, tap, name="tap")
+        self.values.put(node.outputs[0], x)
+
+    def _head(self, index: int, node: Node) -> None:
+        part = self.weights.head(node.settings["w"], self.head_ids)
+        source = self._input(index, node.inputs["x"], part.form, part.order)
+        vocab_size, ids = self.config.vocab_size, self.head_ids
+        logits, maxima = self._logits(vocab_size if ids is None else len(ids))
+        scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
+        more = {"scale": scale, "softcap": softcap, "maxima": maxima, "name": "head"}
+        self.program.linear(part.linear, source, "logits", (logits, 0), **more)
+        if ids is not None:
+            self.program.scatter(logits, *self._logits(vocab_size), ids.tolist(), vocab_size, name="scatter")
+
+    def _logits(self, width: int) -> tuple[int, int]:
+        """Buffers of logits and of their block maxima."""
+        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+    def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
+        """Where attention or a gate leaves a value: as an input where only linear layers of one form read it, else as rows."""
+        forms = self._forms(value)
+        if fusion in self.fuse and len(forms) == 1 and ((possible and self.by_group) or forms == {"bf16"}):
+            (form,) = forms
+            buffer = self.buffers.take(form, width)
+            self.values.put(value, Input(buffer, form))
+            return buffer, 0
+        return self.values.fresh(value, width).at
+
+    def _input(self, index: int, value: int, form: str, order: tuple[int, ...], scale: float = 0.0) -> int:
+        """The buffer with a value as a linear layer's input, made when it is first needed."""
+        place = self.values.places[value]
+        if isinstance(place, Input):
+            return place.buffer
+        key = (value, form, order, scale if self.static else 0.0)
+        if key not in self.inputs:
+            rows, norm = (place.rows, place.norm) if isinstance(place, Normed) else (place, None)
+            buffer = self.buffers.take(form, rows.width, local=True)
+            self.inputs[key] = buffer
+            self.values.hold(buffer, value)
+            reader = next((at for at in self.uses.of(value) if at in self.fills), index)  # K and V may be another's beside it
+            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **self._mark(reader, "quantize"))
+        return self.inputs[key]
+
+    def _side_by_side(self, index: int, node: Node) -> list[Floats]:
+        """q, k and v, as far as a node has them, as columns of one buffer, which attention wants; copied there where they are
+        not."""
+        parts = [self.values.rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
+        if len({rows.buffer for rows in parts}) == 1:
+            return parts
+        buffer = self.buffers.take("float", sum(rows.width for rows in parts))
+        self.values.hold(buffer, *node.inputs.values())
+        made: list[Floats] = []
+        for rows in parts:
+            made.append(Floats(buffer, sum(other.width for other in made), rows.width))
+            self.program.copy(rows.at, made[-1].at, rows.width, **self._mark(index, "copy"))
+        return made
+
+    # -- what is around a node -----------------------------------------------------------------------------------------
+    def _mark(self, index: int, name: str) -> dict[str, Any]:
+        return {"sublayer": self.uses.sublayer[index], "name": name, "fills": index in self.fills}
+
+    def _forms(self, value: int) -> set[str]:
+        """The inputs wanted of a value that only linear layers read; empty where something else reads it, or one reads its
+        columns in an order of its own."""
+        layers = [node.settings["w"] for node in self.uses.by_linears(value)]
+        if any(self.weights.order(layer) != {()} for layer in layers):
+            return set()
+        return {form for layer in layers for form in self.weights.form(layer)}
+
+    def _residual_after(self, index: int, node: Node) -> int | None:
+        """The residual that this linear layer can add itself into: x is not needed otherwise any more."""
+        follower = self.uses.only(node.outputs[0])
+        if "linear_residual" not in self.fuse or node.settings["w"].split or follower is None:
+            return None
+        residual = self.segment.nodes[follower]
+        if residual.op != "residual" or residual.settings["post_norm"] is not None or residual.inputs["y"] != node.outputs[0]:
+            return None
+        x = residual.inputs["x"]
+        return follower if self.uses.free_for(x, index, follower) and isinstance(self.values.places.get(x), Floats) else None
+
+    def _segment_unit(self, node: Node) -> int:
+        """Columns of a unit of the fixed segments that a row-parallel layer is summed in; 0 for the others."""
+        columns = node.settings["w"].columns
+        if columns is None:
+            return 0
+        return math.lcm(kv_shape(self.config).head_dim, 64) if columns == "heads" else 64
+
+    def _norm_weights(self, norm: Any) -> Any:
+        return core().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)
+
+    def _head_norm(self, norm: Any) -> Any:
+        if norm is not None and norm.kind != "rms":
+            raise RecordError(f"the native core normalises heads by rms, not {norm.kind!r}")
+        return None if norm is None else self._norm_weights(norm)
+
+
+def _fills(segment: Segment) -> set[int]:
+    """The nodes that K and V of a layer need, by index; none of what stores none."""
+    return set(leading_to_kv(segment)) if stores_kv(segment) else set()
+
+
+def _bfloat16(value: float) -> float:
+    """Rounded to nearest even."""
+    bits = int(np.float32(value).view(np.uint32))
+    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -1,0 +1,164 @@
+"""The native back end: a model made ready for the C++ core, which runs a step in one call."""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.native.buffers import Buffers, Ropes
+from headrace.backends.native.encoder import NativeEncoder, scratch_blocks
+from headrace.backends.native.kept import NativeKept
+from headrace.backends.native.live import NativeLive
+from headrace.backends.native.lowering import FUSIONS, Lowered, lower
+from headrace.backends.native.step import NativeStep
+from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.weights import PackedWeights
+from headrace.core import core
+from headrace.data.plan import NewSlot, StepPlan
+from headrace.kv.layout import kv_shape
+from headrace.models.base import Model
+from headrace.runner.program import InputRows, Source
+from headrace.runner.record import record
+from headrace.runner.span import Span
+from headrace.weights.source import WeightSource
+
+log = logging.getLogger("headrace")
+
+OUTLIERS = 6.0  # from here on inputs are outliers (LLM.int8(), Dettmers et al. 2022, https://arxiv.org/abs/2208.07339)
+ROUNDINGS = {"auto": "group", **{name: name for name in ("group", "token", "split", "tensor")}}  # as the core calls them
+KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8", "int4": "int4"}
+
+
+def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
+    """Bytes that one block of the pool takes in all layers."""
+    layers, heads, head_dim = kv_shape(config)
+    return int(core().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
+
+
+def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
+    """Bytes of the pool in which sources are encoded, by the encoder's config."""
+    return scratch_blocks(block_size, max_positions) * kv_block_bytes(encoder, block_size, "float32")
+
+
+class NativeProgram:
+    """A recorded model and a paged pool of the native core.
+
+    `kv_dtype`: auto (bfloat16), bfloat16, int8, int4, float32; `centre` [layers, KV heads * head size]: what K is stored less.
+    `activations`: how inputs of integer weights become int8: auto, group (a scale for 32 columns), token (one for a row), split
+    (as auto, once columns at or beyond `threshold` are taken out: at most 64 of a row, multiplied in float32), tensor (the
+    file's own scale, a layer's for all rows; token where it has none). `threads` 0: one for each core. `quantize`: "", int8,
+    int4, for files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the
+    model cannot be recorded, WeightError as the loader does. `head_ids` (ascending) are the only tokens that get logits. With
+    `inputs` its steps begin with hidden rows, to which `enter` may do something before the first layer, and it has no table of
+    tokens. Without `pack` the caller has the weights packed before the first plan.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: WeightSource,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_positions: int,
+        kv_dtype: str = "auto",
+        centre: np.ndarray | None = None,
+        activations: str = "auto",
+        threshold: float = OUTLIERS,
+        threads: int = 0,
+        quantize: str = "",
+        fuse: frozenset[str] = FUSIONS,
+        isa: str = "",
+        weights: PackedWeights | None = None,
+        head_ids: np.ndarray | None = None,
+        inputs: InputRows | None = None,
+        enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
+        pack: bool = True,
+    ) -> None:
+        self.model = model
+        self.config = config = model.config
+        pool = thread_pool(threads)
+        self.weights = weights or PackedWeights(model, source, pool, quantize)
+        layers, heads, head_dim = kv_shape(config)
+        self.kv = core().KVPool(max(layers, 1), num_blocks, block_size, heads, head_dim, KV_DTYPES[kv_dtype])
+        lowered = lower(
+            record(model, embeds=inputs is None),
+            self.weights,
+            config,
+            pool=pool,
+            kv=self.kv,
+            max_positions=max_positions,
+            fuse=fuse,
+            isa=isa,
+            activations=ROUNDINGS[activations],
+            threshold=threshold,
+            head_ids=head_ids,
+            enter=enter,
+            centre=centre,
+        )
+        self.encoder: NativeEncoder | None = None
+        if model.encoder is not None:
+            self.encoder = NativeEncoder(
+                model, self.weights, self.kv, pool=pool, max_positions=max_positions, fuse=fuse, isa=isa
+            )
+        if pack:
+            self.weights.pack()
+        self.core = lowered.program
+        self.inputs = inputs
+        self.taps: Mapping[str, int] = lowered.taps
+        self._sizes = num_blocks, block_size
+        self._norm = None if model.norm is None else self._read_norm(model.norm)
+        self._step = NativeStep(config.vocab_size)
+        if self.weights.summary():
+            log.info("%s", self.weights.summary())
+
+    def _read_norm(self, norm: Any) -> tuple[str, Any, Any, float]:
+        return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps
+
+    def live(self, new: NewSlot) -> NativeLive:
+        return NativeLive.of(new)
+
+    def step(self) -> NativeStep:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # its threads would spin on the cores of ours
+        self._step.clear()
+        return self._step
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        if self.encoder is not None:
+            self.encoder.encode(sources)
+
+    def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
+        """Rows [n, hidden] after the last layer, if they are to be kept."""
+        hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
+        layers = (span.first, span.layers or -1)
+        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)
+        return hidden
+
+    def final(self, hidden: np.ndarray) -> np.ndarray:
+        if self._norm is None or not len(hidden):
+            return hidden
+        normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
+        return normed
+
+    def on_host(self, rows: np.ndarray) -> np.ndarray:
+        return rows.astype(np.float64)
+
+    def rearrange(self, plan: StepPlan) -> None:
+        if plan.moves:
+            self.kv.move([(source, to) for _, source, to in plan.moves])
+        if plan.copies:
+            self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
+
+    def kept(self) -> NativeKept:
+        return NativeKept(*self._sizes, self.config.hidden_size)
+
+    def kv_bytes(self) -> int:
+        return int(self.kv.bytes)
+
+    def close(self) -> None:
+        """Give the packed weights and the pool back."""
+        del self.core, self.encoder, self.weights, self.kv

@@ -1,0 +1,191 @@
+"""A step on the native core: what it is fed and asked, and what came of it."""
+
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+from headrace.backends.native.live import NativeLive
+from headrace.core import core
+from headrace.data.plan import (
+    Answer,
+    Answers,
+    AnyWant,
+    Classify,
+    Drawn,
+    Each,
+    Failed,
+    Feed,
+    LogitRow,
+    Logits,
+    Pool,
+    Propose,
+    Ranked,
+    Reject,
+    Sample,
+    Score,
+    Scores,
+    TokenLogprob,
+    Top,
+    Verify,
+    Where,
+)
+from headrace.ops.keys import round_key
+from headrace.runner.wants import add_live, logit_rows, named_rows
+
+Asked = tuple[AnyWant, Any, Any]  # a want, where its answer will be, and that among what goes on
+
+
+class NativeStep:
+    """A step of the core, used again and again: `clear` empties it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.core = core().Step()
+        self.vocab_size = vocab_size
+        self._asked: list[tuple[NativeLive, list[Asked]]] = []
+        self._kept: dict[int, list[int]] = {}  # by slot: where the rows of logits are that were asked for as they are
+
+    def clear(self) -> None:
+        self.core.clear()
+        self._asked, self._kept = [], {}
+
+    def draw_each(self, feeds: Sequence[Feed], lives: Sequence[NativeLive]) -> bool:
+        """The short way for most steps: after one known token of each feed a token is drawn, and nothing else is asked. Where
+        some feed is or wants anything else: False, and nothing was done."""
+        sequences, starts = [], []
+        for feed, live in zip(feeds, lives, strict=True):
+            if feed.count != 1 or feed.nodes or feed.allowed or len(feed.wants) != 1 or not live.plain:
+                return False
+            want = feed.wants[0]
+            if type(want) is not Sample or want.at is not Where.LAST or want.n != 1 or want.logprobs is not None:
+                return False
+            if want.child != live.child:
+                live.draw_as(want.child)
+            sequences.append(live.sequence)
+            starts.append(feed.start)
+        self.core.draw_each(sequences, starts)
+        return True
+
+    def drawn(self) -> list[Answers]:
+        """What came of `draw_each`."""
+        tokens = self.core.drawn()
+        return [(Drawn((token,)) if token >= 0 else Failed(self.core.error(at)),) for at, token in enumerate(tokens)]
+
+    def rows(self, feed: Feed, live: NativeLive) -> None:
+        """Add a feed, and keep the rows of logits that its wants name."""
+        count = logit_rows(feed)
+        self.core.feed(live.sequence, feed.start, feed.count, count, feed.nodes, feed.parents, feed.full)
+        self._kept[feed.slot] = [self.core.logits(row) for row in range(count)]
+
+    def answers(self) -> list[list[Any]]:
+        """What each feed's wants got, in their order; None where hidden rows are pooled."""
+        return [[_answer(self.core, live, *one) for one in each] for live, each in self._asked]
+
+    def feed(self, feed: Feed, live: NativeLive, amateur: "NativeStep | None" = None) -> None:
+        """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot; they are used up."""
+        step, rows = self.core, logit_rows(feed)
+        last = rows - len(feed.nodes) - 1  # where there are any
+        if feed.nodes:
+            step.feed(live.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents, feed.full)
+        else:
+            step.feed(live.sequence, feed.start, feed.count, rows)
+        if feed.allowed:
+            step.mask(feed.allowed)
+        asked: list[Asked] = [(want, self._ask(live, want, last, feed), None) for want in feed.wants]
+        if any(isinstance(want, Top) and want.live for want in feed.wants):
+            step.mask(live.live_masks(feed, self.vocab_size))  # for all that is asked from here on
+            asked = [
+                (want, answer, self._ask(live, want, last, feed) if isinstance(want, Top) and want.live else None)
+                for want, answer, _ in asked
+            ]
+        self._asked.append((live, asked))
+        if amateur is not None:
+            assert live.params.combined is not None
+            for row, answer in enumerate(amateur._kept[feed.slot]):
+                step.combine(row, amateur.core, answer, *live.params.combined)
+
+    def _ask(self, live: NativeLive, want: AnyWant, last: int, feed: Feed) -> Any:
+        """Ask at the last known token, or at each row that a want names: a list."""
+        step = self.core
+        processed = live.params.logprobs_mode == "processed"
+        match want:
+            case Verify():
+                return step.verify(last, live.key(want.child), _most(want.logprobs), processed, want.mu)
+            case Reject():
+                key, block = round_key(live.seed, len(live), want.child), live.params.verification == "block"
+                return step.reject(last, key, feed.q, block, _most(want.logprobs), processed)
+            case Propose():
+                return step.propose(last, round_key(live.seed, len(live) - want.known, want.child))
+            case Score():
+                return step.score(0, want.logprobs)
+            case Sample() | Top() | Logits():
+                if want.at is Where.LAST:
+                    return self._ask_row(live, want, last, processed)
+                return [self._ask_row(live, want, last + 1 + node, processed) for node in named_rows(feed, want)]
+            case Pool() | Classify():
+                return None  # filled in where the hidden rows are
+            case _:
+                assert_never(want)
+
+    def _ask_row(self, live: NativeLive, want: Sample | Top | Logits, row: int, processed: bool) -> Any:
+        step = self.core
+        match want:
+            case Sample():
+                keys = [live.key(child) for child in range(want.child, want.child + want.n)]
+                return step.draw(row, keys, _most(want.logprobs), processed, want.mu)
+            case Top():
+                return step.top(row, want.k)
+            case Logits():
+                return step.logits(row)
+
+
+def _most(logprobs: int | None) -> int:
+    """How many alternatives are told of a token, as the core takes it: -1 says nothing of any."""
+    return -1 if logprobs is None else logprobs
+
+
+def _answer(step: Any, live: NativeLive, want: AnyWant, number: Any, going: Any) -> Any:
+    """What came of a want: `number` are the step's, `going` those of the second question, for what goes on."""
+    if isinstance(want, Pool | Classify):
+        return None
+    if isinstance(want, Score):
+        return _scores(step, number)
+    if not isinstance(number, list):
+        return _one(step, live, want, number, going)
+    more = going or [None] * len(number)
+    return Each(tuple(_one(step, live, want, *one) for one in zip(number, more, strict=True)))
+
+
+def _one(step: Any, live: NativeLive, want: AnyWant, number: int, going: int | None) -> Any:
+    """What was asked of one row, or of the walk over a draft."""
+    if error := step.error(number):
+        return Failed(error)
+    match want:
+        case Sample() | Verify() | Reject():
+            out = Drawn(tuple(step.tokens(number)))
+            if not isinstance(want, Sample):
+                out.path = tuple(step.path(number))
+            if want.logprobs is not None:
+                out.logprobs = tuple(_logprob(report) for report in step.reports(number))
+            if live.params.mirostat_tau:
+                out.mus = tuple(report.mu for report in step.reports(number))
+            return out
+        case Propose():
+            return Drawn(tuple(step.tokens(number)), q=step.row_of_logits(number))
+        case Top():
+            (best,) = step.reports(number)
+            ranked = Ranked(tuple(best.top_ids), tuple(best.top_logprobs))
+            for best in () if going is None or step.error(going) else step.reports(going):  # of which none may be left
+                add_live(ranked, best.top_ids, best.top_logprobs)
+            return ranked
+        case _:
+            return LogitRow(step.row_of_logits(number))
+
+
+def _scores(step: Any, asked: tuple[int, int]) -> Answer:
+    """The log-probabilities of known tokens: one answer each."""
+    numbers = range(asked[0], sum(asked))
+    error = next((error for at in numbers if (error := step.error(at))), "")
+    return Failed(error) if error else Scores(tuple(_logprob(step.reports(at)[0]) for at in numbers))
+
+
+def _logprob(report: Any) -> TokenLogprob:
+    return TokenLogprob(report.id, report.logprob, report.rank, report.top_ids, report.top_logprobs)

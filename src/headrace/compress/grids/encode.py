@@ -1,0 +1,115 @@
+"""float32 to stored rows of every kind of GGUF that is read but IQ4_XS: the inverse of weights.decode."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.compress.grids import blocks
+from headrace.compress.grids import super as superblocks
+from headrace.compress.grids.search import Array
+from headrace.weights.kinds import KINDS
+
+CHUNK = 1 << 16  # numbers encoded at a time: what a core's cache holds several times
+
+
+class Encoder(NamedTuple):
+    """`encode(x [size, groups], weight)` -> uint8 [blocks, bytes]; `size`: numbers that share a scale."""
+
+    size: int
+    encode: Callable[[Array, Array | None], Array]
+
+
+ENCODERS = {
+    "Q4_0": Encoder(32, blocks.q4_0),
+    "Q4_1": Encoder(32, blocks.q4_1),
+    "Q5_0": Encoder(32, blocks.q5_0),
+    "Q5_1": Encoder(32, blocks.q5_1),
+    "Q8_0": Encoder(32, blocks.q8_0),
+    "Q2_K": Encoder(16, superblocks.q2_k),
+    "Q3_K": Encoder(16, superblocks.q3_k),
+    "Q4_K": Encoder(32, superblocks.q4_k),
+    "Q5_K": Encoder(32, superblocks.q5_k),
+    "Q6_K": Encoder(16, superblocks.q6_k),
+    "IQ4_NL": Encoder(32, blocks.iq4_nl),
+    "MXFP4": Encoder(32, blocks.mxfp4),
+}
+WRITTEN = ("F32", "F16", "BF16", *ENCODERS)  # kinds that can be written
+
+
+def encode(values: Array, kind: str, importance: Array | None = None, threads: int = 1) -> Array:
+    """Rows of numbers, float32 [n, k], as rows of `kind`: uint8 [n, row bytes].
+
+    `importance` [k], above 0: how much a square error in each column counts (the mean square of what is multiplied with it).
+    A row's bytes depend on that row alone. Raises ValueError where rows are no whole blocks, on numbers that are not finite or
+    too large, and on a kind that is not written.
+    """
+    if kind not in WRITTEN:
+        raise ValueError(f"{kind} is not written; choose one of {', '.join(WRITTEN)}")
+    block, nbytes = KINDS[kind]
+    n, k = values.shape
+    if k % block:
+        raise ValueError(f"rows of {k} numbers are no whole blocks of {block}, which {kind} has")
+    if importance is not None:
+        check_importance(importance, k)
+    out = np.empty((n, k // block * nbytes), np.uint8)
+    step = max(1, CHUNK // k)
+
+    def fill(start: int) -> None:
+        out[start : start + step] = _rows(values[start : start + step], kind, importance)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(fill, range(0, n, step)):
+            pass
+    return out
+
+
+def check_importance(importance: Array, k: int) -> None:
+    """Raise ValueError unless these are usable importances of k columns."""
+    if importance.shape != (k,):
+        raise ValueError(f"importance has {importance.size} columns and the matrix {k}; is it another model's?")
+    if not np.isfinite(importance).all() or importance.min() < 0 or not importance.any():
+        raise ValueError("importance must be finite numbers from 0, not all 0; measure it again")
+
+
+def _rows(values: Array, kind: str, importance: Array | None) -> Array:
+    if not np.isfinite(values).all():
+        raise ValueError("holds numbers that are NaN or infinite")
+    if kind in FLOAT:
+        return FLOAT[kind](np.ascontiguousarray(values, np.float32))
+    size, encoder = ENCODERS[kind]
+    return encoder(*columns(values, size, importance))[: values.size // KINDS[kind].block].reshape(len(values), -1)
+
+
+def columns(values: Array, size: int, importance: Array | None) -> tuple[Array, Array | None]:
+    """Rows [n, k] as the search wants them: [size, groups], and how much each number counts. A lone group comes twice: numpy
+    would add up a lone column in another order."""
+    x = np.ascontiguousarray(values.reshape(-1, size).T, np.float32)
+    weight = None
+    if importance is not None:
+        scaled = (importance / importance.mean(dtype=np.float64)).astype(np.float32)
+        weight = np.ascontiguousarray(np.tile(np.maximum(scaled, 1e-6), (len(values), 1)).reshape(-1, size).T)
+    if x.shape[1] == 1:
+        x, weight = x.repeat(2, 1), None if weight is None else weight.repeat(2, 1)
+    return x, weight
+
+
+def _f16(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        made = values.astype("<f2")
+    if np.isinf(made).any():
+        raise ValueError("holds numbers beyond 65504, the most that F16 has; write it as BF16 or F32")
+    return made.view(np.uint8)
+
+
+def _bf16(values: Array) -> Array:
+    """Nearest even."""
+    bits = values.view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    if (rounded & 0x7F80 == 0x7F80).any():
+        raise ValueError("holds numbers too large for BF16; write it as F32")
+    return rounded.view(np.uint8)
+
+
+FLOAT: dict[str, Callable[[Array], Array]] = {"F32": lambda values: values.view(np.uint8), "F16": _f16, "BF16": _bf16}

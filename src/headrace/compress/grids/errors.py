@@ -1,0 +1,81 @@
+"""What a format does to numbers: its square error, split into rounding and clipping, beside that of evenly spread errors."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.compress.grids.encode import encode
+from headrace.compress.grids.grid import Uniform, fit, grouped
+from headrace.compress.grids.spec import Spec
+from headrace.compress.grids.targets import Blocks, Target
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.kinds import FLOATS
+
+SLICE = 256  # rows
+Ends = np.ndarray | np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Mean squares over all numbers: `rounding` of those inside their group's range, `clipping` of those outside; `noise`:
+    S²/12, that of errors evenly spread over a step S (0 where steps differ); `sqnr`: dB of the numbers over both errors."""
+
+    rounding: float
+    clipping: float
+    noise: float
+    sqnr: float
+
+    @property
+    def square(self) -> float:
+        """The whole mean square error."""
+        return self.rounding + self.clipping
+
+
+def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> Error:
+    """The error of a format on a matrix float32 [n, k]. `importance` [k] is for kinds, as `encode` takes it."""
+    if spec.family == "kind":
+        return _of_kind(w, spec.kind, importance)
+    groups = grouped(w, spec.group)
+    grid = fit(groups, spec)
+    step = grid.scale if isinstance(grid, Uniform) else np.zeros(1, np.float32)
+    return split(groups, grid.snap(groups), *grid.bounds(), step)
+
+
+def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> Error:
+    """Numbers, what became of them, the ends of their ranges, their steps (any shapes that broadcast)."""
+    squares = np.square(w.astype(np.float64) - made)
+    outside = (w < low) | (w > high)
+    clipping = float(np.where(outside, squares, 0).mean())
+    whole, energy = float(squares.mean()), float(np.square(w.astype(np.float64)).mean())
+    sqnr = 10 * math.log10(energy / whole) if whole and energy else math.inf
+    return Error(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
+
+
+def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
+    """Of numbers [n, k] that became `made`, stored as `rows`: the square errors of those outside the range of their block or
+    group, and S²/12 of its step, each added up over all numbers. Slice by slice of rows."""
+    clipping, noise = 0.0, 0.0
+    for at in range(0, len(w), SLICE):
+        some = slice(at, at + SLICE)
+        low, high = to.ends(rows[some])
+        error = split(w[some], made[some], low, high, _step(to, low, high))
+        clipping, noise = clipping + error.clipping * low.size, noise + error.noise * low.size
+    return clipping, noise
+
+
+def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
+    rows = encode(w, kind, importance)
+
+    def values(stored: np.ndarray) -> np.ndarray:
+        return dequantize_numpy(stored.reshape(-1), kind).reshape(w.shape)
+
+    if kind in FLOATS:
+        return split(w, values(rows), np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
+    to = Blocks(kind)
+    low, high = to.ends(rows)
+    return split(w, values(rows), low, high, _step(to, low, high))
+
+
+def _step(to: Target, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return (high - low) / to.steps if to.steps else np.zeros(1)

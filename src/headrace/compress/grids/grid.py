@@ -1,0 +1,128 @@
+"""Grids: the values that numbers with a common scale may take.
+
+The convention is that of ONNX and GPTQ: q = clip(round(x / S) + Z), x̂ = S · (q - Z), rounding half to even; so zero is always a
+value. With Z at the other side of the sign, x̂ = S · (q + Z'), Z' is -Z (`Uniform.added`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headrace.compress.grids import tables
+from headrace.compress.grids.spec import E4M3, E8M0, FLOATS, Spec
+
+
+class Grid(Protocol):
+    """Fitted to groups of numbers [groups, size]."""
+
+    def snap(self, w: np.ndarray) -> np.ndarray:
+        """The nearest allowed value of each number, float32, same shape."""
+        ...
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the largest value of each group [groups, 1]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Integers from `low` to `high`: scale S float32 [groups, 1], zero point Z int32 [groups, 1]."""
+
+    scale: np.ndarray
+    zero: np.ndarray
+    low: int
+    high: int
+
+    def codes(self, w: np.ndarray) -> np.ndarray:
+        """int32, same shape."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps = np.where(self.scale > 0, w / self.scale, 0)
+        return np.clip(np.rint(steps) + self.zero, self.low, self.high).astype(np.int32)
+
+    def values(self, codes: np.ndarray) -> np.ndarray:
+        """What codes stand for, float32."""
+        made: np.ndarray = self.scale * (codes - self.zero).astype(np.float32)
+        return made
+
+    def snap(self, w: np.ndarray) -> np.ndarray:
+        return self.values(self.codes(w))
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        ends = (np.full_like(self.zero, end) for end in (self.low, self.high))
+        low, high = (self.values(end) for end in ends)
+        return low, high
+
+    @property
+    def added(self) -> np.ndarray:
+        """Z' of the convention x̂ = S · (q + Z')."""
+        return -self.zero
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The values of an ascending table, float32 [values], times a scale [groups, 1]."""
+
+    scale: np.ndarray
+    table: np.ndarray
+
+    def snap(self, w: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps = np.where(self.scale > 0, w / self.scale, 0)
+        made: np.ndarray = self.scale * self.table[np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps)]
+        return made
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.scale * self.table[0], self.scale * self.table[-1]
+
+
+def grouped(w: np.ndarray, group: int | None) -> np.ndarray:
+    """A matrix [n, k] as [groups, numbers that share a scale]. Raises ValueError where a row is no whole groups."""
+    if group is None:
+        return w.reshape(1, -1)
+    if group and w.shape[1] % group:
+        raise ValueError(f"rows of {w.shape[1]} numbers are no whole groups of {group}")
+    return w.reshape(-1, group or w.shape[1])
+
+
+def fit(w: np.ndarray, spec: Spec) -> Grid:
+    """The grid of a format for groups of numbers w [groups, size]: nothing is outside but by rounding."""
+    w = w.astype(np.float32, copy=False)
+    if spec.family != "int":
+        most = np.abs(w).max(1, keepdims=True)
+        table = _table(w, most, spec)
+        return Table(_scale(most, float(np.abs(table).max()), spec.scales).astype(np.float32), table)
+    if spec.symmetric:
+        high = 2 ** (spec.bits - 1) - 1
+        scale = np.abs(w).max(1, keepdims=True) / high
+        return Uniform(scale.astype(np.float32), np.zeros(scale.shape, np.int32), -high, high)
+    high = 2**spec.bits - 1
+    low, top = np.minimum(w.min(1, keepdims=True), 0), np.maximum(w.max(1, keepdims=True), 0)
+    scale = ((top - low) / high).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        zero = np.where(scale > 0, np.rint(-low / scale), 0).astype(np.int32)
+    return Uniform(scale, zero, 0, high)
+
+
+def _scale(most: np.ndarray, last: float, scales: str) -> np.ndarray:
+    """What makes the largest number of each group the last of a table, in the format that scales have. Powers of two: that of
+    the largest number over that of the last value (OCP Microscaling Formats 1.0), so that numbers above are cut off."""
+    if scales == E8M0:
+        power = np.frexp(most)[1] - np.frexp(np.float32(last))[1]
+        return np.where(most > 0, np.ldexp(np.float32(1), power), 0)
+    found = most / last
+    if scales == E4M3 and most.any():
+        table = tables.minifloat("e4m3")
+        unit = found.max() / table[-1]
+        return Table(np.full_like(found, unit), table).snap(found)
+    return found
+
+
+def _table(w: np.ndarray, most: np.ndarray, spec: Spec) -> np.ndarray:
+    if spec.family in FLOATS:
+        return tables.minifloat(spec.family)
+    if spec.family == "nf":
+        return tables.normal_float()
+    if spec.family == "pow":
+        return tables.powers(spec.bits)
+    return tables.lloyd(w / np.where(most > 0, most, 1), spec.bits)

@@ -1,0 +1,91 @@
+"""Integers with a scale for a group of inputs, or for a whole row, and with a zero point or without: the grids of folders
+(`weights.quantized.written.Integers`), searched as the scales of stored blocks are (`quant.search`)."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.compress.grids.blocks import eight_bits, symmetric
+from headrace.compress.grids.encode import CHUNK, check_importance, columns
+from headrace.compress.grids.search import MOST, TOO_LARGE, Array, error, inverse, to_half, total
+from headrace.weights.quantized.rows import BLOCK, rows_of
+from headrace.weights.quantized.written import Integers
+
+CUTS = np.arange(1.0, 0.7, -0.05)  # of the range that is covered: what is beyond is cut off
+
+
+class Fitted(NamedTuple):
+    """Of rows [n, k]: w ≈ scale · integers, which reach from -zero to 2^bits - 1 - zero where there are zero points."""
+
+    scale: Array  # float32 [n, groups], halves
+    zero: Array  # int16 [n, groups]; 0 where integers are symmetric
+    integers: Array  # int8 [n, k]
+
+
+def fit(values: Array, of: Integers, importance: Array | None = None, threads: int = 1) -> Fitted:
+    """The grid of each group of rows float32 [n, k], and the nearest integers. `importance` [k] as in `encode`.
+
+    A row's grid depends on that row alone. Raises ValueError where rows are no whole groups, and on numbers that are not
+    finite or too large.
+    """
+    n, k = values.shape
+    if not of.fits(k):
+        raise ValueError(f"rows of {k} numbers are no whole groups of {of.group or k}, a multiple of {BLOCK}")
+    if importance is not None:
+        check_importance(importance, k)
+    step = max(1, CHUNK // k)
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(lambda at: _rows(values[at : at + step], of, importance), range(0, n, step)))
+    return Fitted(*(np.concatenate(part) for part in zip(*found, strict=True)))
+
+
+def stored(of: Integers, scale: Array, integers: Array) -> Array:
+    """Rows of `of.kind`: uint8 [n, row bytes]."""
+    blocks = integers.shape[1] // BLOCK // scale.shape[1]
+    return rows_of(of.kind, np.ascontiguousarray(integers), np.repeat(scale, blocks, axis=1).astype(np.float16))
+
+
+def _rows(values: Array, of: Integers, importance: Array | None) -> Fitted:
+    if not np.isfinite(values).all():
+        raise ValueError("holds numbers that are NaN or infinite")
+    n, k = values.shape
+    groups = of.groups(k)
+    x, weight = columns(values, k // groups, importance)
+    scale, zero, q = _search(of, x, weight)
+    integers = np.ascontiguousarray(q[:, : n * groups].T).astype(np.int8).reshape(n, k)
+    return Fitted(scale[: n * groups].reshape(n, groups), zero[: n * groups].reshape(n, groups).astype(np.int16), integers)
+
+
+def _search(of: Integers, x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
+    """Scales, zero points and integers less these of groups x [size, groups]."""
+    if not of.symmetric:
+        return _with_zero(x, weight, (1 << of.bits) - 1)
+    if of.bits == 8:
+        scale, q = eight_bits(x, weight)
+        return scale, np.zeros_like(scale), q
+    half = 1 << of.bits - 1
+    scale, codes = symmetric(x, weight, half)
+    return scale, np.zeros_like(scale), codes.astype(np.int16) - half
+
+
+def _with_zero(x: Array, weight: Array | None, most: int) -> tuple[Array, Array, Array]:
+    """Of several shares of the range, each with the scale that is best for its integers, the one with the least error. 0 is
+    always a value."""
+    if np.abs(x).max() > MOST:
+        raise ValueError(TOO_LARGE)
+    low, top = np.minimum(x.min(0), 0), np.maximum(x.max(0), 0)
+    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
+    least = np.full_like(low, np.inf)
+    for cut in CUTS.astype(np.float32):
+        scale = to_half((top - low) * (cut / np.float32(most)))
+        zero = np.clip(np.rint(-low * cut * inverse(scale)), 0, most)
+        for again in range(2):
+            q = np.clip(np.rint(x * inverse(scale)), -zero, most - zero)
+            found = error(x, scale * q, weight)
+            better = found < least
+            best = [np.where(better, new, old) for new, old in zip((scale, zero, q), best, strict=True)]
+            least = np.where(better, found, least)
+            if not again:
+                scale = to_half(total(weight, q, x) * inverse(total(weight, q, q)))
+    return best[0], best[1], best[2]

@@ -1,0 +1,119 @@
+"""NVFP4: E2M1 with a scale of E4M3 for each 16 numbers of a row, times a power of two of the matrix, in float32 rows. How they
+become codes: `weights.quantized.written_floats`."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.compress.grids.codes import TABLES
+from headrace.compress.grids.encode import CHUNK, check_importance, columns
+from headrace.compress.grids.search import Array, error
+from headrace.weights.quantized.written_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
+
+GROUP = GROUPS[NVFP4]
+VALUES = TABLES["MXFP4"] / 2  # of E2M1, ascending
+MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2
+BETWEEN = (E4M3[1:] + E4M3[:-1]) / 2
+ENDS = (6.0, 5.0, 4.0, 7.0, 8.0)  # what the largest number of a group may become; beyond 6 it is cut off
+
+
+class Nvfp4:
+    """A `targets.Target`: the format of a whole matrix, whose power of two is that of its largest number."""
+
+    kind, steps, by_row = "F32", 0, False
+
+    def encode(self, w: Array, importance: Array | None = None, threads: int = 1) -> Array:
+        """Each number to the nearest: float32 as bytes, uint8 [n, 4 k]. Raises ValueError as quant.encode does."""
+        scale, made = fit(w, unit_of(w), importance, threads), np.empty(w.shape, np.float32)
+        step = max(1, CHUNK // w.shape[1])
+        for at in range(0, len(w), step):
+            each = scale[at : at + step, :, None]
+            some = w[at : at + step].reshape(*each.shape[:2], GROUP)
+            made[at : at + step] = (each * VALUES[np.searchsorted(MIDDLES, some / each)]).reshape(-1, w.shape[1])
+        return made.view(np.uint8)
+
+    def grids(
+        self, w: Array, importance: Array | None, *, rows: Array | None, order: Tensor | None, threads: int
+    ) -> "Nvfp4Grids":
+        return Nvfp4Grids(w, importance, static=rows is not None, order=order, threads=threads)
+
+    def ends(self, rows: Array) -> tuple[Array, Array]:
+        values = rows.view("<f4")
+        _, codes, whole = nvfp4_parts(values)
+        most = np.repeat(E4M3[codes] / whole * VALUES[-1], GROUP, axis=1)
+        return -most, most
+
+
+class Nvfp4Grids:
+    """The grids of a matrix float32 [n, k], as quant.loop has those of blocks: `static` says that scales are found before the
+    loop, and columns may then come in any `order`; else a group's are found when the loop comes to it."""
+
+    def __init__(self, w: Array, importance: Array | None, *, static: bool, order: Tensor | None, threads: int) -> None:
+        if order is not None and not static:
+            raise ValueError("columns in another order need scales that are there before the loop")
+        n, k = w.shape
+        self._importance, self._threads, self._static, self._unit = importance, threads, static, unit_of(w)
+        self._places = list(range(k)) if order is None else order.tolist()
+        self._scale = torch.ones(k // GROUP, n)
+        self._values, self._middles = torch.from_numpy(VALUES), torch.from_numpy(MIDDLES)
+        if static:
+            self._scale = torch.from_numpy(fit(w, self._unit, importance, threads).T.copy())
+
+    def at(self, j: int, w: Tensor) -> "_Nearest":
+        if not self._static and j % GROUP == 0:
+            importance = None if self._importance is None else self._importance[j : j + GROUP]
+            if importance is not None and not importance.any():
+                importance = None
+            group = np.ascontiguousarray(w[:, j : j + GROUP].numpy())
+            self._scale[j // GROUP] = torch.from_numpy(fit(group, self._unit, importance, self._threads)[:, 0])
+        return _Nearest(self._scale[self._places[j] // GROUP], self._values, self._middles)
+
+    def rows(self, made: Tensor) -> tuple[Array, Tensor]:
+        """What the loop made [n, k] is what is stored."""
+        return np.ascontiguousarray(made.numpy()).view(np.uint8), made
+
+
+class _Nearest:
+    """Numbers of a column [n] to the nearest allowed values."""
+
+    def __init__(self, scale: Tensor, values: Tensor, middles: Tensor) -> None:
+        self._scale, self._values, self._middles = scale, values, middles
+
+    def __call__(self, column: Tensor) -> Tensor:
+        return self._scale * self._values[torch.bucketize(column / self._scale, self._middles)]
+
+
+def unit_of(w: Array) -> np.float32:
+    """The power of two of a matrix: the largest number's scale is at most half of E4M3's largest, so that one which grows in
+    the column loop finds room."""
+    power = np.frexp(np.abs(w).max() / (VALUES[-1] * E4M3[-1]))[1]
+    return np.ldexp(np.float32(1), power + 1)
+
+
+def fit(w: Array, unit: np.float32, importance: Array | None = None, threads: int = 1) -> Array:
+    """The scale of each group, float32 [n, groups], E4M3 times `unit`, above 0: of some for its largest number the one with the
+    least square error. Raises ValueError where rows are no whole groups, and on numbers that are not finite."""
+    n, k = w.shape
+    if k % GROUP:
+        raise ValueError(f"rows of {k} numbers are no whole groups of {GROUP}")
+    if importance is not None:
+        check_importance(importance, k)
+    step = max(1, CHUNK // k)
+    with ThreadPoolExecutor(threads) as pool:
+        return np.concatenate(list(pool.map(lambda at: _fit(w[at : at + step], unit, importance), range(0, n, step))))
+
+
+def _fit(w: Array, unit: np.float32, importance: Array | None) -> Array:
+    if not np.isfinite(w).all():
+        raise ValueError("holds numbers that are NaN or infinite")
+    x, weight = columns(w, GROUP, importance)
+    top = np.abs(x).max(0)
+    best, least = np.full_like(top, unit), np.full_like(top, np.inf)
+    for end in ENDS:
+        scale = E4M3[np.maximum(np.searchsorted(BETWEEN, top / (np.float32(end) * unit)), 1)] * unit
+        found = error(x, scale * VALUES[np.searchsorted(MIDDLES, x / scale)], weight)
+        better = found < least
+        best, least = np.where(better, scale, best), np.where(better, found, least)
+    return best[: w.size // GROUP].reshape(len(w), -1)

@@ -1,0 +1,86 @@
+"""Number formats by name: "Q4_K" (a kind that files have), "int4-g128", "int8-tensor-sym", "nf4-g64", "nvfp4", "lloyd4"."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.compress.grids.encode import WRITTEN
+from headrace.data.spelling import did_you_mean
+from headrace.weights.kinds import KINDS
+
+GRIDS = {"int": "integers", "nf": "quantiles of the normal distribution", "pow": "powers of two", "lloyd": "Lloyd's algorithm"}
+FLOATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}  # small floating numbers: exponent and mantissa bits, and all bits
+EXAMPLES = "int4-g128, int8-row-sym, nf4-g64, e4m3-tensor, nvfp4, pow4-g64 or lloyd4"
+SCALE_BITS = 16
+E8M0, E4M3 = "e8m0", "e4m3"  # scales of 8 bits: powers of two; small floating numbers, times a float32 of the tensor
+SCALED = {"mxfp4": ("e2m1", 32, E8M0), "nvfp4": ("e2m1", 16, E4M3)}
+MAX_BITS = 8
+_GRID = re.compile(r"(int|nf|pow|lloyd)([2-8])|(e4m3|e5m2|e2m1)")
+_SHARING = re.compile(r"tensor|row|g([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A number format. `family`: "kind" (then `kind` says which), a key of GRIDS, or one of FLOATS.
+
+    `group`: how many numbers of a row share a scale; 0: all of a row, which is a channel of weights and a token of activations;
+    None: all of a tensor. `symmetric`: integers have no zero point, and zero is code 0. `scales`: E8M0 or E4M3; "": 16 bits.
+    """
+
+    family: str
+    bits: int = 0
+    group: int | None = 0
+    symmetric: bool = True
+    kind: str = ""
+    scales: str = ""
+
+    def __str__(self) -> str:
+        if self.family == "kind":
+            return self.kind
+        if self.scales:
+            return next(name for name, (_, _, scales) in SCALED.items() if scales == self.scales)
+        sharing = {None: "-tensor", 0: ""}.get(self.group, f"-g{self.group}")
+        sign = "-sym" if self.family == "int" and self.symmetric else ""
+        return f"{self.family}{'' if self.family in FLOATS else self.bits}{sharing}{sign}"
+
+    def stored_bits(self, n: int, k: int) -> float:
+        """Bits a number of a matrix [n, k] takes: its code and its share of scales, zero points and tables."""
+        if self.family == "kind":
+            block, nbytes = KINDS[self.kind]
+            return 8 * nbytes / block
+        shared = {None: n * k, 0: k}.get(self.group, self.group or k)
+        zero = 0 if self.symmetric else self.bits
+        table = SCALE_BITS * 2**self.bits / (n * k) if self.family == "lloyd" else 0
+        scale, whole = (8, 32 if self.scales == E4M3 else 0) if self.scales else (SCALE_BITS, 0)
+        return self.bits + (scale + zero) / shared + table + whole / (n * k)
+
+
+def parse(text: str) -> Spec:
+    """The format of a name, in any case of letters. Raises ValueError, with the nearest names, for one that is not known."""
+    if text.lower() in SCALED:
+        family, size, scales = SCALED[text.lower()]
+        return Spec(family, FLOATS[family], size, scales=scales)
+    if text.upper() in WRITTEN:
+        return Spec("kind", kind=text.upper())
+    words = text.lower().split("-")
+    found = _GRID.fullmatch(words[0])
+    if found is None:
+        raise ValueError(unknown(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
+    family, bits = (found[1], int(found[2])) if found[1] else (found[3], FLOATS[found[3]])
+    if family == "nf" and bits != 4:
+        raise ValueError(f"{text!r}: quantiles of the normal distribution are known in 4 bits only: nf4")
+    group: int | None = 0
+    sharing = words[1] if len(words) > 1 and words[1] != "sym" else "row"
+    shared = _SHARING.fullmatch(sharing)
+    rest = [word for word in words[1:] if word != sharing]
+    if shared is None or rest not in ([], ["sym"]):
+        raise ValueError(f"{text!r} is no format: after {words[0]} comes -tensor, -row or -g128, and then -sym where it is")
+    group = None if sharing == "tensor" else int(shared[1] or 0)
+    return Spec(family, bits, group, family != "int" or rest == ["sym"])
+
+
+def unknown(text: str, names: Iterable[str], more: str = "") -> str:
+    """What is said of a format that is not known: names like it, and all there are."""
+    known = list(names)
+    meant = did_you_mean(text.upper().replace("-", "_"), known)
+    return f"unknown format {text!r}; {meant}{' ' if meant else ''}known are {', '.join(known)}{', ' if more else ''}{more}"

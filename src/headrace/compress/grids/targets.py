@@ -1,0 +1,164 @@
+"""What a matrix is to be stored as, for methods that round: a kind of block ("Q4_K"), or integers of a folder ("int4-g128"), or
+small floating numbers ("mxfp4", "nvfp4")."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.compress.grids.codes import CODES, TABLES, ends
+from headrace.compress.grids.encode import WRITTEN, encode
+from headrace.compress.grids.groups import fit, stored
+from headrace.compress.grids.loop import Grids, GroupGrids, StoredGrids
+from headrace.compress.grids.nvfp4 import Nvfp4
+from headrace.compress.grids.spec import parse
+from headrace.weights.decode import dequantize_numpy
+from headrace.weights.quantized.rows import BLOCK, integers_of
+from headrace.weights.quantized.written import Integers
+from headrace.weights.quantized.written_floats import MXFP4, NVFP4
+
+EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
+BITS = range(3, 9)
+SHORT = {  # a scale a row, no zero points
+    "int8": Integers(8),
+    "w8a8": Integers(8, activations=True),
+    "w8a8-static": Integers(8, activations=True, static=True),
+}
+
+
+class RowGrids(Grids, Protocol):
+    """Grids that store what the loop made."""
+
+    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Stored rows of a matrix [n, k] whose numbers are the grids', and what these say."""
+        ...
+
+
+class Target(Protocol):
+    """See the module."""
+
+    @property
+    def kind(self) -> str:
+        """Of the rows."""
+        ...
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        """Rows float32 [n, k], each number to the nearest: uint8 [n, row bytes]. Raises ValueError as quant.encode does."""
+        ...
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a row's bytes depend on that row alone, so that some rows may be encoded after others."""
+        ...
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        """For the column loop over a matrix like w. `rows`, what `encode` gave of w, says that its scales are taken, with which
+        columns come in `order`."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Even steps from the least to the greatest number of a block or group; 0 where they are not even."""
+        ...
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the greatest number at each place of stored rows: float32 [n, k] each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of a kind."""
+
+    kind: str
+    by_row = True
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        return encode(w, self.kind, importance, threads)
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        return StoredGrids((w.shape[0], w.shape[1]), self.kind, importance, rows=rows, order=order, threads=threads)
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.kind in TABLES else CODES[self.kind][2] - 1
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = ends(rows, self.kind)
+        return np.minimum(*found), np.maximum(*found)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Integers with a scale for a group."""
+
+    integers: Integers
+    by_row = True
+
+    @property
+    def kind(self) -> str:
+        return self.integers.kind
+
+    def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
+        found = fit(w, self.integers, importance, threads)
+        return stored(self.integers, found.scale, found.integers)
+
+    def grids(
+        self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
+    ) -> RowGrids:
+        fitted = None if rows is None else fit(w, self.integers, importance, threads)
+        shape = (w.shape[0], w.shape[1])
+        return GroupGrids(shape, self.integers, importance, fitted=fitted, order=order, threads=threads)
+
+    @property
+    def steps(self) -> int:
+        low, high = self.integers.range
+        return high - low if self.integers.symmetric else (1 << self.integers.bits) - 1
+
+    def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A group's zero point is the least that it can be, as it is written."""
+        of = self.integers
+        values, scales = integers_of(of.kind, rows)
+        n, k = values.shape
+        groups = of.groups(k)
+        least = of.range[0] if of.symmetric else np.minimum(values.reshape(n, groups, -1).min(2), 0).astype(np.float32)
+        scale = scales.reshape(n, groups, -1)[:, :, 0].astype(np.float32)
+        found = [np.repeat(scale * end, k // groups, axis=1) for end in (least, least + self.steps)]
+        return np.minimum(*found), np.maximum(*found)
+
+
+def target(name: str) -> Target:
+    """Of a kind that is written, or of a format of folders. Raises ValueError as `integers_named` does."""
+    if name in WRITTEN:
+        return Blocks(name)
+    if name == MXFP4:
+        return Blocks("MXFP4")
+    return Nvfp4() if name == NVFP4 else Groups(integers_named(name))
+
+
+def integers_named(name: str) -> Integers:
+    """The integers of a folder by their name, in any case of letters. Raises ValueError for what folders do not hold."""
+    if name.lower() in SHORT:
+        return SHORT[name.lower()]
+    spec = parse(name)
+    if spec.family != "int":
+        raise ValueError(f"folders do not hold {spec}: choose {EXAMPLES}; or, for kinds of GGUF, a name that ends in .gguf")
+    if spec.bits not in BITS:
+        raise ValueError(f"{spec}: folders hold integers of {BITS[0]} to {BITS[-1]} bits: choose {EXAMPLES}")
+    if spec.group is None or spec.group % BLOCK:
+        raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
+    if spec.bits == 8 and not spec.symmetric:
+        raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
+    return Integers(spec.bits, spec.group, spec.symmetric)
+
+
+def nearest(w: Tensor, to: Target, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
+    """Stored rows, and what they say."""
+    rows = to.encode(w.numpy(), importance, threads)
+    return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), to.kind).reshape(w.shape))

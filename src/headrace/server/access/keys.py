@@ -1,0 +1,188 @@
+"""Keys: one, or a file of several with the names of those who have them, which may change while the server runs."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import re
+import stat
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace.server.access.principals import Meter, Principal
+from headrace.server.settings import ServerSettings, SettingsError, check_key
+
+log = logging.getLogger("headrace.server")
+
+LARGEST = 1 << 20  # bytes of a file
+MOST = 1000  # principals, which are labels of figures
+LOOK = 1.0  # seconds between two looks whether the file has changed
+NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+HASH = re.compile(r"[0-9a-f]{64}")
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file says of one principal."""
+
+    key: str | list[str] = []
+    sha256: str | list[str] = []  # of keys that the file does not hold
+    salt: str | None = None  # who names the same shares cached prefixes; "": with all who name none
+    operator: bool = False
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    requests: Count | None = None
+    tokens: Count | None = None
+    bytes: Count | None = None
+    window: Annotated[float, msgspec.Meta(gt=0, le=31 * 86400)] = 60.0
+
+
+class Keys:
+    """Who has which key. What is kept of a key is its SHA-256. Raises SettingsError."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._path = settings.keys
+        self._seen: tuple[int, ...] = ()
+        self._owners: list[tuple[bytes, Principal]] = []
+        self._names: dict[str, Principal] = {}
+        if self._path is not None:
+            self._seen = _stamp(self._path)
+            self._take(read(self._path))
+        else:
+            one = Principal()
+            self._names = {one.name: one}
+            self._owners = [(_hash(settings.key), one)] if settings.key is not None else []
+
+    @property
+    def needed(self) -> bool:
+        """Whether who asks must have a key."""
+        return bool(self._owners)
+
+    @property
+    def several(self) -> bool:
+        return self._path is not None
+
+    def of(self, given: str | bytes) -> Principal | None:
+        """Whose key it is. All keys are compared, each in constant time."""
+        digest, found = _hash(given), None
+        for known, principal in self._owners:
+            if hmac.compare_digest(digest, known):
+                found = principal
+        return found
+
+    def named(self, name: str) -> Principal | None:
+        """None: nobody is called so any more."""
+        return self._names.get(name)
+
+    async def watch(self) -> None:
+        """Take the file's keys anew whenever it changes, until cancelled; where it is broken the old ones stay."""
+        while self._path is not None:
+            await asyncio.sleep(LOOK)
+            await asyncio.to_thread(self._look, self._path)
+
+    def _look(self, path: Path) -> None:
+        try:
+            stamp = _stamp(path)
+            if stamp == self._seen:
+                return
+            self._seen = stamp
+            self._take(read(path))
+            log.warning("%s has changed: its %d names have their keys from now on", path, len(self._names))
+        except SettingsError as error:
+            log.error("%s; the keys that were read before stay", error)
+
+    def _take(self, found: list[tuple[bytes, Principal]]) -> None:
+        names = {principal.name: principal for _, principal in found}
+        for name, principal in names.items():
+            before = self._names[name].meters if name in self._names else {}
+            for unit, meter in principal.meters.items():
+                if unit in before:
+                    meter.goes_on(before[unit])
+        self._owners, self._names = found, names
+
+
+def read(path: Path) -> list[tuple[bytes, Principal]]:
+    """The keys of a file, hashed, and who has them. Raises SettingsError, which repeats nothing of the file but names."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+                raise SettingsError(f"{path} is open to all users of this machine; say chmod o-rw {path}")
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise SettingsError(f"{path} has more than {LARGEST} bytes; it holds keys and nothing else")
+        entries = {name: _entry(name, value) for name, value in tomllib.loads(data.decode()).items()}
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{path} is no text") from None
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if not 0 < len(entries) <= MOST:
+        raise SettingsError(f"{path} names {len(entries)}; it may name 1 to {MOST}, each in a table of its own")
+    salts = Counter(entry.salt for entry in entries.values())
+    try:
+        found = [
+            (digest, principal)
+            for name, entry in entries.items()
+            for principal in [_principal(name, entry, salts, alone=len(entries) == 1)]
+            for digest in _digests(name, entry)
+        ]
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
+    if len({digest for digest, _ in found}) < len(found):
+        raise SettingsError(f"{path}: one key is there twice; give each name its own")
+    return found
+
+
+def _entry(name: str, value: Any) -> Entry:
+    if not NAME.fullmatch(name):
+        raise msgspec.ValidationError(
+            f"the name {name[:64]!r} has other characters than letters, digits and . _ @ -, or over 64"
+        )
+    try:
+        return msgspec.convert(value, Entry)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"{name}: {error}") from None
+
+
+def _principal(name: str, entry: Entry, salts: Counter[str | None], *, alone: bool) -> Principal:
+    given = {"requests": entry.requests, "tokens": entry.tokens, "bytes": entry.bytes}
+    return Principal(
+        name,
+        b"" if entry.salt == "" else _hash(f"name {name}" if entry.salt is None else f"salt {entry.salt}"),
+        private=not entry.salt or salts[entry.salt] == 1,
+        alone=alone,
+        operator=entry.operator,
+        priority=entry.priority,
+        meters={unit: Meter(most, entry.window) for unit, most in given.items() if most is not None},
+    )
+
+
+def _digests(name: str, entry: Entry) -> list[bytes]:
+    keys = [entry.key] if isinstance(entry.key, str) else entry.key
+    hashes = [entry.sha256] if isinstance(entry.sha256, str) else entry.sha256
+    if not keys and not hashes:
+        raise SettingsError(f"{name} has no key; give one")
+    for key in keys:
+        check_key(key, f"the key of {name}")
+    if not all(HASH.fullmatch(one) for one in hashes):
+        raise SettingsError(f"the sha256 of {name} must be 64 hexadecimal digits in lower case")
+    return [*map(_hash, keys), *map(bytes.fromhex, hashes)]
+
+
+def _hash(text: str | bytes) -> bytes:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).digest()
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file does."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

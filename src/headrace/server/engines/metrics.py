@@ -1,0 +1,316 @@
+"""Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from headrace.data.types import Delta
+from headrace.server.access.principals import Principal
+from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.messages import Deltas, Ended, Loaded
+from headrace.server.engines.supervision import State, Supervision
+from headrace.server.logs import request_ended
+
+FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
+WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+LABELS = ("model_name",)
+LOOKS = ("fit", "unfit", "unchecked")
+LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BEAT = 0.25  # seconds between two looks at the clock
+ANSWERS = 32  # the last ones: how deep they were written is compared with the calibration
+BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEPTHS = (*range(0, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
+
+
+class Tally:
+    """How often values fell into each bucket."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self._bounds = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Take in the same value `count` times."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+
+class Often(Collector):
+    """A histogram by model for what comes with every token: equal values are counted at once."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._buckets = name, text, buckets
+        self._tallies: dict[str, Tally] = {}
+        registry.register(self)
+
+    def of(self, model: str) -> Tally:
+        return self._tallies.setdefault(model, Tally(self._buckets))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
+        names = [*map(floatToGoString, self._buckets), "+Inf"]
+        for model, tally in self._tallies.items():
+            family.add_metric([model], list(zip(names, accumulate(tally.counts), strict=True)), tally.sum)
+        yield family
+
+
+class Figures:
+    """What all models of a server share: one registry, in which each has its own label."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._made: dict[str, Gauge | Counter | Histogram | Often] = {}
+        ProcessCollector(registry=self.registry)
+        self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
+        asked, took = "Responses by whose key asked.", "Tokens of prompts and answers, by whose key asked."
+        self._asked = Counter("headrace:principal_responses", asked, ("principal",), registry=self.registry)
+        self._took = Counter("headrace:principal_tokens", took, ("principal", "kind"), registry=self.registry)
+        late = "How late the event loop came to what was due; it is looked at four times a second."
+        self.lag = Histogram("headrace:event_loop_lag_seconds", late, registry=self.registry, buckets=LAGS)
+
+    async def watch(self) -> None:
+        """Look at the event loop's lag, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + BEAT
+            await asyncio.sleep(BEAT)
+            self.lag.observe(max(0.0, clock() - due))
+
+    def text(self, who: Principal) -> bytes:
+        """The exposition format. What others have used is for operators alone."""
+        text = generate_latest(self.registry)
+        if who.alone or who.operator:
+            return text
+        own = f'principal="{who.name}"'.encode()
+        return b"".join(line for line in text.splitlines(True) if b'principal="' not in line or own in line)
+
+    def count(self, status: int, principal: str) -> None:
+        """Take in a response; where no key was needed or the right one was missing `principal` is empty."""
+        self._responses.labels(str(status)).inc()
+        if principal:
+            self._asked.labels(principal).inc()
+
+    def used(self, principal: str, prompt: int, generated: int) -> None:
+        """Take in the tokens of a request."""
+        self._took.labels(principal, "prompt").inc(prompt)
+        self._took.labels(principal, "generation").inc(generated)
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Gauge:
+        return self._once(name, lambda: Gauge(f"headrace:{name}", text, labels, registry=self.registry))
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = LABELS) -> Counter:
+        return self._once(name, lambda: Counter(f"headrace:{name}", text, labels, registry=self.registry))
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = LABELS) -> Histogram:
+        return self._once(name, lambda: Histogram(f"headrace:{name}", text, labels, registry=self.registry, buckets=buckets))
+
+    def often(self, name: str, text: str, buckets: tuple[float, ...]) -> Often:
+        return self._once(name, lambda: Often(f"headrace:{name}", text, buckets, self.registry))
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+
+class Metrics:
+    """The figures of one served model. Times are seconds."""
+
+    def __init__(self, figures: Figures, model: str) -> None:
+        self._figures = figures
+        self._model = model
+        self._num_blocks = 1
+        self._preemptions = 0
+        self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
+        self._reasons: dict[str, str] = {}  # how each open request's last answer ended
+        self._depths: dict[tuple[str, int], Tally] = {}  # of each open answer whose tokens may leave, in layers
+        self._means: deque[float] = deque(maxlen=ANSWERS)
+        self._usual: tuple[float, float] | None = None
+        self._gauges()
+        self._counters()
+        self._histograms()
+
+    def _gauges(self) -> None:
+        self.running = self._gauge("num_requests_running", "Requests in the running batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
+        self.restarts = self._gauge("engine_restarts", "How often the engine process was started again.")
+        self.states = self._figures.gauge("engine_state", "1 for the state that the engine is in.", (*LABELS, "state"))
+        why = "How often the engine process ended without being asked to, by what ended it."
+        self.ends = self._figures.gauge("engine_ends", why, (*LABELS, "reason"))
+        self.banned = self._gauge("requests_quarantined", "Requests not tried again, as the engine ended under them twice.")
+        deeper = f"How much deeper the last {ANSWERS} answers were written than calibrated, in standard deviations of one."
+        self.above = self._gauge("exit_layers_above_calibration", deeper)
+        self.failing = self._gauge("engine_failing_steps", "Steps that failed since the last that went well.")
+
+    def _counters(self) -> None:
+        self.preempted = self._counter("num_preemptions", "Requests that gave up their blocks for others.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        by_place = "Drafts that were accepted as far as this token; 0 is the first."
+        self.accepted_at = self._figures.counter("spec_decode_num_accepted_tokens_per_pos", by_place, (*LABELS, "position"))
+        self.ended = self._figures.counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"))
+        looked = "Finished answers that were checked against what no mask could hold them to, by what came of it."
+        self.looked = self._figures.counter("late_checks", looked, (*LABELS, "result"))
+        for result in LOOKS:
+            self.looked.labels(self._model, result)
+        self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
+
+    def _histograms(self) -> None:
+        self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", FIRST)
+        self.between = self._figures.often("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN).of(
+            self._model
+        )
+        self.exit_layer = self._figures.often(
+            "exit_layer", "Layers after which a token was written that might leave.", DEPTHS
+        ).of(self._model)
+        self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean over an answer's tokens.", BETWEEN)
+        self.whole = self._histogram("e2e_request_latency_seconds", "From submission to the end.", WHOLE)
+        self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", WHOLE)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", WHOLE)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
+        self.inference = self._histogram("request_inference_time_seconds", "From the first step to the last token.", WHOLE)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt.", SIZES)
+        self.answer_size = self._histogram("request_generation_tokens", "Tokens generated for a request.", SIZES)
+        self.asked_n = self._histogram("request_params_n", "Answers asked for.", BATCH)
+        self.asked_tokens = self._histogram("request_params_max_tokens", "The max_tokens asked for.", SIZES)
+        self.batch = self._histogram("iteration_requests", "Requests running after a step that gave tokens.", BATCH)
+        self.fed = self._histogram("iteration_tokens_total", "Tokens fed in a step, of prompts and answers.", SIZES)
+
+    def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None:
+        """Take in what one step brought; `tickets` are those still open."""
+        now = time.perf_counter()
+        stats = message.stats
+        self.running.set(stats.running)
+        self.waiting.set(stats.waiting)
+        self.kv_usage.set(stats.blocks_used / self._num_blocks)
+        self.failing.set(stats.failing)
+        if stats.preemptions > self._preemptions:
+            self.preempted.inc(stats.preemptions - self._preemptions)
+        self._preemptions = stats.preemptions
+        if stats.fed:
+            self.fed.observe(stats.fed)
+        if message.deltas:
+            self.batch.observe(stats.running)
+            self._tokens(message, tickets, now)
+        for ended in message.ended:
+            self._end(ended, tickets.get(ended.request_id), now)
+
+    def _tokens(self, message: Deltas, tickets: Mapping[str, Ticket], now: float) -> None:
+        gaps: dict[float, int] = {}  # by when the token before came, which was for most answers at the last step
+        for delta in message.deltas:
+            key = (delta.request_id, delta.index)
+            if delta.token_ids:
+                last = self._last.get(key)
+                if last is not None:
+                    gaps[last] = gaps.get(last, 0) + 1
+                elif delta.index == 0 and (ticket := tickets.get(delta.request_id)) is not None:
+                    self.first_token.observe(now - ticket.submitted)
+                self._last[key] = now
+            if delta.exits:
+                self._left(key, delta)
+            if delta.finish_reason is not None:
+                self._last.pop(key, None)
+                self._written(key)
+                self._reasons[delta.request_id] = delta.finish_reason
+        for last, count in gaps.items():
+            self.between.observe(now - last, count)
+        self.generated_tokens.inc(sum(len(delta.token_ids) for delta in message.deltas))
+        self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
+
+    def _left(self, key: tuple[str, int], delta: Delta) -> None:
+        depth = self._depths.setdefault(key, Tally(()))
+        for exited in delta.exits:
+            self.exit_layer.observe(exited.layers)
+            depth.observe(exited.layers)
+
+    def _written(self, key: tuple[str, int]) -> None:
+        """An answer has ended: how much deeper the last ones are than those of the calibration, in standard deviations."""
+        if (depth := self._depths.pop(key, None)) is None or self._usual is None:
+            return
+        self._means.append(depth.sum / depth.counts[0])
+        usual, spread = self._usual
+        self.above.set((sum(self._means) / len(self._means) - usual) / max(spread, 1e-3))
+
+    def _end(self, ended: Ended, ticket: Ticket | None, now: float) -> None:
+        reason = self._reasons.pop(ended.request_id, "abort")
+        self.ended.labels(self._model, reason).inc()
+        if ticket is None:
+            return
+        metrics, prompt = ended.metrics, len(ticket.prompt)
+        self.whole.observe(now - ticket.submitted)
+        cached = metrics.cached_tokens
+        name, http, who = ended.request_id, ticket.http_request, ticket.principal.name
+        request_ended(self._model, name, http, who, reason, prompt, ticket.generated, cached, now - ticket.submitted)
+        self._figures.used(who, prompt, ticket.generated)
+        self.prompt_tokens.inc(prompt)
+        self.cache_queries.inc(prompt)
+        self.cache_hits.inc(metrics.cached_tokens)
+        self.drafts.inc(metrics.drafts)
+        self.drafted.inc(metrics.drafted)
+        self.accepted.inc(metrics.accepted)
+        for place, count in enumerate(metrics.accepted_at):
+            self.accepted_at.labels(self._model, str(place)).inc(count)
+        self.prompt_size.observe(prompt)
+        self.answer_size.observe(ticket.generated)
+        self.asked_n.observe(ticket.params.n)
+        if ticket.params.max_tokens is not None:
+            self.asked_tokens.observe(ticket.params.max_tokens)
+        if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
+            return
+        self.queued.observe(metrics.scheduled - metrics.arrival)
+        self.prefill.observe(metrics.first_token - metrics.scheduled)
+        self.decode.observe(metrics.last_token - metrics.first_token)
+        self.inference.observe(metrics.last_token - metrics.scheduled)
+        if ticket.generated > ticket.params.n:
+            self.per_token.observe((metrics.last_token - metrics.first_token) / (ticket.generated / ticket.params.n - 1))
+
+    def look(self, result: str) -> None:
+        """A finished answer was checked: it is `fit`, `unfit` (the request failed), or `unchecked` (so it failed, too)."""
+        self.looked.labels(self._model, result).inc()
+
+    def supervise(self, supervision: Supervision, banned: int) -> None:
+        """Take in how the engine process fares."""
+        self.restarts.set(supervision.restarts)
+        self.banned.set(banned)
+        for state in State:
+            self.states.labels(self._model, state.value).set(state is supervision.state)
+        for event, count in supervision.ends.items():
+            self.ends.labels(self._model, event.value).set(count)
+
+    def begin(self, loaded: Loaded) -> None:
+        """An engine process is ready."""
+        self._num_blocks = max(loaded.num_blocks, 1)
+        self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
+
+    def end(self) -> None:
+        """It ended: nothing runs, and its counts begin anew."""
+        self._last, self._reasons, self._depths, self._preemptions = {}, {}, {}, 0
+        for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
+            gauge.set(0)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return self._figures.gauge(name, text).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return self._figures.counter(name, text).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._figures.histogram(name, text, buckets).labels(self._model)

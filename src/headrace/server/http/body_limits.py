@@ -1,0 +1,180 @@
+"""From bytes to a request: what is wrong with one is a 400 that names the field and what to change. The first mistake ends
+the look at it, and what would cost much to make is counted before any of it is made."""
+
+import gc
+import re
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+
+from headrace.data.spelling import did_you_mean
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.json_errors import json_problem
+from headrace.server.http.limits_check import Strict
+from headrace.server.http.tidy import tidied, type_of
+
+T = TypeVar("T", bound=Strict)
+
+# What one body may hold. An honest one of the largest size stays below: ten thousand messages, a schema, many prompts as ids.
+CONTAINERS, STRINGS, VALUES = 1 << 17, 1 << 18, 3 << 18
+QUOTE, COMMA, BACKSLASH, OBJECT = b'",\\{'
+OTHER_CASE = 0x20  # the bit in which [ and { differ
+PIECE = 1 << 16  # bytes that are looked at together
+MOST = np.array([CONTAINERS, 2 * STRINGS, VALUES])  # brackets, quotes, commas
+
+# The words of messages for what msgspec calls them.
+KINDS = {
+    "int": "an integer", "float": "a number", "str": "text", "bool": "true or false", "array": "a list", "object": "an object",
+    "null": "null",
+}  # fmt: skip
+BOUNDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+WRONG = re.compile(r"(?P<what>[^\n]*?)(?: - at (?:`key` in )?`\$(?P<where>[^`]*)`)?")
+EXPECTED = re.compile(
+    r"Expected `(?P<kinds>[^`]*)`(?:(?P<length> of length)? (?P<bound>[<>]=?) (?P<most>\S+))?(?:, got `(?P<got>\w+)`)?"
+)
+UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+
+
+def read_json(data: bytes, kind: Any = Any) -> Any:
+    """JSON as the standard has it: no NaN, no lone surrogates, bounded nesting. Raises msgspec.DecodeError and
+    RecursionError where it is not, msgspec.ValidationError where it is no `kind`, ApiError where there is too much of it."""
+    check_size(data)
+    collects = gc.isenabled()
+    gc.disable()  # else what is being made would be walked through again and again; JSON has no cycles
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("it is not UTF-8") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def read_body(data: bytes, kind: type[T]) -> T:
+    """A request. Raises ApiError."""
+    if not data.strip():
+        raise ApiError(400, "the body is missing; give it", code="missing_field")
+    try:
+        return read_json(data, kind)
+    except msgspec.ValidationError as error:
+        if not _may_be_tidied(str(error), data):
+            raise _refusal(error, data, kind) from None
+        return _read_tidied(data, kind, error)
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(400, json_problem(data)) from None
+
+
+def _may_be_tidied(message: str, data: bytes) -> bool:
+    """Whether the first mistake of a body is none: a null under an unknown name, or perhaps an integer written 5.0."""
+    if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
+        return "got `float`" in message
+    return re.search(rb"%s\s*:\s*null\b" % re.escape(msgspec.json.encode(unknown["name"])), data) is not None
+
+
+def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[Strict]) -> ApiError:
+    """The first mistake of a body, which may be behind it no JSON at all."""
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return ApiError(400, json_problem(data))
+    return _wrong_field(str(error), kind)
+
+
+def _read_tidied(data: bytes, kind: type[T], first: msgspec.ValidationError) -> T:
+    """A request that has a value in another spelling. Raises ApiError."""
+    try:
+        value = read_json(data)
+    except msgspec.ValidationError:  # a number that no type has: only `first` says in which field
+        raise _wrong_field(str(first), kind) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(400, json_problem(data)) from None
+    try:
+        return msgspec.convert(tidied(value, type_of(kind)), kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), kind) from None
+
+
+def read_query(given: dict[str, str], kind: type[T]) -> T:
+    """The parameters of a query. Raises ApiError."""
+    if unknown := sorted(set(given) - set(kind.__struct_fields__)):
+        name = unknown[0][:100]
+        raise ApiError(400, f"unknown parameter {name!r}; remove it", param=name, code="unknown_parameter")
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), kind) from None
+
+
+def check_size(data: bytes) -> None:
+    """Raises ApiError where a body holds so many values that making them would hold others up.
+
+    Its characters bound from above what it holds. Where that is not enough, what stands outside of texts is counted, as far
+    as there is not too much of it.
+    """
+    if len(data) < CONTAINERS or (
+        data.count(b"[") + data.count(b"{") <= CONTAINERS and data.count(b'"') <= 2 * STRINGS and data.count(b",") <= VALUES
+    ):
+        return
+    data = b" " + (data.replace(rb"\\", b"  ") if rb"\\" in data else data)
+    read = np.frombuffer(data, np.uint8)
+    found, within = np.zeros(3, np.int64), False
+    for start in range(1, len(read), PIECE):
+        piece = read[start : start + PIECE]
+        quotes = (piece == QUOTE) & (read[start - 1 : start - 1 + len(piece)] != BACKSLASH)
+        outside = np.bitwise_xor.accumulate(quotes) ^ (not within)
+        within = not outside[-1]
+        found[0] += np.count_nonzero(((piece | OTHER_CASE) == OBJECT) & outside)
+        found[1] += np.count_nonzero(quotes)
+        found[2] += np.count_nonzero((piece == COMMA) & outside)
+        if (found > MOST).any():
+            break
+    for count, bound, what in zip(found, MOST, ("arrays and objects", "texts and names", "values"), strict=True):
+        if count > bound:
+            most = bound // 2 if bound == 2 * STRINGS else bound
+            raise ApiError(400, f"the body holds more than {most} {what}; send less", code="invalid_value")
+
+
+def _wrong_field(message: str, kind: type[Strict]) -> ApiError:
+    """What msgspec says, in our words. What was sent is not repeated but for the name of an unknown field."""
+    what, place = message, ""
+    if (found := re.fullmatch(WRONG, message)) is not None:
+        what, place = found["what"], found["where"] or ""
+    path = [part for part in re.split(r"[.\[\]]+", place) if part]
+    if (named := UNKNOWN.fullmatch(what)) is not None or (named := MISSING.fullmatch(what)) is not None:
+        path.append(named["name"])
+    elif (own := re.match(r"([a-z_.0-9]+): ", what)) is not None:  # a `__post_init__`'s words
+        path += own[1].split(".")
+        what = what[own.end() :]
+    where, param = ".".join(path)[:200], path[0][:100] if path else None
+    if UNKNOWN.fullmatch(what):
+        question = did_you_mean(where, kind.__struct_fields__, "remove it")
+        return ApiError(400, f"unknown field {where!r}; {question}", param=param, code="unknown_field")
+    if MISSING.fullmatch(what):
+        return ApiError(400, f"{where} is missing; give it", param=param, code="missing_field")
+    return ApiError(400, f"{where or 'the body'}: {_words(what, kind, param)}", param=param, code="invalid_value")
+
+
+def _words(what: str, kind: type[Strict], param: str | None) -> str:
+    """What a value must be."""
+    if what.startswith("Invalid enum value"):
+        return f"must be {' or '.join(_choices(get_type_hints(kind, include_extras=True).get(param or '')))}"
+    if what.endswith("out of range"):
+        return "must be a number nearer to zero"
+    if (found := EXPECTED.fullmatch(what)) is None:
+        return what[:300]
+    kinds = [KINDS.get(one, one) for one in found["kinds"].split(" | ") if one != "null"]
+    must = "must be " + " or ".join(kinds)
+    if found["length"]:
+        must += f" of {BOUNDS[found['bound']]} {found['most']} {'characters' if kinds == ['text'] else 'entries'}"
+    elif found["bound"]:
+        must += f", {BOUNDS[found['bound']]} {found['most']}"
+    return must if found["got"] is None else f"{must}, not {KINDS.get(found['got'], found['got'])}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts of a `Literal`, also of one among other types."""
+    if get_origin(kind) is Literal:
+        return [str(one) for one in get_args(kind)]
+    return [text for one in get_args(kind) for text in _choices(one)]

@@ -1,0 +1,300 @@
+"""Connections of clients: HTTP/1.1 by uvicorn, with limits on their number, their time, and what they may send."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.connection_limits import Crowd
+from headrace.server.http.proxies import Proxies, client_group
+from headrace.server.logs import Burst
+
+log = logging.getLogger("headrace.server")
+
+# Functions of the connection in a request's state.
+CHUNK = "chunk"  # Connection.chunk
+ADMIT = "admit"  # Connection.admit
+HEAD = 64 << 10  # bytes of a request's head, by default
+HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard sees the request
+INVALID = "the request is not valid HTTP/1.1"
+REFUSED = 256 << 20  # bytes that the server drops after it has refused a request
+FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # chunks of a body that may be small; bytes that all have on average
+
+
+class Turn:
+    """Data written in this turn of the event loop, which all connections send at its end."""
+
+    def __init__(self) -> None:
+        self._written: list[Joined] = []
+
+    def add(self, joined: "Joined") -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._written.append(joined)
+
+    def _end(self) -> None:
+        written, self._written = self._written, []
+        for joined in written:
+            joined.flush()
+
+
+class Joined:
+    """A transport that joins all data written in one turn of the event loop into one `send`, as several events of a stream.
+    Everything else is the wrapped transport's."""
+
+    def __init__(self, transport: asyncio.Transport, turn: Turn, linger: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._turn = turn
+        self._linger = linger
+        self._ended = False
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._turn.add(self)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self.flush()
+        lingers = not self.is_closing() and self._linger()
+        self._ended = True
+        if not lingers:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._ended or self._transport.is_closing()
+
+    def flush(self) -> None:
+        if self._parts and not self._transport.is_closing():
+            self._transport.write(b"".join(self._parts))
+        self._parts.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class RefusedError(h11.RemoteProtocolError):
+    """A request that this server does not read further, with a message for the client."""
+
+
+class Lines(ReceiveBuffer):
+    """The bytes that h11 has not read yet. A head, or trailers, of too many lines or bytes is refused before h11 reads it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most  # bytes
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and len(lines) > HEADERS + 1:
+            raise RefusedError(f"a request may have {HEADERS} headers; send fewer", error_status_hint=431)
+        if lines is not None and sum(map(len, lines)) > self._most:
+            raise RefusedError(f"the head has more than {self._most} bytes; send less", error_status_hint=431)
+        return lines
+
+
+class Chunks(h11.Connection):
+    """h11's connection. It knows whether the answer is sent in chunks, refuses bodies in tiny chunks (each costs as much as a
+    line of the head), and keeps what is wrong with a request in `problem`, which uvicorn would log without the client's
+    address. An answer that begins before the request is complete is the last one of the connection."""
+
+    chunked = False
+    _chunks = _bytes = 0  # of the current body
+    problem: h11.RemoteProtocolError | None = None
+
+    def __init__(self, most: int) -> None:
+        super().__init__(h11.SERVER, most)
+        self._receive_buffer = Lines(most)
+
+    def next_event(self) -> Any:
+        if self.problem is not None:
+            return h11.NEED_DATA
+        try:
+            event = super().next_event()
+            self._count(event)
+        except h11.RemoteProtocolError as error:
+            self.problem = error
+            return h11.NEED_DATA
+        return event
+
+    def _count(self, event: Any) -> None:
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_end
+            self._bytes += len(event.data)
+            if self._chunks > FREE_CHUNKS + self._bytes // MEAN_CHUNK:
+                raise RefusedError(f"the chunks of the body are smaller than {MEAN_CHUNK} bytes; send larger ones")
+
+    def send(self, event: Any) -> Any:
+        if isinstance(event, h11.Response) and self.their_state is h11.SEND_BODY:
+            headers = [*event.headers.raw_items(), (b"connection", b"close")]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self.chunked = b"transfer-encoding: chunked" in (data or b"").lower()
+        elif isinstance(event, h11.EndOfMessage):
+            self.chunked = False
+        return data
+
+
+class Connection(H11Protocol):
+    """One client's connection, with limits on time that uvicorn does not have.
+
+    It is closed if the head of a request is not complete within `head_seconds` of its first byte (of connecting, for the
+    first request), and if the client does not read for `send_seconds`. A client that is refused while it sends would lose
+    the answer if the connection were closed at once: the server reads and drops the rest for `body_seconds`, at most
+    REFUSED bytes.
+    """
+
+    head_seconds = 10.0
+    send_seconds = 60.0
+    body_seconds = 30.0
+    turn = Turn()
+    crowd = Crowd(1 << 20, 1 << 20)
+    proxies = Proxies()
+    invalid = Burst(log, logging.WARNING, "requests that are not valid HTTP")
+    address = ""
+    _refused: int | None = None  # bytes that were dropped
+    _clock: asyncio.TimerHandle | None = None
+    _reader: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: uvicorn.Config, *more: Any, **options: Any) -> None:
+        super().__init__(config, *more, **options)
+        self.conn: Chunks = Chunks(config.h11_max_incomplete_event_size or HEAD)
+        self.app_state = {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
+        peer = self.client[0] if self.client else ""
+        self.address = client_group(peer)
+        self.crowd.enter(self, limited=not self.proxies.trust(peer))
+        self._start()
+
+    def admit(self) -> None:
+        """The current request may be worked on: the connection is not anonymous any more."""
+        self.crowd.admit(self)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def chunk(self, data: bytes) -> bool:
+        """Send a part of a streamed answer as one chunk, past h11 and uvicorn. False, and nothing is sent, if the answer is
+        not chunked or the client does not read fast enough."""
+        if not self.conn.chunked or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused is not None:
+            self._refused += len(data)
+            if self._refused > REFUSED:
+                self.transport.close()
+            return
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # a part of a head, or nothing
+            self._start()
+        else:
+            self._stop()
+            if self.cycle is not None and not self.transport.is_closing():
+                self.crowd.work(self)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.problem is not None and not self.transport.is_closing():
+            self._refuse(self.conn.problem)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            self.crowd.wait(self)
+        if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
+            self._start()
+
+    def _refuse(self, problem: h11.RemoteProtocolError) -> None:
+        """Answer a request that is not valid HTTP, if its answer has not begun, and close the connection."""
+        reason, *_ = str(problem).partition(":")  # h11 appends the bytes, which may hold a key
+        self.invalid.add(self.client[0] if self.client else "", reason)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            message = str(problem) if isinstance(problem, RefusedError) else INVALID
+            error = ApiError(problem.error_status_hint, message, code="invalid_http")
+            headers = [(b"content-type", b"application/json")]
+            if self.conn.their_state is not h11.SEND_BODY:
+                headers.append((b"connection", b"close"))
+            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (response, h11.Data(data=error.body()), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn would log advice to install packages for each such request; the guard refuses WebSockets."""
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reader is None:
+            self._reader = self.loop.call_later(self.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.crowd.leave(self)
+        self._stop()
+        self._read_on()
+        super().connection_lost(exc)
+
+    def _linger(self) -> bool:
+        """Whether the connection stays open to drop the rest that its client sends; nothing more is written."""
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+            return False
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # it has just gone
+            return False
+        self._refused = 0
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self._stop()
+        self._clock = self.loop.call_later(self.body_seconds, self.transport.close)
+        self.crowd.wait(self)
+        return True
+
+    def _start(self) -> None:
+        if self._clock is None:
+            self._clock = self.loop.call_later(self.head_seconds, self._close)
+
+    def _stop(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _read_on(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def connection(crowd: Crowd | None = None, proxies: Proxies | None = None, **seconds: float) -> Callable[..., Any]:
+    """The protocol class of one server. `seconds`: head_seconds, send_seconds, body_seconds of Connection."""
+    own = {
+        "crowd": crowd or Crowd(1 << 20, 1 << 20),
+        "proxies": proxies or Proxies(),
+        "turn": Turn(),
+        "invalid": Burst(log, logging.WARNING, "requests that are not valid HTTP"),
+    }
+    return type("Connection", (Connection,), {**seconds, **own})

@@ -1,0 +1,75 @@
+"""Maps exceptions to the errors that clients receive."""
+
+import re
+from collections.abc import Collection
+
+from headrace.confined.pool import BusyError
+from headrace.data.params import BEAM_NAMES, ParamError
+from headrace.decoding.tools import ToolError
+from headrace.server.access.principals import QuotaError
+from headrace.server.access.queueing import QueueFullError
+from headrace.server.engines.inflight import (
+    ConstraintFailedError,
+    DeadlineError,
+    EngineDownError,
+    EngineLostError,
+    QuarantinedError,
+    RequestFailedError,
+    RequestRefusedError,
+    TooLongError,
+)
+from headrace.server.http.api_error import ApiError, bad
+from headrace.server.http.limits_check import IgnoredFields
+from headrace.text.chat import TemplateError
+from headrace.text.tokenizer import TokenizerError
+
+ENGINE_LOST = "engine_lost"
+QUARANTINED = "request_quarantined"
+CONSTRAINT_FAILED = "constraint_failed"
+UNFIT = "answer_unfit"  # an answer that is not of the form that was asked for
+TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
+# Words of messages for fields of requests.
+OTHER_NAMES = {"refine": "refine_block", **{name: flat for flat, name in BEAM_NAMES.items()}}
+
+
+def blamed(message: str, fields: Collection[str], text_field: str | None) -> str | None:
+    """The field that a message is about: the first one it names, else, where it tells of a text, `text_field`."""
+    words = [OTHER_NAMES.get(word, word) for word in re.findall(r"[a-z_]+", message)]
+    of_text = bool({"prompt", "text", "message", "messages", "template"} & set(words[:4]))
+    named = next((word for word in words if word in fields and word not in IgnoredFields.__struct_fields__), None)
+    return text_field if of_text else named
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The error that a client receives for an exception, or None for one that clients must not see."""
+    match error:
+        case ApiError():
+            return error
+        case QuotaError(retry_after=None):
+            return ApiError(400, str(error), code="quota_exceeded")
+        case QuotaError():
+            return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
+        case QueueFullError():
+            message = f"the server is busy: {error}; try again in {error.retry_after} s"
+            return ApiError(429, message, code="rate_limit_exceeded", retry_after=error.retry_after)
+        case BusyError():
+            return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="rate_limit_exceeded", retry_after=1)
+        case EngineLostError():
+            return ApiError(503, str(error), code=ENGINE_LOST, retry_after=error.retry_after)
+        case EngineDownError():
+            return ApiError(503, str(error), code="engine_unavailable", retry_after=error.retry_after)
+        case DeadlineError():
+            return ApiError(408, str(error), code="deadline_exceeded")
+        case RequestFailedError():
+            return ApiError(500, str(error), code="request_failed")
+        case ConstraintFailedError():
+            return ApiError(422, str(error), code=CONSTRAINT_FAILED)
+        case QuarantinedError():
+            return ApiError(422, str(error), code=QUARANTINED)
+        case TooLongError():
+            return ApiError(400, str(error), code=TOO_LONG)
+        case ToolError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case ParamError() | RequestRefusedError() | TemplateError() | TokenizerError():
+            return bad(str(error))
+    return None

@@ -1,0 +1,228 @@
+"""Checks that every request passes before the application sees it. Plain ASGI."""
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from headrace.confined.pool import CLIENT
+from headrace.server.access.keys import Keys
+from headrace.server.access.principals import PRINCIPAL, Principal, QuotaError
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.bodies import Bodies, Receive, bounded, replay, too_large
+from headrace.server.http.connection import ADMIT
+from headrace.server.http.errors import as_api_error
+from headrace.server.http.ids import new_id
+from headrace.server.logs import HTTP_REQUEST, REQUESTS, Burst, answered
+from headrace.server.settings import ServerSettings, is_loopback
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+PROBES = frozenset({"/health", "/live", "/ready"})
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
+ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # of a target in absolute form
+UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
+NO_KEY, LOCAL = Principal(""), Principal()  # without the key that is needed, and on a server without keys
+UPLOADS = "/v1/files"  # the one path that takes a form of several parts
+JSON, FORM, PARTS = b"application/json", b"application/x-www-form-urlencoded", b"multipart/form-data"
+# Browsers send at least one of these with every request that a page of another site can cause, but for links and images.
+BROWSER = (b"origin", b"sec-fetch-site", b"referer")
+
+
+class Guard:
+    """Checks source, key, content type and size of each request, and reads its body.
+
+    A request without a valid key is refused at once and its connection is closed. It never waits, and does not count for any
+    limit that requests with a key depend on. A server without keys serves programs of this machine and its own page: it
+    accepts only loopback names as Host, and refuses requests that pages of other sites cause. Probes and the paths in `public`
+    need no key, and are answered whatever the number of open requests.
+    """
+
+    def __init__(
+        self, app: App, settings: ServerSettings, keys: Keys, count: Callable[[int, str], None], public: Iterable[str] = ()
+    ) -> None:
+        self._open_paths = PROBES.union(public)
+        self._app = app
+        self._limits = settings.limits
+        self._proxies = settings.proxies
+        self._keys = keys
+        self._count = count  # records the status of every response and the name of its principal
+        self._open: Counter[str] = Counter()  # admitted requests by principal
+        self._bodies = Bodies(settings.limits.bodies)
+        self._refused = Burst(REQUESTS, logging.INFO, "refused")
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = dict(scope["headers"])
+            peer = (scope.get("client") or ("",))[0]
+            scope = {**_as_routed(scope), "scheme": self._proxies.scheme(peer, headers, scope.get("scheme", "http"))}
+            CLIENT.set(self._proxies.client(peer, scope["headers"]))
+            PRINCIPAL.set(NO_KEY if self._keys.needed else LOCAL)
+            name = headers.get(b"x-request-id", b"")
+            token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
+            try:
+                await self._admit(scope, headers, receive, send)
+            finally:
+                HTTP_REQUEST.reset(token)
+
+    async def _admit(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        try:
+            self._check_source(headers)
+            if scope["path"] not in self._open_paths:
+                self._authenticate(headers)
+        except ApiError as error:
+            self._refused.add(CLIENT.get(), f"{error.status}, {scope['method']} {ascii(scope['path'])[1:-1]}")
+            await send_error(self._counted(send), error, close=True)
+            return
+        send = self._logged(scope, self._counted(send), began)
+        if scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+        else:
+            scope.get("state", {}).get(ADMIT, bool)()
+            await self._serve(scope, headers, receive, send)
+
+    async def _serve(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        """Run an admitted request."""
+        principal = PRINCIPAL.get()
+        name = principal.name
+        if principal.room(self._limits.connections, self._open.total(), self._open[name]) <= 0:
+            message = "too many requests are open; try again in 1 s"
+            await send_error(send, ApiError(503, message, code="too_many_connections", retry_after=1))
+            return
+        self._open[name] += 1
+        try:
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                principal.charge("requests", 1)
+                receive = await self._read(scope["path"], headers, receive)
+        except (ApiError, QuotaError) as error:
+            await send_error(send, as_api_error(error) or ApiError(500, "internal error"))
+            return
+        else:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= Counter([name])
+
+    def _counted(self, send: Send) -> Send:
+        """A `send` that counts the response and adds its x-request-id."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                name = (b"x-request-id", HTTP_REQUEST.get().encode())
+                message = {**message, "headers": [*message.get("headers", []), name]}
+                self._count(message["status"], PRINCIPAL.get().name)
+            await send(message)
+
+        return counted
+
+    def _logged(self, scope: Message, send: Send, began: float) -> Send:
+        """A `send` that logs the response."""
+
+        async def logged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seconds = time.perf_counter() - began
+                answered(scope["method"], scope["path"], message["status"], seconds, PRINCIPAL.get().name)
+            await send(message)
+
+        return logged
+
+    def _check_source(self, headers: dict[bytes, bytes]) -> None:
+        """Raises ApiError for WebSockets and, on a server without keys, for requests that another site may have caused."""
+        if not self._keys.needed:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if not is_loopback(name):
+                message = "without a key the server answers to localhost alone; use http://127.0.0.1 or set a key"
+                raise ApiError(403, message)
+            if _is_cross_site(headers):
+                raise ApiError(403, "without a key the server answers no pages of other sites; use its own page, or set a key")
+        if headers.get(b"upgrade", b"").lower() == b"websocket":
+            raise ApiError(400, "this server has no WebSockets; send HTTP requests, with stream: true", code="no_websockets")
+
+    def _authenticate(self, headers: dict[bytes, bytes]) -> None:
+        """Set the request's principal, and its client, from its API key. Raises ApiError (401) if it is missing or wrong."""
+        if not self._keys.needed:
+            return
+        kind, _, given = headers.get(b"authorization", b"bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
+        found = self._keys.of(given.strip())
+        if found is None or kind.lower() != b"bearer":
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+        PRINCIPAL.set(found)
+        if not found.alone:
+            CLIENT.set(found.name)
+
+    async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Read the body, and return a `receive` that gives it to the application. Raises ApiError, QuotaError."""
+        upload = _check_type(path, headers)
+        limit = self._limits.file if upload else self._limits.body
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > limit:
+            raise too_large(limit)
+        seconds = self._limits.body_seconds + (int(announced) / UPLOAD_SPEED if announced.isdigit() else 0)
+        if b"transfer-encoding" in headers or not announced.isdigit():
+            receive = _charged(receive)
+        else:
+            PRINCIPAL.get().charge("bytes", int(announced))
+        if upload:
+            return bounded(receive, limit, seconds)
+        return replay(await self._bodies.read(receive, limit, seconds), receive)
+
+
+def _as_routed(scope: Message) -> Message:
+    """The head as routes read it: HEAD as GET (the connection leaves the body out), an absolute target as its path."""
+    if (found := ABSOLUTE.match(scope["path"])) is not None:
+        path = scope["path"][found.end() :] or "/"
+        scope = {**scope, "path": path, "raw_path": path.encode()}
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+
+
+def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
+    """Whether a page of another site caused the request. Browsers send Origin with all but plain GETs, and Sec-Fetch-Site
+    with those too; a link from another site to the server's page is no harm."""
+    origin = headers.get(b"origin")
+    if origin is not None:
+        return origin.partition(b"://")[2] != headers.get(b"host", b"")
+    site, mode = headers.get(b"sec-fetch-site", b"none"), headers.get(b"sec-fetch-mode")
+    return site not in (b"none", b"same-origin") and mode != b"navigate"
+
+
+def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
+    """Whether the body is an upload. Raises ApiError (415) for a body that is neither that nor JSON.
+
+    `curl -d` names its body a form, and some clients do not name it: both are taken for JSON unless a browser may have sent
+    them. A page of another site can send these types without asking, JSON by name it cannot.
+    """
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if path == UPLOADS and kind == PARTS:
+        return True
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    browser = b"mozilla" in headers.get(b"user-agent", b"").lower() or any(name in headers for name in BROWSER)
+    if has_body and kind != JSON and (browser or kind not in (b"", FORM)):
+        raise ApiError(415, "send JSON, with the header 'Content-Type: application/json'")
+    return False
+
+
+def _charged(receive: Receive) -> Receive:
+    """A `receive` for a body of unknown size, whose bytes are charged as they arrive. It raises QuotaError."""
+
+    async def charged() -> Message:
+        message = await receive()
+        PRINCIPAL.get().charge("bytes", len(message.get("body", b"")))
+        return message
+
+    return charged
+
+
+async def send_error(send: Send, error: ApiError, close: bool = False) -> None:
+    """Send a whole response; with `close` the connection closes after it."""
+    headers = {"Content-Type": "application/json", **error.headers()} | ({"Connection": "close"} if close else {})
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": error.body()})

@@ -1,0 +1,45 @@
+"""/v1/classify: texts or token ids to classes, by the exits of the model's classifier."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import bad
+from headrace.server.protocols.embeddings import TOGETHER, together, tokens_of
+from headrace.server.protocols.fields import ClassifyRequest
+from headrace.server.protocols.stream import unless_gone
+from headrace.server.protocols.time_slices import pieces
+from headrace.startup.exits import Classifier
+
+MOST = 1 << 20  # probabilities of an answer
+IN_A_TURN = 1 << 14  # of these that are made and written before others have their turn
+
+
+async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:
+    """Answer a request. Raises what `as_api_error` knows, and ClientGoneError."""
+    known = service.llm.classifier
+    if known is None:
+        raise bad(f"{service.name} is served without a classifier; start the server with --classifier FOLDER", "model")
+    try:
+        rule = known.rule(request.criterion, request.threshold)
+    except ValueError as error:
+        raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
+    texts = await tokens_of(service, request)
+    each_has = len(known.exits.labels) + (len(known.exits.layers) if request.return_exits else 0)
+    if (many := len(texts) * each_has) > MOST:
+        raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
+    tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
+    each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
+    size = max(1, min(TOGETHER, IN_A_TURN // each_has))
+    data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in pieces(each, size) for one in some]
+    tokens = sum(map(len, texts))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": service.name, "usage": used}
+
+
+def _entry(index: int, known: Classifier, votes: bool, ids: list[int], ticket: Ticket) -> dict[str, Any]:
+    found = known.classification(ids, ticket.classified)
+    return {"object": "classification", "index": index, **found.record(votes=votes)}

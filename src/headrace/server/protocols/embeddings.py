@@ -1,0 +1,104 @@
+"""/v1/embeddings: texts or token ids to vectors of length 1."""
+
+import asyncio
+import base64
+import struct
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from headrace.data.outputs import unit
+from headrace.data.params import SamplingParams
+from headrace.server.access.principals import PRINCIPAL
+from headrace.server.engines.inflight import DeadlineError, Ticket, deltas
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import bad
+from headrace.server.protocols.fields import ClassifyRequest, EmbeddingRequest
+from headrace.server.protocols.sampling import priority_of
+from headrace.server.protocols.stream import unless_gone
+from headrace.server.protocols.time_slices import pieces
+
+PAUSE = 0.02  # seconds between two looks for room in the queue
+TOGETHER = 32  # texts of one request that are in the queue at a time, and are written in one turn
+FORMATS = ("float", "base64")
+
+
+async def embed(service: Service, request: EmbeddingRequest, http: Request, salt: bytes) -> dict[str, Any]:
+    """Answer a request. Raises what `as_api_error` knows, and ClientGoneError."""
+    size = service.llm.opened.config.hidden_size
+    if request.encoding_format not in (None, *FORMATS):
+        raise bad(f"encoding_format must be float or base64, not {request.encoding_format[:40]!r}", "encoding_format")
+    if request.dimensions is not None and not 1 <= request.dimensions <= size:
+        raise bad(f"dimensions must be 1 to {size} of this model, not {request.dimensions}", "dimensions")
+    texts = await tokens_of(service, request)
+    pool = request.pooling or service.llm.opened.pooling
+    tickets = await unless_gone(http, together(service, request, texts, salt, pool=pool))
+    tokens = sum(map(len, texts))
+    used = {"prompt_tokens": tokens, "total_tokens": tokens}
+    data = [_entry(*one, request) async for some in pieces(list(enumerate(tickets)), TOGETHER) for one in some]
+    return {"object": "list", "data": data, "model": service.name, "usage": used}
+
+
+async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyRequest) -> list[list[int]]:
+    """Token ids of every input."""
+    given: list[Any] = request.input if isinstance(request.input, list) else [request.input]
+    if given and isinstance(given[0], int):
+        given = [given]
+    if not given:
+        raise bad("input is empty; give a text, token ids, or a list of those", "input")
+    if len(given) > service.limits.inputs:
+        raise bad(f"at most {service.limits.inputs} inputs in a request, not {len(given)}; send several", "input")
+    texts: list[list[int]] = given
+    if isinstance(given[0], str):
+        texts = await service.llm.encode_all(given, parse_special=False, writes=False)
+    elif (largest := max(map(max, filter(None, texts)), default=0)) >= (size := service.llm.opened.tokenizer.vocab_size):
+        foreign = "is it of another model's tokenizer? send texts (langchain: check_embedding_ctx_length=False)"
+        raise bad(f"token {largest} is not in the vocabulary (0 to {size - 1}); {foreign}", "input")
+    if not all(texts) or "" in given:
+        raise bad("an input is empty; give at least one character or token", "input")
+    return texts
+
+
+async def together(
+    service: Service, request: EmbeddingRequest | ClassifyRequest, texts: list[list[int]], salt: bytes, **asked: Any
+) -> list[Ticket]:
+    """Ended tickets of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
+    priority = priority_of(request.priority, service.limits)
+    PRINCIPAL.get().check("tokens", sum(map(len, texts)))  # it is used as the texts are queued
+    ended: list[Ticket] = []
+    params = SamplingParams(max_tokens=1, priority=priority or 0)
+    seconds = service.deadline(request.deadline)
+    ends = None if seconds is None else time.monotonic() + seconds
+    most = min(TOGETHER, service.llm.waiting.max_requests)
+    late = DeadlineError(f"the request was not answered within its deadline of {seconds or 0:g} s")
+    for start in range(0, len(texts), most):
+        part = texts[start : start + most]
+        if start:
+            await _room(service, part, ends, late)
+        left = None if ends is None else max(ends - time.monotonic(), 0)
+        tickets = service.llm.submit(part, params, salt=salt, deadline=left, begun=start > 0, **asked)
+        try:
+            async for _ in deltas(tickets):
+                pass
+        except DeadlineError:
+            raise late from None
+        finally:
+            service.llm.abort(tickets)
+        ended += tickets
+    return ended
+
+
+async def _room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
+    """Return when the queue has room: what was begun is not lost to others who came meanwhile. Raises `late` at the end."""
+    while not service.llm.waiting.has_room([len(ids) for ids in texts]):
+        if ends is not None and time.monotonic() > ends:
+            raise late
+        await asyncio.sleep(PAUSE)
+
+
+def _entry(index: int, ticket: Ticket, request: EmbeddingRequest) -> dict[str, Any]:
+    values: list[float] | str = unit(ticket.pooled, request.dimensions)
+    if request.encoding_format == "base64":
+        values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")
+    return {"object": "embedding", "index": index, "embedding": values}

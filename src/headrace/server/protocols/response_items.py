@@ -1,0 +1,177 @@
+"""Items of /v1/responses: what is said to the model as messages, and its answers as items again."""
+
+from typing import Any
+
+from headrace.server.http.api_error import ApiError, bad
+from headrace.server.http.ids import new_id
+from headrace.server.protocols.chat_messages import check_keys, without_nulls
+
+ROLES = ("user", "assistant", "system", "developer")
+Item = dict[str, Any]
+# Keys by type: those of the API, of this server's own items, and of the types of OpenAI's client (`parsed`: of its parse()).
+KEYS = {
+    "message": frozenset({"type", "id", "role", "content", "status", "phase"}),
+    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status", "parsed_arguments"}),
+    "function_call_output": frozenset({"type", "id", "call_id", "name", "output", "status"}),
+}
+INPUT_TEXT = frozenset({"type", "text", "prompt_cache_breakpoint"})
+PARTS = {
+    "input_text": INPUT_TEXT,
+    "output_text": frozenset({"type", "text", "annotations", "logprobs", "parsed"}),
+    "text": INPUT_TEXT,
+    "refusal": frozenset({"type", "refusal"}),
+}
+
+
+def as_items(given: str | list[Item]) -> list[Item]:
+    """A request's input as items without nulls. Raises ApiError that names an unknown type, part or key."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [_read_item(number, item) for number, item in enumerate(given)]
+
+
+def _read_item(number: int, item: Item) -> Item:
+    where, item = f"item {number} of input", without_nulls(item)
+    kind = item.get("type", "message")
+    if kind not in KEYS:
+        raise bad(f"{where} has the type {str(kind)[:40]!r}, which this server does not read", "input")
+    check_keys(where, item, KEYS[kind], "input")
+    for name in ("content", "output"):
+        if isinstance(parts := item.get(name), list):
+            item = {**item, name: [_read_part(where, part) for part in parts]}
+    return item
+
+
+def _read_part(where: str, part: Any) -> Any:
+    if not isinstance(part, dict):
+        raise bad(f"{where} must have content: text, or a list of parts", "input")
+    part = without_nulls(part)
+    kind = part.get("type")
+    if kind not in PARTS:
+        raise bad(f"{where} has a part of type {str(kind)[:40]!r}; this model reads text alone", "input")
+    check_keys(f"a part of {where}", part, PARTS[kind], "input")
+    return part
+
+
+def messages(items: list[Item], instructions: str | None) -> list[Item]:
+    """The conversation as /v1/chat/completions has it. Raises ApiError."""
+    made: list[Item] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    calls: set[str] = set()
+    for number, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "message":
+            made.append(_message(number, item))
+        elif kind == "function_call":
+            _add_call(made, number, item)
+            calls.add(item["call_id"])
+        elif (name := _text(number, item, "call_id")) not in calls:
+            why = "no earlier item is such a function_call; send that item, or previous_response_id"
+            raise bad(f"item {number} of input answers the call {name[:100]!r}: {why}", "input")
+        else:
+            made.append({"role": "tool", "tool_call_id": name, "content": _output(number, item)})
+    return made
+
+
+def _message(number: int, item: Item) -> Item:
+    role, content = item.get("role"), item.get("content")
+    if role not in ROLES:
+        raise bad(f"item {number} of input must have one of the roles {', '.join(ROLES)}", "input")
+    role = "system" if role == "developer" else role
+    if isinstance(content, str):
+        return {"role": role, "content": content}
+    return {"role": role, "content": "".join(_parts(number, content))}
+
+
+def _parts(number: int, content: Any) -> list[str]:
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad(f"item {number} of input must have content: text, or a list of parts", "input")
+    return [_text(number, part, "refusal" if part.get("type") == "refusal" else "text") for part in content]
+
+
+def _output(number: int, item: Item) -> str:
+    output = item.get("output")
+    return output if isinstance(output, str) else "".join(_parts(number, output))
+
+
+def _add_call(made: list[Item], number: int, item: Item) -> None:
+    """Calls that follow one another are one message with several."""
+    function = {"name": _text(number, item, "name"), "arguments": _text(number, item, "arguments")}
+    call = {"id": _text(number, item, "call_id"), "type": "function", "function": function}
+    if made and made[-1].get("tool_calls"):
+        made[-1]["tool_calls"].append(call)
+    elif made and made[-1]["role"] == "assistant":
+        made[-1]["tool_calls"] = [call]
+    else:
+        made.append({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def _text(number: int, item: Item, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad(f"item {number} of input must have {name} as text", "input")
+    return value
+
+
+def chat_tools(tools: list[Item] | None) -> list[Item] | None:
+    """Tools as /v1/chat/completions has them. Raises ApiError for those that are no functions."""
+    for tool in tools or []:
+        if tool.get("type") != "function":
+            message = f"tools of type {str(tool.get('type'))[:40]!r} do not exist here; use functions"
+            raise ApiError(400, message, param="tools", code="unsupported")
+    names = ("name", "description", "parameters", "strict")
+    for tool in tools or []:
+        if unknown := {name for name, value in tool.items() if value is not None} - {"type", *names}:
+            raise ApiError(
+                400, f"unknown field {min(unknown)[:40]!r} of a tool; remove it", param="tools", code="unknown_field"
+            )
+    made = [{"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}} for tool in tools or []]
+    return made or None
+
+
+def chat_choice(choice: Any) -> Any:
+    """A tool_choice as /v1/chat/completions has it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": list(map(chat_choice, choice["tools"]))}}
+    return choice
+
+
+def chat_format(text: Item | None) -> Any:
+    """`text.format` as the response_format of /v1/chat/completions. Raises ApiError."""
+    if unknown := without_nulls(text or {}).keys() - {"format", "verbosity"}:
+        raise bad(f"unknown field text.{min(unknown)[:40]}", "text")
+    wanted = (text or {}).get("format")
+    if wanted is None or not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return wanted
+    return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
+
+
+def message_item(text: str, logprobs: list[Any], name: str | None = None, status: str = "completed") -> Item:
+    """An answer's text."""
+    part = text_part(text, logprobs)
+    return {"id": name or new_id("msg"), "type": "message", "status": status, "role": "assistant", "content": [part]}
+
+
+def text_part(text: str, logprobs: list[Any]) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def call_item(call: Item, name: str | None = None, status: str = "completed") -> Item:
+    """A tool's call, from one of /v1/chat/completions."""
+    function = call["function"]
+    return {
+        "id": name or new_id("fc"), "type": "function_call", "status": status, "call_id": call["id"],
+        "name": function["name"], "arguments": function["arguments"],
+    }  # fmt: skip
+
+
+def output_items(message: Item, logprobs: Item | None) -> list[Item]:
+    """The items of a whole answer: its text, where there is any, then its calls."""
+    calls = message.get("tool_calls") or []
+    items = [call_item(call) for call in calls]
+    if message.get("content") or not calls:
+        items.insert(0, message_item(message.get("content") or "", (logprobs or {}).get("content") or []))
+    return items

@@ -1,0 +1,123 @@
+"""Server-sent events, and clients that go away."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.connection import CHUNK
+from headrace.server.http.errors import as_api_error
+
+log = logging.getLogger("headrace.server")
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Raises ClientGoneError, and cancels it, when the client disconnects first."""
+    return await _race(work, request.receive)
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. The client's going ends them; an error of ours is sent as the last event.
+
+    `first` was awaited before the response began, so that a request which fails at once has an honest status.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncIterator[bytes], on_end: Callable[[], None], done: bytes = DONE) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._done = done
+        self.on_end = on_end
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The events, for whoever makes others of them in place of sending these."""
+        yield self._first
+        async for data in self._events:
+            yield data
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await _race(self._send(send, scope.get("state", {}).get(CHUNK, _no_short_way)), receive)
+        finally:
+            self.on_end()
+
+    async def _send(self, send: Send, short: Callable[[bytes], bool]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await _part(send, self._first)
+        try:
+            async for data in self._events:
+                if not short(data):
+                    await _part(send, data)
+        except Exception as error:
+            await _part(send, b"data: " + self._last_word(error) + b"\n\n")
+        if self._done:
+            await _part(send, self._done)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _last_word(self, error: Exception) -> bytes:
+        known = as_api_error(error)
+        if known is None:
+            log.error("a stream failed", exc_info=error)
+            known = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+        return known.body()
+
+
+def _no_short_way(data: bytes) -> bool:
+    return False
+
+
+async def begun(events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None]) -> EventStream:
+    """A stream whose first event is there. Raises what `events` raises before that, or ClientGoneError, after `on_end`."""
+    try:
+        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+    except BaseException:
+        on_end()
+        raise
+    return EventStream(first, events, on_end)
+
+
+async def _part(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})

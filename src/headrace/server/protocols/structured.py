@@ -1,0 +1,154 @@
+"""What a request says about the form of its answers, in OpenAI's words or in other servers'."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.confined.pool import shared
+from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
+from headrace.decoding.json_schema.prepare import Prepared
+from headrace.decoding.json_schema.validate import read_schema
+from headrace.decoding.looking import asked, found
+from headrace.server.engines.messages import Grammar
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import ApiError, bad
+from headrace.server.http.errors import UNFIT
+from headrace.server.protocols.fields import ChatRequest, Sampling
+from headrace.startup import compiling
+
+SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+Request = TypeVar("Request", bound=Sampling)
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def asked_form(request: Sampling) -> StructuredOutputs | None:
+    """The one constraint of a request, None where its answers are free. Raises ApiError."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    if isinstance(request, ChatRequest) and (form := _response_format(request.response_format)) is not None:
+        found.append(("response_format", form))
+    if request.structured_outputs is not None:
+        found.append(("structured_outputs", request.structured_outputs))
+    for name in GUIDED:
+        value = getattr(request, name)
+        if value is not None:
+            found.append((name, {name.removeprefix("guided_"): value}))
+    if not found:
+        return None
+    name, fields = found[0]
+    if len(found) > 1:
+        raise bad(f"{name} and {found[1][0]} both say what an answer must be; give one", found[1][0])
+    if request.open_objects is not None:
+        fields = {"open_objects": request.open_objects, **fields}
+    try:
+        return StructuredOutputs.of(fields)
+    except ConstraintError as error:
+        raise bad(f"{name}: {error}", name) from None
+
+
+def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
+    """The JSON schema of a form that is one. Raises ApiError."""
+    if form.json_object:
+        return {"type": "object"}
+    try:
+        return None if form.json is None else read_schema(form.json)
+    except ConstraintError as error:
+        raise bad(str(error), "response_format") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A constraint that the engine can compile. `late`: keywords of its schema that are checked on the finished answer."""
+
+    grammar: Grammar | None = None
+    late: tuple[str, ...] = ()
+
+
+async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> Looked:
+    """Rewrite and compile a constraint in a confined process. Raises ApiError if answers cannot be constrained by it."""
+    try:
+        answer = await _look(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
+    except ConstraintError as error:
+        raise bad(str(error), param) from None
+    late = tuple(answer["late"])
+    if late and streams:
+        raise ApiError(
+            400,
+            f"{', '.join(late)} of the JSON schema can only be checked when an answer is whole; leave stream out",
+            param=param,
+            code="unsupported",
+        )
+    return Looked(Grammar(answer["grammar"], answer["bytes"]), late)
+
+
+def with_defaults(service: Service, request: Request) -> Request:
+    """A request with the server's own setting of open objects, unless it has one."""
+    if request.open_objects is not None:
+        return request
+    return msgspec.structs.replace(request, open_objects=service.settings.open_objects)
+
+
+async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:
+    """The schemas of tools, rewritten for masks. Raises ApiError, also if they are longer together than one schema may be."""
+    try:
+        text = msgspec.json.encode(schemas).decode()
+    except RecursionError:
+        raise bad("tools: the JSON schemas are nested too deeply; flatten them", "tools") from None
+    if len(text) > MAX_SOURCE:
+        raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
+    try:
+        made = json.loads((await _look(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"])
+    except ConstraintError as error:
+        raise bad(f"tools: {error}", "tools") from None
+    return [Prepared(one["schema"], tuple(one["late"])) for one in made]
+
+
+async def _look(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
+    """Raises ConstraintError, BusyError."""
+    task = compiling.task(service.llm.opened.path, remembered=remembered)
+    with asked():
+        return found(await shared().ask(task, {**question, "model": task.argument}))
+
+
+async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:
+    """The last look, which is counted. Raises ApiError where an answer does not fit."""
+    try:
+        broken = (await _look(service, {"spec": msgspec.to_builtins(spec), "text": text}, remembered=False))["broken"]
+    except ConstraintError as error:
+        service.metrics.look("unchecked")
+        raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
+    service.metrics.look("unfit" if broken else "fit")
+    if broken:
+        raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code=UNFIT)
+
+
+async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -> bool:
+    """Whether the arguments of a call fit their schema. A check that is cut off is no."""
+    try:
+        question = {"spec": msgspec.to_builtins(spec), "text": arguments}
+        return not (await _look(service, question, remembered=False))["broken"]
+    except ConstraintError:
+        return False
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    """OpenAI's field: text, json_object, json_schema."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            given = value.get("json_schema")
+            schema = given.get("schema") if isinstance(given, dict) else None
+            if not isinstance(schema, (dict, bool)):
+                raise bad('response_format needs {"json_schema": {"name": …, "schema": {…}}}', "response_format")
+            if not isinstance(name := given.get("name"), str) or not SCHEMA_NAME.fullmatch(name):
+                raise bad("response_format: json_schema needs a name of 1 to 64 letters, digits, _ and -", "response_format")
+            return {"json": schema}
+    raise bad("response_format must have the type text, json_object or json_schema", "response_format")

@@ -1,0 +1,56 @@
+"""/tokenize, /detokenize and /tokenizer_info: text to token ids and back, and what clients need to render chats themselves."""
+
+from typing import Any
+
+from headrace.server.engines.service import Service
+from headrace.server.http.api_error import bad
+from headrace.server.protocols.chat import prompt_of
+from headrace.server.protocols.fields import ChatRequest, DetokenizeRequest, TokenizeRequest
+from headrace.server.protocols.time_slices import TOKENS, decoded, pieces
+
+CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "tool_choice", "chat_template_kwargs")
+
+
+async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+    """Token ids of a text or a conversation, their number, and the length of the context."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad("give either prompt or messages", "prompt")
+    if request.messages is None:
+        for name in CHAT_FIELDS:
+            if getattr(request, name):
+                raise bad(f"{name} goes with messages; give them in place of prompt", name)
+        special = request.add_special_tokens is not False
+        tokens = await service.llm.encode(request.prompt or "", add_special=special, limited=False)
+    else:
+        if request.add_special_tokens:
+            raise bad("the chat template writes the special tokens; leave add_special_tokens out", "add_special_tokens")
+        given = {name: getattr(request, name) for name in CHAT_FIELDS}
+        tokens = await prompt_of(service, ChatRequest(model=service.name, messages=request.messages, **given))
+    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
+    found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
+    if request.return_token_strs:
+        text = service.llm.opened.tokenizer.token_text
+        found["token_strs"] = [text(token) async for piece in pieces(tokens, TOKENS) for token in piece]
+    return found
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """The tokenizer's settings under the names of tokenizer_config.json, as vLLM gives them."""
+    tokenizer, template = service.llm.opened.tokenizer, service.llm.opened.template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.bos_token or None,
+        "eos_token": tokenizer.eos_token or None,
+        "chat_template": template.source,
+        "model_max_length": service.llm.loaded.max_model_len if service.llm.loaded is not None else None,
+        "vocab_size": tokenizer.vocab_size,
+    }
+
+
+async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
+    """The text of token ids, with the control tokens."""
+    tokenizer = service.llm.opened.tokenizer
+    largest = max(request.tokens, default=0)
+    if largest >= tokenizer.vocab_size:
+        raise bad(f"there is no token {largest}; ids are 0 to {tokenizer.vocab_size - 1}", "tokens")
+    return {"prompt": await decoded(tokenizer, request.tokens, skip_special=False)}

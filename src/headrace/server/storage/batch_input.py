@@ -1,0 +1,129 @@
+"""The input of a batch: a file with one request per line. All lines are checked before the first row is inserted."""
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.server.http.api_error import ApiError
+from headrace.server.http.body_limits import read_json
+from headrace.server.http.json_errors import json_problem
+from headrace.server.settings import Limits
+from headrace.server.storage import files
+from headrace.server.storage.store import Store
+from headrace.server.storage.store_schema import ROW
+
+MAX_ERRORS = 20  # in the report of a failed batch
+BOM = b"\xef\xbb\xbf"
+FIELDS = frozenset({"custom_id", "method", "url", "body"})
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    body: msgspec.Raw
+
+
+@dataclass(slots=True)
+class Check:
+    """The check of one file, a piece at a time. `errors` is the report of a failed batch; without errors the batch has `count`
+    rows, which take `size` bytes."""
+
+    file: files.File
+    endpoint: str
+    limits: Limits
+    size: int = 0
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    _at: int = 0  # row of the file's last piece
+    _rest: bytes = b""  # the beginning of a line
+    _number: int = 0
+    _seen: set[str] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        return len(self._seen)
+
+    async def run(self, store: Store) -> None:
+        """Check all lines. Each piece is a read transaction of its own, so that other readers wait for one piece at most."""
+        while not await store.read(self._step):
+            pass
+        if not self._seen and not self.errors:
+            self.errors = [_wrong("empty_file", "the file has no lines", None)]
+
+    def _step(self, db: sqlite3.Connection) -> bool:
+        """Check the lines that end in the next piece. Returns whether nothing is left to do."""
+        piece = files.piece(db, self.file, self._at)
+        if piece is None:
+            self._check(self._rest)
+            return True
+        self._at, data = piece
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[: self.limits.body + len(BOM) + 1]  # a longer line is refused by its length
+        return any(self._check(line) for line in whole)
+
+    def _check(self, line: bytes) -> bool:
+        """Check one line. Returns whether the report is full."""
+        self._number += 1
+        if not (text := _stripped(line, self._number)):
+            return False
+        problem, custom_id, size = _problem(text, self.endpoint, self.limits.body)
+        if not problem and custom_id in self._seen:
+            problem = f"custom_id {custom_id[:60]!r} is used twice"
+        self._seen.add(custom_id)
+        if len(self._seen) > self.limits.batch_lines:
+            message = f"there are more than {self.limits.batch_lines} lines; split the file"
+            self.errors = [_wrong("too_many_requests", message, None)]
+            return True
+        if problem:
+            self.errors.append(_wrong("invalid_line", problem, self._number))
+        self.size += size + ROW
+        return len(self.errors) == MAX_ERRORS
+
+
+def add_rows(db: sqlite3.Connection, batch: int, file: files.File, limits: Limits) -> None:
+    """Insert the rows of a file that `Check` has found to be good."""
+    query = "INSERT INTO rows (batch, custom_id, state, body) VALUES (?, ?, 'pending', ?)"
+    db.executemany(query, ((batch, line.custom_id, bytes(line.body)) for line in _lines(db, file, limits)))
+
+
+def _lines(db: sqlite3.Connection, file: files.File, limits: Limits) -> Iterator[_Line]:
+    decoder = msgspec.json.Decoder(_Line)
+    for number, line in enumerate(files.lines(db, file, limits.body + len(BOM)), 1):
+        if text := _stripped(line, number):
+            yield decoder.decode(text)
+
+
+def _stripped(line: bytes, number: int) -> bytes:
+    """A line without blanks at its ends; the first one without a byte order mark, which editors write."""
+    return (line.removeprefix(BOM) if number == 1 else line).strip()
+
+
+def _problem(line: bytes, endpoint: str, longest: int) -> tuple[str, str, int]:
+    """What is wrong with a line (empty: nothing), its custom_id, and the bytes of its body."""
+    if len(line) > longest:
+        return f"it has more than {longest} bytes", "", 0
+    try:
+        data = read_json(line)
+    except ApiError as error:
+        return error.message.replace("the body", "it", 1), "", 0
+    except (msgspec.DecodeError, RecursionError):
+        return json_problem(line, "the line"), "", 0
+    if not isinstance(data, dict):
+        return "it is not a JSON object", "", 0
+    custom_id, body = data.get("custom_id"), data.get("body")
+    if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
+        return "custom_id must be text of 1 to 512 characters", "", 0
+    if unknown := sorted(name for name, value in data.items() if value is not None and name not in FIELDS):
+        return f"unknown field {unknown[0][:60]!r}", custom_id, 0
+    if data.get("method", "POST") != "POST" or data.get("url") != endpoint:
+        return f"method and url must be POST {endpoint}, the batch's endpoint", custom_id, 0
+    if not isinstance(body, dict):
+        return "body must be a JSON object", custom_id, 0
+    if body.get("stream"):
+        return "stream has no meaning in a batch; leave it out", custom_id, 0
+    return "", custom_id, len(msgspec.json.decode(line, type=_Line).body)
+
+
+def _wrong(code: str, message: str, line: int | None) -> dict[str, Any]:
+    return {"code": code, "message": message, "line": line, "param": None}
