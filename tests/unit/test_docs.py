@@ -109,7 +109,9 @@ def test_the_floors_and_ways_of_the_house_are_the_houses() -> None:
     block = page[page.index("Imports go down the floors") :].split("```")[1]
     floors = re.split(r"(?:^|\s)(\d) ", block)[1:]
     told = {
-        room: int(number) for number, rooms in zip(floors[::2], floors[1::2], strict=True) for room in re.findall(r"[\w.]+", rooms)
+        room: int(number)
+        for number, rooms in zip(floors[::2], floors[1::2], strict=True)
+        for room in re.findall(r"[\w.]+", rooms)
     }
     tops = {name.partition(".")[0] for name in FLOORS if name} - {"__main__"}
     stands = {
