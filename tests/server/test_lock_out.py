@@ -108,16 +108,19 @@ def test_a_burst_of_connections_finds_room(locked: Running) -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", locked.port), timeout=10))
 
 
+PUBLIC = frozenset({"/"})  # paths without a key
+
+
 class Door:
     """A guard whose application answers when it is told to."""
 
     def __init__(self, **limits: Any) -> None:
         settings = ServerSettings("tiny", key=KEY, limits=Limits(**limits))
         self.go_on = asyncio.Event()
-        self.guard = Guard(self._app, settings, Keys(settings), lambda status, principal: None)
+        self.guard = Guard(self._app, settings, Keys(settings), lambda status, principal: None, PUBLIC)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] not in PROBES:
+        if scope["path"] not in PROBES | PUBLIC:
             await self.go_on.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
