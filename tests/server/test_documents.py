@@ -30,7 +30,8 @@ OF_DOCS = [
 
 
 def test_the_commands_are_there() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
+    page = (ROOT / "docs/commands.md").read_text("utf-8").partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(?:headrace )?([\w-]+)", row)}
     assert named == set(whole().commands)
 
@@ -98,7 +99,7 @@ def test_a_snippet_of_the_readme_runs(
     assert asked == ["smollm2-135m"]
     printed = capsys.readouterr().out
     assert len(printed) > 50
-    assert ("The mill stands by" in printed) == (number == 0)
+    assert "The mill stands by" in printed
 
 
 @pytest.mark.parametrize("code", OF_DOCS)
