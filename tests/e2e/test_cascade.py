@@ -15,7 +15,8 @@ from headrace.data.plan import TokenLogprob
 from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
 from headrace.server.settings import SettingsError
-from headrace.workflows.cascade import Tier, answer, auroc, deferrals, losses_against, surety, text_of
+from headrace.stats.confidence import auroc, deferrals, losses_against
+from headrace.workflows.cascade import Tier, answer, surety, text_of
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8], [40, 40, 40], [9, 8, 7, 6, 5, 4]]

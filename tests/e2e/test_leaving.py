@@ -20,7 +20,8 @@ from headrace.runner.leaving import MOST_BEHIND
 from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_files
-from headrace.training.leaving import Task, calibrated, likeness
+from headrace.stats.text_similarity import rouge_l
+from headrace.training.leaving import Task, calibrated
 from headrace.training.overlap import hashes
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -328,7 +329,7 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
         params = GREEDY.replace(max_tokens=8, exit_threshold=tried[-1][0])
         left = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     assert tried[0] == (1.01, 0.0)
-    assert tried[-1][1] == pytest.approx(sum(1 - likeness(*pair) for pair in zip(left, whole, strict=True)) / 30)
+    assert tried[-1][1] == pytest.approx(sum(1 - rouge_l(*pair) for pair in zip(left, whole, strict=True)) / 30)
     assert rule is not None
     assert rule.threshold == found.threshold
     assert AFTER <= rule.layers <= LAYERS
@@ -344,11 +345,11 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     (exits / rules.CALIBRATION).unlink()
 
 
-def test_likeness_of_answers() -> None:
-    assert likeness([1, 2, 3], [1, 2, 3]) == 1
-    assert likeness([1, 2, 3], [4, 5, 6]) == 0
-    assert likeness([1, 2, 3, 4], [2, 4]) == pytest.approx(4 / 6)
-    assert likeness([], []) == 1
+def test_rouge_l_of_answers() -> None:
+    assert rouge_l([1, 2, 3], [1, 2, 3]) == 1
+    assert rouge_l([1, 2, 3], [4, 5, 6]) == 0
+    assert rouge_l([1, 2, 3, 4], [2, 4]) == pytest.approx(4 / 6)
+    assert rouge_l([], []) == 1
 
 
 def test_a_threshold_that_falls() -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.training.calibration import Calibration, calibrate, minimum_n, p_value
+from headrace.stats.calibration import Calibration, calibrate, minimum_n, p_value
 
 GRID = tuple(1 - 0.05 * i for i in range(21))
 

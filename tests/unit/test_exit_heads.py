@@ -7,7 +7,7 @@ import torch
 
 from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
-from headrace.training.calibration import calibration_error
+from headrace.stats.calibration import calibration_error
 from headrace.training.exits import Rated, check, classifiers, confidences, default_exits, read_weights, seen_share
 from headrace.training.heads import Trained
 from headrace.training.kinds import begin

@@ -20,6 +20,7 @@ SRC = ROOT / "src"
 ROOMS = {
     "data": "",
     "host": "",
+    "stats": "",
     "confined": "host",
     "core": "",
     "weights": "core host data",
@@ -65,21 +66,20 @@ ROOMS = {
     "llm": "startup.exits startup engine.callers engine runner.executor drafting decoding text weights data",
     "training": "compress llm startup.rules startup.exits startup.opening startup backends.eager runner.heads "
     "runner drafting decoding text weights.loader weights.parts models models.layers ops kv.pool "
-    "weights core data",
+    "weights core stats data",
     "compress": "llm startup.opening backends.native.weights runner.streamed runner text weights.loader "
     "weights.parts models models.layers ops kv.layout compress.grids weights core data",
-    "workflows": "workflows.surety llm data",
-    "workflows.surety": "data",  # of numbers alone: the web process has it, too
-    "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv.layout weights host data",
+    "workflows": "llm stats data",
+    "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv.layout weights host stats data",
     "bench.kv": "bench compress startup runner.streamed models ops kv.rounded kv.layout weights host",
     "bench.profile": "bench llm backends.native core data",  # of the native core alone
     "bench.linears": "bench.profile bench backends.native weights core",  # so too
     "bench.tools": "server.protocols bench llm decoding data",  # asks as the server asks
-    "bench.cascade": "bench workflows training llm data",
-    "bench.token_cascade": "bench training llm runner drafting data",
-    "bench.exits": "bench training llm startup.exits runner",
+    "bench.cascade": "bench workflows llm stats data",
+    "bench.token_cascade": "bench llm runner drafting stats data",
+    "bench.exits": "bench training llm startup.exits runner stats",
     "bench.audit": "llm runner.heads runner decoding data",
-    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules startup runner.heads runner data",
+    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules startup runner.heads runner stats data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
@@ -88,7 +88,7 @@ ROOMS = {
     "server.http.proxies": "",
     "server.http.ids": "",
     "server.http.api_error": "",
-    "server.settings": "server.http.proxies workflows.surety",
+    "server.settings": "server.http.proxies stats",
     "server.access": "server.settings",
     "server.engines": "server.access server.settings server.http.api_error server.logs llm startup.rules "
     "startup.encoding startup.exits startup.opening engine decoding weights confined host data",
@@ -97,8 +97,8 @@ ROOMS = {
     "server.storage.store": "server.storage.store_schema server.http.api_error",
     "server.storage.store_schema": "",
     "server.protocols": "server.storage.store server.http server.engines server.access server.settings "
-    "server.http.api_error server.http.ids workflows.surety startup.compiling startup.exits decoding "
-    "text weights confined data",
+    "server.http.api_error server.http.ids startup.compiling startup.exits decoding "
+    "text stats weights confined data",
     "server.page": "server.protocols server.http confined",
     "server.storage": "server.protocols server.storage.store_schema server.storage.store server.http server.engines "
     "server.access server.settings server.http.api_error server.http.ids confined",
@@ -108,13 +108,13 @@ ROOMS = {
     "cli": "server server.protocols server.http server.settings server.http.api_error server.http.proxies "
     "server.logs bench.leaving bench.exits bench.token_cascade bench.cascade bench.tools "
     "bench.linears bench.profile bench.kv bench workflows compress training llm startup.runnable "
-    "startup.rules startup.opening startup decoding text weights core host data",
+    "startup.rules startup.opening startup decoding text weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
-    "data host bench.workers",
+    "data host stats bench.workers",
     "kv.layout kv.pool kv.rounded kv.blocks kv.block_pool weights core confined compress.grids",
     "ops models.layers models",
     "weights.loader weights.parts text",
@@ -123,7 +123,7 @@ STOREYS = (
     "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
     "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling startup.runnable",
     "llm",
-    "training workflows workflows.surety compress",
+    "training workflows compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
     "server.http.api_error server.protocols server.page server.storage server.storage.store server.storage.store_schema "
     "bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.audit "
@@ -161,7 +161,7 @@ TOP = {"__init__", "__main__", "host", "llm"} | {
         "runner",
         "server",
     ),
-    *("compress", "startup", "text", "training", "weights", "workflows"),
+    *("compress", "startup", "stats", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every installation has.
 OPTIONAL = {"bm25s"}

@@ -1,7 +1,6 @@
 """Models that were compressed beside each other and the first: size, what each lost, speed in turns, memory."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from headrace.compress.texts import Texts, check_apart, texts_of
 from headrace.host import cores
 from headrace.llm import LLM
 from headrace.startup.loading import Opened, open_model
+from headrace.stats.perplexity import perplexity
 from headrace.weights.describe import describe
 from headrace.weights.progress import Progress
 
@@ -138,10 +138,8 @@ def _quality(
         right[task] = answered(llm, questions, tell.advance)
         tell.finish()
     llm.close()
-    mean = math.fsum(logs) / len(logs)
-    spread = math.sqrt(math.fsum((one - mean) ** 2 for one in logs) / max(len(logs) - 1, 1) / len(logs))
-    perplexity = math.exp(-mean)
-    return {"perplexity": perplexity, "perplexity_error": perplexity * spread, "scored": len(logs)}, right
+    value, error = perplexity(logs)
+    return {"perplexity": value, "perplexity_error": error or 0.0, "scored": len(logs)}, right
 
 
 def _speeds(

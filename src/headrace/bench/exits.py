@@ -13,7 +13,7 @@ from headrace.bench.plots import Line
 from headrace.llm import LLM
 from headrace.runner.exits import CRITERIA, leave_at, probabilities
 from headrace.startup.exits import Pair
-from headrace.training.calibration import calibration_error
+from headrace.stats.calibration import calibration_error
 from headrace.training.classifier import Labelled, exit_logits, grid_of
 
 BATCHES = (1, 8, 32)

@@ -21,10 +21,10 @@ from headrace.runner.heads import Heads
 from headrace.runner.leaving import MOST_BEHIND
 from headrace.startup.recipe import DEFERRED
 from headrace.startup.rules import load
-from headrace.training.calibration import calibration_error
+from headrace.stats.calibration import calibration_error
+from headrace.stats.text_similarity import rouge_l
 from headrace.training.exits import BINS, Weights, left, read_weights
 from headrace.training.heads import asked_tokens
-from headrace.training.leaving import likeness
 
 BATCHES = (1, 2, 4, 8)
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the tokens that leave: a curve's thresholds
@@ -168,8 +168,8 @@ def perturbed(llm: LLM, answers: Sequence[RequestOutput], plain: SamplingParams)
         lost, after = [], []
         for (answer, at, begun), output in zip(changed, outputs, strict=True):
             before, now = answer.outputs[0].token_ids, output.outputs[0].token_ids
-            lost.append(1 - likeness([*begun, *now], before))
-            after.append(1 - likeness(now, before[at + 1 :]))
+            lost.append(1 - rouge_l([*begun, *now], before))
+            after.append(1 - rouge_l(now, before[at + 1 :]))
         if changed:
             made.append({"place": place, "n": len(changed), "lost": float(np.mean(lost)), "after": float(np.mean(after))})
     return made

@@ -18,7 +18,7 @@ from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.runner.leaving import MOST_BEHIND
-from headrace.training.leaving import likeness
+from headrace.stats.text_similarity import rouge_l
 
 PLAIN, DRAFT = "plain", "draft"
 THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -106,7 +106,7 @@ def measure(
             answers = _written(llm, prompts, way.params)
             texts.append([one.token_ids for one in answers])
             agrees = _agrees(llm, prompts, texts[-1])
-            alike = [likeness(*pair) for pair in zip(texts[-1], texts[0], strict=True)]
+            alike = [rouge_l(*pair) for pair in zip(texts[-1], texts[0], strict=True)]
             figures = _smaller(answers), agrees, sum(alike) / len(alike), _passes(answers)
             rows.append(Row(way.name, way.kind, way.at, *figures))
             say(f"{way.name}: {agrees:.1%} of the tokens are the larger model's choice")

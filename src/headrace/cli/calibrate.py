@@ -69,7 +69,7 @@ def calibrate(
     options.check()
 
     from headrace.bench.prompts import read_prompts
-    from headrace.training.calibration import minimum_n
+    from headrace.stats.calibration import minimum_n
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
 

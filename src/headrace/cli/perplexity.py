@@ -15,6 +15,8 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import json_text, print_fields, say
 from headrace.cli.status import status
+from headrace.stats.perplexity import perplexity as perplexity_of
+from headrace.stats.perplexity import tokens_for_error
 from headrace.weights.progress import counted
 
 WINDOW = 512
@@ -72,7 +74,7 @@ def perplexity(
     start = time.perf_counter()
     scores = _score(llm, windows)
     seconds = time.perf_counter() - start
-    value, error = _perplexity(scores)
+    value, error = perplexity_of(scores)
     if warning := _warning(len(scores), value, error):
         say(warning)
     found = {
@@ -138,16 +140,6 @@ def _warning(count: int, value: float, error: float | None) -> str:
     share = error / value
     if share <= WIDE:
         return ""
-    enough = math.ceil(count * (share / NARROW) ** 2 / 100) * 100
+    enough = tokens_for_error(count, share, NARROW)
     few = f"{counted(count, 'tokens')} scored are few: ± {share:.0%} is too wide to compare models by"
     return f"{few}; with about {enough:,} it is ± {NARROW:.0%}"
-
-
-def _perplexity(scores: list[float]) -> tuple[float, float | None]:
-    """exp of the mean negative log-likelihood, and its standard error if the scores were independent."""
-    mean = math.fsum(scores) / len(scores)
-    value = math.exp(-mean) if mean > -700 else math.inf
-    if len(scores) < 2:
-        return value, None
-    variance = math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1)
-    return value, value * math.sqrt(variance / len(scores))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.server.http.proxies import Proxies
-from headrace.workflows.surety import TOKEN_SCORES, TokenScore
+from headrace.stats.confidence import TOKEN_SCORES, TokenScore
 
 MIN_KEY = 8  # characters
 NEVER = 1.01  # a threshold that no answer reaches

@@ -25,7 +25,7 @@ from headrace.llm import LLM
 from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
 from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
-from headrace.training.calibration import calibrate
+from headrace.stats.calibration import calibrate
 from headrace.training.joint import WORK, Schedule, Stopped, check_new, learn, save_model
 from headrace.training.overlap import hashes, parts_of, split, without
 from headrace.training.run import alone_in

@@ -14,7 +14,7 @@ from headrace.models.registry import describe
 from headrace.runner.heads import EXIT, Tensors, unit
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
-from headrace.training.calibration import calibration_error
+from headrace.stats.calibration import calibration_error
 from headrace.training.heads import Recipe, Tell, Trained, judge, train
 from headrace.training.kinds import KINDS, begin
 from headrace.training.networks import norm

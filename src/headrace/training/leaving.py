@@ -14,7 +14,8 @@ from headrace.data.outputs import CompletionOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.rules import Rule
-from headrace.training.calibration import Calibration, calibrate
+from headrace.stats.calibration import Calibration, calibrate
+from headrace.stats.text_similarity import rouge_l
 
 GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for step in range(18)))  # from the safest on
 Tell = Callable[[float, float], None]  # a threshold that was tried, and its mean loss
@@ -69,20 +70,8 @@ def _leaving(plain: SamplingParams, task: Task, threshold: float) -> SamplingPar
 
 def _lost(loss: str, answer: CompletionOutput, complete: list[int]) -> float:
     if loss == "text":
-        return 1 - likeness(answer.token_ids, complete)
+        return 1 - rouge_l(answer.token_ids, complete)
     exits = answer.exits or []
     deepest = max((one.layers for one in exits), default=0)
     wrong = sum(one.layers < deepest and len(set(one.votes)) == 2 for one in exits)
     return wrong / max(1, len(exits))
-
-
-def likeness(one: Sequence[int], other: Sequence[int]) -> float:
-    """ROUGE-L: the longest common subsequence as a share of both lengths' mean; 1 for two empty ones."""
-    if not one and not other:
-        return 1.0
-    row = [0] * (len(other) + 1)
-    for token in one:
-        before = 0
-        for at, its in enumerate(other, 1):
-            before, row[at] = row[at], before + 1 if token == its else max(row[at], row[at - 1])
-    return 2 * row[-1] / (len(one) + len(other))

@@ -5,17 +5,15 @@ it is worth it only where the share that is deferred stays below 1 - (cost of th
 lossy: an answer that the small model is sure of, and wrong about, stays.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import numpy as np
 
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM, Messages, Prompt
+from headrace.stats.confidence import TOKEN_SCORES, cut_by_context, token_confidence
 from headrace.workflows.consistency import majority
-from headrace.workflows.surety import TOKEN_SCORES, cut_off, of_tokens
 
 Score = Literal["min", "mean", "low", "vote"]
 SCORES = (*TOKEN_SCORES, "vote")
@@ -84,7 +82,7 @@ def _fits(llm: LLM, prompt: Prompt) -> bool:
 
 def _is_whole(output: RequestOutput, params: SamplingParams) -> bool:
     """Whether an answer neither failed nor was cut off by the context."""
-    cut = [cut_off(one.finish_reason, len(one.token_ids), params) for one in output.outputs]
+    cut = [cut_by_context(one.finish_reason, len(one.token_ids), params.max_tokens) for one in output.outputs]
     return output.error is None and not all(cut)
 
 
@@ -95,7 +93,7 @@ def surety(output: RequestOutput, score: Score) -> float:
     if score == "vote":
         _, votes = majority(one.text for one in output.outputs)
         return votes / len(output.outputs)
-    return of_tokens([entry.logprob for entry in output.outputs[0].logprobs or []], score)
+    return token_confidence([entry.logprob for entry in output.outputs[0].logprobs or []], score)
 
 
 def text_of(output: RequestOutput, score: Score) -> str:
@@ -128,61 +126,3 @@ def _rendered(llm: LLM, prompt: Any) -> Prompt:
 def tokens_used(output: RequestOutput) -> int:
     """Tokens read and written, of all answers together."""
     return len(output.prompt_token_ids) + sum(len(one.token_ids) for one in output.outputs)
-
-
-# -- how good a score is -----------------------------------------------------------------------------------------------------
-
-
-def auroc(scores: Sequence[float], right: Sequence[bool]) -> float:
-    """How often a right answer scores above a wrong one, a tie by half: 0.5 tells nothing, 1 all; NaN without both kinds."""
-    of, good = np.asarray(scores, float), np.asarray(right, bool)
-    if good.all() or not good.any():
-        return float("nan")
-    above = of[good][:, None] - of[~good][None, :]
-    return float((above > 0).mean() + 0.5 * (above == 0).mean())
-
-
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Deferral:
-    """A share of the prompts, those of the lowest scores, is answered by the large model: the accuracy, what a choice of as
-    many by chance would have, and the cost of a prompt."""
-
-    share: float
-    accuracy: float
-    by_chance: float
-    cost: float
-
-
-def deferrals(
-    scores: Sequence[float],
-    small: Sequence[bool],
-    large: Sequence[bool],
-    costs: tuple[float, float],
-    shares: Sequence[float] = SHARES,
-) -> list[Deferral]:
-    """The curve of quality against cost, from which of its answers each model has right. `costs`: of a question to either."""
-    order = np.argsort(np.asarray(scores, float), kind="stable")
-    mine, theirs = np.asarray(small, float)[order], np.asarray(large, float)[order]
-    found = []
-    for share in shares:
-        count = round(share * len(order))
-        accuracy = (theirs[:count].sum() + mine[count:].sum()) / len(order)
-        chance = count / len(order)
-        found.append(
-            Deferral(
-                chance,
-                float(accuracy),
-                float((1 - chance) * mine.mean() + chance * theirs.mean()),
-                costs[0] + chance * costs[1],
-            )
-        )
-    return found
-
-
-def losses_against(scores: Sequence[float], small: Sequence[bool], large: Sequence[bool]) -> Callable[[float], np.ndarray]:
-    """For `training.calibration.calibrate`: a threshold loses 1 where its cascade is wrong and the large model is right."""
-    of, mine, theirs = np.asarray(scores, float), np.asarray(small, bool), np.asarray(large, bool)
-    return lambda threshold: ((of >= threshold) & ~mine & theirs).astype(float)

@@ -31,7 +31,7 @@ from headrace.server.protocols.fields import ChatRequest, CompletionRequest
 from headrace.server.protocols.openai_types import Chat, Completion, Model, Trial, Usage
 from headrace.server.protocols.stream import unless_gone
 from headrace.server.settings import CascadeSettings
-from headrace.workflows.surety import cut_off, of_tokens
+from headrace.stats.confidence import cut_by_context, token_confidence
 
 Asked = ChatRequest | CompletionRequest
 Way = tuple[Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]]
@@ -104,8 +104,10 @@ class Cascade:
         stands = False
         try:
             whole = await unless_gone(http, gathered(job.tickets[0]))
-            trial.score = of_tokens([entry.logprob for entry in whole.logprobs], self.settings.score)
-            stands = trial.score >= threshold and not cut_off(whole.finish_reason, len(whole.token_ids), job.tickets[0].params)
+            trial.score = token_confidence([entry.logprob for entry in whole.logprobs], self.settings.score)
+            stands = trial.score >= threshold and not cut_by_context(
+                whole.finish_reason, len(whole.token_ids), job.tickets[0].params.max_tokens
+            )
         except RequestFailedError:
             trial.score = 0.0
         finally:

@@ -1,0 +1,1 @@
+"""Statistics on plain numbers: calibrated thresholds, confidences, text similarity, perplexity. Needs NumPy alone."""
