@@ -12,8 +12,8 @@ from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Drawn, Feed, KVGr
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from tests.e2e.test_draft_model import Torch
 from tests.leaving import Job

@@ -4,9 +4,9 @@ from headrace.backends.eager.program import EagerProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.plan import AMATEUR, HIDDEN, TARGET, KVGroup
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
 from headrace.runner.program import Program
 from headrace.runner.runner import Runner
 from tests.tiny import VOCAB

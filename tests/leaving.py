@@ -33,11 +33,11 @@ from headrace.data.types import Request
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from headrace.runner.executor import InProcess
+from headrace.engine.executor import InProcess
+from headrace.runner.exit_head import Exit
 from headrace.runner.heads import EXIT, Heads
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.runner.stages import Exit
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
 from headrace.training.kinds import begin

@@ -1,4 +1,4 @@
-"""What tests of tokens that leave, by an exit or by a smaller model, must notice: each breaks one rule of `runner.leaving`."""
+"""Negative controls for tests of early exits and cascades by token: each breaks one rule of `runner.early_exit`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from headrace.data.plan import Feed
 from headrace.kv.blocks import BlockManager
-from headrace.runner.leaving import Leaving, Verdict
+from headrace.runner.early_exit import Leaving, Verdict
 
 
 def no_catching_up(patch: pytest.MonkeyPatch) -> None:

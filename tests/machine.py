@@ -14,7 +14,7 @@ from headrace.drafting.base import Drafter, Fed, Filled, Run
 from headrace.drafting.mixed import upper_rows
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from headrace.runner.leaving import MOST_BEHIND
+from headrace.runner.early_exit import MOST_BEHIND
 
 # Milliseconds of a step by its rows: a 1.5B model on two cores. From eight rows on arithmetic bounds them, in tiles of eight.
 STEPS = {1: 16.5, 3: 17.5, 4: 18.2, 6: 22.0, 8: 27.3, 9: 36.0, 16: 52.0, 17: 60.0, 24: 78.0, 32: 100.0, 64: 195.0}

@@ -11,10 +11,10 @@ from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.models.registry import describe
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from headrace.weights.loader import Allocator
 

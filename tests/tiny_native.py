@@ -15,10 +15,10 @@ from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.models.base import Model
 from headrace.models.family import Family, Stored
 from headrace.models.gguf import decoder
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from headrace.weights.origins import NameMap, Origin
 from tests.models.zoo import MemorySource, written

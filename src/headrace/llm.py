@@ -26,14 +26,14 @@ from headrace.data.outputs import Classification, CompletionOutput, Embedding, R
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.looking import take_calls
+from headrace.decoding.constraint_check import extract_calls
 from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
-from headrace.engine.callers import Callers, Inbox
 from headrace.engine.engine import Engine
-from headrace.runner.executor import InProcess
+from headrace.engine.executor import InProcess
+from headrace.engine.lockstep import Inbox, Lockstep
 from headrace.startup.backend import start
 from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
@@ -122,7 +122,7 @@ class LLM:
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
         scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
         self.engine = self._engine(recipe, scheduler, enable_prefix_caching, started.row_invariant, draft_tokens)
-        self.callers = Callers(self.engine, self.tokenizer.encode, seed)
+        self.callers = Lockstep(self.engine, self.tokenizer.encode, seed)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
@@ -192,7 +192,7 @@ class LLM:
         outputs = self.generate([self._rendered(chosen, talk, **template) for talk in talks], each)
         if given is not None:
             for output in outputs:
-                take_calls(output, given)
+                extract_calls(output, given)
         return outputs
 
     def stream(

@@ -10,10 +10,10 @@ from headrace.bench import tools
 from headrace.bench.tools import Case, is_right, json_schema, measure_tools, read_cases
 from headrace.cli.app import main
 from headrace.decoding.constrained import Grammars
-from headrace.decoding.tool_text import HERMES
 from headrace.decoding.tools import tooling
 from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
+from headrace.text.dialects.call_parser import HERMES
 from headrace.text.tokenizer import Tokenizer
 from tests.places import data_path, default_model
 from tests.tiny_files import write_tiny_gguf

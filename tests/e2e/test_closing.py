@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import AsyncLLM, SamplingParams
-from headrace.engine.callers import ClosedError
+from headrace.engine.lockstep import ClosedError
 from headrace.llm import LLM
 from headrace.server.engines.async_llm import LoadError
 from headrace.server.engines.inflight import EngineDownError

@@ -14,9 +14,9 @@ from headrace.data.types import ALL
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from tests.contrast_engines import engine_of
 from tests.contrast_reference import contrastive_decoding, contrastive_search

@@ -15,9 +15,9 @@ from headrace.data.types import ALL
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
 from headrace.runner.program import Program
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, Span

@@ -31,14 +31,14 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
+from headrace.runner.exit_head import Exit
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
-from headrace.runner.stages import Exit
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.training.kinds import KINDS, begin
 from headrace.training.teacher import Teacher, read_teacher

@@ -10,7 +10,7 @@ import torch
 from headrace.data.params import SamplingParams
 from headrace.decoding.processors import History
 from headrace.llm import LLM
-from headrace.runner.leaving import Leaving
+from headrace.runner.early_exit import Leaving
 from tests.leaving import write_exits
 from tests.tiny_files import write_tiny_gguf
 

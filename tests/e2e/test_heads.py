@@ -19,13 +19,13 @@ from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.ops.context import FeedRows, build
-from headrace.runner.executor import InProcess
+from headrace.runner.exit_head import Exit
 from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.runner.stages import Exit
 from headrace.training.kinds import begin
 from headrace.training.networks import FeatureLayer, norm, shifted
 from headrace.training.teacher import Batch, Teacher

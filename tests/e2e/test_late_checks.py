@@ -8,8 +8,8 @@ import pytest
 
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
-from headrace.decoding import looking
-from headrace.engine import callers
+from headrace.decoding import constraint_check
+from headrace.engine import lockstep as callers
 from headrace.llm import LLM
 
 LATE = {"type": "string", "pattern": "^(?=a)a", "maxLength": 1}  # a lookahead is checked late
@@ -48,7 +48,7 @@ def test_a_check_does_not_hold_other_threads(tiny_llm: LLM, monkeypatch: pytest.
         other.join(60)
         assert not other.is_alive(), "the other thread waits for the check"
 
-    monkeypatch.setattr(callers, "look_again", check)
+    monkeypatch.setattr(callers, "check_outputs", check)
     assert [output.finished for output in run(tiny_llm, [[7, 8]])] == [True]
     assert [len(one.outputs[0].token_ids) for one in ended] == [4]
     assert not tiny_llm.callers.open
@@ -61,7 +61,7 @@ def test_a_check_that_fails_costs_its_own_output(
     def broken() -> object:
         raise BlockingIOError("no process can be started")
 
-    monkeypatch.setattr(looking, "shared", broken)
+    monkeypatch.setattr(constraint_check, "shared", broken)
     outputs = run(tiny_llm, [[7, 8], [9, 10], [11, 12]])
     reasons = {one.outputs[0].finish_reason for one in outputs}
     assert reasons <= {"error", "length"}
@@ -77,7 +77,7 @@ def test_an_interrupted_check_is_not_an_answer(tiny_llm: LLM, monkeypatch: pytes
     def interrupted(output: RequestOutput) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(callers, "look_again", interrupted)
+    monkeypatch.setattr(callers, "check_outputs", interrupted)
     output = tiny_llm.add([7, 8], HELD)
     with pytest.raises(KeyboardInterrupt):
         _run_to_the_end(tiny_llm, output)

@@ -15,8 +15,8 @@ from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.runner import leaving
-from headrace.runner.leaving import MOST_BEHIND
+from headrace.runner import early_exit as leaving
+from headrace.runner.early_exit import MOST_BEHIND
 from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_files

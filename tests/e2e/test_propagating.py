@@ -17,7 +17,7 @@ from headrace.engine import feeding
 from headrace.engine.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.llm import LLM
-from headrace.runner.leaving import Propagating
+from headrace.runner.early_exit import Propagating
 from headrace.runner.slots import Slots
 from headrace.runner.span import Span
 from headrace.startup import rules

@@ -18,10 +18,10 @@ from headrace.backends.native.relative import buckets
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.ops import relative
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from headrace.weights.loader import load_model
 from tests.beams import add_beam

@@ -23,10 +23,10 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
 from headrace.engine.engine import AdmissionError, Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.runner.executor import InProcess
 from headrace.runner.runner import Runner
 from headrace.text.frequent import frequent_tokens
 from tests import tiny_files

@@ -20,12 +20,12 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops import contrast
 from headrace.ops.processing import RowSpec
 from headrace.ops.sampling import process
-from headrace.runner.executor import InProcess
 from headrace.runner.program import Program
 from headrace.runner.runner import Runner
 from tests.contrast_engines import engine_of, native_engine_of

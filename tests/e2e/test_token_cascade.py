@@ -16,8 +16,8 @@ from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
-from headrace.runner import leaving
-from headrace.runner.leaving import MOST_BEHIND, Cascade
+from headrace.runner import early_exit as leaving
+from headrace.runner.early_exit import MOST_BEHIND, Cascade
 from headrace.startup import rules
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell

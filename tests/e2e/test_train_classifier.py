@@ -10,7 +10,7 @@ import pytest
 
 from headrace.bench.exits import Predictions, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
-from headrace.runner.exits import CRITERIA, Exits, leave_at
+from headrace.runner.classifier import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO
 from headrace.training.classifier import Labelled, calibrated, fit, grid_of, read_labelled
 from headrace.training.overlap import split

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from headrace.compress.export import CONFIG
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows
-from headrace.runner.exits import _pool
+from headrace.runner.classifier import _pool
 from headrace.startup.exits import INFO
 from headrace.startup.opening import open_model
 from headrace.training import whole

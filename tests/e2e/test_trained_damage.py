@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.runner.exits import Exits
+from headrace.runner.classifier import Exits
 from headrace.startup import exits as classifiers
 from headrace.startup import heads, rules
 from headrace.startup.opening import Opened, open_model

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
-from headrace.runner.leaving import Leaving
+from headrace.runner.early_exit import Leaving
 from headrace.runner.span import Span
 from tests.beams import add_beam
 from tests.e2e.test_draft_model import Native, Torch

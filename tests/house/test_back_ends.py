@@ -12,8 +12,8 @@ from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.engine.executor import InProcess
 from headrace.llm import LLM
-from headrace.runner.executor import InProcess
 from headrace.runner.span import Span
 from headrace.startup import backend
 from headrace.startup.backend import Started, start

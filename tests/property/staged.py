@@ -19,9 +19,9 @@ from headrace.data.config import EngineConfig
 from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Answers, Feed, KVGroup, NewSlot, Ranked, StepPlan
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
+from headrace.runner.exit_head import Exit
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.runner.stages import Exit
 from tests.property.test_engine import Job
 
 AFTER, LAYERS = 1, 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.llm import LLM
-from headrace.runner.exits import Exits
+from headrace.runner.classifier import Exits
 from headrace.server.protocols import classify as classes
 from headrace.startup.exits import Rule, save
 from tests.server.harness import Running

@@ -10,7 +10,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
-from headrace.decoding.looking import look
+from headrace.decoding.constraint_check import inspect_constraint
 from headrace.llm import LLM
 from headrace.server.engines.compiling import MOST_LARGE, Compiling
 from headrace.server.engines.engine_process import EngineLoop
@@ -40,7 +40,7 @@ def never(*_: Any) -> Any:
 def test_no_schema_is_rewritten_in_the_engine_process(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is compiled from what the look at it gave, and a request that brings nothing is refused; also where as many others
     were compiled meanwhile as are remembered."""
-    grammar = Grammar(look({"spec": SPEC})["grammar"], 1000)
+    grammar = Grammar(inspect_constraint({"spec": SPEC})["grammar"], 1000)
     monkeypatch.setattr("headrace.decoding.constrained.grammar_of", never)
     monkeypatch.setattr("headrace.decoding.constrained.REMEMBERED", 0)
     loop._take(Submit("a", [1, 2, 3], PARAMS, grammar=grammar))

@@ -12,11 +12,11 @@ import pytest
 from headrace.data.types import Delta
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.grammar import WHITESPACE
-from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat, ToolText, format_of
 from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
 from headrace.text.chat import ChatTemplate, TemplateError
+from headrace.text.dialects.call_parser import HERMES, LLAMA3, MISTRAL, CallFormat, CallParser, format_of
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf
@@ -147,7 +147,7 @@ def written(form: CallFormat, calls: list[tuple[str, Any]]) -> str:
 
 
 def read(form: CallFormat, parts: list[str]) -> tuple[str, list[tuple[str | None, Any]]]:
-    text = ToolText(form)
+    text = CallParser(form)
     pieces = [piece for part in parts for piece in text.push(part)] + text.close()
     names = [piece.name for piece in pieces if piece.name is not None]
     arguments = ["".join(p.text for p in pieces if p.call == i) for i in range(len(names))]
@@ -188,7 +188,7 @@ def test_text_before_calls() -> None:
 @pytest.mark.parametrize("before", ["", "call"])
 def test_long_runs_of_blanks_are_not_looked_at_again_and_again(form: CallFormat, before: str) -> None:
     """What is held, and so looked at with every piece that comes, stays short; nothing of the text is lost."""
-    text = ToolText(form)
+    text = CallParser(form)
     call = written(form, CALLS[:1]) if before else ""
     pieces = text.push(call)
     for count in range(3000):
@@ -203,7 +203,7 @@ def test_long_runs_of_blanks_are_not_looked_at_again_and_again(form: CallFormat,
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
 def test_a_head_without_an_end_becomes_text(form: CallFormat) -> None:
-    text = ToolText(form)
+    text = CallParser(form)
     begin = '[{"name": "' if form.listed else '{"name": "'
     pieces = text.push(form.opening + begin)
     for _ in range(400):
@@ -346,11 +346,11 @@ def test_beside_tools_a_text_is_held_to_its_format(template: str, text: str, may
     assert (not constraint.error) is may, constraint.error
     if may and not text.startswith(given.form.opening):  # and nothing in it reads as a call, however it is cut
         for size in (1, 3, 100):
-            reader = ToolText(given.form, held=True)
+            reader = CallParser(given.form, held=True)
             pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
             assert [piece.call for piece in pieces] == [None] * len(pieces)
             assert "".join(piece.text for piece in [*pieces, *reader.close()]) == text
-        free = ToolText(given.form)
+        free = CallParser(given.form)
         free.push(text)
         assert free._state != "text"  # without a format it would be one
 

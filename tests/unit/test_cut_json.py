@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from headrace.decoding.cut_json import REPAIRED, ArgumentsReader, close_object
+from headrace.text.dialects.truncated_json import REPAIRED, ArgumentsReader, close_object
 
 WHOLE = {"city": 'Pa"r\\is\n', "n": [1, -2.5, {"a": None, "b": True}], "é": "\U0001f600", "": {}}
 

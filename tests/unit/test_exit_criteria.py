@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from headrace.runner import exits
-from headrace.runner.exits import CRITERIA, Criterion, leave_at, sure
+from headrace.runner import classifier as exits
+from headrace.runner.classifier import CRITERIA, Criterion, leave_at, sure
 
 CLASSES = 3
 

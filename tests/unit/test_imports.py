@@ -24,12 +24,9 @@ ROOMS = {
     "confined": "host",
     "core": "",
     "weights": "core host data",
-    "compress.grids": "kv.layout weights data",
-    "kv.layout": "data",
-    "kv.pool": "kv.layout data",
-    "kv.rounded": "",
-    "kv.block_pool": "data",
-    "kv.blocks": "kv.block_pool data",
+    "compress.grids": "kv weights data",
+    "kv": "data",
+    "kv.pool": "kv data",  # the tensors; the loop knows none
     "ops": "kv.pool data",
     "models.layers": "data",
     "models": "models.layers ops weights data",
@@ -38,24 +35,15 @@ ROOMS = {
     "text": "confined",
     "decoding": "text ops confined host data",
     "drafting": "ops data",
-    "runner": "models ops data",
-    "runner.executor": "data",
-    "runner.heads": "runner weights.parts models weights data",
-    "runner.streamed": "weights.loader weights.parts models models.layers ops kv.pool weights",
+    "runner": "weights.loader weights.parts models models.layers ops kv.pool weights data",
     "backends.eager": "runner models models.layers ops kv.pool data",
-    "backends.eager.heads": "backends.eager runner.heads weights.loader ops kv.pool weights",
+    "backends.eager.heads": "backends.eager runner weights.loader ops kv.pool weights",
     "backends.native.weights": "weights.parts models models.layers weights core",
-    "backends.native": "backends.native.weights runner.heads runner models models.layers ops kv.layout weights core data",
-    "engine": "engine.admission engine.scheduler engine.feeding runner.executor drafting decoding text kv.blocks data",
-    "engine.feeding": "kv.blocks data",
-    "engine.scheduler": "engine.feeding kv.blocks data",
-    "engine.admission": "decoding data",
-    "engine.callers": "engine.turns engine.signals engine decoding data",
-    "engine.signals": "",
-    "engine.turns": "",
+    "backends.native": "backends.native.weights runner models models.layers ops kv weights core data",
+    "engine": "drafting decoding text kv data",
     "startup": "startup.opening startup.memory backends.native backends.native.weights backends.eager.heads "
-    "backends.eager runner.heads runner drafting text weights.loader models models.layers kv.rounded "
-    "kv.pool kv.layout weights core host data",
+    "backends.eager runner drafting text weights.loader models models.layers kv.pool kv weights "
+    "core host data",
     "startup.memory": "data",
     "startup.opening": "text models weights data",
     "startup.exits": "startup.opening runner decoding weights data",
@@ -63,23 +51,23 @@ ROOMS = {
     "startup.compiling": "startup.opening decoding confined data",
     "startup.rules": "startup.exits startup.opening weights data",
     "startup.runnable": "startup.opening startup.memory backends.native.weights models weights core host",
-    "llm": "startup.exits startup engine.callers engine runner.executor drafting decoding text weights data",
-    "training": "compress llm startup.rules startup.exits startup.opening startup backends.eager runner.heads "
-    "runner drafting decoding text weights.loader weights.parts models models.layers ops kv.pool "
+    "llm": "startup.exits startup engine drafting decoding text weights data",
+    "training": "compress llm startup.rules startup.exits startup.opening startup backends.eager runner "
+    "drafting decoding text weights.loader weights.parts models models.layers ops kv.pool "
     "weights core stats data",
-    "compress": "llm startup.opening backends.native.weights runner.streamed runner text weights.loader "
-    "weights.parts models models.layers ops kv.layout compress.grids weights core data",
+    "compress": "llm startup.opening backends.native.weights runner text weights.loader "
+    "weights.parts models models.layers ops kv compress.grids weights core data",
     "workflows": "llm stats data",
-    "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv.layout weights host stats data",
-    "bench.kv": "bench compress startup runner.streamed models ops kv.rounded kv.layout weights host",
+    "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv weights host stats data",
+    "bench.kv": "bench compress startup runner models ops kv weights host",
     "bench.profile": "bench llm backends.native core data",  # of the native core alone
     "bench.linears": "bench.profile bench backends.native weights core",  # so too
-    "bench.tools": "server.protocols bench llm decoding data",  # asks as the server asks
+    "bench.tools": "server.protocols bench llm decoding text data",  # asks as the server asks
     "bench.cascade": "bench workflows llm stats data",
     "bench.token_cascade": "bench llm runner drafting stats data",
     "bench.exits": "bench training llm startup.exits runner stats",
-    "bench.audit": "llm runner.heads runner decoding data",
-    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules startup runner.heads runner stats data",
+    "bench.audit": "llm runner decoding data",
+    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules startup runner stats data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
@@ -115,13 +103,12 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host stats bench.workers",
-    "kv.layout kv.pool kv.rounded kv.blocks kv.block_pool weights core confined compress.grids",
+    "kv kv.pool weights core confined compress.grids",
     "ops models.layers models",
     "weights.loader weights.parts text",
-    "decoding drafting runner runner.executor runner.heads runner.streamed backends.eager backends.eager.heads "
-    "backends.native backends.native.weights",
-    "engine engine.scheduler engine.feeding engine.admission engine.callers engine.signals engine.turns "
-    "startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling startup.runnable",
+    "decoding drafting runner backends.eager backends.eager.heads backends.native backends.native.weights",
+    "engine startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling "
+    "startup.runnable",
     "llm",
     "training workflows compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
@@ -135,10 +122,9 @@ STOREYS = (
 FLOORS = {"": 0} | {name: floor for floor, names in enumerate(STOREYS) for name in names.split()}
 ARROWS = {
     ("models", "ops"),
-    *(("compress.grids", "weights"), ("compress.grids", "kv.layout")),
+    *(("compress.grids", "weights"), ("compress.grids", "kv")),
     ("weights", "core"),  # files are dequantised by the core
-    *((f"backends.{name}", "runner") for name in ("eager", "native")),
-    *((name, "runner.heads") for name in ("backends.eager.heads", "backends.native")),
+    *((f"backends.{name}", "runner") for name in ("eager", "eager.heads", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there
     ("bench.linears", "bench.profile"),
     ("bench.tools", "server.protocols"),
@@ -178,7 +164,8 @@ QUICK = (
     *sorted({module_of("bench_", name) for panel in BENCH.values() for name in panel}),
     # the web process: what computes is in the engine's
     *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
-    *("headrace.startup.runnable", "headrace.decoding.looking"),  # what is wrong is said before anything heavy is loaded
+    # errors of options and constraints show before anything heavy is loaded
+    *("headrace.startup.runnable", "headrace.decoding.constraint_check"),
     *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),
     "headrace.weights.hub",
     "headrace.llm",  # the native core computes without torch, whose import would be most of a start

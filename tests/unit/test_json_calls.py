@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from headrace.decoding.json_calls import JsonCallFilter
-from headrace.decoding.tool_text import HERMES, LLAMA3, MISTRAL, CallFormat
 from headrace.decoding.tools import CallReader, ToolChoice, gathered_calls, tooling
+from headrace.text.dialects.call_parser import HERMES, LLAMA3, MISTRAL, CallFormat
+from headrace.text.dialects.json_calls import JsonCallFilter
 
 CALL = '{"name": "turn", "arguments": {"turns": 3}}'
 ARGUMENTS = '{"turns": 3}'

@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.decoding.repeats import RepeatFilter
-from headrace.decoding.tool_text import HERMES, LLAMA3, CallFormat, ToolText
 from headrace.decoding.tools import gathered_calls
+from headrace.text.dialects.call_parser import HERMES, LLAMA3, CallFormat, CallParser
+from headrace.text.dialects.repeats import RepeatFilter
 
 
 def text_of(form: CallFormat, *calls: tuple[str, str]) -> str:
@@ -28,7 +28,7 @@ def text_of(form: CallFormat, *calls: tuple[str, str]) -> str:
     ],
 )
 def test_repeated_calls(form: CallFormat, size: int, calls: list[tuple[str, str]], kept: int, ended: bool) -> None:
-    text, reader, repeats, shown = text_of(form, *calls), ToolText(form), RepeatFilter(), []
+    text, reader, repeats, shown = text_of(form, *calls), CallParser(form), RepeatFilter(), []
     for at in range(0, len(text), size):
         shown += repeats.push(reader.push(text[at : at + size]))
         if repeats.ended:
@@ -40,7 +40,7 @@ def test_repeated_calls(form: CallFormat, size: int, calls: list[tuple[str, str]
 
 def test_an_unfinished_repetition_is_shown() -> None:
     text = text_of(HERMES, ("a", '{"x": 1}'), ("a", '{"x": 1}'))
-    reader, repeats = ToolText(HERMES), RepeatFilter()
+    reader, repeats = CallParser(HERMES), RepeatFilter()
     cut = text[: text.rindex("1")]
     first = repeats.push(reader.push(cut))
     assert len(gathered_calls(first)[1]) == 1

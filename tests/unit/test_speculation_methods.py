@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from headrace.drafting.companion import Companion
 from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.draft_model_kv import Companion
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.methods import METHODS, speculation
 

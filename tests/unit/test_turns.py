@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.engine.turns import Turns
+from headrace.engine.call_order import FairLock
 
 
 def test_one_at_a_time_and_in_the_order_asked() -> None:
     """A thread that hands the lock on and asks again comes after those that waited."""
-    turns, order = Turns(), []
+    turns, order = FairLock(), []
     waiting = threading.Barrier(2)
 
     def second() -> None:
@@ -34,7 +34,7 @@ def test_one_at_a_time_and_in_the_order_asked() -> None:
 
 
 def test_nobody_is_inside_with_another() -> None:
-    turns, inside, most = Turns(), [0], [0]
+    turns, inside, most = FairLock(), [0], [0]
 
     def work(_: int) -> None:
         for _ in range(200):
@@ -52,7 +52,7 @@ def test_nobody_is_inside_with_another() -> None:
 
 
 def test_an_error_inside_hands_it_on() -> None:
-    turns = Turns()
+    turns = FairLock()
     with pytest.raises(RuntimeError, match="inside"), turns:
         raise RuntimeError("inside")
     with turns:
@@ -61,7 +61,7 @@ def test_an_error_inside_hands_it_on() -> None:
 
 def test_who_gives_up_waiting_is_not_waited_for() -> None:
     """Ctrl-C while the main thread waits for its turn."""
-    turns, release = Turns(), threading.Event()
+    turns, release = FairLock(), threading.Event()
 
     def hold() -> None:
         with turns:

@@ -17,9 +17,9 @@ from headrace.data.types import Child, Request
 from headrace.decoding.base import Outputs
 from headrace.decoding.sampling import Sampling
 from headrace.llm import LLM
+from headrace.runner.exit_head import Exit
 from headrace.runner.heads import Heads
 from headrace.runner.span import Span
-from headrace.runner.stages import Exit
 
 CRITERIA = ("max_prob", "margin", "saturation", "classifier")
 

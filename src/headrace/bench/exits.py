@@ -11,7 +11,7 @@ import numpy as np
 from headrace.bench.machine import machine
 from headrace.bench.plots import Line
 from headrace.llm import LLM
-from headrace.runner.exits import CRITERIA, leave_at, probabilities
+from headrace.runner.classifier import CRITERIA, leave_at, probabilities
 from headrace.startup.exits import Pair
 from headrace.stats.calibration import calibration_error
 from headrace.training.classifier import Labelled, exit_logits, grid_of

@@ -17,8 +17,8 @@ from headrace.data.outputs import RequestOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
 from headrace.llm import LLM
+from headrace.runner.early_exit import MOST_BEHIND
 from headrace.runner.heads import Heads
-from headrace.runner.leaving import MOST_BEHIND
 from headrace.startup.recipe import DEFERRED
 from headrace.startup.rules import load
 from headrace.stats.calibration import calibration_error

@@ -17,7 +17,7 @@ from headrace.data.outputs import CompletionOutput
 from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
-from headrace.runner.leaving import MOST_BEHIND
+from headrace.runner.early_exit import MOST_BEHIND
 from headrace.stats.text_similarity import rouge_l
 
 PLAIN, DRAFT = "plain", "draft"

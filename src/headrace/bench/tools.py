@@ -20,10 +20,10 @@ import jsonschema
 from headrace.bench.lines import read_lines
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
-from headrace.decoding.tool_text import CallFormat, ToolText
 from headrace.decoding.tools import Tooling, conversation, tooling
 from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
+from headrace.text.dialects.call_parser import CallFormat, CallParser
 
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
 WAYS = ("constrained", "free", "loose")
@@ -115,7 +115,7 @@ def measure_tools(
 
 def calls_of(form: CallFormat, text: str) -> list[tuple[str, str]]:
     """Name and arguments (their text) of each call in an answer, as the server finds them."""
-    reader = ToolText(form)
+    reader = CallParser(form)
     calls: list[tuple[str, str]] = []
     for piece in reader.push(text) + reader.close():
         if piece.name is not None:

@@ -122,7 +122,7 @@ def _answer_all(
 ) -> None:
     """Keep the engine full until the file ends, or Ctrl-C comes. `exits` gets those of all tokens that may leave."""
     from headrace.cli.report import record
-    from headrace.decoding.looking import take_calls
+    from headrace.decoding.constraint_check import extract_calls
 
     window = AHEAD * llm.engine.config.scheduler.max_num_seqs
     running: dict[str, Queued] = {}  # by request id
@@ -147,7 +147,7 @@ def _answer_all(
                 job, tools = running[ended.request_id].job, running.pop(ended.request_id).tools
                 meter.ended(ended)
                 if tools is not None:
-                    take_calls(ended, tools)
+                    extract_calls(ended, tools)
                 exits += [exited for one in ended.outputs for exited in one.exits or ()]
                 output.append({"id": job.id, **record(ended, llm.tokenizer)})
             meter.show(len(output.done), [queued.output for queued in running.values()])

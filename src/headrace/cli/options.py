@@ -369,9 +369,9 @@ def check_helpers(options: HelperOptions, given: Mapping[str, Any]) -> None:
 
 def _check_form(form: StructuredOutputs) -> None:
     """Raises typer.BadParameter for a form that no answer can be held to."""
-    from headrace.decoding.looking import look
+    from headrace.decoding.constraint_check import inspect_constraint
 
-    if problem := look({"spec": to_builtins(form)}).get("error"):
+    if problem := inspect_constraint({"spec": to_builtins(form)}).get("error"):
         raise typer.BadParameter(problem)
 
 

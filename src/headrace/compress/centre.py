@@ -7,9 +7,9 @@ import torch
 
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
+from headrace.runner.last_use import by_softmax_alone
 from headrace.runner.record import record
 from headrace.runner.streamed import OneLayer, Streamed
-from headrace.runner.uses import by_softmax_alone
 from headrace.weights.progress import Progress, Silent
 from headrace.weights.source import WeightSource
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.compress.base import Edge
+from headrace.runner.last_use import Uses
 from headrace.runner.record import Node, Segment
-from headrace.runner.uses import Uses
 
 
 def edges(segment: Segment, holders: Mapping[str, Any]) -> tuple[Edge, ...]:

@@ -97,7 +97,7 @@ class Logits(Want, frozen=True, array_like=True, gc=False):
 
 
 class Classify(Want, frozen=True, array_like=True, gc=False):
-    """The class of a text that is fed whole, by the first exit (`runner.exits`) that is sure enough by a criterion and its
+    """The class of a text that is fed whole, by the first exit (`runner.classifier`) that is sure enough by a criterion and its
     threshold, else by the last: Classified. An empty criterion is sure of nothing."""
 
     criterion: str = ""

@@ -11,12 +11,12 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
-from headrace.decoding.cut_json import ArgumentsReader
 from headrace.decoding.grammar import WHITESPACE
-from headrace.decoding.json_calls import JsonCallFilter, Steps
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.decoding.repeats import RepeatFilter
-from headrace.decoding.tool_text import HERMES, MISTRAL, CallFormat, Piece, ToolText, format_of, new_call_id
+from headrace.text.dialects.call_parser import HERMES, MISTRAL, CallFormat, CallParser, Piece, format_of, new_call_id
+from headrace.text.dialects.json_calls import JsonCallFilter, Steps
+from headrace.text.dialects.repeats import RepeatFilter
+from headrace.text.dialects.truncated_json import ArgumentsReader
 
 MOST = 128  # tools
 MAX_CALLS = 10_000  # of a conversation
@@ -92,7 +92,7 @@ class CallReader:
 
     def __init__(self, tools: Tooling, *, held: bool = False) -> None:
         """`held`: an answer without calls has a format, and nothing in it is a call."""
-        self._text = ToolText(tools.form, held=held)
+        self._text = CallParser(tools.form, held=held)
         self._repeats = RepeatFilter() if tools.ends_at_repeat else None
         names = frozenset(tool["function"]["name"] for tool in tools.tools)
         self._json = JsonCallFilter(names, several=tools.several) if tools.reads_json else None

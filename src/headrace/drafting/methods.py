@@ -2,8 +2,8 @@
 
 from headrace.drafting.base import Drafter
 from headrace.drafting.blocks import Blocks
-from headrace.drafting.companion import Companion
 from headrace.drafting.draft_model import DraftModel
+from headrace.drafting.draft_model_kv import Companion
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import LENGTH, Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup

@@ -26,11 +26,11 @@ from headrace.drafting.base import check_draft
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.engine.children import Children
+from headrace.engine.executor import Done, Executor, Ticket
 from headrace.engine.feeding import Flight, Work
 from headrace.engine.outbox import Outbox
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
-from headrace.runner.executor import Done, Executor, Ticket
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["AdmissionError", "Engine"]

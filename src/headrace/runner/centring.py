@@ -13,8 +13,8 @@ import numpy as np
 
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
+from headrace.runner.last_use import by_softmax_alone
 from headrace.runner.record import Node, RecordError, Segment, record
-from headrace.runner.uses import by_softmax_alone
 
 Biases = Callable[[Any], np.ndarray | None]  # a linear layer's bias, float32 and flat; None where it has none
 

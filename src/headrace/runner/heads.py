@@ -21,9 +21,9 @@ from torch.nn.functional import rms_norm, silu
 from headrace.data.config import ModelConfig, RopeConfig
 from headrace.data.plan import Feed
 from headrace.models.registry import describe
-from headrace.runner.kept import Kept
 from headrace.runner.program import AnyLive
 from headrace.runner.span import Span
+from headrace.runner.stored_rows import Kept
 from headrace.weights.parts import plan
 from headrace.weights.source import TensorInfo, WeightSource
 

@@ -11,8 +11,8 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answers, Feed, NewSlot, StepPlan
-from headrace.runner.kept import Kept
 from headrace.runner.span import Span
+from headrace.runner.stored_rows import Kept
 
 
 class Live(Protocol):

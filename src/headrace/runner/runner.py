@@ -11,13 +11,13 @@ from functools import partial
 import msgspec
 
 from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
-from headrace.runner.exits import Exits, Staged, asked
-from headrace.runner.kept import Rows
-from headrace.runner.leaving import Cascade, Leaving, Propagating
+from headrace.runner.classifier import Exits, Staged, asked
+from headrace.runner.early_exit import Cascade, Leaving, Propagating
+from headrace.runner.exit_head import Exit
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
-from headrace.runner.stages import Exit
+from headrace.runner.stored_rows import Rows
 from headrace.runner.wants import add_rows, pools
 
 

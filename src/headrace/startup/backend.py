@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.kv.layout import kv_shape
+from headrace.runner.exit_head import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.runner.stages import Exit
 from headrace.startup import memory
 from headrace.startup.eager import Eager
 from headrace.startup.native import Native

@@ -6,7 +6,7 @@ from typing import Any
 
 from headrace.confined.pool import Task
 from headrace.data.structured import ConstraintError
-from headrace.decoding import looking
+from headrace.decoding import constraint_check
 from headrace.decoding.constrained import Grammars
 from headrace.startup.opening import open_files
 
@@ -15,14 +15,14 @@ MEMORY = 2 << 30  # bytes of address space, of which the vocabulary takes a part
 
 
 def task(path: Path, *, remembered: bool) -> Task:
-    """The task that answers `look` for the model at `path`. `remembered`: equal questions are answered once."""
-    return Task(__name__, "look", str(path.absolute()), seconds=SECONDS, memory=MEMORY, remembered=remembered)
+    """The task that answers `inspect_constraint` for the model at `path`. `remembered`: equal questions are answered once."""
+    return Task(__name__, "inspect_constraint", str(path.absolute()), seconds=SECONDS, memory=MEMORY, remembered=remembered)
 
 
 def look(question: dict[str, Any]) -> dict[str, Any]:
-    """`headrace.decoding.looking.look`, and for a grammar also its compilation: "bytes" is the memory that it takes. "model" is
-    the path of the model."""
-    answer = looking.look({name: value for name, value in question.items() if name != "model"})
+    """`constraint_check.inspect_constraint`, and for a grammar also its compilation: "bytes" is the memory that it takes.
+    "model" is the path of the model."""
+    answer = constraint_check.inspect_constraint({name: value for name, value in question.items() if name != "model"})
     if "grammar" not in answer:
         return answer
     try:
@@ -46,5 +46,5 @@ def _grammars(path: str) -> Grammars:
 
 def warm(path: str) -> None:
     """Load everything that a question needs: the libraries and the vocabulary."""
-    looking.warm("")
+    constraint_check.warm("")
     look({"model": path, "spec": {"regex": "[0-9]"}})

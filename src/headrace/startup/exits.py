@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
-from headrace.runner.exits import BOTH, Exits, probabilities
+from headrace.runner.classifier import BOTH, Exits, probabilities
 from headrace.startup.opening import Opened, absent
 from headrace.weights.dequant import read_floats
 from headrace.weights.replacing import replacing

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
-from headrace.drafting.companion import Companion
+from headrace.drafting.draft_model_kv import Companion
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
 from headrace.startup import memory

@@ -22,7 +22,7 @@ from headrace.data.outputs import whole
 from headrace.data.params import SamplingParams
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
-from headrace.runner.exits import BOTH, CRITERIA, Exits, leave_at, probabilities
+from headrace.runner.classifier import BOTH, CRITERIA, Exits, leave_at, probabilities
 from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate

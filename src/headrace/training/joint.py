@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.models.base import Model
-from headrace.runner.exits import BOTH
+from headrace.runner.classifier import BOTH
 from headrace.startup.opening import Opened
 from headrace.training.run import Budget, Run, begin
 from headrace.training.whole import fed_together

@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.runner.kept import Kept
+from headrace.runner.stored_rows import Kept
 
 
 class EagerKept(Kept):

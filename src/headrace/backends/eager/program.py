@@ -14,10 +14,10 @@ from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
+from headrace.runner.last_use import filling, sublayers
 from headrace.runner.program import InputRows, Source
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
-from headrace.runner.uses import filling, sublayers
 
 
 class EagerProgram:

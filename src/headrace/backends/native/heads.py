@@ -14,9 +14,9 @@ from headrace.core import core
 from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
-from headrace.runner.kept import Kept
 from headrace.runner.program import AnyLive
 from headrace.runner.record import record
+from headrace.runner.stored_rows import Kept
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import WeightSource
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.runner.kept import Kept
+from headrace.runner.stored_rows import Kept
 
 SHORTEST = 1e-12  # rows of less are no direction
 

@@ -24,8 +24,8 @@ from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.layers.embedding import Sinusoids
 from headrace.runner.centring import k_shift
+from headrace.runner.last_use import Uses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
-from headrace.runner.uses import Uses, leading_to_kv, stores_kv
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves

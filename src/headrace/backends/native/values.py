@@ -1,8 +1,8 @@
 """Where the values of a segment are while it is lowered, and which buffers are free again."""
 
 from headrace.backends.native.buffers import HEAD_ROWS, Buffers, Floats, Input, Normed
+from headrace.runner.last_use import Uses
 from headrace.runner.record import RecordError
-from headrace.runner.uses import Uses
 
 
 class Values:

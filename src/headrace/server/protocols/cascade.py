@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, declared
 from headrace.data.params import SamplingParams
-from headrace.decoding.tool_text import CallFormat, format_of
 from headrace.decoding.tools import callable_tools
 from headrace.server.engines.async_llm import RequestFailedError, State
 from headrace.server.engines.inflight import DeadlineError, TooLongError, gathered
@@ -32,6 +31,7 @@ from headrace.server.protocols.openai_types import Chat, Completion, Model, Tria
 from headrace.server.protocols.stream import unless_gone
 from headrace.server.settings import CascadeSettings
 from headrace.stats.confidence import cut_by_context, token_confidence
+from headrace.text.dialects.call_parser import CallFormat, format_of
 
 Asked = ChatRequest | CompletionRequest
 Way = tuple[Callable[..., Awaitable[Any]], Callable[..., Awaitable[Any]]]

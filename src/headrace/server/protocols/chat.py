@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.types import Delta
-from headrace.decoding.tool_text import Piece, new_call_id
 from headrace.decoding.tools import CallReader, Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
 from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.engines.inflight import Ticket, deltas
@@ -50,6 +49,7 @@ from headrace.server.protocols.structured import (
     with_defaults,
 )
 from headrace.text.chat import ChatTemplate
+from headrace.text.dialects.call_parser import Piece, new_call_id
 from headrace.weights.defaults import values
 
 

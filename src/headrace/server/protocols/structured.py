@@ -9,9 +9,9 @@ import msgspec
 
 from headrace.confined.pool import shared
 from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
+from headrace.decoding.constraint_check import raise_on_error, refuse_overruns
 from headrace.decoding.json_schema.prepare import Prepared
 from headrace.decoding.json_schema.validate import read_schema
-from headrace.decoding.looking import asked, found
 from headrace.server.engines.messages import Grammar
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError, bad
@@ -26,20 +26,20 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 def asked_form(request: Sampling) -> StructuredOutputs | None:
     """The one constraint of a request, None where its answers are free. Raises ApiError."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    formats: list[tuple[str, dict[str, Any]]] = []
     if isinstance(request, ChatRequest) and (form := _response_format(request.response_format)) is not None:
-        found.append(("response_format", form))
+        formats.append(("response_format", form))
     if request.structured_outputs is not None:
-        found.append(("structured_outputs", request.structured_outputs))
+        formats.append(("structured_outputs", request.structured_outputs))
     for name in GUIDED:
         value = getattr(request, name)
         if value is not None:
-            found.append((name, {name.removeprefix("guided_"): value}))
-    if not found:
+            formats.append((name, {name.removeprefix("guided_"): value}))
+    if not formats:
         return None
-    name, fields = found[0]
-    if len(found) > 1:
-        raise bad(f"{name} and {found[1][0]} both say what an answer must be; give one", found[1][0])
+    name, fields = formats[0]
+    if len(formats) > 1:
+        raise bad(f"{name} and {formats[1][0]} both say what an answer must be; give one", formats[1][0])
     if request.open_objects is not None:
         fields = {"open_objects": request.open_objects, **fields}
     try:
@@ -108,8 +108,8 @@ async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_obje
 async def _look(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
     """Raises ConstraintError, BusyError."""
     task = compiling.task(service.llm.opened.path, remembered=remembered)
-    with asked():
-        return found(await shared().ask(task, {**question, "model": task.argument}))
+    with refuse_overruns():
+        return raise_on_error(await shared().ask(task, {**question, "model": task.argument}))
 
 
 async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:

@@ -13,17 +13,17 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
-from headrace.decoding.json_calls import Steps
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, why_broken
-from headrace.decoding.tool_text import Piece
 from headrace.decoding.tools import CallReader, Tooling, gathered_calls
+from headrace.text.dialects.call_parser import Piece
+from headrace.text.dialects.json_calls import Steps
 
-CHECK = Task(__name__, "look", memory=2 << 30)  # of a text, which does not come again
+CHECK = Task(__name__, "inspect_constraint", memory=2 << 30)  # of a text, which does not come again
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[None]:
+def refuse_overruns() -> Iterator[None]:
     """While a question is asked: what takes more than it may is a ConstraintError."""
     try:
         yield
@@ -31,20 +31,20 @@ def asked() -> Iterator[None]:
         raise ConstraintError("the constraint takes too much time or memory to be looked at; make it smaller") from None
 
 
-def found(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of `look`. Raises ConstraintError where it is an error."""
+def raise_on_error(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of `inspect_constraint`. Raises ConstraintError where it is an error."""
     if "error" in answer:
         raise ConstraintError(answer["error"])
     return answer
 
 
-def look(question: dict[str, Any]) -> dict[str, Any]:
+def inspect_constraint(question: dict[str, Any]) -> dict[str, Any]:
     """{"spec"} to {"late", "grammar"}, {"schemas"} to {"prepared"} (both JSON of a list), {"spec", "text"} to {"broken"}; or
     {"error"}."""
     try:
         if "schemas" in question:
             closed = not question.get("open_objects", False)
-            made = [_prepared(number, schema, closed) for number, schema in enumerate(json.loads(question["schemas"]))]
+            made = [_prepare(number, schema, closed) for number, schema in enumerate(json.loads(question["schemas"]))]
             return {"prepared": json.dumps(made)}
         spec = StructuredOutputs.of(question["spec"])
         if "text" in question:
@@ -62,7 +62,7 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the constraint cannot be understood ({type(error).__name__}); correct it"}
 
 
-def _prepared(number: int, schema: dict[str, Any], closed: bool) -> dict[str, Any]:
+def _prepare(number: int, schema: dict[str, Any], closed: bool) -> dict[str, Any]:
     """One of several schemas, which an error names by its number."""
     try:
         made = prepare(schema, closed=closed)
@@ -76,23 +76,23 @@ def warm(_: str) -> None:
     for draft in ("2020-12", "2019-09"):
         schema = {"$schema": f"https://json-schema.org/draft/{draft}/schema", "oneOf": [{"const": 1}, {"type": "string"}]}
         spec = {"json": json.dumps({**schema, "format": "date-time", "pattern": "a", "uniqueItems": True})}
-        look({"spec": spec})
-        look({"spec": spec, "text": "[1, 1]"})
-    look({"spec": {"grammar": "root ::= a"}})
+        inspect_constraint({"spec": spec})
+        inspect_constraint({"spec": spec, "text": "[1, 1]"})
+    inspect_constraint({"spec": {"grammar": "root ::= a"}})
 
 
-def look_again(output: RequestOutput) -> None:
+def check_outputs(output: RequestOutput) -> None:
     """Check finished texts for the schema keywords that masks do not enforce. A text that breaks one, or that cannot be
     checked, gets the finish reason "error", and the output gets the message."""
     spec = output.structured
     if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
         return
     for one in output.outputs:
-        if one.finish_reason == "stop" and (broken := _why_broken(spec, one.text)):
+        if one.finish_reason == "stop" and (broken := _check_text(spec, one.text)):
             one.finish_reason, output.error = "error", broken
 
 
-def take_calls(output: RequestOutput, tools: Tooling) -> None:
+def extract_calls(output: RequestOutput, tools: Tooling) -> None:
     """Take the calls out of the texts of a finished output."""
     for one in output.outputs:
         reader = CallReader(tools)
@@ -105,16 +105,16 @@ def _pieces(steps: Steps, tools: Tooling) -> list[Piece]:
     try:
         call = next(steps)
         while True:
-            call = steps.send(not _why_broken(tools.schema_of(call.name), call.arguments))
+            call = steps.send(not _check_text(tools.schema_of(call.name), call.arguments))
     except StopIteration as end:
         return list(end.value)
 
 
-def _why_broken(spec: StructuredOutputs, text: str) -> str:
+def _check_text(spec: StructuredOutputs, text: str) -> str:
     """Why a finished text does not fit, empty if it does. Runs in a confined process: some patterns are searched for ever."""
     try:
-        with asked():
-            return str(found(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
+        with refuse_overruns():
+            return str(raise_on_error(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
     except ConstraintError as error:
         return str(error)
     except Exception as error:  # one output that cannot be checked must not cost its caller the others

@@ -1,6 +1,6 @@
 """Calls that repeat an earlier call of the same answer: a model that must call something may do so without end."""
 
-from headrace.decoding.tool_text import Piece
+from headrace.text.dialects.call_parser import Piece
 
 
 class RepeatFilter:

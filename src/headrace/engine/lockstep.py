@@ -9,11 +9,11 @@ from headrace.data.outputs import RequestOutput, empty_output
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
-from headrace.decoding.looking import look_again
+from headrace.decoding.constraint_check import check_outputs
 from headrace.decoding.processors import Processor
+from headrace.engine.call_order import FairLock
 from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
-from headrace.engine.turns import Turns
 
 Inbox = deque[Delta]  # the deltas of one caller's requests, from steps of its own thread or of another
 Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, which the output does not contain yet
@@ -26,7 +26,7 @@ class ClosedError(RuntimeError):
         super().__init__("this LLM is closed; open the model again with LLM(…)")
 
 
-class Callers:
+class Lockstep:
     """The open requests of an engine, and in whose inbox what becomes of them goes. `encode`: prompts that are texts; `seed`:
     from it come the seeds of requests that have none."""
 
@@ -35,7 +35,7 @@ class Callers:
     def __init__(self, engine: Engine, encode: Callable[[str], list[int]], seed: int | None) -> None:
         self.engine = engine
         self._encode = encode
-        self._turns, self._seeds, self._open = Turns(), random.Random(seed) if seed is not None else None, {}
+        self._turns, self._seeds, self._open = FairLock(), random.Random(seed) if seed is not None else None, {}
         self._unread: Inbox = deque(maxlen=0)  # of requests whose caller calls `step` and reads the output
         self._unchecked: list[Unchecked] = []
         self.closed = False
@@ -93,7 +93,7 @@ class Callers:
         """Complete an output and check it against its constraint; a check may take seconds."""
         output.add(last)
         try:
-            look_again(output)
+            check_outputs(output)
         except BaseException:  # Ctrl-C
             output.error = "the output was not checked against its constraint: interrupted"
             raise

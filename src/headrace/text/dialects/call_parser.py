@@ -48,7 +48,7 @@ class Piece:
     name: str | None = None
 
 
-class ToolText:
+class CallParser:
     """The text of one answer, taken apart while it comes, in time that grows with its length.
 
     Only what could still be an opening is held back, and blanks, which fall away before a call.

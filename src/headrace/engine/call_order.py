@@ -5,7 +5,7 @@ from collections import deque
 from types import TracebackType
 
 
-class Turns:
+class FairLock:
     """A lock that is handed on in the order in which threads asked for it, so that none that asks again overtakes one that
     waits. A thread that has it must not ask for it."""
 

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from headrace.data.plan import Answer, Answers, Drawn, Exited, Failed, Feed, LogitRow, Logits, Ranked, StepOutput, Top
-from headrace.runner.kept import Kept, Rows
+from headrace.runner.exit_head import Exit
 from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import WHOLE, Span
-from headrace.runner.stages import Exit
+from headrace.runner.stored_rows import Kept, Rows
 
 MOST_BEHIND = 7  # tokens; the next one catches up: a step of eight rows takes little longer than one of one
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.decoding.tool_text import Piece
+from headrace.text.dialects.call_parser import Piece
 
 LONGEST_HEAD = 256  # characters up to the first key; a longer beginning is text
 LONGEST = 256 << 10  # characters of an object
