@@ -1,38 +1,38 @@
-# The compute kernels: every csrc/kernels_*.cpp is compiled once per instruction set into its own namespace.
+# The compute kernels: every csrc/kernels/*.cpp is compiled once per instruction set into its own namespace.
 # Gives the static library headrace_kernels (kernels, tables, thread pool, packing); nothing of Python in it.
 
 set(HEADRACE_KERNEL_SOURCES
-  csrc/kernels_attention.cpp
-  csrc/kernels_linear.cpp
-  csrc/kernels_linear_direct.cpp
-  csrc/kernels_pack.cpp
-  csrc/kernels_probe.cpp
-  csrc/kernels_quantize_act.cpp
-  csrc/kernels_sample.cpp
+  csrc/kernels/attention.cpp
+  csrc/kernels/linear.cpp
+  csrc/kernels/linear_direct.cpp
+  csrc/kernels/pack.cpp
+  csrc/kernels/probe.cpp
+  csrc/kernels/quantize_act.cpp
+  csrc/kernels/sample.cpp
 )
 set(HEADRACE_HOST_SOURCES
-  csrc/arena.cpp
-  csrc/attention.cpp
-  csrc/isa.cpp
-  csrc/kernels.cpp
-  csrc/kv_pool.cpp
-  csrc/linear.cpp
-  csrc/os_linux.cpp
-  csrc/pack.cpp
-  csrc/program.cpp
-  csrc/program_buffers.cpp
-  csrc/scale_check.cpp
-  csrc/program_needs.cpp
-  csrc/program_phases.cpp
-  csrc/program_profile.cpp
-  csrc/program_seal.cpp
-  csrc/program_step.cpp
-  csrc/program_turns.cpp
-  csrc/sample.cpp
-  csrc/sample_edits.cpp
-  csrc/sample_filters.cpp
-  csrc/sample_reject.cpp
-  csrc/threadpool.cpp
+  csrc/attention/attention.cpp
+  csrc/attention/kv_pool.cpp
+  csrc/linear/linear.cpp
+  csrc/pack/pack.cpp
+  csrc/pack/scale_check.cpp
+  csrc/program/buffers.cpp
+  csrc/program/needs.cpp
+  csrc/program/phases.cpp
+  csrc/program/profile.cpp
+  csrc/program/program.cpp
+  csrc/program/seal.cpp
+  csrc/program/step.cpp
+  csrc/program/turns.cpp
+  csrc/sample/edits.cpp
+  csrc/sample/filters.cpp
+  csrc/sample/reject.cpp
+  csrc/sample/sample.cpp
+  csrc/system/arena.cpp
+  csrc/system/isa.cpp
+  csrc/system/kernels.cpp
+  csrc/system/os_linux.cpp
+  csrc/system/threadpool.cpp
 )
 
 set(HEADRACE_WARNINGS -O3 -Wall -Wextra)
@@ -74,6 +74,7 @@ endif()
 
 foreach(isa IN LISTS HEADRACE_ISAS)
   add_library(headrace_${isa} OBJECT ${HEADRACE_KERNEL_SOURCES})
+  target_include_directories(headrace_${isa} PRIVATE csrc)
   target_compile_definitions(headrace_${isa} PRIVATE HEADRACE_ISA=${isa})
   target_compile_options(headrace_${isa} PRIVATE ${HEADRACE_KERNEL_FLAGS} ${HEADRACE_FLAGS_${isa}})
   set_target_properties(headrace_${isa} PROPERTIES POSITION_INDEPENDENT_CODE ON)

@@ -1,7 +1,7 @@
 // What scans of the vocabulary need beyond the shim: masks of lanes as bits, words, and 64-bit lanes (half as many).
 #pragma once
 
-#include "vec.h"
+#include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
 

@@ -1,7 +1,7 @@
 // What attention needs beyond the shim: powers of two, choice of lanes by bits.
 #pragma once
 
-#include "vec.h"
+#include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
 

@@ -1,4 +1,4 @@
-// One instruction set's vectors. The build compiles every kernels_*.cpp once per instruction set, with HEADRACE_ISA
+// One instruction set's vectors. The build compiles every kernels/*.cpp once per instruction set, with HEADRACE_ISA
 // set to plain, avx2, avxvnni, avx512vnni, avx512, neon or i8mm; what is in such a file lives in `namespace
 // headrace::HEADRACE_ISA`.
 //
@@ -72,16 +72,16 @@ struct Tuning {
 // kLanes, where the preprocessor asks.
 #if HEADRACE_IS(avx512) || HEADRACE_IS(avx512vnni)
 #define HEADRACE_LANES 16
-#include "vec_avx512.h"
+#include "vec/vec_avx512.h"
 #elif HEADRACE_IS(avx2) || HEADRACE_IS(avxvnni)
 #define HEADRACE_LANES 8
-#include "vec_avx2.h"
+#include "vec/vec_avx2.h"
 #elif HEADRACE_IS(neon) || HEADRACE_IS(i8mm)
 #define HEADRACE_LANES 4
-#include "vec_neon.h"
+#include "vec/vec_neon.h"
 #else
 #define HEADRACE_LANES 4
-#include "vec_plain.h"
+#include "vec/vec_plain.h"
 #endif
 
-#include "vec_math.h"
+#include "vec/vec_math.h"

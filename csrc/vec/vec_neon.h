@@ -4,7 +4,7 @@
 
 #include <arm_neon.h>
 
-#include "vec_four.h"
+#include "vec/vec_four.h"
 
 namespace headrace::HEADRACE_ISA {
 

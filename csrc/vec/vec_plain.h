@@ -1,7 +1,7 @@
 // Plain C++: 4 lanes, any CPU.
 #pragma once
 
-#include "vec_four.h"
+#include "vec/vec_four.h"
 
 namespace headrace::HEADRACE_ISA {
 

@@ -1,14 +1,14 @@
 // The memory of packed weights and KV pools, as a program: which pages are asked for, and that providing them changes
 // nothing written.
-#include "arena.h"
+#include "system/arena.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 
+#include "attention/kv_pool.h"
 #include "check.h"
-#include "kv_pool.h"
 
 using namespace headrace;
 using namespace headrace::test;

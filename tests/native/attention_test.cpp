@@ -1,13 +1,13 @@
 // Attention and its pool, as a program: what the sanitizers run. Random feeds, draft trees, chunkings and common
 // prefixes on every instruction set and kind of pool, on several threads; rows must have the bits they have when fed at
 // once, and alone.
-#include "attention.h"
+#include "attention/attention.h"
 
 #include <algorithm>
 #include <numeric>
 
 #include "bits.h"
-#include "threadpool.h"
+#include "system/threadpool.h"
 
 using namespace headrace;
 using namespace headrace::test;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "check.h"
-#include "isa.h"
+#include "system/isa.h"
 
 namespace headrace::test {
 

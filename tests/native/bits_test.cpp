@@ -4,9 +4,10 @@
 
 #include <optional>
 
-#include "kernels.h"
-#include "pack.h"
-#include "sample.h"
+#include "linear/quantize_act_kernels.h"
+#include "pack/pack.h"
+#include "sample/sample.h"
+#include "system/kernels.h"
 
 using namespace headrace;
 using namespace headrace::test;

@@ -1,13 +1,13 @@
 // Packing and linear layers, as a program: what the sanitizers run. All kinds of weights on every instruction set, at
 // sizes that fill neither a tile nor a unit, in buffers that end where the data ends, fetching from a list meanwhile.
 // All must agree bit for bit, and with the sum in double.
-#include "linear.h"
+#include "linear/linear.h"
 
 #include <algorithm>
 #include <memory>
 
 #include "bits.h"
-#include "pack.h"
+#include "pack/pack.h"
 
 using namespace headrace;
 using namespace headrace::test;

@@ -1,6 +1,6 @@
 // A small model as a program, with what the sanitizers look at: sequences in one batch, in chunks and as a draft tree,
 // on several threads and from two programs that share a pool.
-#include "program.h"
+#include "program/program.h"
 
 #include <algorithm>
 #include <atomic>
@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "missing_memory.h"
-#include "pack.h"
+#include "pack/pack.h"
 
 using namespace headrace;
 using namespace headrace::test;

@@ -21,15 +21,14 @@ foreach(isa IN LISTS HEADRACE_ISAS)
   target_sources(vec_test PRIVATE $<TARGET_OBJECTS:headrace_shim_${isa}>)
 endforeach()
 
-# Each header of the core, and each part of a kernel, alone, so that it brings what it needs. Those of the Python module
-# need Python's.
+# Each header and each kernel part (.inl) of the core compiles alone: it includes everything it uses. Excluded are bind/,
+# which needs Python's headers, and the shims of vec/, which only vec/vec.h includes.
 if(NOT HEADRACE_SANITIZE)
-  file(GLOB HEADRACE_HEADERS CONFIGURE_DEPENDS csrc/*.h csrc/*.inl)
-  list(FILTER HEADRACE_HEADERS EXCLUDE REGEX "/(bind|bound)[^/]*$")
+  file(GLOB_RECURSE HEADRACE_HEADERS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/csrc CONFIGURE_DEPENDS csrc/*.h csrc/*.inl)
+  list(FILTER HEADRACE_HEADERS EXCLUDE REGEX "^(bind|vec)/")
   foreach(header IN LISTS HEADRACE_HEADERS)
-    get_filename_component(name ${header} NAME)
-    file(CONFIGURE OUTPUT headers/${name}.cpp CONTENT "#include \"${name}\"\n")
-    list(APPEND HEADRACE_HEADER_SOURCES ${CMAKE_CURRENT_BINARY_DIR}/headers/${name}.cpp)
+    file(CONFIGURE OUTPUT headers/${header}.cpp CONTENT "#include \"${header}\"\n")
+    list(APPEND HEADRACE_HEADER_SOURCES ${CMAKE_CURRENT_BINARY_DIR}/headers/${header}.cpp)
   endforeach()
   add_library(headers OBJECT EXCLUDE_FROM_ALL ${HEADRACE_HEADER_SOURCES})
   target_include_directories(headers PRIVATE csrc)

@@ -1,8 +1,8 @@
 // The sampler, as a program: what the sanitizers run. Random settings on every instruction set, which must agree.
-#include "sample.h"
+#include "sample/sample.h"
 
 #include "check.h"
-#include "kernels.h"
+#include "system/kernels.h"
 
 using namespace headrace;
 using namespace headrace::test;

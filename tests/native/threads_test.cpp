@@ -15,9 +15,9 @@
 
 #include "check.h"
 #include "missing_memory.h"
-#include "os.h"
-#include "program_turns.h"
-#include "threadpool.h"
+#include "program/turns.h"
+#include "system/os.h"
+#include "system/threadpool.h"
 
 using namespace headrace;
 using namespace headrace::test;

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "check.h"
-#include "isa.h"
+#include "system/isa.h"
 #include "vec_shim.h"
 
 using namespace headrace;

@@ -1,4 +1,4 @@
-"""The operating system has one room in each language: `headrace.host` and csrc/os.h."""
+"""The operating system has one room in each language: `headrace.host` and csrc/system/os.h."""
 
 import os
 import re
@@ -36,8 +36,8 @@ def test_only_the_host_knows_the_system() -> None:
 
 def test_only_one_file_of_the_core_knows_the_system() -> None:
     files = sources("csrc", "*.cpp", "*.h", "*.inl")
-    files.pop("os.h")  # names the folders that its tests may change
-    assert strays({"os_linux.cpp": files.pop("os_linux.cpp")}, CPP)
+    files.pop("system/os.h")  # names the folders that its tests may change
+    assert strays({"os_linux.cpp": files.pop("system/os_linux.cpp")}, CPP)
     assert strays(files, CPP) == []
     assert strays({"arena.cpp": "#include <sys/mman.h>"}, CPP) == ["arena.cpp: #include <sys/"]
 

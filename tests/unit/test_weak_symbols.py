@@ -45,12 +45,12 @@ def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
 def test_the_kernels_that_were_built_have_none() -> None:
     """Every file of kernels, once for each instruction set."""
     built = [path for path in (ROOT / "build").glob("*/CMakeFiles") if "sanitize" not in path.parent.name]
-    found = [sorted(folder.glob("headrace_*.dir/csrc/kernels_*.o")) for folder in built]
+    found = [sorted(folder.glob("headrace_*.dir/csrc/kernels/*.o")) for folder in built]
     objects = max(found, key=len, default=[])
     if not objects:
         pytest.skip("the native core was built elsewhere; `make native` builds it here")
     kernels, sets = {path.name for path in objects}, {path.parts[-3] for path in objects}
-    assert len(kernels) == len(list((ROOT / "csrc").glob("kernels_*.cpp")))
+    assert len(kernels) == len(list((ROOT / "csrc/kernels").glob("*.cpp")))
     assert len(objects) == len(kernels) * len(sets)
     done = checked(*objects)
     assert done.returncode == 0, done.stderr
@@ -66,9 +66,9 @@ def leans(text: str) -> bool:
 
 
 def test_parts_of_kernels_open_the_namespace_themselves() -> None:
-    parts = {path.name: path.read_text() for path in (ROOT / "csrc").glob("*.inl")}
+    parts = {str(path): path.read_text() for path in (ROOT / "csrc").rglob("*.inl")}
     assert [name for name, text in parts.items() if leans(text)] == []
     for text in parts.values():
         assert leans(text.replace(OPENS, ""))
-    kernels = [path.read_text().partition(OPENS) for path in (ROOT / "csrc").glob("kernels_*.cpp")]
+    kernels = [path.read_text().partition(OPENS) for path in (ROOT / "csrc/kernels").glob("*.cpp")]
     assert not any("#include" in within for _, _, within in kernels)

@@ -1,0 +1,227 @@
+// K and V into pages: norm, rotation, rounding, and the scattered stores.
+#pragma once
+
+#include "attention/kernels.h"
+#include "vec/softmax.h"
+
+namespace headrace::HEADRACE_ISA {
+
+HEADRACE_INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+HEADRACE_INLINE float from_bf16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float y;
+    __builtin_memcpy(&y, &bits, 4);
+    return y;
+}
+
+HEADRACE_INLINE void round_to_bf16(const float* x, int n, uint16_t* out) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) store_bf16(out + i, load_f32(x + i));
+    for (; i < n; ++i) out[i] = to_bf16(x[i]);
+}
+
+// A head as attention uses it: normalised (RMS), turned by its position, padded with zeros.
+HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float* norm, float eps,
+                                  const RopeTable& rope, int32_t position, float* out) {
+    const int dim = kv.dim;
+    float factor = 1.0f;
+    if (norm) {
+        Lanes16 squares = zero_lanes();
+        for (int i = 0; i < dim; i += 16) {
+            for (int p = 0; p < Lanes16::kParts; ++p) {
+                const int at = i + p * kLanes, count = dim - at < kLanes ? dim - at : kLanes;
+                if (count <= 0) continue;
+                const F32v part = load_f32(x + at, count);
+                squares.part[p] = multiply_add(part, part, squares.part[p]);
+            }
+        }
+        factor = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)dim + eps);
+    }
+    for (int i = 0; i < dim; ++i) out[i] = norm ? x[i] * factor * norm[i] : x[i];
+    for (int i = dim; i < kv.padded; ++i) out[i] = 0.0f;
+    if (!rope.cos) return;
+    const int half = rope.dim / 2, step = rope.interleaved ? 2 : 1, apart = rope.interleaved ? 1 : half;
+    const float* c = rope.cos + (int64_t)position * half;
+    const float* s = rope.sin + (int64_t)position * half;
+    int i = 0;
+    for (; !rope.interleaved && i + kLanes <= half; i += kLanes) {
+        const F32v x0 = load_f32(out + i), x1 = load_f32(out + half + i), cos = load_f32(c + i), sin = load_f32(s + i);
+        store_f32(out + i, x0 * cos - x1 * sin);
+        store_f32(out + half + i, x1 * cos + x0 * sin);
+    }
+    for (; i < half; ++i) {
+        float *a = out + i * step, *b = a + apart;
+        const float x0 = *a, x1 = *b;
+        *a = x0 * c[i] - x1 * s[i];
+        *b = x1 * c[i] + x0 * s[i];
+    }
+}
+
+// One token's values of one tensor, `group` of which lie together (K: dimensions, V: tokens), as bytes with a scale.
+HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
+    float largest = 0.0f;
+    bool finite = true;
+    for (int i = 0; i < n; ++i) {
+        const float size = x[i] < 0 ? -x[i] : x[i];
+        finite &= size <= __FLT_MAX__;
+        largest = size > largest ? size : largest;
+    }
+    const float inverse = finite && largest > 1e-35f ? 127.0f / largest : 0.0f;
+    for (int i = 0; i < n; ++i) {
+        const float scaled = x[i] * inverse;  // NaN where x is not finite: the scale says so
+        out[i] = (uint8_t)(128 + (scaled == scaled ? (int)__builtin_rintf(scaled) : 0));
+    }
+    return !finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
+}
+
+// `n` values as integers from 0 to 15 above a minimum; this and their scale, as bfloat16 holds them, go to `scale` and
+// 16 places on.
+HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_t* scale) {
+    float low = x[0], high = x[0];
+    bool finite = true;
+    for (int i = 0; i < n; ++i) {
+        finite &= (x[i] < 0 ? -x[i] : x[i]) <= __FLT_MAX__;
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    const float nan = __builtin_nanf(""), least = finite ? from_bf16(to_bf16(low)) : nan;
+    const float step = finite ? from_bf16(to_bf16((high - least) / 15.0f)) : nan;
+    const float inverse = step > 1e-35f ? 1.0f / step : 0.0f;
+    for (int i = 0; i < n; ++i) {
+        const float scaled = (x[i] - least) * inverse, held = scaled > 0.0f ? scaled < 15.0f ? scaled : 15.0f : 0.0f;
+        out[i] = (uint8_t)__builtin_rintf(held);
+    }
+    scale[0] = to_bf16(finite && step <= 1e-35f ? 0.0f : step);  // infinite where floats do not hold the range
+    scale[16] = to_bf16(least);
+}
+
+// The low or high half of a byte.
+HEADRACE_INLINE uint8_t get_nibble(uint8_t byte, int high) { return (uint8_t)(byte >> 4 * high & 15); }
+HEADRACE_INLINE void put_nibble(uint8_t* byte, int high, uint8_t x) {
+    *byte = (uint8_t)((*byte & (0xf0 >> 4 * high)) | x << 4 * high);
+}
+
+// `room`: 4 * padded bytes, 64-byte aligned.
+static void write_token(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, uint8_t* room) {
+    uint8_t* values = page + kv.half_bytes;
+    const int dp = kv.padded;
+    if (kv.type == KVType::kBf16) {
+        uint16_t* rounded = (uint16_t*)room;
+        round_to_bf16(k, dp, rounded);
+        round_to_bf16(v, dp, rounded + dp);
+        for (int d = 0; d < dp; d += 2) __builtin_memcpy(page + 32 * d + 4 * slot, rounded + d, 4);
+        // Whole lines of V, so that the loads that follow find them in one piece.
+        const bool odd = slot % 2;
+        int32_t* line = (int32_t*)(values + slot / 2 * 4 * dp);
+        for (int d = 0; d < dp; d += kLanes) {
+            const I32v high = as_i32(load_bf16(rounded + dp + d)), low = high >> 16 & 0xffff, old = load_i32(line + d);
+            store_f32((float*)line + d, as_f32(odd ? high | (old & 0xffff) : low | (old & ~0xffff)));
+        }
+    } else if (kv.type == KVType::kF32) {
+        float *to_k = (float*)page + slot, *to_v = (float*)values + slot * dp;
+        for (int d = 0; d < dp; ++d) to_k[16 * d] = k[d], to_v[d] = v[d];
+    } else if (kv.type == KVType::kInt4) {
+        uint16_t* scales = (uint16_t*)(page + kv.scales_offset()) + slot;
+        quantize_range(k, dp / 2, room, scales);
+        quantize_range(k + dp / 2, dp / 2, room + dp / 2, scales + 32);
+        quantize_range(v, dp, room + dp, scales + 64);
+        uint8_t *to_k = page + 4 * slot, *to_v = values + slot / 8 * 4 * dp + slot % 4;
+        for (int d = 0; d < dp; d += 8)
+            for (int i = d; i < d + 4; ++i) to_k[8 * d + i % 4] = (uint8_t)(room[i] | room[i + 4] << 4);
+        for (int d = 0; d < dp; ++d) put_nibble(to_v + 4 * d, slot / 4 % 2, room[dp + d]);
+    } else {
+        float* scales = (float*)(page + kv.scales_offset()) + slot;
+        scales[0] = quantize_token(k, dp, room);
+        scales[16] = quantize_token(v, dp, room + dp);
+        uint8_t *to_k = page + 4 * slot, *to_v = values + slot / 4 * 4 * dp + slot % 4;
+        for (int d = 0; d < dp; d += 4) __builtin_memcpy(to_k + 16 * d, room + d, 4);
+        for (int d = 0; d < dp; ++d) to_v[4 * d] = room[dp + d];
+    }
+}
+
+static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* k, float* v) {
+    const uint8_t* values = page + kv.half_bytes;
+    const int dp = kv.padded;
+    for (int d = 0; d < kv.dim; ++d) {
+        if (kv.type == KVType::kBf16) {
+            k[d] = from_bf16(((const uint16_t*)page)[d / 2 * 32 + 2 * slot + d % 2]);
+            v[d] = from_bf16(((const uint16_t*)values)[slot / 2 * 2 * dp + 2 * d + slot % 2]);
+        } else if (kv.type == KVType::kF32) {
+            k[d] = ((const float*)page)[d * 16 + slot];
+            v[d] = ((const float*)values)[slot * dp + d];
+        } else if (kv.type == KVType::kInt4) {
+            const uint16_t *scales = (const uint16_t*)(page + kv.scales_offset()) + slot, *of_v = scales + 64;
+            const uint16_t* of_k = scales + (d < dp / 2 ? 0 : 32);
+            const uint8_t key = get_nibble(page[d / 8 * 64 + 4 * slot + d % 4], d / 4 % 2);
+            const uint8_t value = get_nibble(values[slot / 8 * 4 * dp + 4 * d + slot % 4], slot / 4 % 2);
+            k[d] = from_bf16(of_k[16]) + from_bf16(of_k[0]) * (float)key;
+            v[d] = from_bf16(of_v[16]) + from_bf16(of_v[0]) * (float)value;
+        } else {
+            const float* scales = (const float*)(page + kv.scales_offset()) + slot;
+            k[d] = scales[0] * (float)(page[d / 4 * 64 + 4 * slot + d % 4] - 128);
+            v[d] = scales[16] * (float)(values[slot / 4 * 4 * dp + 4 * d + slot % 4] - 128);
+        }
+    }
+}
+
+// A token is a piece of four bytes of every line of K, a piece of every dimension of V, and its scales.
+static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
+    const int deep = kv.deep(), from_half = from_slot / 4 % 2, to_half = to_slot / 4 % 2;
+    for (int line = 0; line < kv.padded / deep; ++line)
+        __builtin_memcpy(to + 64 * line + 4 * to_slot, from + 64 * line + 4 * from_slot, 4);
+    const uint8_t* values = from + kv.half_bytes + from_slot / deep * kv.padded * 4;
+    uint8_t* out = to + kv.half_bytes + to_slot / deep * kv.padded * 4;
+    for (int d = 0; d < kv.padded; ++d, values += 4, out += 4) {
+        if (deep == 1) __builtin_memcpy(out, values, 4);
+        if (deep == 2) __builtin_memcpy(out + to_slot % 2 * 2, values + from_slot % 2 * 2, 2);
+        if (deep == 4) out[to_slot % 4] = values[from_slot % 4];
+        if (deep == 8) put_nibble(out + to_slot % 4, to_half, get_nibble(values[from_slot % 4], from_half));
+    }
+    const int rows = kv.type == KVType::kInt8 ? 2 : kv.type == KVType::kInt4 ? 6 : 0, size = rows == 6 ? 2 : 4;
+    for (int i = 0; i < rows; ++i) {
+        const int scales = kv.scales_offset() + i * kPageTokens * size;
+        __builtin_memcpy(to + scales + size * to_slot, from + scales + size * from_slot, (size_t)size);
+    }
+}
+
+// Whether the pool stores these values as finite numbers.
+HEADRACE_INLINE bool keeps(const KVShape& kv, const float* v) {
+    // The first float that bfloat16 rounds to infinity; a range of int4 is at most twice its largest number.
+    const float limit = kv.type == KVType::kBf16 ? 0x1.ffp127f : kv.type == KVType::kInt4 ? 0x1p126f : __builtin_inff();
+    bool kept = true;
+    for (int d = 0; d < kv.dim; ++d) kept &= (v[d] < 0 ? -v[d] : v[d]) < limit;
+    return kept;
+}
+
+// A value that is not finite moves to the token's key. A row's scores of tokens that it does not see are replaced, but
+// its weights of them, which are 0, are multiplied with their values, and 0 * NaN would be NaN. So rows that see the
+// token get NaN, and no other row does: not those before it, and not those after a draft with it was rejected.
+HEADRACE_INLINE void poison(const KVShape& kv, float* k, float* v) {
+    for (int d = 0; d < kv.dim; ++d) k[d] = __builtin_nanf(""), v[d] = 0.0f;
+}
+
+static void append(const AttentionTask& task, int feed_index, int kv_head, int first, int last, float* scratch) {
+    const KVShape& kv = task.kv;
+    const AttentionFeed& feed = task.feeds[feed_index];
+    float *k = scratch, *v = scratch + kv.padded;
+    uint8_t* room = (uint8_t*)(v + kv.padded);
+    const RopeTable none{};
+    for (int i = first; i < last; ++i) {
+        const int row = feed.row + i, index = feed.kv_start + i, slot = index % kPageTokens;
+        uint8_t* page = task.pool + kv.page_offset(task.page_table[feed.pages + index / kPageTokens], kv_head);
+        prepare_head(task.k + row * task.stride + kv_head * kv.dim, kv, task.k_norm, task.norm_eps, task.rope,
+                     task.positions[row], k);
+        for (int d = 0; task.k_shift && d < kv.dim; ++d) k[d] -= task.k_shift[kv_head * kv.dim + d];
+        prepare_head(task.v + row * task.stride + kv_head * kv.dim, kv, nullptr, 0.0f, none, 0, v);
+        if (!keeps(kv, v)) poison(kv, k, v);
+        write_token(kv, page, slot, k, v, room);
+    }
+}
+
+}  // namespace headrace::HEADRACE_ISA

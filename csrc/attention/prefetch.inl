@@ -1,0 +1,52 @@
+// What an item has fetched for the one after it. A tile of few rows takes less time than its K and V take to come from
+// memory, so they are asked for while the tile before is worked on.
+#pragma once
+
+#include "attention/kernels.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
+constexpr int kChunkPages = kChunk / kPageTokens;
+
+// The first pages of the item after: a chunk's worth.
+struct Upcoming {
+    const uint8_t* page[kChunkPages];
+    int count;
+};
+
+HEADRACE_INLINE void fetch(const void* from, int bytes) {
+    for (int i = 0; i < bytes; i += 64) prefetch((const uint8_t*)from + i);
+}
+
+// What storing the feed's first token writes (a piece of every line of K, one line of tokens of V), and what it stores.
+HEADRACE_INLINE void fetch_append(const AttentionTask& task, const AttentionFeed& feed, int kv_head) {
+    const KVShape& kv = task.kv;
+    const int slot = feed.kv_start % kPageTokens, deep = kv.deep();
+    const uint8_t* page =
+        task.pool + kv.page_offset(task.page_table[feed.pages + feed.kv_start / kPageTokens], kv_head);
+    fetch(page, kv.half_bytes);
+    fetch(page + kv.half_bytes + slot / deep * kv.padded * 4, kv.padded * 4);
+    fetch(task.k + feed.row * task.stride + kv_head * kv.dim, kv.dim * 4);
+    fetch(task.v + feed.row * task.stride + kv_head * kv.dim, kv.dim * 4);
+}
+
+HEADRACE_INLINE Upcoming ahead_of(const AttentionTask& task, const AttentionItem* item) {
+    Upcoming upcoming{{}, 0};
+    if (!item) return upcoming;
+    const AttentionTile& tile = task.tiles[item->tile];
+    const AttentionFeed& feed = task.feeds[tile.feed];
+    const int share = task.heads / task.kv.heads;
+    fetch(task.q + tile.row * task.stride + tile.kv_head * share * task.kv.dim, share * task.kv.dim * 4);
+    if (item->append) fetch_append(task, feed, tile.kv_head);
+    const int begin = task.rows[tile.row].begin, end = task.rows[tile.row + tile.tokens - 1].end;
+    const int from = item->first_split * kSplit, to = item->last_split * kSplit;
+    const int last = ((end < to ? end : to) + kPageTokens - 1) / kPageTokens;
+    for (int page = (begin > from ? begin : from) / kPageTokens; page < last && upcoming.count < kChunkPages; ++page) {
+        upcoming.page[upcoming.count++] =
+            task.pool + task.kv.page_offset(task.page_table[feed.pages + page], tile.kv_head);
+    }
+    return upcoming;
+}
+
+}  // namespace headrace::HEADRACE_ISA

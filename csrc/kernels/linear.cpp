@@ -1,0 +1,155 @@
+// Linear layers of one instruction set: cutting the work into blocks, panels for many rows, epilogues.
+#include "linear/bf16.inl"
+#include "linear/columns.inl"
+#include "linear/epilogue.inl"
+#include "linear/internal.h"
+#include "linear/panel.inl"
+
+namespace headrace::HEADRACE_ISA {
+
+// Input rows at a time.
+constexpr int kMostRows = kTuning.direct_rows > kPanelRows ? kTuning.direct_rows : kPanelRows;
+constexpr int kMostBlocks = 4;                     // row blocks of a unit
+using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
+
+// What LinearTask::scratch holds.
+constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
+
+struct Scratch {
+    Panel panel;
+    alignas(64) float sums[2][kStretchFloats];
+    alignas(64) float levels[3 * kStretchFloats];
+};
+
+static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
+
+// What pass number `pass` over a row block at `data` fetches, where the first fetches the weights before it comes to
+// them: later ones a piece of the list, the second, where there is none, the block that the next unit reads.
+HEADRACE_INLINE int64_t fetched_ahead(const LinearTask& task, const PackedTensor& weight, int block, int pass,
+                                      const uint8_t* data) {
+    const uint8_t* piece = pass > 0 ? next_piece(task.fetch, row_block_bytes(weight.kind, weight.k)) : nullptr;
+    if (piece) return piece - data;
+    const bool next = pass == 1 && block + task.unit_blocks < weight.row_blocks();
+    return next ? task.unit_blocks * weight.stride : kPrefetchBytes;
+}
+
+// Row blocks [block, block + blocks) of one tensor, at most four, into y. pass: how often these weights were read.
+static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
+                     int pass, float* y) {
+    const Segments& segments = *task.segments;
+    if (weight.kind == PackedKind::kBf16) {
+        const uint16_t* x = task.bf16.x + (int64_t)row * task.bf16.kp;
+        for (int b = 0; b < blocks; b += 2) {
+            const int two = blocks - b < 2 ? blocks - b : 2;
+            bf16_blocks(weight, block + b, two, segments, x, task.bf16.kp, rows, y + b * rows * 16);
+        }
+        return;
+    }
+    const DirectKernel kernel = direct_kernels.of[kernel_index(weight.kind)][rows - 1];
+    const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
+    for (int b = 0; b < blocks; ++b) {
+        const uint8_t* data = weight.data + (block + b) * weight.stride;
+        const int64_t ahead = fetched_ahead(task, weight, block + b, pass, data);
+        kernel(data, table_of(weight.kind), ahead, segments, x, task.a8.tiles, y + b * rows * 16);
+    }
+}
+
+// The row blocks of a unit that exist.
+HEADRACE_INLINE int blocks_of_unit(const LinearTask& task, int unit) {
+    const int left = task.weight->row_blocks() - unit * task.unit_blocks;
+    return left < task.unit_blocks ? left : task.unit_blocks;
+}
+
+HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
+                            const float* up) {
+    if (task.epilogue.kind == EpilogueKind::kGated) {
+        finish_gated(task, unit, blocks, row, rows, y, up);
+    } else if (task.epilogue.kind == EpilogueKind::kLogits) {
+        finish_logits(task, unit, blocks, row, rows, y);
+    } else {
+        finish_store(task, unit * task.unit_blocks, blocks, row, rows, y);
+    }
+}
+
+// Fetches what the products will be added to, which another core may have written.
+HEADRACE_INLINE void fetch_sums(const LinearTask& task, int block, int row, int rows) {
+    const float* out = task.epilogue.out + row * task.epilogue.stride + block * 16;
+    for (int m = 0; m < rows; ++m) prefetch(out + m * task.epilogue.stride);
+}
+
+static void run_direct(const LinearTask& task, int unit, int row0, int row1, int most) {
+    const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
+    for (int row = row0, pass = 0, rows; row < row1; row += rows, ++pass) {
+        rows = step_rows(row1 - row, most);
+        alignas(64) Sums y;
+        float* up = y + blocks * rows * 16;
+        const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+        if (task.epilogue.kind == EpilogueKind::kAdd) fetch_sums(task, first, row, rows);
+        // Gate and up in the order in which they lie in memory; bfloat16 takes two blocks at a time.
+        const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
+        for (int b = 0; b < blocks; b += step) {
+            multiply(task, *task.weight, first + b, step, row, rows, pass, y + b * rows * 16);
+            if (gated) multiply(task, *task.up, first + b, step, row, rows, pass, up + b * rows * 16);
+        }
+        add_outliers(task, *task.weight, first, blocks, row, rows, y);
+        if (gated) add_outliers(task, *task.up, first, blocks, row, rows, up);
+        finish(task, unit, blocks, row, rows, y, up);
+    }
+}
+
+// One panel for two row blocks, of `weight` or of up.
+static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, Scratch& scratch) {
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    const PackedTensor& weight = gated && index == 1 ? *task.up : *task.weight;
+    const int first = unit * task.unit_blocks + (gated ? 0 : 2 * index), last = weight.row_blocks() - 1;
+    const int block[2] = {first, first < last ? first + 1 : first};  // a lone block twice: its copy is not used
+    const uint8_t* next[2] = {nullptr, nullptr};
+    for (int c = 0; c < 2; ++c) {
+        if (gated && index == 0) {
+            next[c] = task.up->data + block[c] * task.up->stride;
+        } else if (first + 2 + c <= last) {
+            next[c] = task.weight->data + (first + 2 + c) * task.weight->stride;
+        }
+    }
+    multiply_panel(task, weight, block, next, row0, row1, scratch.panel, scratch.sums[index], scratch.levels);
+}
+
+static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
+    Scratch& scratch = *(Scratch*)task.scratch;
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    const int blocks = blocks_of_unit(task, unit), panels = gated ? 2 : (blocks + 1) / 2;
+    for (int p = 0; p < panels; ++p) run_panel(task, unit, p, row0, row1, scratch);
+    for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
+        rows = step_rows(row1 - row, kPanelRows);
+        if (task.epilogue.kind == EpilogueKind::kAdd && row + 3 * kPanelRows <= row1) {
+            for (int b = 0; b < blocks; ++b)
+                fetch_sums(task, unit * task.unit_blocks + b, row + 2 * kPanelRows, kPanelRows);
+        }
+        float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
+        alignas(64) Sums joined;
+        if (panels == 2 && !gated) {
+            __builtin_memcpy(joined, y, sizeof(float) * 32 * rows);
+            __builtin_memcpy(joined + 32 * rows, second, sizeof(float) * 32 * rows);
+            y = joined;
+        }
+        add_outliers(task, *task.weight, unit * task.unit_blocks, blocks, row, rows, y);
+        if (gated) add_outliers(task, *task.up, unit * task.unit_blocks, blocks, row, rows, second);
+        finish(task, unit, blocks, row, rows, y, second);
+    }
+}
+
+static void run(const LinearTask& task, int first, int last, int row0, int row1) {
+    const bool bf16 = task.weight->kind == PackedKind::kBf16;
+    for (int unit = first; unit < last; ++unit) {
+        if (task.panels && !bf16) {
+            run_panels(task, unit, row0, row1);
+        } else {
+            run_direct(task, unit, row0, row1, bf16 ? kTuning.bf16_rows : kTuning.direct_rows);
+        }
+    }
+}
+
+extern const LinearKernels linear_kernels;
+const LinearKernels linear_kernels = {run, kTuning.panels_from - 1};
+
+}  // namespace headrace::HEADRACE_ISA

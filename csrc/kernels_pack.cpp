@@ -1,9 +1,0 @@
-// Packing and unpacking of one instruction set.
-#include "pack.inl"
-
-namespace headrace::HEADRACE_ISA {
-
-extern const PackKernels pack_kernels;
-const PackKernels pack_kernels = {pack, unpack};
-
-}  // namespace headrace::HEADRACE_ISA

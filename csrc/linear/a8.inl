@@ -1,0 +1,139 @@
+// float32 to A8. Also what an epilogue or an attention kernel calls to leave its result quantised.
+#pragma once
+
+#include "linear/quantize_act_kernels.h"
+#include "vec/vec.h"
+
+namespace headrace::HEADRACE_ISA {
+
+// How a group of 32 becomes integers: by its largest value, or that of its row.
+struct GroupScale {
+    float scale, inverse;
+    bool finite;
+};
+
+// The largest size, as an integer: so sizes of floats are in order: finite ones, infinity, NaN.
+HEADRACE_INLINE I32v sizes_of(const float* x, I32v sizes) {
+    for (int i = 0; i < 32; i += kLanes) sizes = max(sizes, as_i32(load_f32(x + i)) & 0x7fffffff);
+    return sizes;
+}
+
+HEADRACE_INLINE GroupScale scale_of_sizes(I32v sizes) {
+    const int32_t largest = max_i32(sizes);
+    float amax;
+    __builtin_memcpy(&amax, &largest, 4);
+    const bool finite = largest < 0x7f800000, tiny = !(amax > 1e-35f);  // 127 / tiny would overflow
+    return {!finite ? __builtin_nanf("") : tiny ? 0.0f : amax / 127.0f, tiny ? 0.0f : 127.0f / amax, finite};
+}
+
+HEADRACE_INLINE GroupScale group_scale(const float* x) { return scale_of_sizes(sizes_of(x, set_i32(0))); }
+
+// x: 32 floats, columns [32 * half, 32 * half + 32) of the block.
+HEADRACE_INLINE void put_group(const float* x, const GroupScale& by, A8Block* block, int half) {
+    constexpr int kVectors = 32 / kLanes;
+    const F32v inverse = set_f32(by.inverse);
+    I32v q[kVectors];
+    for (int i = 0; i < kVectors; ++i) q[i] = by.finite ? round_i32(load_f32(x + i * kLanes) * inverse) : set_i32(0);
+    int32_t sums[2] = {0, 0};
+#if HEADRACE_LANES == 16
+    store_i8_sums(block->q + half * 32, q, sums);
+#else
+    for (int i = 0; i < kVectors; ++i) {
+        store_i8(block->q + half * 32 + i * kLanes, q[i]);
+        sums[i * kLanes / 16] += sum_i32(q[i]);
+    }
+#endif
+    block->scale[half] = by.scale;
+    block->scaled_sum[half] = by.scale * (float)(sums[0] + sums[1]);
+    block->neg_sum32[half] = -(sums[0] + sums[1]);
+    block->neg_sum16[2 * half] = -sums[0];
+    block->neg_sum16[2 * half + 1] = -sums[1];
+}
+
+HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {
+    put_group(x, group_scale(x), block, half);
+}
+
+// k floats into `tiles` blocks; the rest is zero.
+HEADRACE_INLINE void quantize_row(const float* x, int k, A8Block* blocks, int tiles) {
+    int g = 0;
+    for (; (g + 1) * 32 <= k; ++g) quantize_group(x + g * 32, blocks + g / 2, g % 2);
+    for (; g < tiles * 2; ++g) {
+        float padded[32] = {};
+        for (int i = 0; g * 32 + i < k; ++i) padded[i] = x[g * 32 + i];
+        quantize_group(padded, blocks + g / 2, g % 2);
+    }
+}
+
+// Columns [32 * g, 32 * g + 32) of a row of k: `padded` where the row ends among them.
+HEADRACE_INLINE const float* group_of(const float* x, int k, int g, float* padded) {
+    if ((g + 1) * 32 <= k) return x + g * 32;
+    for (int i = 0; i < 32; ++i) padded[i] = g * 32 + i < k ? x[g * 32 + i] : 0.0f;
+    return padded;
+}
+
+// The same with one scale for the row.
+HEADRACE_INLINE void quantize_token(const float* x, int k, A8Block* blocks, int tiles) {
+    float padded[32];
+    I32v sizes = set_i32(0);
+    for (int g = 0; g * 32 < k; ++g) sizes = sizes_of(group_of(x, k, g, padded), sizes);
+    const GroupScale scale = scale_of_sizes(sizes);
+    for (int g = 0; g < tiles * 2; ++g) put_group(group_of(x, k, g, padded), scale, blocks + g / 2, g % 2);
+}
+
+// The same with a scale that is given: x over it, what is beyond 127 cut off.
+HEADRACE_INLINE void quantize_given(const float* x, int k, float scale, A8Block* blocks, int tiles) {
+    float padded[32], cut[32];
+    const F32v unit = set_f32(scale), most = set_f32(127.0f);
+    for (int g = 0; g < tiles * 2; ++g) {
+        const float* from = group_of(x, k, g, padded);
+        const bool finite = max_i32(sizes_of(from, set_i32(0))) < 0x7f800000;
+        for (int i = 0; i < 32; i += kLanes) store_f32(cut + i, min(max(load_f32(from + i) / unit, -most), most));
+        put_group(cut, {finite ? scale : __builtin_nanf(""), 1.0f, finite}, blocks + g / 2, g % 2);
+    }
+}
+
+HEADRACE_INLINE int32_t size_bits(const float* x) {
+    int32_t bits;
+    __builtin_memcpy(&bits, x, 4);
+    return bits & 0x7fffffff;
+}
+
+// How many finite values have at least this size.
+HEADRACE_INLINE int count_from(const float* x, int k, int32_t least) {
+    int count = 0;
+    for (int i = 0; i < k; ++i) count += size_bits(x + i) >= least && size_bits(x + i) < 0x7f800000;
+    return count;
+}
+
+HEADRACE_INLINE void find_outliers(const float* x, int k, float threshold, Outliers& out) {
+    int32_t least = size_bits(&threshold);
+    if (count_from(x, k, least) > kMostOutliers) {  // the largest size that as many as there is room for have
+        int32_t most = 0x7f800000;
+        while (most - least > 1) {
+            const int32_t middle = least + (most - least) / 2;
+            (count_from(x, k, middle) >= kMostOutliers ? least : most) = middle;
+        }
+    }
+    int equal = kMostOutliers - count_from(x, k, least + 1);  // of those of the least size, the first
+    out.count = 0;
+    for (int i = 0; i < k; ++i) {
+        const int32_t size = size_bits(x + i);
+        if (size < least || size >= 0x7f800000 || (size == least && equal-- <= 0)) continue;
+        out.column[out.count] = i;
+        out.value[out.count++] = x[i];
+    }
+}
+
+// Scales per 32 columns, of what is left of the row without its outliers.
+HEADRACE_INLINE void quantize_split(const float* x, int k, float threshold, Outliers& out, A8Block* blocks, int tiles) {
+    find_outliers(x, k, threshold, out);
+    float left[32];
+    for (int g = 0, next = 0; g < tiles * 2; ++g) {
+        for (int i = 0; i < 32; ++i) left[i] = g * 32 + i < k ? x[g * 32 + i] : 0.0f;
+        for (; next < out.count && out.column[next] < (g + 1) * 32; ++next) left[out.column[next] - g * 32] = 0.0f;
+        quantize_group(left, blocks + g / 2, g % 2);
+    }
+}
+
+}  // namespace headrace::HEADRACE_ISA

@@ -1,0 +1,152 @@
+#include "linear/linear.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace headrace {
+namespace {
+
+// Segment i ends before unit floor((i + 1) * units / 8).
+Segments segments_of(int k, int unit) {
+    const int tiles = tiles_of(k);
+    if (unit == 0) return {1, {tiles}};
+    Segments segments{kSegments, {}};
+    const int units = (k + unit - 1) / unit;
+    for (int i = 0; i < kSegments; ++i) segments.end[i] = std::min(tiles, (i + 1) * units / kSegments * (unit / 64));
+    return segments;
+}
+
+// A layer's work as items: all units of all parts for one stretch of rows, then for the next.
+struct WorkSplit {
+    int unit_blocks;
+    bool panels;
+    int units;
+    int rows;  // of a stretch
+    int items;
+
+    WorkSplit(const LinearWork& work) {
+        const EpilogueKind kind = work.epilogue.kind;
+        const int direct = work.direct_rows ? work.direct_rows : work.kernels->linear->direct_rows;
+        panels = work.rows > direct;
+        unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || panels ? 2 : 1;
+        units = 0;
+        for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
+        if (!work.units.empty()) units = static_cast<int>(work.units.size());
+        // Few units and many rows: shorter stretches, though every one unpacks its panels anew.
+        const int wanted = work.threads > 1 ? (4 * work.threads + units - 1) / units : 1;
+        const int needed = (work.rows + kStretchRows - 1) / kStretchRows, possible = std::max(1, work.rows / 48);
+        const int stretches = std::max(panels ? std::min(wanted, possible) : 1, needed);
+        rows = (work.rows + stretches - 1) / stretches;
+        items = units * ((work.rows + rows - 1) / rows);
+    }
+
+    static int parts(const LinearWork& work) {
+        return work.linear->gated() ? 1 : static_cast<int>(work.linear->parts().size());
+    }
+
+    int units_of(const LinearWork& work, int part) const {
+        return (work.linear->parts()[part].row_blocks() + unit_blocks - 1) / unit_blocks;
+    }
+};
+
+// Units [first, last) of rows [row0, row1), part by part.
+void run_units(const LinearWork& work, const WorkSplit& split, int first, int last, int row0, int row1, void* scratch) {
+    const PackedLinear& linear = *work.linear;
+    LinearTask task{nullptr,
+                    linear.gated() ? &linear.parts()[1] : nullptr,
+                    &linear.segments(),
+                    work.a8,
+                    work.bf16,
+                    work.epilogue,
+                    split.unit_blocks,
+                    split.panels,
+                    scratch,
+                    work.fetch};
+    if (!work.units.empty()) {  // neighbours in one call
+        task.weight = &linear.parts()[0];
+        for (int i = first, end; i < last; i = end) {
+            const int unit = work.units[static_cast<size_t>(i)];
+            for (end = i + 1; end < last && work.units[static_cast<size_t>(end)] == unit + end - i;) ++end;
+            work.kernels->linear->run(task, unit, unit + end - i, row0, row1);
+        }
+        return;
+    }
+    int start = 0;  // the part's first unit
+    for (int p = 0; p < WorkSplit::parts(work); ++p) {
+        task.weight = &linear.parts()[p];
+        const int end = start + split.units_of(work, p), from = std::max(first, start), to = std::min(last, end);
+        if (from < to) work.kernels->linear->run(task, from - start, to - start, row0, row1);
+        start = end;
+        if (task.epilogue.out && !linear.gated()) task.epilogue.out += task.weight->n;
+    }
+}
+
+// Items [first, last), stretch by stretch.
+void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
+    for (int item = first; item < last;) {
+        const int stretch = item / split.units, start = stretch * split.units,
+                  end = std::min(last, start + split.units);
+        const int row0 = stretch * split.rows, row1 = std::min(row0 + split.rows, work.rows);
+        run_units(work, split, item - start, end - start, row0, row1, scratch);
+        item = end;
+    }
+}
+
+}  // namespace
+
+PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit)
+    : parts_(std::move(parts)), gated_(gated) {
+    if (parts_.empty()) throw std::invalid_argument("a linear layer has at least one tensor");
+    for (const PackedTensor& part : parts_) {
+        if (part.k != k()) throw std::invalid_argument("the tensors of a linear layer must have the same input size");
+        if ((part.kind == PackedKind::kBf16) != bf16()) {
+            throw std::invalid_argument(
+                "bfloat16 and integer tensors cannot share a linear layer: their inputs differ");
+        }
+        n_ += part.n;
+    }
+    if (gated) {
+        if (parts_.size() != 2 || parts_[0].n != parts_[1].n) {
+            throw std::invalid_argument("a gated layer has a gate and an up tensor of the same size");
+        }
+        n_ = parts_[0].n;
+    }
+    if (segment_unit < 0 || segment_unit % 64 != 0) {
+        throw std::invalid_argument("a segment unit is a multiple of 64 columns, not " + std::to_string(segment_unit));
+    }
+    segments_ = segments_of(k(), segment_unit);
+}
+
+void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch) {
+    const WorkSplit split(work);
+    const int share = work.threads == 1 ? split.items : split.items * 4 / 5 / work.threads;
+    run_items(work, split, thread * share, (thread + 1) * share, scratch);
+    const int dealt = share * work.threads;
+    const int turn = std::max(1, (split.items - dealt) / (8 * work.threads));
+    for (;;) {
+        const int first = dealt + next.fetch_add(turn, std::memory_order_relaxed);
+        if (first >= split.items) return;
+        run_items(work, split, first, std::min(first + turn, split.items), scratch);
+    }
+}
+
+int linear_items(const LinearWork& work) { return WorkSplit(work).items; }
+
+int linear_grain(const LinearWork& work) {
+    constexpr double kBytes = 30e3, kProducts = 300e3;  // in a microsecond: of weights read, and multiplied
+    const PackedLinear& linear = *work.linear;
+    const WorkSplit split(work);
+    double bytes = 0;
+    for (const PackedTensor& part : linear.parts())
+        bytes += static_cast<double>(row_block_bytes(part.kind, part.k)) * part.row_blocks();
+    const double products = static_cast<double>(linear.n()) * linear.k() * (linear.gated() ? 2 : 1) * work.rows;
+    const double microseconds = std::max(bytes / kBytes, products / kProducts);
+    return std::max(1, static_cast<int>(split.items / std::max(1.0, microseconds)));
+}
+
+void run_linear_items(const LinearWork& work, int first, int last, void* scratch) {
+    run_items(work, WorkSplit(work), first, last, scratch);
+}
+
+}  // namespace headrace

@@ -1,0 +1,203 @@
+#include "program/needs.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "sample/kernels.h"
+
+namespace headrace {
+namespace {
+
+constexpr int kMostDistance = 1 << 20;
+
+using Accesses = std::vector<Access>;
+using Holds = Access::Holds;
+
+Access reads(Place place, int64_t width) { return {place, width}; }
+Access writes(Place place, int64_t width, bool in_place = false) {
+    return {place, width, Holds::kFloats, true, in_place};
+}
+
+void check_norm(const NormWeights& norm, int64_t width) {
+    if (norm.kind == NormKind::kNone) return;
+    const auto size = static_cast<int64_t>(norm.weight.size());
+    require(size == width && (norm.bias.empty() || norm.bias.size() == norm.weight.size()),
+            "a norm of " + std::to_string(size) + " weights cannot be taken of " + std::to_string(width) + " columns");
+}
+
+// What is known of the program where a phase is.
+struct NeedsOf {
+    SegmentKind segment;
+    const ProgramShape& shape;
+
+    Accesses operator()(const EmbedPhase& work) const {
+        require(segment != SegmentKind::kHead, "tokens are not looked up in the head");
+        require(!work.positions || work.positions->k == work.table.k,
+                "the tables of tokens and of positions have rows of one width");
+        require(work.offset.empty() || work.offset.size() == static_cast<size_t>(work.table.k),
+                "what is added to every token is as wide as the table");
+        check_rope(work.sinusoids, "an embedding");
+        require(work.sinusoids < 0 || rope(work.sinusoids).dim == work.table.k,
+                "sines and cosines are as wide as the table, together");
+        return {writes({work.out, 0}, work.table.k)};
+    }
+
+    Accesses operator()(const NormPhase& work) const {
+        require(work.norm.kind != NormKind::kNone, "a norm is rms or layer");
+        check_norm(work.norm, work.width);
+        return {reads(work.in, work.width), writes(work.out, work.width, true)};
+    }
+
+    Accesses operator()(const QuantizePhase& work) const {
+        const int width = shape.buffer(work.out).width();
+        check_norm(work.norm, width);
+        require(work.order.empty() || static_cast<int>(work.order.size()) == width,
+                "an order of columns names each once");
+        std::vector<bool> named(work.order.size());
+        for (const int32_t column : work.order) {
+            require(column >= 0 && column < width && !named[static_cast<size_t>(column)],
+                    "an order of columns names each once");
+            named[static_cast<size_t>(column)] = true;
+        }
+        return {reads(work.in, width), {{work.out, 0}, width, Holds::kInput, true}};
+    }
+
+    Accesses operator()(const LinearPhase& work) const {
+        const PackedLinear& linear = work.linear;
+        const bool gated = work.kind == EpilogueKind::kGated, logits = work.kind == EpilogueKind::kLogits;
+        require(linear.gated() == gated,
+                gated ? "a gated result needs a gated layer" : "a gated layer leaves a gated result and nothing else");
+        require(!logits || segment == SegmentKind::kHead, "logits come from the head");
+        const Access input{{work.in, 0}, linear.k(), linear.bf16() ? Holds::kBf16 : Holds::kA8};
+        require(logits || work.maxima == -1, "only logits have maxima");
+        if (gated) return {input, {work.out, linear.n(), Holds::kResult, true}};
+        if (!logits) return {input, writes(work.out, linear.n())};
+        require(linear.parts().size() == 1, "the head is one tensor, not several");
+        require(linear.n() <= shape.vocab_size, "the head must have one output for each token");
+        require(work.out.column == 0, "logits begin at column 0");
+        return {input, writes(work.out, linear.n()), writes({work.maxima, 0}, blocks_of(linear.n()))};
+    }
+
+    Accesses operator()(const ActPhase& work) const {
+        return {reads(work.in, work.width), writes(work.out, work.width, true)};
+    }
+
+    Accesses operator()(const ActMulPhase& work) const {
+        const Place up{work.in.buffer, work.in.column + work.width};
+        return {reads(work.in, work.width), reads(up, work.width), writes(work.out, work.width)};
+    }
+
+    Accesses operator()(const ResidualPhase& work) const {
+        check_norm(work.post_norm, work.width);
+        return {reads(work.x, work.width), reads(work.y, work.width), writes(work.out, work.width, true)};
+    }
+
+    Accesses operator()(const AttentionPhase& work) const {
+        const KVShape& kv = shape.kv.shape();
+        const int heads = work.view.heads;
+        require(segment == SegmentKind::kLayer, "attention belongs to a layer");
+        require(work.layer >= 0 && work.layer < shape.kv.layers(), "attention names a layer that the KV pool has not");
+        require(heads > 0 && heads % kv.heads == 0, "attention has a multiple of the " + std::to_string(kv.heads) +
+                                                        " KV heads, not " + std::to_string(heads));
+        require(work.view.window >= 0, "a window is 0 (none) or more tokens");
+        check_rope(work.rope, "attention");
+        require(work.rope < 0 || rope(work.rope).dim <= kv.dim, "a rope turns more values than a head has");
+        for (const NormWeights* norm : {&work.q_norm, &work.k_norm}) {
+            require(norm->kind != NormKind::kLayer && norm->bias.empty(),
+                    "heads are normalised by rms, without a bias");
+            check_norm(*norm, kv.dim);
+        }
+        require(work.q_norm.kind == NormKind::kNone || work.k_norm.kind == NormKind::kNone ||
+                    work.q_norm.eps == work.k_norm.eps,
+                "the norms of q and k have one eps");
+        require(work.sinks.empty() || work.sinks.size() == static_cast<size_t>(heads), "one sink for each head");
+        check_bias(work);
+        const int64_t kv_width = int64_t{kv.heads} * kv.dim, width = int64_t{heads} * kv.dim;
+        require(work.k_shift.empty() || static_cast<int64_t>(work.k_shift.size()) == kv_width,
+                "k_shift holds a value for each of K's");
+        const Access result{work.out, width, Holds::kResult, true, false, kv.dim};
+        if (work.view.source) {
+            require(work.view.window == 0, "rows that read a source see all of it: they have no window");
+            return {reads(work.q, width), result};
+        }
+        if (work.view.shared) return {reads(work.q, width), result};
+        const int64_t stride = shape.buffer(work.q.buffer).stride();
+        require(shape.buffer(work.k.buffer).stride() == stride && shape.buffer(work.v.buffer).stride() == stride,
+                "q, k and v must be columns of one buffer, or of buffers of one width");
+        return {reads(work.q, width), reads(work.k, kv_width), reads(work.v, kv_width), result};
+    }
+
+    Accesses operator()(const StorePhase& work) const {
+        const KVShape& kv = shape.kv.shape();
+        require(segment == SegmentKind::kLayer, "K and V are stored by a layer");
+        require(work.layer >= 0 && work.layer < shape.kv.layers(), "K and V of a layer that the KV pool has not");
+        require(shape.buffer(work.k.buffer).stride() == shape.buffer(work.v.buffer).stride(),
+                "k and v must be columns of one buffer, or of buffers of one width");
+        const int64_t width = int64_t{kv.heads} * kv.dim;
+        return {reads(work.k, width), reads(work.v, width)};
+    }
+
+    Accesses operator()(const TapPhase& work) const {
+        require(segment != SegmentKind::kHead, "the rows of the head are not all rows: they have no taps");
+        require(work.tap >= 0 && work.tap < shape.taps, "there is no tap " + std::to_string(work.tap));
+        require(work.width == shape.hidden, "a tap's rows are as wide as the hidden ones");
+        return {reads(work.in, work.width)};
+    }
+
+    Accesses operator()(const CopyPhase& work) const {
+        return {reads(work.in, work.width), writes(work.out, work.width)};
+    }
+
+    Accesses operator()(const ScatterPhase& work) const {
+        require(segment == SegmentKind::kHead && work.vocab_size == shape.vocab_size,
+                "logits are put into their places in the head, among those of all tokens");
+        require(std::is_sorted(work.ids.begin(), work.ids.end()) && !work.ids.empty() && work.ids.front() >= 0 &&
+                    work.ids.back() < work.vocab_size,
+                "the tokens of a part of the head must be named in ascending order");
+        return {reads({work.in, 0}, static_cast<int64_t>(work.ids.size())), writes({work.out, 0}, work.vocab_size),
+                writes({work.maxima, 0}, blocks_of(work.vocab_size))};
+    }
+
+    const Rope& rope(int number) const { return shape.ropes[static_cast<size_t>(number)]; }
+
+    void check_rope(int number, const std::string& who) const {
+        require(number >= -1 && number < static_cast<int>(shape.ropes.size()), who + " names a rope that is not there");
+    }
+
+    static void check_bias(const AttentionPhase& work) {
+        const size_t size = work.bias.size(), heads = static_cast<size_t>(work.view.heads);
+        require(work.view.biased == (size > 0), "a view says whether its scores depend on the distance");
+        if (size == 0) return;
+        require(work.bias_most >= 0 && work.bias_most <= kMostDistance && !work.view.source &&
+                    size == heads * static_cast<size_t>(bias_width(work.bias_most)),
+                "distances have a number for each head, and are those within a text");
+    }
+
+    static int64_t blocks_of(int tokens) { return (int64_t{tokens} + kVocabBlock - 1) / kVocabBlock; }
+};
+
+}  // namespace
+
+void require(bool ok, const std::string& message) {
+    if (!ok) throw std::invalid_argument(message);
+}
+
+const Buffer& ProgramShape::buffer(int number) const {
+    require(number >= 0 && number < static_cast<int>(buffers.size()), "there is no buffer " + std::to_string(number) +
+                                                                          ": they are numbered to " +
+                                                                          std::to_string(buffers.size() - 1));
+    return buffers[static_cast<size_t>(number)];
+}
+
+std::vector<Access> needs_of(const Phase& phase, SegmentKind segment, const ProgramShape& shape) {
+    return std::visit(NeedsOf{segment, shape}, phase.work);
+}
+
+std::string in_words(const Access& access) {
+    const std::string buffer = "buffer " + std::to_string(access.place.buffer);
+    if (access.holds != Access::Holds::kFloats) return "all of " + buffer;
+    return "columns [" + std::to_string(access.place.column) + ", " +
+           std::to_string(access.place.column + access.width) + ") of " + buffer;
+}
+
+}  // namespace headrace

@@ -1,0 +1,315 @@
+#include "program/program.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace headrace {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// The sequences of a step, read as long as this lasts.
+class Readers {
+public:
+    explicit Readers(std::span<const std::shared_ptr<const Sequence>> sequences) {
+        held_.reserve(sequences.size());
+        for (const auto& sequence : sequences) held_.emplace_back(sequence->in_use);
+    }
+
+private:
+    std::vector<Shared> held_;
+};
+
+// Those of the rows [first, last).
+std::span<Combine> within(std::vector<Combine>& combined, int first, int last) {
+    const auto before = [](const Combine& pair, int row) { return pair.row < row; };
+    return {std::lower_bound(combined.begin(), combined.end(), first, before),
+            std::lower_bound(combined.begin(), combined.end(), last, before)};
+}
+
+template <class Work, class F>
+void each(const std::vector<Phase>& segment, F f) {
+    for (const Phase& phase : segment) {
+        if (const Work* work = std::get_if<Work>(&phase.work)) f(*work);
+    }
+}
+
+}  // namespace
+
+Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
+                 int vocab_size, Rounding rounding, float threshold)
+    : pool_(std::move(pool)),
+      kv_(std::move(kv)),
+      kernels_(kernels),
+      hidden_(hidden),
+      vocab_size_(vocab_size),
+      rounding_(rounding),
+      threshold_(threshold),
+      attention_(kernels, *kv_, pool_->size()),
+      scratch_(static_cast<size_t>(pool_->size())),
+      pending_inputs_(static_cast<size_t>(pool_->size())) {
+    require(vocab_size > 0, "a program has at least one token");
+    add_buffer(BufferKind::kFloat, hidden);
+    add_buffer(BufferKind::kFloat, hidden);
+    of_head_[kHeadRows] = true;
+    for (int i = 0; i < pool_->size(); ++i)
+        samplers_.push_back(std::make_unique<Sampler>(*kernels_.sample, vocab_size));
+}
+
+Exclusive Program::building() const {
+    require(!sealed_, "the program is sealed: nothing can be added to it");
+    return Exclusive(in_use);
+}
+
+void Program::begin(SegmentKind kind) {
+    const Exclusive mine = building();
+    open_ = kind == SegmentKind::kEmbed ? &embed_ : kind == SegmentKind::kHead ? &head_ : &layers_.emplace_back();
+}
+
+int Program::add_buffer(BufferKind kind, int width, bool local) {
+    const Exclusive mine = building();
+    buffers_.emplace_back(kind, width, local, pool_->size(), rounding_, threshold_);
+    of_head_.push_back(open_ == &head_);
+    return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::add_tap() {
+    const Exclusive mine = building();
+    return taps_++;
+}
+
+int Program::add_rope(Rope rope) {
+    const Exclusive mine = building();
+    require(rope.dim > 0 && rope.dim % 2 == 0 && rope.cos.size() == rope.sin.size() &&
+                rope.cos.size() % static_cast<size_t>(rope.dim / 2) == 0,
+            "cos and sin have dim / 2 values for each position");
+    ropes_.push_back(std::move(rope));
+    return static_cast<int>(ropes_.size()) - 1;
+}
+
+int Program::add_rope(const std::vector<double>& frequencies, int positions, bool interleaved) {
+    const size_t pairs = frequencies.size(), size = pairs * static_cast<size_t>(positions);
+    Rope rope{std::vector<float>(size), std::vector<float>(size), static_cast<int>(2 * pairs), interleaved};
+    std::atomic<int> next{0};
+    const auto fill = [&](int) {
+        for (int position; (position = next.fetch_add(1)) < positions;) {
+            for (size_t i = 0; i < pairs; ++i) {
+                const double angle = position * frequencies[i];
+                const size_t at = static_cast<size_t>(position) * pairs + i;
+                rope.cos[at] = static_cast<float>(std::cos(angle));
+                rope.sin[at] = static_cast<float>(std::sin(angle));
+            }
+        }
+    };
+    pool_->run(fill, ThreadPool::Crew::kAvailable);
+    return add_rope(std::move(rope));
+}
+
+void Program::add(Phase phase) {
+    const Exclusive mine = building();
+    require(open_, "a segment must be begun before phases are added");
+    open_->push_back(std::move(phase));
+}
+
+void Program::check(const Step& step) const {
+    const int last = step.last_layer < 0 ? layers() : step.last_layer;
+    require(step.rows() > 0, "a step has at least one row");
+    require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(),
+            "a step names layers that the model has not");
+    require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
+    require(step.hidden || !embed_.empty(), "a step needs hidden rows where a program looks no tokens up");
+    require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
+    require(!step.fill || (step.hidden && !step.hidden_out && step.head_rows().empty()),
+            "a step that only stores K and V begins with hidden rows, and answers nothing");
+    int positions = positions_;
+    for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
+    for (const int32_t id : step.ids()) {
+        if (id < 0 || id >= ids_) throw std::out_of_range("a token id is outside the vocabulary");
+    }
+    for (const int32_t position : step.positions()) {
+        if (position < 0 || position >= positions)
+            throw std::out_of_range("a position is beyond those the model knows");
+    }
+}
+
+// Everything that must not be done by several threads: memory, layouts, what is asked about which rows.
+void Program::prepare(Step& step) {
+    check(step);
+    attention_.begin(step.feeds(), step.fill);
+    kv_->provide(*pool_, attention_.blocks());
+    for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
+        const Segment& layer = layers_[static_cast<size_t>(i)];
+        each<AttentionPhase>(layer, [&](const AttentionPhase& work) { attention_.layout(work.view); });
+        each<StorePhase>(layer, [&](const StorePhase&) { attention_.list_appends(); });
+    }
+    const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
+    for (Memory& scratch : scratch_) scratch.reserve(scratch_bytes_);
+    for (auto& pending_input : pending_inputs_) pending_input.assign(buffers_.size(), nullptr);
+    if (step.hidden) {
+        Buffer& to = buffers_[kHidden];
+        for (int r = 0; r < step.rows(); ++r) {
+            std::memcpy(to.floats() + r * to.stride(), step.hidden + int64_t{r} * hidden_,
+                        sizeof(float) * static_cast<size_t>(hidden_));
+        }
+    }
+    plan_head(step);
+    turns_.begin(turns(), pool_->size());
+    if (profiling) profile_.begin(pool_->size(), static_cast<size_t>(turns()));
+}
+
+// The most turns the step can take.
+int Program::turns() const {
+    const auto of = [](const Segment& segment) {
+        int count = 0;
+        for (const Phase& phase : segment) count += turns_of(phase);
+        return count;
+    };
+    int count = of(embed_) + 1 + static_cast<int>(chunks_.size()) * (of(head_) + 3);
+    for (const Segment& layer : layers_) count += of(layer);
+    return count;
+}
+
+// Cuts the rows of the head into chunks that split no draft tree, and the asks into items that share no row.
+void Program::plan_head(Step& step) {
+    std::vector<Ask>& asks = step.asks();
+    std::vector<int> order(asks.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return asks[static_cast<size_t>(a)].row < asks[static_cast<size_t>(b)].row; });
+    step.answers().assign(asks.size(), {});
+    chunks_.clear();
+    const int rows = static_cast<int>(step.head_rows().size());
+    size_t at = 0;
+    for (int first = 0; first < rows;) {
+        Chunk chunk{first, std::min(first + kMostHeadRows, rows), {}};
+        for (int last_row = -1; at < order.size(); ++at) {
+            const Ask& ask = asks[static_cast<size_t>(order[at])];
+            if (ask.row >= chunk.last) break;
+            if (ask.last_row() >= chunk.last) {
+                chunk.last = ask.row;
+                break;
+            }
+            if (ask.row > last_row) chunk.items.emplace_back();
+            chunk.items.back().push_back(order[at]);
+            last_row = std::max(last_row, ask.last_row());
+        }
+        first = chunk.last;
+        if (step.combined().empty()) chunk.units = wanted_units(asks, chunk.first, chunk.last, vocab_size_);
+        chunks_.push_back(std::move(chunk));
+    }
+}
+
+void Program::run(Step& step) {
+    seal();
+    const Exclusive mine(in_use), pages(kv_->in_use);
+    const Readers readers(step.sequences());
+    const auto start = Clock::now();
+    prepare(step);
+    const double prepared = std::chrono::duration<double>(Clock::now() - start).count();
+    StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
+    const auto part = [&](int thread) {
+        const size_t number = static_cast<size_t>(thread);
+        Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
+        try {
+            work(worker, step);
+        } catch (...) {
+            turns_.give_up();
+            throw;
+        }
+    };
+    pool_->run(part, ThreadPool::Crew::kAvailable);
+    if (profiling)
+        profile_.end(step.rows(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
+                     attention_);
+}
+
+void Program::work(Worker& worker, Step& step) {
+    worker.rows = step.rows();
+    if (!step.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
+    const int last = step.last_layer < 0 ? layers() : step.last_layer;
+    for (int i = step.first_layer; i < last; ++i) {
+        const size_t layer = static_cast<size_t>(i);
+        const unsigned skips = layer < step.skips.size() ? step.skips[layer] : 0;
+        run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, step.fill);
+    }
+    if (step.hidden_out) {
+        const Buffer& from = buffers_[kHidden];
+        worker.share(step.rows(), [&](int first, int end) {
+            for (int r = first; r < end; ++r) {
+                std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(),
+                            sizeof(float) * static_cast<size_t>(hidden_));
+            }
+        });
+    }
+    for (const Chunk& chunk : chunks_) run_chunk(chunk, worker, step);
+}
+
+template <class F>
+void Program::visit(Profile::Visit visit, Worker& worker, F f) {
+    if (!profiling) return f();
+    worker.busy = &visit.busy;
+    const auto start = Clock::now();
+    f();
+    visit.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    worker.busy = nullptr;
+    profile_.visits(worker.thread).push_back(visit);
+}
+
+void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill) {
+    for (const Phase& phase : segment) {
+        if (phase.sublayer & skips || (fill && !phase.fills)) continue;
+        visit({nullptr, &phase, kind, worker.rows, 0, 0}, worker, [&] { run_phase(phase, worker); });
+    }
+}
+
+void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
+    worker.rows = chunk.last - chunk.first;
+    visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+          [&] { gather_chunk(chunk, worker, step); });
+    worker.units = chunk.units;
+    run_segment(head_, SegmentKind::kHead, 0, worker);
+    visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+          [&] { answer_chunk(chunk, worker, step); });
+}
+
+// The rows of a chunk into the head's buffer.
+void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step) {
+    const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
+    const Buffer* maxima = chunk.units.empty() ? nullptr : &buffers_[static_cast<size_t>(maxima_)];
+    worker.share(worker.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
+            std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(),
+                        sizeof(float) * static_cast<size_t>(hidden_));
+            if (!maxima) continue;
+            float* row_maxima = maxima->floats() + r * maxima->stride();  // units that are left out stay at -inf
+            std::fill(row_maxima, row_maxima + maxima->stride(), -std::numeric_limits<float>::infinity());
+        }
+    });
+}
+
+// What was asked about the rows of a chunk, whose logits are there.
+void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
+    const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
+    Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
+    const std::span<Combine> combined = within(step.combined(), chunk.first, chunk.last);
+    const Logits rows{logits.floats(), logits.stride(), maxima.floats(), maxima.stride(),
+                      chunk.first,     vocab_size_,     combined};
+    if (!combined.empty()) {
+        worker.deal(static_cast<int>(combined.size()),
+                    [&](int i, int) { combine(combined[static_cast<size_t>(i)], rows, *kernels_.sample); });
+    }
+    worker.deal(static_cast<int>(chunk.items.size()), [&](int item, int) {
+        for (const int ask : chunk.items[static_cast<size_t>(item)]) {
+            answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
+        }
+    });
+}
+
+}  // namespace headrace

@@ -1,0 +1,168 @@
+// A program's description is looked at once, as a whole: what would crash or depend on timing is refused or put right.
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "program/program.h"
+
+namespace headrace {
+namespace {
+
+using Holds = Access::Holds;
+
+bool is_input(const Access& access) { return access.holds != Holds::kFloats; }
+
+bool overlap(const Access& a, const Access& b) {
+    return a.place.buffer == b.place.buffer && a.place.column < b.place.column + b.width &&
+           b.place.column < a.place.column + a.width;
+}
+
+bool same(const Access& a, const Access& b) {
+    return a.place.buffer == b.place.buffer && a.place.column == b.place.column && a.width == b.width;
+}
+
+bool fits(const Access& access, const Buffer& buffer) {
+    switch (access.holds) {
+        case Holds::kFloats:
+            return buffer.kind() == BufferKind::kFloat;
+        case Holds::kA8:
+            return buffer.kind() == BufferKind::kA8;
+        case Holds::kBf16:
+            return buffer.kind() == BufferKind::kBf16;
+        case Holds::kInput:
+            return buffer.kind() != BufferKind::kFloat;
+        case Holds::kResult:
+            // Who leaves an A8 piece by piece does not see the whole row.
+            return !buffer.local() && (buffer.kind() != BufferKind::kA8 ||
+                                       (access.piece % 32 == 0 && buffer.rounding() == Rounding::kGroup));
+    }
+    return false;
+}
+
+// Inputs of a segment's linear layers, by buffer, from where they are made to where they are read.
+class Inputs {
+public:
+    explicit Inputs(std::vector<Buffer>& buffers) : buffers_(buffers) {}
+
+    // A local input is made by each thread when it has come to work that reads it, which may be late: where its rows
+    // are written by then, all threads make it together instead, before anybody goes on.
+    void see(const Phase& phase, const std::vector<Access>& accesses) {
+        for (const Access& access : accesses) {
+            if (!access.writes) continue;
+            for (auto& [buffer, made] : made_) made.late |= made.local && overlap(access, made.source);
+        }
+        for (const Access& access : accesses) {
+            if (!access.writes && is_input(access)) read(phase, access.place.buffer);
+        }
+        for (const Access& access : accesses) {
+            if (!access.writes || !is_input_buffer(access.place.buffer)) continue;
+            const bool local = std::holds_alternative<QuantizePhase>(phase.work);
+            made_[access.place.buffer] = {phase.sublayer, local, local ? accesses.front() : Access{}, false};
+        }
+    }
+
+private:
+    struct Made {
+        uint8_t sublayer;
+        bool local;
+        Access source;  // of a local one
+        bool late;      // its source has been written since
+    };
+
+    bool is_input_buffer(int buffer) const {
+        return buffers_[static_cast<size_t>(buffer)].kind() != BufferKind::kFloat;
+    }
+
+    void read(const Phase& phase, int buffer) {
+        const auto found = made_.find(buffer);
+        require(found != made_.end(), "reads buffer " + std::to_string(buffer) + " before the segment has made it");
+        require((found->second.sublayer & ~phase.sublayer) == 0,
+                "reads buffer " + std::to_string(buffer) +
+                    ", which is left out with a sublayer that it does not belong to");
+        if (found->second.late) buffers_[static_cast<size_t>(buffer)].make_together();
+    }
+
+    std::vector<Buffer>& buffers_;
+    std::map<int, Made> made_;
+};
+
+}  // namespace
+
+void Program::seal() {
+    if (sealed_) return;
+    const Exclusive mine(in_use);
+    seal_segment(embed_, SegmentKind::kEmbed, "embed");
+    for (size_t i = 0; i < layers_.size(); ++i)
+        seal_segment(layers_[i], SegmentKind::kLayer, "layer " + std::to_string(i));
+    seal_segment(head_, SegmentKind::kHead, "head");
+    check_head();
+    sealed_ = true;
+}
+
+void Program::seal_segment(const Segment& segment, SegmentKind kind, const std::string& name) {
+    const ProgramShape shape{hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_};
+    Inputs inputs(buffers_);
+    for (size_t i = 0; i < segment.size(); ++i) {
+        const Phase& phase = segment[i];
+        try {
+            const std::vector<Access> accesses = needs_of(phase, kind, shape);
+            for (const Access& access : accesses) shape.buffer(access.place.buffer);
+            check_accesses(accesses, kind);
+            inputs.see(phase, accesses);
+        } catch (const std::invalid_argument& error) {
+            throw std::invalid_argument(name + ", phase " + std::to_string(i) +
+                                        (phase.name.empty() ? "" : " (" + phase.name + ")") + ": " + error.what());
+        }
+        note(phase);
+    }
+}
+
+void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind kind) const {
+    for (const Access& access : accesses) {
+        const size_t number = static_cast<size_t>(access.place.buffer);
+        const Buffer& buffer = buffers_[number];
+        const std::string words = in_words(access);
+        require(of_head_[number] == (kind == SegmentKind::kHead),
+                words + " has a row for each row " + (of_head_[number] ? "of the head" : "of the step") +
+                    ", and this phase works on the others");
+        require(fits(access, buffer), words + " is not of the kind that is read or written here");
+        const bool whole = buffer.kind() != BufferKind::kFloat;
+        require(access.width > 0 && access.place.column >= 0 &&
+                    (whole ? access.place.column == 0 && access.width == buffer.width()
+                           : access.place.column + access.width <= buffer.width()),
+                words + " cannot be " + std::to_string(access.width) + " columns: the buffer has " +
+                    std::to_string(buffer.width()));
+    }
+    for (const Access& out : accesses) {
+        for (const Access& other : accesses) {
+            if (&out == &other || !out.writes || !overlap(out, other)) continue;
+            require(!other.writes && out.in_place && same(out, other),
+                    "writes " + in_words(out) + " while it uses " + in_words(other));
+        }
+    }
+}
+
+// What steps are checked against, and the memory they need.
+void Program::note(const Phase& phase) {
+    scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
+    if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))
+        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
+    if (std::holds_alternative<StorePhase>(phase.work))
+        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(kv_->shape().heads) * sizeof(float));
+    if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits)
+        logits_ = linear->out.buffer, maxima_ = linear->maxima, logits_width_ = linear->linear.n();
+    if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work))
+        logits_ = scatter->out, maxima_ = scatter->maxima, logits_width_ = scatter->vocab_size;
+    if (const auto* embed = std::get_if<EmbedPhase>(&phase.work)) {
+        ids_ = std::min(ids_, embed->table.n);
+        if (embed->positions) positions_ = std::min(positions_, embed->positions->n);
+    }
+}
+
+void Program::check_head() const {
+    require(logits_ < 0 || logits_width_ == vocab_size_,
+            "the head ends with logits of " + std::to_string(logits_width_) + " of " + std::to_string(vocab_size_) +
+                " tokens; the others need a place, too");
+}
+
+}  // namespace headrace

@@ -1,0 +1,35 @@
+#include "program/turns.h"
+
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+
+void Turn::pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+void Turn::yield() { std::this_thread::yield(); }
+
+void Turns::begin(int turns, int threads) {
+    if (peers_.size() != static_cast<size_t>(threads)) peers_ = std::vector<Turn::Peer>(static_cast<size_t>(threads));
+    threads_ = threads, turns_ = turns;
+    const size_t lines =
+        static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
+    if (++step_ == 0) lines_.clear(), step_ = 1;  // its counts could be taken for those of this step
+    if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);
+    for (int turn = 0; turn < turns; ++turn) {
+        Turn::Line* line = lines_.data() + turn * Turn::lines(threads);
+        line[0].count.store(uint64_t{step_} << 32, std::memory_order_relaxed);
+        line[1].count.store(uint64_t{step_} << 32, std::memory_order_relaxed);
+    }
+}
+
+}  // namespace headrace

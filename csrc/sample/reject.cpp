@@ -1,0 +1,142 @@
+// Speculative sampling by rejection (Leviathan et al. 2022; card F1) and by blocks (Sun et al. 2024): what
+// headrace.ops.rejection says in torch, on rows of logits where they are. p and q are processed alike, as a draw's
+// candidates are.
+#include <algorithm>
+#include <cmath>
+
+#include "sample/sample.h"
+
+namespace headrace {
+namespace {
+
+// What a token was drawn from gives it; tokens beyond the row have nothing.
+double q_of(const DraftChain& chain, size_t at, int32_t token) {
+    if (chain.q.empty()) return token == chain.tokens[at] ? 1.0 : 0.0;
+    const std::vector<float>& row = chain.q[at];
+    return static_cast<size_t>(token) < row.size() ? row[static_cast<size_t>(token)] : 0.0;
+}
+
+// max(0, share p - q) of every token that p has; their sum.
+double residual(const Distribution& p, double share, const DraftChain& chain, size_t at, std::vector<double>* out) {
+    double sum = 0;
+    if (out) out->resize(p.ids.size());
+    for (size_t i = 0; i < p.ids.size(); ++i) {
+        const double left = std::max(share * p.shares[i] - q_of(chain, at, p.ids[i]), 0.0);
+        sum += left;
+        if (out) (*out)[i] = left;
+    }
+    return sum;
+}
+
+}  // namespace
+
+double Distribution::of(int32_t token) const {
+    const auto place = std::lower_bound(ids.begin(), ids.end(), token);
+    return place != ids.end() && *place == token ? shares[static_cast<size_t>(place - ids.begin())] : 0.0;
+}
+
+std::string Sampler::distribution(const SampleRow& row, NoiseKey key, Distribution& out) {
+    std::string error = choose_with_coin(row, key);
+    if (!error.empty()) return error;
+    kept_.list();
+    out.ids = kept_.ids();
+    out.shares.resize(out.ids.size());
+    kernels_.weights(kept_.values().data(), static_cast<int>(out.ids.size()), kept_.best(), out.shares.data());
+    double sum = 0;
+    for (const double share : out.shares) sum += share;
+    for (double& share : out.shares) share /= sum;
+    edits_.restore();
+    return "";
+}
+
+std::string Sampler::propose(const SampleRow& row, NoiseKey key, int32_t& token, std::vector<float>& q) {
+    Distribution found;
+    std::string error = distribution(row, key, found);
+    if (!error.empty()) return error;
+    token = kept_.draw({{key.k0, key.k1}, static_cast<uint32_t>(row.position()), kDraft});
+    q.assign(static_cast<size_t>(size_), 0.0f);
+    for (size_t i = 0; i < found.ids.size(); ++i)
+        q[static_cast<size_t>(found.ids[i])] = static_cast<float>(found.shares[i]);
+    return "";
+}
+
+// argmax of log share + noise at a row, over what is left of p once q has had its part, or over p itself.
+int32_t Sampler::draw_left(const Distribution& p, const std::vector<double>& left, NoiseKey key, uint32_t position) {
+    std::vector<float> noise(p.ids.size() + 16);
+    kernels_.gumbel(p.ids.data(), static_cast<int>(p.ids.size()), {{key.k0, key.k1}, position, kResidual},
+                    noise.data());
+    size_t best = 0;
+    double score = -HUGE_VAL;
+    for (size_t i = 0; i < p.ids.size(); ++i) {
+        const double value = std::log(left[i]) + static_cast<double>(noise[i]);
+        if (value > score) score = value, best = i;
+    }
+    return p.ids[best];
+}
+
+std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, RowStrides strides, NoiseKey key,
+                            Report report, Walk& out) {
+    out.path.clear();
+    out.reports.clear();
+    const auto row_at = [&](size_t at) {
+        SampleRow row = first;
+        row.logits += static_cast<ptrdiff_t>(at) * strides.logits;
+        if (row.maxima) row.maxima += static_cast<ptrdiff_t>(at) * strides.maxima;
+        if (row.mask) row.mask += static_cast<ptrdiff_t>(at) * strides.mask;
+        row.path = chain.tokens.first(at);
+        return row;
+    };
+    const uint32_t position = static_cast<uint32_t>(first.position());
+    std::vector<Distribution> p(chain.tokens.size() + 1);
+    size_t end = chain.tokens.size(), read = 0;  // where the chain ends; rows in p
+    std::string error;
+    const auto read_to = [&](size_t last) {  // a row that cannot be drawn from ends the chain before it
+        for (; read <= std::min(last, end) && error.empty(); ++read) {
+            error = distribution(row_at(read), key, p[read]);
+            if (!error.empty()) end = read;
+        }
+    };
+    if (chain.block) read_to(end);
+    read_to(0);
+    if (end == 0 && !error.empty()) return error;
+    size_t accepted = 0;
+    double share = 1, kept = 1;  // of the chain so far, and of what is accepted of it
+    for (size_t at = 0; at < end; ++at) {
+        const double ratio = p[at].of(chain.tokens[at]) / q_of(chain, at, chain.tokens[at]);
+        const double thrown = coin(key, position + static_cast<uint32_t>(at), kAccept);
+        if (!chain.block) {
+            if (!(thrown < ratio)) break;
+            accepted = at + 1;
+            read_to(accepted);
+            continue;
+        }
+        share = std::min(share * ratio, 1.0);
+        double chance = share;
+        if (at + 1 < end) {
+            const double left = residual(p[at + 1], share, chain, at + 1, nullptr);
+            chance = left / std::max(left + 1.0 - share, 1e-300);
+        }
+        if (thrown < chance) accepted = at + 1, kept = share;
+    }
+    std::vector<int32_t> tokens(chain.tokens.begin(), chain.tokens.begin() + static_cast<ptrdiff_t>(accepted));
+    const bool drawn = accepted < end || error.empty();  // else the last accepted token is the walk's last one
+    for (size_t at = 0; at + !drawn < accepted; ++at) out.path.push_back(static_cast<int32_t>(at));
+    if (drawn) {
+        std::vector<double> left = p[accepted].shares;
+        if (accepted < end && !(residual(p[accepted], kept, chain, accepted, &left) > 0)) left = p[accepted].shares;
+        tokens.push_back(draw_left(p[accepted], left, key, position + static_cast<uint32_t>(accepted)));
+    }
+    for (size_t at = 0; at < tokens.size(); ++at) {
+        TokenReport& one = out.reports.emplace_back();
+        one.id = tokens[at];
+        if (report.k < 0) continue;
+        error = choose_with_coin(row_at(at), key);
+        if (!error.empty()) return error;
+        if (report.processed) describe_kept(report.k, {&one, 1});
+        edits_.restore();
+        if (!report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, {&one, 1});
+    }
+    return "";
+}
+
+}  // namespace headrace

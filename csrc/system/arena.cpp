@@ -1,0 +1,109 @@
+#include "system/arena.h"
+
+#include <atomic>
+#include <new>
+#include <thread>
+#include <utility>
+
+#include "system/os.h"
+
+namespace headrace {
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kLine = 64;
+
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
+
+bool PageSize::small() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (trial_ != Trial::kNone || slow_ < kSlowPages) return small_;
+    trial_ = Trial::kRunning;
+    return true;
+}
+
+void PageSize::took(bool small, double seconds) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (!small && seconds > kSlow) ++slow_, slow_seconds_ += seconds;
+    if (!small || trial_ != Trial::kRunning) return;
+    trial_ = Trial::kOver;
+    small_ = seconds < 0.5 * slow_seconds_ / slow_;
+}
+
+Arena::Arena(size_t block_bytes, Pages pages)
+    : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)), pages_(pages) {}
+
+Arena::~Arena() {
+    for (const Block& block : blocks_) os::release(block.mapping, block.mapped);
+}
+
+uint8_t* Arena::allocate(size_t bytes) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    bytes = round_up(bytes, kLine);
+    Block* block = nullptr;
+    for (Block& open : blocks_) {
+        if (open.bytes - open.used >= bytes) block = &open;
+    }
+    if (!block) block = &add_block(bytes > block_bytes_ ? round_up(bytes, kHugePage) : block_bytes_);
+    uint8_t* memory = block->base + block->used;
+    block->used += bytes;
+    used_ += bytes;
+    return memory;
+}
+
+void Arena::provide(std::span<const uint8_t> part) {
+    each_page(part, [&](Block& block, size_t page) { provide_page(block, page); });
+}
+
+void Arena::provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts) {
+    std::vector<std::pair<Block*, size_t>> wanted;
+    for (const std::span<uint8_t> part : parts) {
+        each_page(part, [&](Block& block, size_t page) {
+            if (block.pages[page].load(std::memory_order_acquire) != kThere) wanted.emplace_back(&block, page);
+        });
+    }
+    if (wanted.empty()) return;
+    std::atomic<size_t> next{0};
+    const auto provide_pages = [&](int) noexcept {
+        for (size_t at; (at = next.fetch_add(1)) < wanted.size();) provide_page(*wanted[at].first, wanted[at].second);
+    };
+    pool.run(provide_pages, ThreadPool::Crew::kAvailable);
+}
+
+template <class F>
+void Arena::each_page(std::span<const uint8_t> part, F f) {
+    for (Block& block : blocks_) {
+        if (part.data() < block.base || part.data() >= block.base + block.bytes) continue;
+        const auto first = static_cast<size_t>(part.data() - block.base);
+        for (size_t page = first / kHugePage; page * kHugePage < first + part.size(); ++page) f(block, page);
+    }
+}
+
+void Arena::provide_page(Block& block, size_t page) {
+    std::atomic<Page>& state = block.pages[page];
+    Page seen = kNew;
+    if (!state.compare_exchange_strong(seen, kComing, std::memory_order_acquire)) {
+        while (state.load(std::memory_order_acquire) != kThere) std::this_thread::yield();
+        return;
+    }
+    uint8_t* memory = block.base + page * kHugePage;
+    const bool small = pages_ == Pages::kQuickest && page_size_.small();
+    if (small) os::prefer(os::Pages::kSmall, memory, kHugePage);
+    const double before = os::thread_seconds();
+    // Where the system cannot, pages come when they are first written.
+    if (os::provide(memory, kHugePage)) page_size_.took(small, os::thread_seconds() - before);
+    state.store(kThere, std::memory_order_release);
+}
+
+Arena::Block& Arena::add_block(size_t bytes) {
+    const size_t mapped = bytes + kHugePage;  // room to begin on a 2 MB boundary
+    void* mapping = os::reserve(mapped);
+    auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
+    os::prefer(os::Pages::kLarge, base, bytes);  // where huge pages are off, small ones serve
+    blocks_.push_back({base, bytes, 0, mapping, mapped, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
+    return blocks_.back();
+}
+
+}  // namespace headrace

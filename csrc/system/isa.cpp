@@ -1,0 +1,97 @@
+#include "system/isa.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "system/os.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace headrace {
+namespace {
+
+#if defined(HEADRACE_ARM)
+constexpr std::string_view kKnown = "i8mm, neon or plain";
+#else
+constexpr std::string_view kKnown = "avx512, avx512vnni, avxvnni, avx2 or plain";
+#endif
+
+#if defined(HEADRACE_X86)
+struct Registers {
+    uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(uint32_t leaf, uint32_t subleaf) {
+    Registers r;
+    __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+    return r;
+}
+
+// The register files that the operating system saves (XCR0).
+uint64_t saved_state() {
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+bool has(uint32_t word, std::initializer_list<int> bits) {
+    for (const int bit : bits) {
+        if (!(word >> bit & 1)) return false;
+    }
+    return true;
+}
+
+std::vector<Isa> detect() {
+    std::vector<Isa> found{Isa::kPlain};
+    const Registers one = cpuid(1, 0), seven = cpuid(7, 0), more = cpuid(7, 1);
+    if (!has(one.c, {27})) return found;  // OSXSAVE: without it xgetbv may not be asked
+    const uint64_t saved = saved_state();
+    const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
+    // FMA, AVX, F16C; AVX2, BMI1, BMI2
+    if (!ymm || !has(one.c, {12, 28, 29}) || !has(seven.b, {3, 5, 8})) return found;
+    found.insert(found.begin(), Isa::kAvx2);
+    if (has(more.a, {4})) found.insert(found.begin(), Isa::kAvxVnni);
+    // F, DQ, BW, VL; VNNI
+    if (!zmm || !has(seven.b, {16, 17, 30, 31}) || !has(seven.c, {11})) return found;
+    found.insert(found.begin(), Isa::kAvx512Vnni);
+    if (has(more.a, {5})) found.insert(found.begin(), Isa::kAvx512);  // BF16
+    return found;
+}
+#elif defined(HEADRACE_ARM)
+std::vector<Isa> detect() {
+    constexpr unsigned long kDotProduct = 1UL << 20, kInt8Products = 1UL << 13;  // of AT_HWCAP, of AT_HWCAP2
+    std::vector<Isa> found{Isa::kPlain};
+    const os::Features has = os::features();
+    if (!(has.first & kDotProduct)) return found;
+    found.insert(found.begin(), Isa::kNeon);
+    if (has.second & kInt8Products) found.insert(found.begin(), Isa::kI8mm);
+    return found;
+}
+#else
+std::vector<Isa> detect() { return {Isa::kPlain}; }
+#endif
+
+}  // namespace
+
+std::string_view isa_name(Isa isa) {
+    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "i8mm"};
+    return kNames[static_cast<int>(isa)];
+}
+
+Isa parse_isa(std::string_view name) {
+    for (const Isa isa :
+         {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kNeon, Isa::kI8mm}) {
+        if (name == isa_name(isa)) return isa;
+    }
+    throw std::invalid_argument("unknown instruction set '" + std::string(name) + "'; use " + std::string(kKnown));
+}
+
+const std::vector<Isa>& supported_isas() {
+    static const std::vector<Isa> isas = detect();
+    return isas;
+}
+
+}  // namespace headrace

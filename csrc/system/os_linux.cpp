@@ -1,0 +1,146 @@
+// Linux.
+#include <pthread.h>
+#include <sched.h>
+#include <sys/auxv.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <new>
+#include <set>
+#include <sstream>
+
+#include "system/os.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace headrace::os {
+namespace {
+
+constexpr size_t kMostMasks = 1 << 10;  // of 1024 CPUs: a million
+
+std::string first_line(const std::string& path) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    return line;
+}
+
+double smaller(double limit, double other) { return limit > 0 && (other <= 0 || limit < other) ? limit : other; }
+
+// "max 100000" or "150000 100000": microseconds of CPU time per period.
+double cpu_max(const std::string& folder) {
+    std::istringstream words(first_line(folder + "/cpu.max"));
+    double quota = 0, period = 0;
+    return words >> quota >> period && quota > 0 && period > 0 ? quota / period : 0;
+}
+
+double cfs_quota(const std::string& folder) {
+    const std::string quota = first_line(folder + "/cpu.cfs_quota_us"),
+                      period = first_line(folder + "/cpu.cfs_period_us");
+    const double q = std::atof(quota.c_str()), p = std::atof(period.c_str());
+    return q > 0 && p > 0 ? q / p : 0;
+}
+
+// The least limit of a group and of all groups above it.
+double limit_on_path(const std::string& root, std::string path, double (*limit)(const std::string&)) {
+    double least = 0;
+    for (;;) {
+        least = smaller(limit(root + path), least);
+        const size_t slash = path.rfind('/');
+        if (slash == std::string::npos || path.empty()) return least;
+        path.resize(slash);
+    }
+}
+
+}  // namespace
+
+int ask_affinity(size_t bytes, void* mask) { return sched_getaffinity(0, bytes, static_cast<cpu_set_t*>(mask)); }
+
+std::vector<int> allowed_cpus(AskAffinity ask) {
+    std::vector<int> cpus;
+    std::vector<cpu_set_t> mask(1);  // of 1024 CPUs each
+    while (ask(mask.size() * sizeof(cpu_set_t), mask.data()) != 0) {
+        if (errno != EINVAL || mask.size() > kMostMasks) return cpus;
+        mask.assign(2 * mask.size(), {});
+    }
+    const size_t bytes = mask.size() * sizeof(cpu_set_t);
+    for (size_t cpu = 0; cpu < 8 * bytes; ++cpu) {
+        if (CPU_ISSET_S(cpu, bytes, mask.data())) cpus.push_back(static_cast<int>(cpu));
+    }
+    return cpus;
+}
+
+int cores(const std::vector<int>& cpus) {
+    std::set<std::string> found;
+    for (const int cpu : cpus) {
+        const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+        const std::string siblings = first_line(folder + "thread_siblings_list");
+        found.insert(siblings.empty() ? std::to_string(cpu) : siblings);
+    }
+    return static_cast<int>(found.size());
+}
+
+double quota(const std::string& membership, const std::string& root) {
+    std::ifstream file(membership);
+    double least = 0;
+    for (std::string line; std::getline(file, line);) {  // hierarchy:controllers:path
+        const size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (first == std::string::npos || second == std::string::npos) continue;
+        std::string controllers = ",";
+        controllers.append(line, first + 1, second - first - 1).append(",");
+        std::string path = line.substr(second + 1);
+        if (path == "/") path.clear();
+        if (controllers == ",,") {
+            least = smaller(limit_on_path(root, path, cpu_max), least);
+        } else if (controllers.find(",cpu,") != std::string::npos) {
+            least = smaller(limit_on_path(root + "/cpu", path, cfs_quota), least);
+        }
+    }
+    return least;
+}
+
+void pin(std::thread& thread, int cpu) {
+    std::vector<cpu_set_t> mask(static_cast<size_t>(cpu) / CPU_SETSIZE + 1);
+    const size_t bytes = mask.size() * sizeof(cpu_set_t);
+    CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
+    pthread_setaffinity_np(thread.native_handle(), bytes, mask.data());
+}
+
+double thread_seconds() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+void on_fork(void (*f)()) { pthread_atfork(nullptr, nullptr, f); }
+
+void* reserve(size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    return memory;
+}
+
+void release(void* memory, size_t bytes) { munmap(memory, bytes); }
+
+void prefer(Pages pages, void* memory, size_t bytes) {
+    madvise(memory, bytes, pages == Pages::kLarge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+bool provide(void* memory, size_t bytes) { return madvise(memory, bytes, MADV_POPULATE_WRITE) == 0; }
+
+void forget(const void* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = page_start(start, static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)));
+    madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
+}
+
+Features features() { return {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)}; }
+
+}  // namespace headrace::os
