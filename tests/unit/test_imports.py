@@ -1,6 +1,7 @@
 """House rules that a machine can check: imports point downward, heavy libraries load late, files and functions stay small."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Set
@@ -175,6 +176,9 @@ MAX_LINES = 500
 SUFFIXES = {".py", ".cpp", ".h", ".inl"}
 MAX_FUNCTION = 60
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+# Packages of the C++ core from top to bottom: a file includes its own package and those after it.
+CORE = "bind program kernels attention pack linear sample vec system".split()
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 def module_name(path: Path) -> str:
@@ -417,3 +421,31 @@ def functions(source: str) -> list[tuple[str, int]]:
 def test_a_long_function_is_found() -> None:
     (found,) = functions("def long():\n" + "    pass\n" * MAX_FUNCTION)
     assert found == ("long", MAX_FUNCTION + 1)
+
+
+def wrong_includes(path: str, source: str) -> list[str]:
+    """Includes of `path` (relative to csrc/) that name no file of csrc/, or a file of a package above."""
+    below = CORE[CORE.index(path.split("/")[0]) :]
+    names = INCLUDE.findall(source)
+    return [name for name in names if name.split("/")[0] not in below or not (ROOT / "csrc" / name).is_file()]
+
+
+def test_includes_of_the_core_point_downward() -> None:
+    sources = {path.relative_to(ROOT / "csrc"): path.read_text("utf-8") for path in (ROOT / "csrc").rglob("*.*")}
+    sources = {path: source for path, source in sources.items() if path.suffix in SUFFIXES}
+    assert {str(path.parent) for path in sources} == set(CORE)
+    assert {path: wrong for path, source in sources.items() if (wrong := wrong_includes(str(path), source))} == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("linear/linear.h", "pack/pack.h"),
+        ("attention/kv_pool.cpp", "kernels/probe.h"),
+        ("system/arena.h", "vec/vec.h"),
+        ("pack/pack.h", "kernels.h"),
+        ("pack/pack.h", "system/missing.h"),
+    ],
+)
+def test_a_wrong_include_is_found(path: str, name: str) -> None:
+    assert wrong_includes(path, f'#include "system/os.h"\n#include "{name}"\n') == [name]
