@@ -24,6 +24,8 @@ from headrace.data.explicit import (
 from headrace.data.fields import ParamError
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Progress, Silent
+from headrace.data.progress_bar import Moving, on_terminal, waiting
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.constraint_check import extract_calls
@@ -41,7 +43,6 @@ from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
 from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
 from headrace.text.continuing import check_continues, render_open
 from headrace.weights.defaults import values
-from headrace.weights.progress import Moving, Progress, Silent, on_terminal, waiting
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 

@@ -11,8 +11,8 @@ from headrace.bench.cells import Cell
 from headrace.bench.kv import EXACT, VARIANTS, losses
 from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.texts import texts_of
+from headrace.data.progress import Silent
 from headrace.startup.opening import open_files
-from headrace.weights.progress import Silent
 from tests.cli_shell import Shell
 from tests.places import data_path, model_file
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.data.progress_bar import SPINNER, Moving
 from headrace.llm import LLM
-from headrace.weights.progress import SPINNER, Moving
 from tests.cli_shell import ERASE, Shell, Terminal, environment, screen
 
 GREEDY = ("-t", "0", "--dtype", "float64")

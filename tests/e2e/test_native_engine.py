@@ -20,12 +20,12 @@ from headrace.backends.native.step import NativeStep
 from headrace.backends.native.weights import PackedWeights
 from headrace.compress.export import write_folder
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Progress
 from headrace.llm import LLM
 from headrace.runner.record import RecordError
 from headrace.startup import opening
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.progress import Progress
 from tests.tiny_files import write_tiny_gguf
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

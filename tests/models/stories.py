@@ -11,11 +11,11 @@ from torch.nn.functional import kl_div
 from headrace.compress.stages import cut_model
 from headrace.compress.structure import Cut
 from headrace.compress.work import Work
+from headrace.data.progress import Silent
 from headrace.models.base import Model
 from headrace.models.registry import read_config
 from headrace.startup.opening import Opened
 from headrace.weights.loader import load_model
-from headrace.weights.progress import Silent
 from tests.models.llama2c import read_checkpoint
 from tests.models.lossy import likelihood, predictions
 from tests.models.zoo import MemorySource

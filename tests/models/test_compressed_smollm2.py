@@ -10,10 +10,10 @@ from headrace.compress.folding import Awq
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import texts_of
+from headrace.data.progress import Silent
 from headrace.models.base import Model
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.loader import load_model
-from headrace.weights.progress import Silent
 from tests.models.lossy import likelihood, predictions, rounded, walked
 from tests.places import data_path, model_file
 

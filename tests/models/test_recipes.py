@@ -15,6 +15,7 @@ from headrace.compress.report import Report
 from headrace.compress.run import compress, work_folder
 from headrace.compress.texts import passages, texts_of
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Silent
 from headrace.llm import LLM
 from headrace.models.registry import read_config
 from headrace.startup.opening import open_files
@@ -23,7 +24,6 @@ from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
-from headrace.weights.progress import Silent
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError

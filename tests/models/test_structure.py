@@ -20,6 +20,7 @@ from headrace.compress.texts import texts_of
 from headrace.compress.walk import Walk
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.registry import read_config
@@ -27,7 +28,6 @@ from headrace.ops.context import FeedRows, build
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
-from headrace.weights.progress import Silent
 from headrace.weights.source import WeightSource
 from tests.models.gates import generate, program_of
 from tests.models.llama2c import read_checkpoint

@@ -29,6 +29,7 @@ from headrace.compress.texts import check_apart, passages, texts_of
 from headrace.compress.walk import Walk
 from headrace.compress.work import PLAN, STATE, TEXTS, Work
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.layers.linear import Linear
@@ -39,7 +40,6 @@ from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
-from headrace.weights.progress import Silent
 from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
 from tests.killed import killed_at

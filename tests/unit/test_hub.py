@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from huggingface_hub import close_session
 
+from headrace.data.progress import Silent
 from headrace.weights import fetch, hub, wheels
 from headrace.weights import store as store_module
 from headrace.weights.catalog import Entry
 from headrace.weights.hub import HubError
-from headrace.weights.progress import Silent
 from headrace.weights.store import Store, StoreError
 from tests.hub_server import COMMIT, HubServer, git_id, sha256
 from tests.wheelhouse import make_wheel, pip_environment

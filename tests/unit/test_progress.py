@@ -7,7 +7,8 @@ import pytest
 from rich.cells import cell_len
 
 from headrace.cli.output import print_table
-from headrace.weights.progress import Lines, Moving, counted, for_stream, human_size
+from headrace.data.progress import counted, human_size
+from headrace.data.progress_bar import Lines, Moving, for_stream
 
 
 class Terminal(io.StringIO):

@@ -18,12 +18,12 @@ from headrace.compress.judge import judge
 from headrace.compress.report import report_path
 from headrace.compress.survey import survey
 from headrace.compress.texts import Texts, check_apart, texts_of
+from headrace.data.progress import Progress
 from headrace.host import cores
 from headrace.llm import LLM
 from headrace.startup.loading import Opened, open_model
 from headrace.stats.perplexity import perplexity
 from headrace.weights.describe import describe
-from headrace.weights.progress import Progress
 
 CELLS = "b1,b8,pp512"
 TOKENS = 8192  # of the text, half of which are scored

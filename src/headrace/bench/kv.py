@@ -21,6 +21,7 @@ from headrace.bench.pairs import ratio
 from headrace.bench.peers import OURS, fitting, kv_bytes, line_up
 from headrace.bench.rounds import measure as measure_rounds
 from headrace.compress.judge import judged
+from headrace.data.progress import Progress, Silent
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
 from headrace.kv.rounded import Rounding, as_it_is, by_channel, to_bfloat16, to_int4, to_int8
@@ -28,7 +29,6 @@ from headrace.models.base import Model
 from headrace.ops.context import Context
 from headrace.runner.streamed import TABLE, OneLayer, Streamed
 from headrace.startup.loading import open_model
-from headrace.weights.progress import Progress, Silent
 from headrace.weights.source import WeightSource
 
 SPEEDS = ("bfloat16", "int8", "int4")

@@ -9,7 +9,7 @@ import typer
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
-from headrace.weights.progress import human_size
+from headrace.data.progress import human_size
 
 FORMATS = ("F16", "Q8_0", "Q4_K_M")
 

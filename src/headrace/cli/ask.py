@@ -10,7 +10,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check, with_groups
 from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 SHOWN = 5  # names of files that were not read
 ANSWER = 256  # tokens of an answer, unless told otherwise

@@ -6,7 +6,7 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 
 def register(bench: typer.Typer) -> None:

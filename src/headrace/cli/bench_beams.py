@@ -10,7 +10,7 @@ from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 
 def register(bench: typer.Typer) -> None:

@@ -21,9 +21,9 @@ from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
+from headrace.data.progress import counted
 from headrace.data.spelling import did_you_mean
 from headrace.text.width import crop, width
-from headrace.weights.progress import counted
 from headrace.weights.store import expand
 
 INTERRUPTED = 130

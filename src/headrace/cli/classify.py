@@ -12,7 +12,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import json_text
 from headrace.cli.status import status
-from headrace.weights.progress import Silent
+from headrace.data.progress import Silent
 
 BATCH = 64  # texts handed over at a time
 

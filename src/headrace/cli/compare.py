@@ -12,7 +12,7 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 
 def register(app: typer.Typer) -> None:

@@ -14,7 +14,7 @@ from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
 from headrace.data.config import parse_bytes
-from headrace.weights.progress import human_size
+from headrace.data.progress import human_size
 
 PANEL = "Methods"
 

@@ -12,8 +12,8 @@ import typer
 from headrace import __version__
 from headrace.bench import machine
 from headrace.cli.output import json_text, print_fields
+from headrace.data.progress import human_size
 from headrace.weights import names
-from headrace.weights.progress import human_size
 from headrace.weights.store import find_home, installed
 
 LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())

@@ -26,8 +26,9 @@ from headrace.cli.options import (
 from headrace.cli.output import say
 from headrace.cli.status import status
 from headrace.data.params import SamplingParams
+from headrace.data.progress import counted
+from headrace.data.progress_bar import Moving
 from headrace.weights.defaults import stated
-from headrace.weights.progress import Moving, counted
 
 INTERRUPTED = 130
 AHEAD = 4  # requests read ahead, for each that can run: the engine never waits for the file, memory stays bounded

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 ALL = "headrace.help-all"  # in a context: everything is to be shown
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

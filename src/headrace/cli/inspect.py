@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.output import print_fields, print_table, printable
-from headrace.weights.progress import human_size
+from headrace.data.progress import human_size
 
 
 def register(app: typer.Typer) -> None:

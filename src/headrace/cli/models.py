@@ -8,9 +8,9 @@ import typer
 from headrace.cli.help import complete_model
 from headrace.cli.output import print_fields, print_table, say
 from headrace.cli.status import status
+from headrace.data.progress import human_size
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary
-from headrace.weights.progress import human_size
 from headrace.weights.store import Record, Store, StoreError, folder_name, folder_size
 
 

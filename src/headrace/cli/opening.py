@@ -9,7 +9,8 @@ from headrace.cli.options import HelperOptions, SamplingOptions, WeightOptions
 from headrace.cli.output import say
 from headrace.cli.status import moving, status
 from headrace.cli.terminal import note
-from headrace.weights.progress import Moving, human_size
+from headrace.data.progress import human_size
+from headrace.data.progress_bar import Moving
 
 
 def fetch(model: str) -> Path:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.output import say
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 COLOURS = {
     "ngram": "green",

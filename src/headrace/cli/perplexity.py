@@ -15,9 +15,9 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import json_text, print_fields, say
 from headrace.cli.status import status
+from headrace.data.progress import counted
 from headrace.stats.perplexity import perplexity as perplexity_of
 from headrace.stats.perplexity import tokens_for_error
-from headrace.weights.progress import counted
 
 WINDOW = 512
 WIDE, NARROW = 0.05, 0.02  # an error's share of the perplexity: from where a person is warned, and what is advised

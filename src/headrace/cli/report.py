@@ -4,8 +4,8 @@ from typing import Any
 
 from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.plan import Exited, TokenLogprob
+from headrace.data.progress import counted
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights.progress import counted
 
 
 def record(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:

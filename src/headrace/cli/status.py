@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from headrace.weights.progress import Moving, Progress, Silent, for_stream
+from headrace.data.progress import Progress, Silent
+from headrace.data.progress_bar import Moving, for_stream
 
 STARTING = "starting"
 # Commands that open a model, or wait long for something else.

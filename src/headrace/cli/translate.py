@@ -14,7 +14,7 @@ from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
-from headrace.weights.progress import Silent
+from headrace.data.progress import Silent
 
 BATCH = 64  # texts handed over at a time
 

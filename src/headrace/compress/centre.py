@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from headrace.data.progress import Progress, Silent
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.runner.last_use import by_softmax_alone
 from headrace.runner.record import record
 from headrace.runner.streamed import OneLayer, Streamed
-from headrace.weights.progress import Progress, Silent
 from headrace.weights.source import WeightSource
 
 TOKENS = 4096  # of texts: means of so many keys are near enough

@@ -26,6 +26,7 @@ from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
+from headrace.data.progress import Progress, Silent
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
@@ -33,7 +34,6 @@ from headrace.weights.decode import dequantize_numpy
 from headrace.weights.describe import COMPRESSED
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import stored_as
-from headrace.weights.progress import Progress, Silent
 from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
 from headrace.weights.write_safetensors import write_safetensors

@@ -10,10 +10,10 @@ from headrace.compress.pipeline import SELF, Heal
 from headrace.compress.texts import WINDOW, Texts, check_apart, keep, kept, passages, texts_of
 from headrace.compress.work import Work
 from headrace.data.config import ModelConfig
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
-from headrace.weights.progress import Progress
 
 BATCH = 4  # texts of a step
 OWN = 256  # texts that the model writes at the most; beyond, they come again

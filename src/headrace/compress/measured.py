@@ -22,12 +22,13 @@ from headrace.compress.structure import reshaped
 from headrace.compress.texts import WINDOW, Texts, check_apart, file_bytes, keep, kept, passages, texts_of, writing_bytes
 from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
 from headrace.compress.work import PLAN, TEXTS, VERSION, Work
+from headrace.data.progress import Progress
+from headrace.data.progress_bar import Moving
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kv_settings import KVSettings, kv_settings
-from headrace.weights.progress import Moving, Progress
 
 ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken, and below what it is said
 

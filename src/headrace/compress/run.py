@@ -24,6 +24,7 @@ from headrace.compress.stages import carry, cut_model, heal_model
 from headrace.compress.texts import WINDOW, Texts, passages, texts_of
 from headrace.compress.walk import layer_width
 from headrace.compress.work import WRITTEN, Work
+from headrace.data.progress import Progress, Silent, human_size
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.dequant import dequantize
@@ -31,7 +32,6 @@ from headrace.weights.imatrix import write_imatrix
 from headrace.weights.kinds import FLOATS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart
-from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.replacing import alone, replacing
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_gguf import Chunks, write_gguf

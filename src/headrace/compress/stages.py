@@ -26,6 +26,7 @@ from headrace.compress.texts import Texts, passages
 from headrace.compress.walk import Walk
 from headrace.compress.work import PLAN, Work
 from headrace.data.config import ModelConfig
+from headrace.data.progress import Progress
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
@@ -33,7 +34,6 @@ from headrace.weights.arrival import sha256_of
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
-from headrace.weights.progress import Progress
 from headrace.weights.source import TensorInfo
 from headrace.weights.write_gguf import Chunks, write_gguf
 

@@ -16,10 +16,10 @@ from headrace.compress.grids.arithmetic import kv_token_bytes
 from headrace.compress.pipeline import SELF
 from headrace.compress.work import Work
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Progress
 from headrace.llm import LLM
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
-from headrace.weights.progress import Progress
 
 WINDOW = 256  # tokens of a text
 SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from headrace.data.lazy_import import late
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
+from headrace.data.progress import Progress
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, absent, is_heads, open_companion, open_files, open_model
 from headrace.startup.recipe import BLOCKS, EXITS, HEADS, SELF, Role
-from headrace.weights.progress import Progress
 from headrace.weights.source import HEADS_INFO
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.config import ModelConfig
+from headrace.data.progress import Progress
 from headrace.models.configs import read_config
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights import catalog, hub, known, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.progress import Progress
 from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import HEADS_INFO, trained

@@ -17,7 +17,6 @@ from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.opening import Opened
 from headrace.text.frequent import frequent_tokens
-from headrace.weights.progress import Progress, Silent
 
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose

@@ -17,6 +17,7 @@ from headrace.compress.judge import Judgement
 from headrace.compress.pipeline import SELF
 from headrace.compress.texts import texts_of
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_model
@@ -38,7 +39,6 @@ from headrace.training.run import Budget, Run, alone_in, begin
 from headrace.training.students import Student, student_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
 from headrace.weights.loader import stored_tensors
-from headrace.weights.progress import Progress, Silent
 from headrace.weights.replacing import replacing
 
 HELD = 16  # texts to judge by

@@ -8,6 +8,7 @@ import torch
 from headrace.compress.healing import BATCH, Healed, HealReport
 from headrace.compress.pipeline import Heal
 from headrace.compress.texts import WINDOW, Texts
+from headrace.data.progress import Progress
 from headrace.startup.opening import Opened
 from headrace.training.distil import HELD, Recipe, Stopped, before_training, tokens_seen, train
 from headrace.training.examples import held_apart, windows
@@ -16,7 +17,6 @@ from headrace.training.lesson import Lesson
 from headrace.training.run import Budget, Run, begin
 from headrace.training.students import Student, ends
 from headrace.weights.loader import load_model
-from headrace.weights.progress import Progress
 
 LOSSES = ("kl", "ce")
 

