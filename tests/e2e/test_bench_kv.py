@@ -9,8 +9,8 @@ import pytest
 from headrace.bench import kv
 from headrace.bench.cells import Cell
 from headrace.bench.kv import EXACT, VARIANTS, losses
-from headrace.compress.centre import TOKENS, mean_keys
-from headrace.compress.texts import texts_of
+from headrace.compress.mean_keys import TOKENS, mean_keys
+from headrace.compress.texts import draw_texts
 from headrace.data.progress import Silent
 from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
@@ -67,8 +67,8 @@ def test_what_smollm2_loses_is_within_the_promise() -> None:
     """Wikitext-2, 8 windows of 512, 2,048 tokens scored; half heads and the mean of keys each take more than a third off."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     text = str(data_path("wikitext2/valid.txt"))
-    scored = texts_of(opened, text, 4096, 0, Silent(), 512, judging=True)
-    centre = mean_keys(opened.source, texts_of(opened, text, TOKENS, 0, Silent(), 512))
+    scored = draw_texts(opened, text, 4096, 0, Silent(), 512, judging=True)
+    centre = mean_keys(opened.source, draw_texts(opened, text, TOKENS, 0, Silent(), 512))
     plain = "int4, one scale, K as it is"
     names = ("int8", "int4", "int4, K as it is", "int4, one scale for K", plain)
     lost = {one.name: one.record()["nll"] for one in losses(opened.source, scored, centre, [BY_NAME[n] for n in names])[1]}

@@ -12,7 +12,8 @@ from headrace.cli import run as run_module
 from headrace.data.params import BeamSearchParams, ParamError, SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
-from headrace.weights import catalog, known
+from headrace.weights import catalog
+from headrace.weights import fingerprints as known
 from headrace.weights.defaults import FALLBACK, Setting, family_of, gguf_settings, own_settings, stated, summary, values
 from tests.cli_shell import Shell
 from tests.places import default_model
@@ -24,7 +25,7 @@ SAID = "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (default)"
 
 def enter(shell: Shell, path: Path, **sampling: float) -> None:
     """A catalog of the user's own, with the bytes of this file in it under the name "known"."""
-    entry = {"name": "known", "file": "known.gguf", "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    entry = {"name": "known", "file": "known.gguf", "cached_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     lines = [f'{name} = "{value}"' for name, value in entry.items()]
     lines += [f"size = {path.stat().st_size}", f"sampling = {{ {', '.join(f'{n} = {v}' for n, v in sampling.items())} }}"]
     folder = shell.folder / "config" / "headrace"
@@ -119,17 +120,17 @@ def test_a_file_is_hashed_once_and_again_when_it_changed(
     real = hashlib.file_digest
     monkeypatch.setattr(known.hashlib, "file_digest", lambda file, kind: hashed.append(1) or real(file, kind))
     entries = catalog.load()
-    assert [known.entry_of(path, entries) == entries["known"] for _ in range(3)] == [True] * 3
+    assert [known.catalog_entry(path, entries) == entries["known"] for _ in range(3)] == [True] * 3
     assert len(hashed) == 1
     os.utime(path, ns=(1, 1))
-    assert known.entry_of(path, entries) == entries["known"]
+    assert known.catalog_entry(path, entries) == entries["known"]
     assert len(hashed) == 2
     other = write_tiny_gguf(shell.folder / "other.gguf", context=511, control="<x>")
     if other.stat().st_size != path.stat().st_size:
-        assert known.entry_of(other, entries) is None
+        assert known.catalog_entry(other, entries) is None
         assert len(hashed) == 2, "a file of another size is not read"
     (shell.folder / "home" / known.SEEN).write_text("[1, 2]")
-    assert known.entry_of(path, entries) == entries["known"], "what cannot be read is nothing but time"
+    assert known.catalog_entry(path, entries) == entries["known"], "what cannot be read is nothing but time"
 
 
 def test_files_state_settings_of_their_own(tmp_path: Path) -> None:

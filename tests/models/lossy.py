@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.compress.base import Compressor, OutputReport, visited
+from headrace.compress.base import Compressor, OutputReport, apply_methods
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.grids.targets import nearest, target
-from headrace.compress.pruning import pruned
-from headrace.compress.walk import Walk
-from headrace.compress.work import Work
+from headrace.compress.layer_pass import LayerPass
+from headrace.compress.pruning import prune_rows
+from headrace.compress.work_folder import WorkFolder
 from headrace.models.base import Model
 from headrace.training.whole import fed
 from headrace.weights.loader import load_model
@@ -39,8 +39,8 @@ def walked(source: WeightSource, read: Sequence[list[int]], steps: Sequence[Comp
     model, outputs = load_model(source), dict[str, OutputReport]()
     holders, layers = dict(model.holders()), model.config.num_layers
     with TemporaryDirectory() as folder:
-        for visit in Walk(source, read, Work(Path(folder)), kinds(format, layers)):
-            visited(visit, steps)
+        for visit in LayerPass(source, read, WorkFolder(Path(folder)), kinds(format, layers)):
+            apply_methods(visit, steps)
             outputs |= visit.outputs
             for name, holder in visit.holders.items():
                 for field in holder.params():
@@ -56,7 +56,7 @@ def rounded(source: WeightSource, format: str, magnitude: str | None = None) -> 
         if name not in wanted:
             continue
         if magnitude is not None:
-            values.copy_(torch.from_numpy(pruned(values.numpy(), ("magnitude", parse_sparsity(magnitude)), None)))
+            values.copy_(torch.from_numpy(prune_rows(values.numpy(), ("magnitude", parse_sparsity(magnitude)), None)))
         values.copy_(nearest(values, target(format), None, 1)[1])
     return model
 

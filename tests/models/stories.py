@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 
 from headrace.compress.stages import cut_model
 from headrace.compress.structure import Cut
-from headrace.compress.work import Work
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.progress import Silent
 from headrace.models.base import Model
 from headrace.models.registry import read_config
@@ -65,7 +65,7 @@ def cut(source: MemorySource, wanted: Cut) -> Model:
     """Made smaller, as the file that holds it."""
     opened = Opened("stories15M", source.path, source, read_config(source))  # type: ignore[arg-type]  # it is in memory
     with TemporaryDirectory() as folder:
-        work = Work(Path(folder) / "work")
+        work = WorkFolder(Path(folder) / "work")
         work.begin({})
         left = cut_model(opened, [wanted], work, texts(0, MEASURED), Silent(), 1, words=False)
         model = load_model(left.opened.source)

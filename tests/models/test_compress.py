@@ -22,9 +22,9 @@ import transformers
 
 from headrace.compress import run
 from headrace.compress.folder import compress_folder
+from headrace.compress.format_cost import format_costs
 from headrace.compress.mixes import MIXES, mix_named, tensor_kind
 from headrace.compress.run import Pipeline, compress, predict
-from headrace.compress.survey import survey
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.registry import read_config
@@ -220,7 +220,7 @@ def test_models_that_are_not_written_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"encoders \(bert\) are not written as GGUF"):
         predict(write_tiny_bert(tmp_path / "bert"))
     with pytest.raises(WeightError, match=r"encoders \(bert\) decode no tokens"):
-        survey(tmp_path / "bert", ["Q8_0"])
+        format_costs(tmp_path / "bert", ["Q8_0"])
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ValueError, match="is the model that is read"):
         compress(model, model, overwrite=True)
@@ -390,7 +390,7 @@ def test_importance_of_another_model_or_damaged_is_one_line(tmp_path: Path) -> N
 
 def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    now, eight, grid = survey(model, ["Q8_0", "int4-g16"])
+    now, eight, grid = format_costs(model, ["Q8_0", "int4-g16"])
     assert (now.cost.bits, now.error) == (32, None)
     report = predict(model, Pipeline(format="Q8_0"))
     assert eight.cost.file_bytes == sum(one.nbytes for one in report.matrices.values())
@@ -402,9 +402,9 @@ def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
     table = 420 * 32  # of tokens: a row of it is read, not all
     assert now.cost.weights - now.cost.multiplied in (table, read_config(GGUFFile(model)).vocab_size * 32)
     with pytest.raises(ValueError, match="unknown format 'Q9'"):
-        survey(model, ["Q9"])
-    (_, gemma) = survey(write_folder(tmp_path / "gemma", "gemma3-one-kv-head"), ["Q8_0"], errors=False)
-    (_, mistral) = survey(write_folder(tmp_path / "mistral", "mistral-window"), ["Q8_0"])
+        format_costs(model, ["Q9"])
+    (_, gemma) = format_costs(write_folder(tmp_path / "gemma", "gemma3-one-kv-head"), ["Q8_0"], errors=False)
+    (_, mistral) = format_costs(write_folder(tmp_path / "mistral", "mistral-window"), ["Q8_0"])
     assert gemma.error is None
     assert mistral.error is not None
 

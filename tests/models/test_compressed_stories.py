@@ -15,13 +15,13 @@ from headrace.backends.eager import rounded as inputs
 from headrace.bench.kv import VARIANTS, losses
 from headrace.compress import cutting
 from headrace.compress.base import Compressor, Matrix, Visit
-from headrace.compress.centre import mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.grids.targets import nearest, target
-from headrace.compress.judge import judged
+from headrace.compress.judge import compare_logits
 from headrace.compress.kv_heads import KVHeads
-from headrace.compress.repair import Residual
+from headrace.compress.least_squares import Residual
+from headrace.compress.mean_keys import mean_keys
 from headrace.compress.rounding import Rounding, importance_of
 from headrace.compress.structure import Cut
 from headrace.data.config import LayerConfig
@@ -91,7 +91,7 @@ def test_texts_are_what_the_model_draws(source: MemorySource, judge: Judge) -> N
     model, text = rounded(source, "int3-g96"), judge.texts[0]
     one = Judge(load_model(source), [text])
     both = [(one.truth[0].numpy(), predictions(model, text, SCORED).numpy())]
-    theirs = judged([text[-SCORED:]], both, "")
+    theirs = compare_logits([text[-SCORED:]], both, "")
     ours = one.lost(model)
     assert ours.kl == pytest.approx(theirs.kl, rel=1e-4)
     assert ours.nll == pytest.approx(torch.tensor(theirs.perplexity / theirs.perplexity_before).log().item(), rel=1e-3)
@@ -217,7 +217,7 @@ def test_neurons_that_count_least_go(source: MemorySource, judge: Judge, monkeyp
     repaired = judge.lost(cut(source, quarter)).kl
     unrepaired(monkeypatch)
     scored = judge.lost(cut(source, quarter)).kl
-    monkeypatch.setattr(cutting, "highest", lambda scores, n: torch.randperm(len(scores), generator=rng)[:n].sort().values)
+    monkeypatch.setattr(cutting, "top_indices", lambda scores, n: torch.randperm(len(scores), generator=rng)[:n].sort().values)
     drawn = judge.lost(cut(source, quarter)).kl
     print(f"by score {scored:.4f}, repaired {repaired:.4f}, drawn {drawn:.4f}")
     assert scored <= 0.6 * drawn

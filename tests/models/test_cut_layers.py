@@ -11,9 +11,9 @@ import torch
 
 from headrace.compress import kv_heads
 from headrace.compress.base import Compressor, Inputs, Matrix, Visit
-from headrace.compress.cutting import Distances, Heads, Neurons, dropped, makers, reader
+from headrace.compress.cutting import Distances, Heads, Neurons, consumer, least_moving_layers, producers
 from headrace.compress.kv_heads import KVHeads, align
-from headrace.compress.structure import Cut, reshaped
+from headrace.compress.structure import Cut, pruned_config
 from headrace.data.config import ModelConfig, RopeConfig
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -93,7 +93,7 @@ def step_of(cut: Cut, target: ModelConfig) -> Compressor:
 
 def cut_layer(name: str, architecture: str = "llama", **changes: Any) -> tuple[Layer, ModelConfig]:
     config = config_of(architecture, **changes)
-    layer, target = Layer(config), reshaped(config, CUTS[name])
+    layer, target = Layer(config), pruned_config(config, CUTS[name])
     step_of(CUTS[name], target).visit(layer.visit)
     return layer, target
 
@@ -140,7 +140,7 @@ def test_cuts_that_do_not_go_together_are_found() -> None:
 def gap_of_heads(part: str) -> float:
     """Of four K/V heads two: those of queries 0 and 1 belong to the first, which `h mod 2` would deny."""
     config = config_of("llama", kv_heads=4)
-    target = reshaped(config, replace(CUTS["mean"], number=2))
+    target = pruned_config(config, replace(CUTS["mean"], number=2))
     layer = Layer(config)
     KVHeads(target.layers, "mean").visit(layer.visit)
     assert layer.visit.cut is not None
@@ -159,15 +159,15 @@ def test_turning_heads_leaves_the_layer_what_it_was(rope: RopeConfig, monkeypatc
 
     def turned() -> Layer:
         layer = Layer(config_of("qwen2", rope=rope))
-        (qkv,) = makers(layer.visit, "heads")
-        align(layer.visit.layer, qkv, reader(layer.visit, "heads"), 1)
+        (qkv,) = producers(layer.visit, "heads")
+        align(layer.visit.layer, qkv, consumer(layer.visit, "heads"), 1)
         return layer
 
     layer, before = turned(), Layer(config_of("qwen2", rope=rope)).rows()
     torch.testing.assert_close(layer.rows(), before, rtol=1e-10, atol=1e-10)
     for name in (f"layers.0.qkv.{part}.weight" for part in ("q", "k", "v")):
         assert (pieces(layer.model)[name] - layer.before[name]).abs().max() > 0.1
-    reader(layer.visit, "heads").linear.weight.copy_(layer.before["layers.0.out.weight"])
+    consumer(layer.visit, "heads").linear.weight.copy_(layer.before["layers.0.out.weight"])
     assert (layer.rows() - before).abs().max() > 0.01
     monkeypatch.setattr(kv_heads, "pair_turns", lambda rope, head_dim: kv_heads.procrustes)
     assert (turned().rows() - before).abs().max() > 0.01
@@ -205,7 +205,7 @@ def alike(model: Model, turns: bool = False) -> None:
 def test_equal_heads_become_one_and_nothing_is_lost(pool: str) -> None:
     """Heads that are equal but for a turn: only when they are turned back."""
     config = config_of("llama", kv_heads=4)
-    target = reshaped(config, Cut("kv-heads", 2, pool))
+    target = pruned_config(config, Cut("kv-heads", 2, pool))
     for turns in (False, True):
         layer = Layer(config, partial(alike, turns=turns))
         before = layer.rows()
@@ -216,7 +216,7 @@ def test_equal_heads_become_one_and_nothing_is_lost(pool: str) -> None:
 
 def test_kv_bytes_follow_the_heads() -> None:
     config = config_of("llama", kv_heads=4)
-    fewer = [config, *(reshaped(config, Cut("kv-heads", count)) for count in (2, 1))]
+    fewer = [config, *(pruned_config(config, Cut("kv-heads", count)) for count in (2, 1))]
     sizes = [KVPool(one, 8, 16).data.nbytes for one in fewer]
     assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 4]
 
@@ -225,7 +225,7 @@ def test_what_counts_most_stays() -> None:
     """Control: the other neurons, of which more is lost. A head that gives nothing goes."""
     layer, target = cut_layer("neurons")
     assert layer.visit.cut is not None
-    down = reader(Layer(config_of("llama")).visit, "ffn")
+    down = consumer(Layer(config_of("llama")).visit, "ffn")
     kept = (layer.visit.holders["down"].weight != 0).any(0)
     scores = down.inputs.mean * down.linear.weight.norm(dim=0)
     assert scores[kept].min() >= scores[~kept].max()
@@ -236,10 +236,10 @@ def test_what_counts_most_stays() -> None:
 
     layer = Layer(config_of("llama"), silent)
     before = layer.rows()
-    Heads(reshaped(config_of("llama"), CUTS["heads"]).layers).visit(layer.visit)
+    Heads(pruned_config(config_of("llama"), CUTS["heads"]).layers).visit(layer.visit)
     torch.testing.assert_close(layer.rows(), before, rtol=1e-10, atol=1e-10)
-    assert dropped([0.4, 0.1, 0.3, 0.1, 0.2], 3) == [1, 3, 4]
-    assert dropped([0.1, 0.1, 0.3], 1) == [1]
+    assert least_moving_layers([0.4, 0.1, 0.3, 0.1, 0.2], 3) == [1, 3, 4]
+    assert least_moving_layers([0.1, 0.1, 0.3], 1) == [1]
 
 
 def test_distances_are_those_of_the_rows() -> None:
@@ -253,10 +253,10 @@ def test_distances_are_those_of_the_rows() -> None:
 
 def test_models_that_cannot_be_cut_so_are_named() -> None:
     with pytest.raises(ValueError, match="the layers of this gemma3_text model differ by their place"):
-        reshaped(config_of("gemma3_text"), Cut("layers", 1))
+        pruned_config(config_of("gemma3_text"), Cut("layers", 1))
     with pytest.raises(ValueError, match="gpt2 stores q, k and v as equal thirds"):
-        reshaped(config_of("gpt2"), Cut("kv-heads", 2))
+        pruned_config(config_of("gpt2"), Cut("kv-heads", 2))
     with pytest.raises(ValueError, match="q and k of this model are normed by head"):
-        reshaped(config_of("qwen3"), Cut("kv-heads", 1, "aligned"))
+        pruned_config(config_of("qwen3"), Cut("kv-heads", 1, "aligned"))
     with pytest.raises(ValueError, match="1 K/V heads, and 1 would be no even share of them: there are no fewer"):
-        reshaped(config_of("llama", kv_heads=1), Cut("kv-heads", 1))
+        pruned_config(config_of("llama", kv_heads=1), Cut("kv-heads", 1))

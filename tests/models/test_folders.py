@@ -18,7 +18,7 @@ from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.grids.targets import target
 from headrace.compress.layouts import grouped
 from headrace.compress.run import Pipeline, compress, work_folder
-from headrace.compress.work import Work
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.weights.decode import dequantize_numpy
@@ -90,7 +90,7 @@ def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book:
     out = tmp_path / "out.v1"
     wanted = pipeline(book, method=method, format="int4-g32", layout="gptq", keep_work=True, judge="self")
     report = compress_folder(model, out, wanted)
-    work, read = Work(work_folder(out)), load_model(open_folder(out))
+    work, read = WorkFolder(work_folder(out)), load_model(open_folder(out))
     kinds = work.about(1)["kinds"]
     for part, rows in zip(("q", "k", "v"), read.layers[1].qkv.weight.split(read.layers[1].qkv.sizes), strict=True):
         name = f"layers.1.qkv.{part}.weight"
@@ -121,11 +121,11 @@ def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path
         with pytest.raises(OSError, match="no space left"):
             compress_folder(model, tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
-    assert Work(work_folder(tmp_path / "out")).done == 2
+    assert WorkFolder(work_folder(tmp_path / "out")).done == 2
     with pytest.raises(WeightError, match="was begun for something else"):
         compress_folder(model, tmp_path / "out", pipeline(book, format="int4-g32"))
     with monkeypatch.context() as patch:
-        patch.setattr(Work, "finish_layer", full)
+        patch.setattr(WorkFolder, "finish_layer", full)
         compress_folder(model, tmp_path / "out", wanted)
     assert not work_folder(tmp_path / "out").exists()
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.compress.grids.keep import kept, magnitude, parse_sparsity, wanda
+from headrace.compress.grids.keep import keep_mask, magnitude, parse_sparsity, wanda
 from headrace.compress.recipe import METHODS
 from headrace.compress.run import Pipeline, compress, predict
 from headrace.weights.gguf import GGUFFile
@@ -26,7 +26,7 @@ def test_magnitude_leaves_out_the_smallest_of_each_row(sparsity: str, tmp_path: 
     assert len(matrices) == 14
     for name in before.names():
         old, new = (read_tensor(source, name).numpy() for source in (before, after))
-        mask = kept(magnitude(old), parse_sparsity(sparsity)) if name in matrices else np.ones_like(old, bool)
+        mask = keep_mask(magnitude(old), parse_sparsity(sparsity)) if name in matrices else np.ones_like(old, bool)
         np.testing.assert_array_equal(new, np.where(mask, old, 0))
         assert report.matrices[name].zeros == (pytest.approx(1 - mask.mean()) if name in matrices else None)
     assert report.zeros == pytest.approx(float(sparsity) if sparsity != "2:4" else 0.5, abs=0.02)
@@ -70,9 +70,9 @@ def test_wanda_by_an_imatrix(tmp_path: Path) -> None:
     pipeline = Pipeline(format="F32", method=("wanda",), sparsity="2:4", imatrix=write_dat(tmp_path / "i.dat", measured))
     compress(model, tmp_path / "wanda.gguf", pipeline)
     old, new = (read_tensor(source, name).numpy() for source in (whole, GGUFFile(tmp_path / "wanda.gguf")))
-    mask = kept(wanda(old, np.sqrt(measured[name])), parse_sparsity("2:4"))
+    mask = keep_mask(wanda(old, np.sqrt(measured[name])), parse_sparsity("2:4"))
     np.testing.assert_array_equal(new, np.where(mask, old, 0))
-    assert not np.array_equal(mask, kept(magnitude(old), parse_sparsity("2:4")))
+    assert not np.array_equal(mask, keep_mask(magnitude(old), parse_sparsity("2:4")))
     del measured[name]
     lacking = Pipeline(format="F32", method=("wanda",), sparsity="2:4", imatrix=write_dat(tmp_path / "j.dat", measured))
     with pytest.raises(WeightError, match=f"{name} has no importance in the imatrix, which wanda needs"):

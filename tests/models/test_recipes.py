@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.compress import measured
+from headrace.compress import calibration_pass as measured
 from headrace.compress.folder import compress_folder
 from headrace.compress.folder_plan import prepare_folder
 from headrace.compress.judge import judge
 from headrace.compress.report import Report
 from headrace.compress.run import compress, work_folder
-from headrace.compress.texts import passages, texts_of
+from headrace.compress.texts import draw_texts, passage_hashes
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.llm import LLM
@@ -106,7 +106,7 @@ def test_cut_healed_and_rounded_in_one_command(
     assert (healed["steps"], healed["tokens"]) == (6, 6 * 4 * 256)
     assert 0 < healed["different"] <= healed["tokens"]
     assert healed["after"]["perplexity"] < 0.9 * healed["before"]["perplexity"]
-    assert set(passages(texts_of(open_files(model), str(book), 1024, 0, Silent()))) < set(report.passages)
+    assert set(passage_hashes(draw_texts(open_files(model), str(book), 1024, 0, Silent()))) < set(report.passages)
     for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("heal.json", 1), ("layer_0001.safetensors", 1)):
         killed_at(file, count, lambda: made("out"))
     made("out")
@@ -174,11 +174,11 @@ def test_scales_zeros_and_the_loop_in_one_walk(model: Path, book: Path, tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_files, "FFN", 64)
         source = tiny_files.write_tiny_gguf(tmp_path / "planted.gguf", edit=planted)
-    lost, right = [], measured.Made.changed
+    lost, right = [], measured.PassOutput.changed
     for changed in (right, lambda self, target: right(self, target) and "norm" not in target):
         out = tmp_path / f"{len(lost)}.gguf"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measured.Made, "changed", changed)
+            patch.setattr(measured.PassOutput, "changed", changed)
             compress(source, out, pipeline(book, method=("awq", "wanda"), sparsity="0.05", format="Q8_0"))
         lost.append(judge(GGUFFile(source), GGUFFile(out), [[*range(1, 200)], [*range(100, 299)]], "").kl)
     assert lost[1] > 1.5 * lost[0]

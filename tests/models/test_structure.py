@@ -14,11 +14,11 @@ from headrace.compress import cutting
 from headrace.compress.base import Compressor
 from headrace.compress.cutting import Neurons
 from headrace.compress.kv_heads import KVHeads
+from headrace.compress.layer_pass import LayerPass
 from headrace.compress.run import Pipeline, Report, compress, predict, work_folder
-from headrace.compress.structure import Cut, reshaped
-from headrace.compress.texts import texts_of
-from headrace.compress.walk import Walk
-from headrace.compress.work import Work
+from headrace.compress.structure import Cut, pruned_config
+from headrace.compress.texts import draw_texts
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
@@ -46,8 +46,8 @@ def cut_file(source: Path, book: Path, out: Path, *method: str, **more: Any) -> 
 
 def hidden(source: WeightSource, texts: list[list[int]], folder: Path, step: Compressor | None = None) -> np.ndarray:
     """Rows after the last layer, of a model that a method changes on the way."""
-    work = Work(folder)
-    walk = Walk(source, texts, work, {})
+    work = WorkFolder(folder)
+    walk = LayerPass(source, texts, work, {})
     for visit in walk:
         if step is not None:
             step.visit(visit)
@@ -71,7 +71,7 @@ def test_a_file_that_was_cut_is_the_masked_model(
     report = cut_file(model, book, out, method, **changes, tokens=2048)
     written = GGUFFile(out)
     config = read_config(written)
-    assert config == reshaped(read_config(GGUFFile(model)), cut)
+    assert config == pruned_config(read_config(GGUFFile(model)), cut)
     assert report.bytes == out.stat().st_size == predict(model, pipeline(book, method=(method,), format="F32", **changes)).bytes
     (told,) = report.cuts
     assert told.method == method
@@ -79,7 +79,7 @@ def test_a_file_that_was_cut_is_the_masked_model(
     assert held is not None
     assert repaired is not None
     assert repaired < held
-    read = texts_of(open_files(model), str(book), 2048, 0, Silent())
+    read = draw_texts(open_files(model), str(book), 2048, 0, Silent())
     masked = hidden(GGUFFile(model), read, tmp_path / "masked", step_of(cut, config))
     np.testing.assert_allclose(hidden(written, read, tmp_path / "cut"), masked, rtol=1e-4, atol=1e-4)
     assert not work_folder(out).exists()
@@ -207,12 +207,12 @@ def test_a_trained_model_keeps_more_by_what_was_measured(tmp_path: Path, monkeyp
     def lost(name: str, step: Compressor) -> float:
         return float(np.square(hidden(source, read, tmp_path / name, step) - plain).sum() / np.square(plain).sum())
 
-    one = reshaped(config, Cut("kv-heads", 1)).layers
+    one = pruned_config(config, Cut("kv-heads", 1)).layers
     aligned, mean, first = (lost(pool, KVHeads(one, pool)) for pool in ("aligned", "mean", "first"))
     assert aligned < 0.85 * first
     assert aligned < 0.7 * mean
-    fewer = reshaped(config, Cut("neurons", 0.75)).layers
+    fewer = pruned_config(config, Cut("neurons", 0.75)).layers
     scored = lost("scored", Neurons(fewer))
     rng = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(cutting, "highest", lambda scores, n: torch.randperm(len(scores), generator=rng)[:n].sort().values)
+    monkeypatch.setattr(cutting, "top_indices", lambda scores, n: torch.randperm(len(scores), generator=rng)[:n].sort().values)
     assert scored < 0.85 * lost("drawn", Neurons(fewer))

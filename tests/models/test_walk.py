@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from headrace.compress import texts as own_texts
-from headrace.compress.base import Edge, Inputs, Matrix, Visit
-from headrace.compress.edges import edges
+from headrace.compress.base import Inputs, Matrix, ScaleMapping, Visit
+from headrace.compress.calibration_pass import plan_of
 from headrace.compress.folder import compress_folder
 from headrace.compress.folding import SmoothQuant
 from headrace.compress.judge import judge
-from headrace.compress.measured import plan_of
+from headrace.compress.layer_pass import LayerPass
 from headrace.compress.report import report_path
 from headrace.compress.rounding import Rounding
 from headrace.compress.run import Pipeline, compress, predict, work_folder
-from headrace.compress.texts import check_apart, passages, texts_of
-from headrace.compress.walk import Walk
-from headrace.compress.work import PLAN, STATE, TEXTS, Work
+from headrace.compress.scale_mappings import scale_mappings
+from headrace.compress.texts import check_apart, draw_texts, passage_hashes
+from headrace.compress.work_folder import PLAN, STATE, TEXTS, WorkFolder
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
@@ -37,10 +37,10 @@ from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
 from headrace.startup.opening import open_files
 from headrace.text.tokenizer import Tokenizer
+from headrace.weights.atomic_file import file_lock
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
-from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
 from tests.killed import killed_at
 from tests.places import data_path, model_file
@@ -83,7 +83,7 @@ def test_rows_and_moments_are_those_of_the_whole_model(model: Path, tmp_path: Pa
     """Of the eight texts measured, and of the one held out; after the walk no layer is in memory."""
     source, read = GGUFFile(model), texts()
     whole = load_model(source)
-    walk = Walk(source, read, Work(tmp_path), {})
+    walk = LayerPass(source, read, WorkFolder(tmp_path), {})
     order = [*read[:7], read[8], read[7]]
     seen: dict[str, list[torch.Tensor]] = {}
     for path, holder in whole.holders():
@@ -105,7 +105,7 @@ def test_rows_and_moments_are_those_of_the_whole_model(model: Path, tmp_path: Pa
             torch.testing.assert_close(matrix.inputs.mean, expected.abs().mean(0), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(matrix.inputs.largest, expected.abs().amax(0))
             assert (matrix.inputs.count, matrix.inputs.held_count) == (160, 20)
-    found = np.fromfile(Work(tmp_path).rows(2), np.float32).reshape(-1, 32)
+    found = np.fromfile(WorkFolder(tmp_path).rows(2), np.float32).reshape(-1, 32)
     np.testing.assert_allclose(found, torch.cat(outs).numpy(), rtol=1e-4, atol=1e-4)
     assert all(holder.weight is None for path, holder in walk.model.holders() if path.startswith("layers."))
 
@@ -147,8 +147,8 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book))
     opened = open_files(model)
-    read = texts_of(opened, str(book), 1024, 0, Silent())
-    first = next(iter(Walk(opened.source, read, Work(tmp_path / "again"), {})))
+    read = draw_texts(opened, str(book), 1024, 0, Silent())
+    first = next(iter(LayerPass(opened.source, read, WorkFolder(tmp_path / "again"), {})))
     before, after = (read_tensor(GGUFFile(path), "blk.0.ffn_up.weight") for path in (model, out))
     moments = first.matrices["gate_up"].inputs.hessian
     error = float(((after - before) @ moments * (after - before)).sum() / (before @ moments * before).sum())
@@ -190,25 +190,25 @@ def test_killed_at_three_points_it_goes_on_to_the_same_bytes(model: Path, book: 
     done = subprocess.run([sys.executable, "-c", CHILD, model, book, out], capture_output=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     for name in (STATE, "out.gguf"):
-        assert Work(work_folder(out)).done == 1
+        assert WorkFolder(work_folder(out)).done == 1
         killed_at(name, 1, lambda: compress(model, out, asked))
         assert not out.exists()
-    assert Work(work_folder(out)).done == 2
+    assert WorkFolder(work_folder(out)).done == 2
     compress(model, out, asked)
     assert out.read_bytes() == whole.read_bytes()
 
 
 def stopped(model: Path, book: Path, out: Path) -> Path:
     """The work of a run that was stopped after its first layer."""
-    right = Work.finish_layer
+    right = WorkFolder.finish_layer
 
-    def finish(self: Work, number: int, *rest: Any) -> None:
+    def finish(self: WorkFolder, number: int, *rest: Any) -> None:
         if number == 1:
             raise KeyboardInterrupt
         right(self, number, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Work, "finish_layer", finish)
+        patch.setattr(WorkFolder, "finish_layer", finish)
         with pytest.raises(KeyboardInterrupt):
             compress(model, out, pipeline(book))
     return work_folder(out)
@@ -217,7 +217,7 @@ def stopped(model: Path, book: Path, out: Path) -> Path:
 def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     work = stopped(model, book, out)
-    assert Work(work).done == 1
+    assert WorkFolder(work).done == 1
 
     def refused(line: str, **changes: Any) -> None:
         with pytest.raises(WeightError, match=re.escape(line)) as found:
@@ -234,7 +234,9 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
             refused(f"{name} is damaged; remove {work} to begin again")
         (work / name).write_bytes(right)
     right = (work / STATE).read_bytes()
-    Work(work).write(STATE, {**json.loads(right), "layers": 2})  # a run that says so before the layer is there, and is killed
+    WorkFolder(work).write(
+        STATE, {**json.loads(right), "layers": 2}
+    )  # a run that says so before the layer is there, and is killed
     refused("state.json is damaged")
     (work / STATE).write_bytes(right)
     right = (work / TEXTS).read_bytes()
@@ -253,14 +255,14 @@ def test_what_is_gone_on_with_is_what_was_left(
     turns, those of the next layer would be taken for those of a layer that is not done."""
     whole = tmp_path / "whole.gguf"
     compress(model, whole, pipeline(book))
-    monkeypatch.setattr(Work, "check", lambda self, name, digest: None)
+    monkeypatch.setattr(WorkFolder, "check", lambda self, name, digest: None)
     out = tmp_path / "out.gguf"
     layer = stopped(model, book, out) / "layer_0000.safetensors"
     right = layer.read_bytes()
     layer.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     compress(model, out, pipeline(book))
     assert out.read_bytes() != whole.read_bytes()
-    monkeypatch.setattr(Work, "rows", lambda self, number: self.folder / "rows.a")
+    monkeypatch.setattr(WorkFolder, "rows", lambda self, number: self.folder / "rows.a")
     other = tmp_path / "other.gguf"
     killed_at(STATE, 2, lambda: compress(model, other, pipeline(book)))
     compress(model, other, pipeline(book))
@@ -271,7 +273,10 @@ def test_only_one_command_writes_a_file(model: Path, book: Path, tmp_path: Path)
     """The second is one line at once, of a file and of a folder; what a command leaves that was killed says nothing."""
     for out, call in ((tmp_path / "out.gguf", compress), (tmp_path / "out", compress_folder)):
         asked = pipeline(book, method=("rtn",), format="Q4_0" if call is compress else "int4-g32")
-        with alone(out), pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"):
+        with (
+            file_lock(out),
+            pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"),
+        ):
             call(model, out, asked)
         (tmp_path / f".{out.name}.lock").touch()
         call(model, out, asked)
@@ -283,17 +288,17 @@ def test_work_is_of_one_plan_to_the_byte(model: Path, tmp_path: Path) -> None:
     asked = pipeline(tmp_path, calibrate="self", budget=100_000_000)
     others = [replace(asked, **change) for change in ({"budget": 100_000_001}, {"head": "Q8_0"}, {"layout": "gptq"})]
     plans = [plan_of(open_files(model), one, "Q4_0") for one in (asked, *others)]
-    Work(tmp_path / "work").begin(plans[0])
+    WorkFolder(tmp_path / "work").begin(plans[0])
     for plan, name in zip(plans[1:], ("budget", "head", "layout"), strict=True):
         with pytest.raises(WeightError, match=rf"was begun for something else \({name}: "):
-            Work(tmp_path / "work").begin(plan)
-    assert Work(tmp_path / "work").begin(plans[0]) == 0
+            WorkFolder(tmp_path / "work").begin(plan)
+    assert WorkFolder(tmp_path / "work").begin(plans[0]) == 0
 
 
 def test_stopped_before_its_plan_was_there_it_begins(tmp_path: Path) -> None:
     (tmp_path / f"{PLAN}.part").write_text("{")
-    assert Work(tmp_path).begin({"model": "a"}) == 0
-    assert Work(tmp_path).read(PLAN) == {"model": "a"}
+    assert WorkFolder(tmp_path).begin({"model": "a"}) == 0
+    assert WorkFolder(tmp_path).read(PLAN) == {"model": "a"}
 
 
 @pytest.mark.parametrize(("name", "number_format"), [("out.gguf", "Q4_0"), ("out", "int4-g32")])
@@ -337,7 +342,7 @@ def test_the_memory_that_is_said_has_the_model_that_writes_texts(
 ) -> None:
     opened = open_files(model)
     assert own_texts.writing_bytes(opened, 256) > sum(opened.source.info(name).nbytes for name in opened.source.names()) / 2
-    monkeypatch.setattr("headrace.compress.measured.writing_bytes", lambda *_: 1 << 33)
+    monkeypatch.setattr("headrace.compress.calibration_pass.writing_bytes", lambda *_: 1 << 33)
     for changes in ({"calibrate": "self"}, {"judge": "self"}, {"calibrate": "self", "method": ("rtn",), "kv": "int8"}):
         assert predict(model, pipeline(book, **changes)).largest > 1 << 33
     assert predict(model, pipeline(book)).largest < 1 << 33
@@ -350,7 +355,7 @@ def test_a_long_file_is_encoded_piece_by_piece(
     opened, long, encoded = open_files(model), tmp_path / "long.txt", Tokenizer.encode
     words = book.read_text().split()
     long.write_text(" ".join(words[:400]) + "".join(f"\n{' '.join(words[at : at + 9])}" for at in range(400, 1000, 9)))
-    whole = texts_of(opened, str(long), 10**6, 3, Silent(), 64)
+    whole = draw_texts(opened, str(long), 10**6, 3, Silent(), 64)
     pieces: list[str] = []
 
     def spied(self: Tokenizer, text: str, **more: Any) -> list[int]:
@@ -359,12 +364,12 @@ def test_a_long_file_is_encoded_piece_by_piece(
 
     monkeypatch.setattr(Tokenizer, "encode", spied)
     monkeypatch.setattr(own_texts, "PIECE", 500)
-    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) != []
+    assert draw_texts(opened, str(long), 10**6, 3, Silent(), 64) != []
     assert "".join(pieces) == long.read_text()
     assert max(map(len, pieces)) <= 1000
     assert sum(piece.endswith("\n") for piece in pieces) > 3
     monkeypatch.setattr(own_texts, "PIECE", 10**6)
-    assert texts_of(opened, str(long), 10**6, 3, Silent(), 64) == whole
+    assert draw_texts(opened, str(long), 10**6, 3, Silent(), 64) == whole
     long.write_bytes(b"a" * (3 << 20))
     assert predict(model, pipeline(long)).largest > 140 * 2 << 20 > predict(model, pipeline(book)).largest
 
@@ -385,7 +390,7 @@ def test_a_full_disk_loses_nothing_that_was_done(
         patch.setattr(os, "replace", full)
         with pytest.raises(WeightError, match=r"the disk is full; what is done is kept: make room"):
             compress(model, out, pipeline(book))
-    assert Work(work_folder(out)).done == 1
+    assert WorkFolder(work_folder(out)).done == 1
     assert not list(work_folder(out).glob("*.part"))
     compress(model, out, pipeline(book))
     assert out.read_bytes() == whole.read_bytes()
@@ -417,12 +422,12 @@ def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: P
 def test_texts_to_judge_by_were_not_measured_on() -> None:
     """Thirty-two tokens in a row, wherever they stand; thirty-one may be chance."""
     read = texts(4, 64)
-    check_apart(passages(read), texts(4, 31))
-    check_apart(passages(read), [[7, *read[2][32:63], 7]])
+    check_apart(passage_hashes(read), texts(4, 31))
+    check_apart(passage_hashes(read), [[7, *read[2][32:63], 7]])
     with pytest.raises(ValueError, match="1 passages of 32 tokens that were measured on"):
-        check_apart(passages(read), [[7, 7, *read[2][32:64], 7]])
+        check_apart(passage_hashes(read), [[7, 7, *read[2][32:64], 7]])
     with pytest.raises(ValueError, match="1 passages of 32 tokens that a.gguf was measured on"):
-        check_apart(passages(read), [read[2][32:64]], "a.gguf")
+        check_apart(passage_hashes(read), [read[2][32:64]], "a.gguf")
 
 
 def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> None:
@@ -430,7 +435,7 @@ def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> Non
     assert "256 tokens are few" not in " ".join(report.warnings)  # a whole text, more than two for each input
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.compress.run.WINDOW", 100)
-        patch.setattr("headrace.compress.measured.WINDOW", 100)
+        patch.setattr("headrace.compress.calibration_pass.WINDOW", 100)
         few = compress(model, tmp_path / "few.gguf", pipeline(book, tokens=100))
     assert few.warnings[0].startswith("100 tokens are few to measure 64 inputs on")
     assert all(told.held is None for told in few.outputs.values())
@@ -438,7 +443,7 @@ def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> Non
 
 def test_a_text_of_the_model_is_drawn_from_it(model: Path) -> None:
     opened = open_files(model)
-    first, again, other = (texts_of(opened, "self", 600, seed, Silent(), 200, 1) for seed in (0, 0, 1))
+    first, again, other = (draw_texts(opened, "self", 600, seed, Silent(), 200, 1) for seed in (0, 0, 1))
     assert first == again
     assert first != other
     assert [len(text) for text in first] == [200, 200, 200]
@@ -460,7 +465,7 @@ class Layer:
             if isinstance(holder, Linear):
                 parts = dict(zip([part for part, _ in holder.parts], holder.weight.split(holder.sizes), strict=True))
                 matrices[name] = Matrix(f"layers.0.{name}", holder, parts, {}, self.empty(holder.n_in))
-        found = edges(record(self.model, embeds=False).layers[0], holders)
+        found = scale_mappings(record(self.model, embeds=False).layers[0], holders)
         self.visit = Visit(0, self.model.config.layers[0], holders, matrices, found)
 
     @staticmethod
@@ -483,7 +488,7 @@ class Layer:
             matrix.inputs.add(rows[0], False)
             matrix.inputs.finish()
 
-    def factors(self, edge: Edge) -> torch.Tensor:
+    def factors(self, edge: ScaleMapping) -> torch.Tensor:
         k = self.visit.matrices[edge.consumers[0]].linear.n_in
         if edge.rule == "value":
             k = self.visit.layer.kv_heads * self.visit.layer.head_dim
@@ -581,8 +586,8 @@ def test_importance_that_was_measured_is_written_and_read(model: Path, book: Pat
         name for name in GGUFFile(model).names() if re.match(r"blk.*(attn_[qkvo]|ffn_[gud]).*", name) and "norm" not in name
     )
     opened = open_files(model)
-    read = texts_of(opened, str(book), 1024, 0, Silent())
-    first = next(iter(Walk(opened.source, read, Work(tmp_path / "again"), {})))
+    read = draw_texts(opened, str(book), 1024, 0, Silent())
+    first = next(iter(LayerPass(opened.source, read, WorkFolder(tmp_path / "again"), {})))
     np.testing.assert_allclose(found["blk.0.attn_k.weight"], first.matrices["qkv"].inputs.hessian.diagonal().numpy(), rtol=1e-6)
     compress(model, tmp_path / "two.gguf", Pipeline(format="Q4_0", imatrix=path))
     one, two = (read_tensor(GGUFFile(tmp_path / f"{name}.gguf"), "blk.0.attn_k.weight") for name in ("one", "two"))
@@ -622,13 +627,13 @@ def test_a_model_beside_itself_lost_nothing(model: Path, book: Path, tmp_path: P
     report = compress(model, tmp_path / "out.gguf", pipeline(book, format="Q4_1", judge="self", keep_work=True))
     assert report.judged is not None
     assert report.judged.kl > 0
-    assert sum(map(len, own_texts.kept(Work(work_folder(tmp_path / "out.gguf")), TEXTS))) == 1024
+    assert sum(map(len, own_texts.load_texts(WorkFolder(work_folder(tmp_path / "out.gguf")), TEXTS))) == 1024
     whole = load_model(GGUFFile(model))
     context = build(KVPool(whole.config, 3, 16), [FeedRows(read[0], [0, 1, 2])])
     rows = whole(context)[19:39].double().log_softmax(-1)
     loss = -rows.gather(1, torch.tensor(read[0][20:])[:, None]).mean()
-    alone = judge(GGUFFile(model), GGUFFile(model), read[:1], "self")
-    assert alone.perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
+    file_lock = judge(GGUFFile(model), GGUFFile(model), read[:1], "self")
+    assert file_lock.perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
 
 
 MEASURED = """
@@ -668,14 +673,14 @@ def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, m
 def test_every_matrix_of_two_layers_of_a_real_model_loses_less(tmp_path: Path) -> None:
     """SmolLM2 in 4 bits and groups of 32, of the tokens that are taken by default; a share of rows may lose more."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
-    read = texts_of(opened, str(data_path("wikitext2/valid.txt")), 6144, 0, Silent())
+    read = draw_texts(opened, str(data_path("wikitext2/valid.txt")), 6144, 0, Silent())
     kinds = {
         f"layers.{layer}.{name}.weight": "Q4_0"
         for layer in range(2)
         for name in ("qkv.q", "qkv.k", "qkv.v", "out", "gate_up.gate", "gate_up.up", "down")
     }
     rounding, seen = Rounding(gptq=True), 0
-    for visit in Walk(opened.source, read, Work(tmp_path), kinds):
+    for visit in LayerPass(opened.source, read, WorkFolder(tmp_path), kinds):
         rounding.visit(visit)
         assert all(told.error < 0.8 * told.nearest for told in visit.outputs.values())
         assert all(told.held < 0.9 * told.held_nearest for told in visit.outputs.values())

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headrace.compress.grids.column_masks import KeptBlocks
-from headrace.compress.grids.keep import LAYER, ROW, Sparsity, kept, magnitude, obs, parse_sparsity, wanda
+from headrace.compress.grids.keep import LAYER, ROW, Sparsity, keep_mask, magnitude, obs, parse_sparsity, wanda
 
 SHARES = [Sparsity(share, per=per) for share in (0.0, 0.3, 0.5, 0.99) for per in (ROW, LAYER)]
 NEIGHBOURS = [parse_sparsity(text) for text in ("2:4", "1:4", "4:8", "1:2")]
@@ -32,9 +32,9 @@ def slowly(scores: np.ndarray, sparsity: Sparsity) -> np.ndarray:
 @pytest.mark.parametrize("sparsity", [*SHARES, *NEIGHBOURS], ids=str)
 def test_masks_keep_the_largest_in_exact_numbers(sparsity: Sparsity) -> None:
     scores = magnitude(matrix())
-    mask = kept(scores, sparsity)
+    mask = keep_mask(scores, sparsity)
     assert np.array_equal(mask, slowly(scores, sparsity))
-    assert np.array_equal(mask, kept(scores.copy(), sparsity))
+    assert np.array_equal(mask, keep_mask(scores.copy(), sparsity))
     if sparsity.of:
         assert (mask.reshape(-1, sparsity.of).sum(1) == sparsity.kept).all()
     elif sparsity.per == ROW:
@@ -49,7 +49,7 @@ def test_a_row_is_compared_with_itself() -> None:
     """The control: compared over the whole layer, rows with small weights lose all of theirs."""
     w = np.where(matrix() == 0, np.float32(0.25), matrix())
     w[:6] /= 100
-    by_row, by_layer = (kept(magnitude(w), Sparsity(0.5, per=per)) for per in (ROW, LAYER))
+    by_row, by_layer = (keep_mask(magnitude(w), Sparsity(0.5, per=per)) for per in (ROW, LAYER))
     assert by_row.sum(1).tolist() == [24] * 12
     assert by_layer[:6].sum() == 0
     assert by_layer.sum() == by_row.sum()
@@ -60,13 +60,13 @@ def test_wanda() -> None:
     rng = np.random.default_rng(1)
     w, norms = rng.standard_normal((16, 32)).astype(np.float32), rng.uniform(0.1, 3, 32).astype(np.float32)
     half = Sparsity(0.5)
-    assert np.array_equal(kept(wanda(w, np.full(32, 0.7, np.float32)), half), kept(magnitude(w), half))
-    assert not np.array_equal(kept(wanda(w, norms), half), kept(magnitude(w), half))
+    assert np.array_equal(keep_mask(wanda(w, np.full(32, 0.7, np.float32)), half), keep_mask(magnitude(w), half))
+    assert not np.array_equal(keep_mask(wanda(w, norms), half), keep_mask(magnitude(w), half))
     hessian = np.diag(np.square(norms.astype(np.float64)))
     upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
-    assert np.array_equal(kept(obs(w.astype(np.float64), np.diagonal(upper)), half), kept(wanda(w, norms), half))
+    assert np.array_equal(keep_mask(obs(w.astype(np.float64), np.diagonal(upper)), half), keep_mask(wanda(w, norms), half))
     order = rng.permutation(32)
-    assert np.array_equal(kept(wanda(w[:, order], norms[order]), half), kept(wanda(w, norms), half)[:, order])
+    assert np.array_equal(keep_mask(wanda(w[:, order], norms[order]), half), keep_mask(wanda(w, norms), half)[:, order])
     np.testing.assert_allclose(wanda(w, norms), np.abs(w.astype(np.float64)) * norms.astype(np.float64), rtol=1e-6)
 
 
@@ -90,7 +90,7 @@ def test_the_loop_gets_exact_numbers(sparsity: Sparsity) -> None:
     upper = np.diag(np.random.default_rng(3).uniform(0.5, 2, 208)).astype(np.float32)
     keep = KeptBlocks(sparsity, block=64)
     made = torch.stack([keep.at(j, torch.from_numpy(w), torch.from_numpy(upper)) for j in range(208)], dim=1).numpy()
-    whole = kept(obs(w, np.diagonal(upper)), sparsity)
+    whole = keep_mask(obs(w, np.diagonal(upper)), sparsity)
     assert made.sum() == whole.sum()
     if sparsity.of:
         assert np.array_equal(made, whole)
@@ -118,6 +118,6 @@ def test_what_is_no_sparsity_is_refused(text: str) -> None:
 
 def test_scores_that_are_no_numbers_and_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="scores are NaN"):
-        kept(np.full((1, 4), np.nan), Sparsity(0.5))
+        keep_mask(np.full((1, 4), np.nan), Sparsity(0.5))
     with pytest.raises(ValueError, match="rows of 6 weights are no whole groups of 4"):
-        kept(np.ones((1, 6)), parse_sparsity("2:4"))
+        keep_mask(np.ones((1, 6)), parse_sparsity("2:4"))

@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.compress.repair import Residual
+from headrace.compress.least_squares import Residual
 
 INPUTS, KEPT, OUTPUTS = 24, 16, 8
 

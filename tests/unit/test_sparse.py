@@ -8,7 +8,7 @@ import torch
 
 from headrace.compress.grids.arithmetic import sparse_bytes
 from headrace.compress.grids.encode import encode
-from headrace.compress.grids.keep import kept, parse_sparsity
+from headrace.compress.grids.keep import keep_mask, parse_sparsity
 from headrace.weights.kinds import KINDS
 from headrace.weights.sparse import DENSE, INDICES, compacted, from_dense, indices_of, sparse_parts, sparse_rows, spread
 from tests.native_blocks import dense, random_rows
@@ -18,7 +18,7 @@ def test_two_of_four_and_back() -> None:
     """All six patterns, and rows with more zeros than two of four; three of four are refused."""
     rng = np.random.default_rng(4)
     w = rng.integers(-8, 8, (10, 64)).astype(np.int8)
-    w[~kept(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
+    w[~keep_mask(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
     w[3] = 0
     packed, indices = compacted(w)
     assert np.array_equal(spread(packed, indices), w)
@@ -36,7 +36,7 @@ def test_torch_finds_the_same_two_of_four() -> None:
     conversions = pytest.importorskip("torch.sparse._semi_structured_conversions", reason="this torch has no packer of 2:4")
     rng, (n, k) = np.random.default_rng(6), (32, 128)
     w = (rng.integers(1, 128, (n, k)) * rng.choice([-1, 1], (n, k))).astype(np.int8)
-    w[~kept(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
+    w[~keep_mask(np.abs(w.astype(np.int32)), parse_sparsity("2:4"))] = 0
     packed, indices = compacted(w)
     theirs, words = conversions.sparse_semi_structured_from_dense_cutlass(torch.from_numpy(w))
     order = conversions._calculate_meta_reordering_scatter_offsets(n, k // 32, torch.int32, "cpu")
@@ -63,7 +63,7 @@ def test_rows_of_sparse_kinds_and_back(kind: str) -> None:
 def test_dense_rows_that_are_two_of_four(kind: str, other: str) -> None:
     """The same numbers; rows that are not 2:4 are refused, and masks that are not."""
     w = np.random.default_rng(5).standard_normal((6, 64)).astype(np.float32)
-    mask = kept(np.abs(w), parse_sparsity("2:4"))
+    mask = keep_mask(np.abs(w), parse_sparsity("2:4"))
     rows = encode(np.where(mask, w, np.float32(0)), other)
     made = from_dense(kind, rows)
     assert np.array_equal(dense(made, kind, 64), dense(rows, other, 64))

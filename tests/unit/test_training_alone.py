@@ -11,7 +11,7 @@ from headrace.training import classifier, distil, exits, heads, masked
 from headrace.training.classifier import Labelled
 from headrace.training.run import Budget
 from headrace.training.tasks import task_named
-from headrace.weights.replacing import alone
+from headrace.weights.atomic_file import file_lock
 
 NOWHERE = "no-such-model.gguf"
 
@@ -40,7 +40,7 @@ def test_only_one_trains_into_a_folder(name: str, tmp_path: Path) -> None:
     """Control: once the folder is free, it comes as far as the model."""
     out = tmp_path / "new" / "out"
     out.parent.mkdir()
-    with alone(out), pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"):
+    with file_lock(out), pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"):
         TRAININGS[name](out)
     if name == "masked":
         TRAININGS[name](out)

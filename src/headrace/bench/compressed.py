@@ -14,10 +14,10 @@ from headrace.bench.choices import Question, answered, beside
 from headrace.bench.engines import Say
 from headrace.bench.peers import Lineup, fitting, heading, kv_bytes
 from headrace.bench.rounds import Party, measure
+from headrace.compress.format_cost import format_costs
 from headrace.compress.judge import judge
 from headrace.compress.report import report_path
-from headrace.compress.survey import survey
-from headrace.compress.texts import Texts, check_apart, texts_of
+from headrace.compress.texts import Texts, check_apart, draw_texts
 from headrace.data.progress import Progress
 from headrace.host import cores
 from headrace.llm import LLM
@@ -74,7 +74,7 @@ def measure_compressed(
     Raises ValueError where a model was measured on passages of the text, as its report says, or the text is too short.
     """
     first = next(iter(models.values()))
-    texts = texts_of(first, str(text), tokens, seed, tell, judging=True)
+    texts = draw_texts(first, str(text), tokens, seed, tell, judging=True)
     for name, opened in models.items():
         check_apart(_measured_on(opened.path), texts, name)
     result: Results = {**heading(first, rounds), "text": text.name, "tokens": sum(map(len, texts))}
@@ -99,7 +99,7 @@ def measure_compressed(
 def _measured_on(path: Path) -> list[str]:
     """Hashes of the passages that a model was compressed by, where its report lies beside it."""
     try:
-        found = json.loads(report_path(path).read_text("utf-8")).get("passages", [])
+        found = json.loads(report_path(path).read_text("utf-8")).get("passage_hashes", [])
     except (OSError, ValueError, AttributeError):
         return []
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
@@ -108,7 +108,7 @@ def _measured_on(path: Path) -> list[str]:
 def _size(opened: Opened) -> Results:
     """Bytes and bits as the file has them, and the bytes of weights that a step reads."""
     file = describe(opened.path)
-    (cost,) = (one.cost for one in survey(opened.path, [], errors=False))
+    (cost,) = (one.cost for one in format_costs(opened.path, [], errors=False))
     return {
         "path": str(opened.path),
         "how": file["compress"] or file["quantised"] or ", ".join(f"{count} {kind}" for kind, count in file["types"].items()),

@@ -20,7 +20,7 @@ from headrace.bench.engines import Engine, Say
 from headrace.bench.pairs import ratio
 from headrace.bench.peers import OURS, fitting, kv_bytes, line_up
 from headrace.bench.rounds import measure as measure_rounds
-from headrace.compress.judge import judged
+from headrace.compress.judge import compare_logits
 from headrace.data.progress import Progress, Silent
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
@@ -133,7 +133,7 @@ def losses(
             count = len(text) // 2
             before, *after = (model.head(some[at][-count - 1 : -1]).numpy() for some in rows)
             for loss, logits in zip(made, after, strict=True):
-                one = judged([text[-count:]], [(before, logits)], loss.name)
+                one = compare_logits([text[-count:]], [(before, logits)], loss.name)
                 loss.nll.append(math.log(one.perplexity / one.perplexity_before))
                 loss.kl.append(one.kl)
                 loss.same_choice.append(one.same_choice)

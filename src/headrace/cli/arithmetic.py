@@ -48,10 +48,10 @@ def arithmetic(
     path = fetch(model)
 
     from headrace.bench.bandwidth import BandwidthProbe
-    from headrace.compress.survey import survey
+    from headrace.compress.format_cost import format_costs
 
     status().start("measuring")
-    found = survey(path, number_format or list(FORMATS), kv_dtype, errors)
+    found = format_costs(path, number_format or list(FORMATS), kv_dtype, errors)
     rate = (BandwidthProbe().gb_per_s() if bandwidth is None else bandwidth) * 1e9
     status().finish()
     most = float("inf") if speed is None else speed * 1e12

@@ -63,15 +63,15 @@ def _losses(model: str, text: Path, limit: int, window: int, threads: int | None
 
     from headrace.bench import kv as bench
     from headrace.cli.opening import look_at
-    from headrace.compress.centre import TOKENS, mean_keys
-    from headrace.compress.texts import check_apart, passages, texts_of
+    from headrace.compress.mean_keys import TOKENS, mean_keys
+    from headrace.compress.texts import check_apart, draw_texts, passage_hashes
 
     if threads is not None:
         torch.set_num_threads(threads)
     opened = look_at(model)
-    scored = texts_of(opened, str(text), limit, 0, status(), window, judging=True)
-    measured = texts_of(opened, str(text), TOKENS, 0, status(), window)
-    check_apart(passages(measured), scored)
+    scored = draw_texts(opened, str(text), limit, 0, status(), window, judging=True)
+    measured = draw_texts(opened, str(text), TOKENS, 0, status(), window)
+    check_apart(passage_hashes(measured), scored)
     perplexity, losses = bench.losses(opened.source, scored, mean_keys(opened.source, measured, status()), tell=status())
     tokens = sum(len(one) // 2 for one in scored)
     return {"tokens": tokens, "perplexity": perplexity, "formats": [one.record() for one in losses]}

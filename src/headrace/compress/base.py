@@ -58,7 +58,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class QuantizedRows:
     """Rows of a kind of weights.kinds that a part of a matrix is stored as: uint8 [n, row bytes]."""
 
     kind: str
@@ -113,7 +113,7 @@ class Matrix:
     parts: dict[str, Tensor]
     kinds: dict[str, str]
     inputs: Inputs
-    coded: dict[str, Coded] = field(default_factory=dict)
+    coded: dict[str, QuantizedRows] = field(default_factory=dict)
 
     def target(self, part: str, field: str = "weight") -> str:
         """The parameter's part, as plans call it: layers.3.qkv.q.weight."""
@@ -121,7 +121,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ScaleMapping:
     """Where scales may go from a matrix's inputs: `producer` (a norm, or part of a linear) divided, `consumers` multiplied.
 
     `rule`: "norm" (any scale), "gate" (rows of `up`), "value" (rows of v; a K/V head's scales serve all its queries).
@@ -140,14 +140,14 @@ class Visit:
     layer: LayerConfig
     holders: dict[str, Any]
     matrices: dict[str, Matrix]
-    edges: tuple[Edge, ...]
+    edges: tuple[ScaleMapping, ...]
     outputs: dict[str, OutputReport] = field(default_factory=dict)  # by target
     notes: list[str] = field(default_factory=list)  # what went other than it should
     extra: dict[str, Any] = field(default_factory=dict)  # what else is kept of it, as JSON has it
     cut: dict[str, Tensor] | None = None  # by target what is kept in place of the layer as it stands; its shapes may be smaller
     run: Callable[[], Iterator[tuple[Tensor, Tensor, bool]]] = lambda: iter(())  # chunks: rows in, rows out, whether held out
 
-    def fold(self, edge: Edge, s: Tensor) -> None:
+    def fold(self, edge: ScaleMapping, s: Tensor) -> None:
         """Scales s [outputs of the producer] go from the consumers' inputs into the producer, and products stay what they were.
 
         Inputs of the consumers are from then on those of the folded model.
@@ -169,13 +169,13 @@ class Visit:
             matrix.linear.weight *= s
             matrix.inputs.scale(s)
 
-    def columns(self, edge: Edge, s: Tensor) -> Tensor:
+    def columns(self, edge: ScaleMapping, s: Tensor) -> Tensor:
         """Scales of a producer's outputs as those of the consumers' inputs."""
         if edge.rule != "value":
             return s
         return s.view(self.layer.kv_heads, -1).repeat_interleave(self.layer.heads // self.layer.kv_heads, 0).flatten()
 
-    def shared(self, edge: Edge, values: Tensor) -> Tensor:
+    def shared(self, edge: ScaleMapping, values: Tensor) -> Tensor:
         """Values of the consumers' inputs [k] by what has one scale: [outputs of the producer, inputs that share it]."""
         if edge.rule != "value":
             return values[:, None]
@@ -189,7 +189,7 @@ class Compressor(Protocol):
     def visit(self, visit: Visit) -> None: ...
 
 
-def visited(visit: Visit, steps: Sequence[Compressor]) -> None:
+def apply_methods(visit: Visit, steps: Sequence[Compressor]) -> None:
     """Carry methods out, one after the other."""
     for step in steps:
         step.visit(visit)

@@ -22,12 +22,12 @@ ROWS = 64  # of each part that are rounded, evenly spread
 Ladder = Callable[[int], Sequence[str]]  # formats for rows of so many numbers, with ever more bits
 
 
-def kinds_for(width: int) -> tuple[str, ...]:
+def gguf_ladder(width: int) -> tuple[str, ...]:
     """Kinds of GGUF for rows of `width` numbers; none where rows are no whole blocks."""
     return next((kinds for kinds in LADDERS if width % KINDS[kinds[0]].block == 0), ())
 
 
-def integers_from(name: str) -> Ladder:
+def integer_ladder(name: str) -> Ladder:
     """Integers of folders from a format on: finer groups, then 8 bits. Raises ValueError where there is no way up."""
     if name in GROUPS:
         raise ValueError(f"--budget chooses between integers of 4 and 8 bits, and {name} are none: begin with int4-g128")
@@ -68,7 +68,7 @@ class Rung:
     nbytes: int
 
 
-def chosen(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> dict[str, str]:
+def choose_formats(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> dict[str, str]:
     """Which format each matrix gets, within `budget` bytes, of which all other tensors take `fixed`. `ladders`: with ever more
     bits. Raises ValueError where the fewest bits are too many.
 
@@ -76,7 +76,7 @@ def chosen(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> di
     """
     at = dict.fromkeys(ladders, 0)
     fewest = fixed + sum(rungs[0].nbytes for rungs in ladders.values())
-    check_room_for(fewest, budget)
+    check_budget(fewest, budget)
     left = budget - fewest
     while steps := [step for name, rungs in ladders.items() if (step := _next(name, rungs, at[name], left)) is not None]:
         step = max(steps, key=lambda step: (step.gain / step.nbytes, step.name))
@@ -85,7 +85,7 @@ def chosen(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> di
     return {name: ladders[name][place].name for name, place in at.items()}
 
 
-def check_room_for(fewest: int, budget: int) -> None:
+def check_budget(fewest: int, budget: int) -> None:
     """Raise ValueError where a budget does not hold the fewest bytes that there can be."""
     if fewest > budget:
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.compress.base import Matrix, Visit
-from headrace.compress.repair import SINGULAR, Residual, errors
+from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.data.config import LayerConfig
 
 
@@ -18,11 +18,11 @@ class Neurons:
         self._layers = layers
 
     def visit(self, visit: Visit) -> None:
-        down = reader(visit, "ffn")
+        down = consumer(visit, "ffn")
         scores = down.inputs.mean * down.linear.weight.norm(dim=0)
-        kept = highest(scores, self._layers[visit.number].ffn)
-        rows = {part: kept for matrix in makers(visit, "ffn") for part in matrix.parts}
-        leave_out(visit, "ffn", rows, kept)
+        kept = top_indices(scores, self._layers[visit.number].ffn)
+        rows = {part: kept for matrix in producers(visit, "ffn") for part in matrix.parts}
+        remove_units(visit, "ffn", rows, kept)
 
 
 class Heads:
@@ -32,13 +32,13 @@ class Heads:
         self._layers = layers
 
     def visit(self, visit: Visit) -> None:
-        out, layer = reader(visit, "heads"), visit.layer
+        out, layer = consumer(visit, "heads"), visit.layer
         given = (out.linear.weight.t() @ out.linear.weight) * out.inputs.hessian  # [q_size, q_size]: what pairs of inputs give
         group = layer.q_size // layer.kv_heads
         scores = torch.stack([given[at : at + group, at : at + group].sum() for at in range(0, layer.q_size, group)])
-        kept = highest(scores, self._layers[visit.number].kv_heads)
+        kept = top_indices(scores, self._layers[visit.number].kv_heads)
         q, kv = rows_of(kept, group), rows_of(kept, layer.head_dim)
-        leave_out(visit, "heads", {"q": q, "k": kv, "v": kv}, q)
+        remove_units(visit, "heads", {"q": q, "k": kv, "v": kv}, q)
 
 
 class Distances:
@@ -54,23 +54,23 @@ class Distances:
         visit.extra["distance"] = total / max(count, 1)
 
 
-def dropped(distances: Sequence[float], count: int) -> list[int]:
+def least_moving_layers(distances: Sequence[float], count: int) -> list[int]:
     """The layers that move their rows least; of equal ones the later."""
     order = sorted(range(len(distances)), key=lambda at: (distances[at], -at))
     return sorted(order[:count])
 
 
-def makers(visit: Visit, role: str) -> list[Matrix]:
+def producers(visit: Visit, role: str) -> list[Matrix]:
     """The matrices whose outputs are `role`: ffn or heads."""
     return [matrix for matrix in visit.matrices.values() if matrix.linear.rows == role]
 
 
-def reader(visit: Visit, role: str) -> Matrix:
+def consumer(visit: Visit, role: str) -> Matrix:
     """The matrix whose inputs are `role`."""
     return next(matrix for matrix in visit.matrices.values() if matrix.linear.columns == role)
 
 
-def highest(scores: Tensor, count: int) -> Tensor:
+def top_indices(scores: Tensor, count: int) -> Tensor:
     """Where the largest are, in their order; of equal ones the first."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
@@ -80,29 +80,29 @@ def rows_of(groups: Tensor, width: int) -> Tensor:
     return (groups[:, None] * width + torch.arange(width)).flatten()
 
 
-def leave_out(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: Tensor) -> None:
+def remove_units(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: Tensor) -> None:
     """Keep `columns` of what reads `role`, made good by least squares, and `rows` of each part of what makes it. In the layer
     the other columns become 0; `visit.cut` has what is kept."""
-    matrix = reader(visit, role)
+    matrix = consumer(visit, role)
     w, inputs = matrix.linear.weight, matrix.inputs
     measured = Residual.of_kept(w, inputs.hessian, columns)
     held = Residual.of_kept(w, inputs.held, columns) if inputs.held_count else None
     change = measured.repair(held)
     if change is None:
         visit.notes.append(f"{matrix.path}: {SINGULAR}")
-    visit.extra |= errors(measured, held, change)
+    visit.extra |= error_record(measured, held, change)
     kept = w[:, columns] if change is None else w[:, columns] + change
     w.zero_()
     w[:, columns] = kept
     cut = {matrix.target(""): kept}
-    for maker in makers(visit, role):
-        for field, values in fields(maker).items():
+    for maker in producers(visit, role):
+        for field, values in part_fields(maker).items():
             for part, value in values.items():
                 cut[maker.target(part, field)] = value[rows[part]]
     visit.cut = cut
 
 
-def fields(matrix: Matrix) -> dict[str, dict[str, Tensor]]:
+def part_fields(matrix: Matrix) -> dict[str, dict[str, Tensor]]:
     """Views of a matrix's weight and bias (where it has one) by part."""
     made = {"weight": matrix.parts}
     if matrix.linear.bias is not None:

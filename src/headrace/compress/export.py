@@ -17,10 +17,10 @@ from headrace.text.gguf_vocab import read_gguf
 from headrace.text.hf_vocab import TEMPLATES
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import Vocabulary
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import plan, stored_as
-from headrace.weights.replacing import replacing
 from headrace.weights.source import WeightError
 
 CONFIG = "config.json"
@@ -159,5 +159,5 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Values as JSON, over several lines, in a file that is there when it is whole."""
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(json.dumps(values, indent=2))

@@ -9,32 +9,39 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.compress.budget import Rung, chosen, integers_from
+from headrace.compress.budget import Rung, choose_formats, integer_ladder
+from headrace.compress.calibration_pass import (
+    measure_kv,
+    run_methods,
+    sensitivities,
+    start_work,
+    threads_of,
+    too_few_tokens_warning,
+)
 from headrace.compress.export import CONFIG, write_json, write_words
 from headrace.compress.folder_plan import Job, infos_of, is_matrix, prepare_folder, prepared, quantization_of
 from headrace.compress.grids.encode import encode
 from headrace.compress.grids.targets import target
 from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
+from headrace.compress.layer_pass import layer_width
 from headrace.compress.layouts import grouped
-from headrace.compress.measured import begun, few, kv_measured, sensitivities, threads_of, walked
 from headrace.compress.pipeline import Pipeline
-from headrace.compress.pruning import pruned
-from headrace.compress.report import Matrix, Report, report_path
+from headrace.compress.pruning import prune_rows
+from headrace.compress.report import MatrixReport, Report, report_path
 from headrace.compress.run import CHUNK, check_room, finish, goes_on, judging_texts, report_walk, warn, work_folder
-from headrace.compress.stages import carry, cut_model, heal_model
-from headrace.compress.texts import Texts, passages
-from headrace.compress.walk import layer_width
-from headrace.compress.work import WRITTEN, Work
+from headrace.compress.stages import copy_report, cut_model, heal_model
+from headrace.compress.texts import Texts, passage_hashes
+from headrace.compress.work_folder import WRITTEN, WorkFolder
 from headrace.data.progress import Progress, Silent
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
+from headrace.weights.atomic_file import file_lock
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.describe import COMPRESSED
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import stored_as
-from headrace.weights.replacing import alone
 from headrace.weights.source import WeightError
 from headrace.weights.write_safetensors import write_safetensors
 
@@ -53,7 +60,7 @@ def compress_folder(
     path = Path(out)
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is no folder; make it first")
-    with alone(path):
+    with file_lock(path):
         if path.exists() and not goes_on(path, pipeline):
             raise ValueError(f"{path} exists; give another name")
         return _compress(model, path, pipeline, tell or Silent(), healer)
@@ -71,14 +78,14 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
     judged, work = judging_texts(job.origin, pipeline, tell), None
     texts: Texts = []
     if pipeline.reads:
-        work, texts = begun(job.origin, pipeline, pipeline.format.lower(), work_folder(path), judged, tell)
-        warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.origin.config))), tell)
-        job.report.passages = passages(texts)
+        work, texts = start_work(job.origin, pipeline, pipeline.format.lower(), work_folder(path), judged, tell)
+        warn(job.report, too_few_tokens_warning(sum(map(len, texts)), layer_width(describe(job.origin.config))), tell)
+        job.report.passages = passage_hashes(texts)
         if pipeline.cuts:
             job = _cut(job, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, work, texts, tell)
-    job.kept = kv_measured(job.opened, pipeline, texts, tell)
+    job.kept = measure_kv(job.opened, pipeline, texts, tell)
     _write(job, path, tell)
     if work is not None:
         work.write(WRITTEN, {"bytes": job.report.bytes})
@@ -94,23 +101,23 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
     return job.report
 
 
-def _cut(job: Job, work: Work, texts: Texts, judged: Texts, tell: Progress, healer: Healer | None) -> Job:
+def _cut(job: Job, work: WorkFolder, texts: Texts, judged: Texts, tell: Progress, healer: Healer | None) -> Job:
     """The same job on the model after its cuts, healed where that is asked for."""
     pipeline = job.pipeline
     left = cut_model(job.origin, pipeline.cuts, work, texts, tell, threads_of(pipeline), words=False)
     if (how := pipeline.heal) is not None:
         left = heal_model(job.origin, left, how, healer, pipeline.calibrate, judged, work, tell, words=False)
     made = prepared(job.origin, left.opened, pipeline)
-    carry(made.report, job.report, left)
+    copy_report(made.report, job.report, left)
     warn(made.report, left.notes, tell)
     return made
 
 
-def _walk(job: Job, work: Work, texts: Texts, tell: Progress) -> None:
+def _walk(job: Job, work: WorkFolder, texts: Texts, tell: Progress) -> None:
     """Carry out what reads texts; the layers' tensors are then taken from its work."""
     pipeline = job.pipeline
     if pipeline.budget is not None:
-        ladder = integers_from(pipeline.format.lower())
+        ladder = integer_ladder(pipeline.format.lower())
         errors = sensitivities(job.opened, ladder, work, texts, tell, threads_of(pipeline))
         job.choose(_within(job, errors, pipeline.budget))
         job.config["quantization_config"] = quantization_of(job)
@@ -121,7 +128,7 @@ def _walk(job: Job, work: Work, texts: Texts, tell: Progress) -> None:
         if name in job.layouts and is_matrix(name, parts[0])
         for part in parts
     }
-    job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
+    job.made = run_methods(job.opened, pipeline, kinds, work, texts, tell)
     report_walk(job.report, job.made, tell)
 
 
@@ -136,7 +143,7 @@ def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> dict[
                 infos = infos_of(name, parts[0].stored, grouped(one))
                 ladders[name].append(Rung(one, sum(found[one] for found in each), sum(info.nbytes for info in infos)))
     fixed = sum(info.nbytes for name in job.stored if name not in ladders for info in job.infos(name))
-    return chosen(ladders, fixed, budget)
+    return choose_formats(ladders, fixed, budget)
 
 
 def _write(job: Job, path: Path, tell: Progress) -> None:
@@ -190,7 +197,7 @@ def _chunks(job: Job, threads: int, tell: Progress) -> Iterator[tuple[str, np.nd
             tell.advance(data.nbytes)
             yield info.name, data
         one = job.report.matrices[name]
-        job.report.matrices[name] = Matrix(one.weights, one.kind, one.nbytes, error, zeros)
+        job.report.matrices[name] = MatrixReport(one.weights, one.kind, one.nbytes, error, zeros)
         for part in parts:
             job.opened.source.release(job.read[part.target].source)
 
@@ -212,7 +219,7 @@ def _floats(job: Job, name: str) -> tuple[np.ndarray, float | None]:
     """The bytes of a tensor that stays floats, and the share of zeros of one that is pruned."""
     values, zeros, how = _values(job, name), None, job.pipeline.prunes
     if how is not None and not job.pipeline.walks and is_matrix(name, job.stored[name][0]):
-        values = pruned(values, how, job.importance.get(name))
+        values = prune_rows(values, how, job.importance.get(name))
         zeros = float((values == 0).mean())
     return encode(values.reshape(-1, values.shape[-1]), job.kinds[name]), zeros
 
@@ -230,7 +237,7 @@ def _rows(job: Job, name: str, threads: int) -> tuple[np.ndarray, float, float |
     step, lost, energy, zeros = max(1, CHUNK // values.shape[1]), 0.0, 0.0, 0
 
     def encoded(some: np.ndarray) -> np.ndarray:
-        return to.encode(some if how is None else pruned(some, how, weight), weight, threads)
+        return to.encode(some if how is None else prune_rows(some, how, weight), weight, threads)
 
     rows = np.empty((0, 0), np.uint8) if to.by_row else encoded(values)
     for at in range(0, len(values), step):

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from headrace.compress.budget import check_room_for, integers_from
+from headrace.compress.budget import check_budget, integer_ladder
+from headrace.compress.calibration_pass import PassOutput, reading_bytes
 from headrace.compress.export import settings_of
 from headrace.compress.judge import judge_bytes
+from headrace.compress.layer_pass import LIBRARIES
 from headrace.compress.layouts import check_mixed, grouped, layout_of, settings_of_layouts
-from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.pipeline import Pipeline
-from headrace.compress.report import Matrix, Report, kv_report
-from headrace.compress.structure import reshaped
+from headrace.compress.report import MatrixReport, Report, kv_report
+from headrace.compress.structure import pruned_config
 from headrace.compress.texts import WINDOW
-from headrace.compress.walk import LIBRARIES
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
@@ -51,7 +51,7 @@ class Job:
     importance: dict[str, np.ndarray]  # by stored tensor
     config: dict[str, Any]
     report: Report = field(init=False)
-    made: Made | None = None  # what reading texts left
+    made: PassOutput | None = None  # what reading texts left
     kept: KVSettings | None = None  # of K and V
 
     def infos(self, name: str) -> list[TensorInfo]:
@@ -78,11 +78,11 @@ class Job:
         self.report.bytes = len(safetensors_header(tensors)) + sum(info.nbytes for info in tensors)
         self.report.matrices = {name: self._matrix(name) for name in self.stored}
 
-    def _matrix(self, name: str) -> Matrix:
+    def _matrix(self, name: str) -> MatrixReport:
         """As the report has it, not written yet."""
         layout = self.layouts.get(name)
         called = layout.sparse if isinstance(layout, TwoFour) else self.kinds.get(name) or self.formats[name]
-        return Matrix(prod(self.stored[name][0].stored), called, sum(info.nbytes for info in self.infos(name)))
+        return MatrixReport(prod(self.stored[name][0].stored), called, sum(info.nbytes for info in self.infos(name)))
 
 
 def prepare_folder(model: str | Path, pipeline: Pipeline) -> Job:
@@ -102,7 +102,7 @@ def prepared(origin: Opened, cut: Opened | None, pipeline: Pipeline) -> Job:
         raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not rounded; use them as they are")
     if pipeline.cuts and not isinstance(origin.source, GGUFFile):
         gguf_keys.stored_config(origin.config)  # what the cuts leave is such a file
-    final = config if cut is not None else reduce(reshaped, pipeline.cuts, config)
+    final = config if cut is not None else reduce(pruned_config, pipeline.cuts, config)
     stored = stored_as(describe(final), "safetensors")
     if any(parts[0].transpose for parts in stored.values()):
         raise WeightError(f"{opened.path}: folders of {config.architecture} hold matrices by columns; write a .gguf file")
@@ -120,14 +120,14 @@ def prepared(origin: Opened, cut: Opened | None, pipeline: Pipeline) -> Job:
     job = Job(origin, opened, pipeline, layouts, formats, kinds, stored, read, importance, _config(origin, final, pipeline))
     if pipeline.budget is not None:
         check_mixed(layout, "--budget")
-        integers_from(pipeline.format.lower())
+        integer_ladder(pipeline.format.lower())
     if pipeline.head is not None:
         check_mixed(layout, "--head")
         head = _head(job)
         job.choose({head: pipeline.head.lower()})
         del kinds[head]
     if pipeline.budget is not None:
-        check_room_for(sum(info.nbytes for info in job.tensors), pipeline.budget)
+        check_budget(sum(info.nbytes for info in job.tensors), pipeline.budget)
     job.config["quantization_config"] = quantization_of(job)
     job.report = Report(0, {}, _warnings(job), _largest(job, config), kv_report(config, final, pipeline.kv))
     job.measure()

@@ -7,7 +7,7 @@ What divides is folded into what makes the input: nothing is left to do when the
 import torch
 from torch import Tensor
 
-from headrace.compress.base import Edge, Visit
+from headrace.compress.base import ScaleMapping, Visit
 from headrace.compress.grids.targets import nearest, target
 from headrace.compress.rounding import importance_of
 from headrace.weights.kinds import FLOATS
@@ -32,7 +32,7 @@ class Awq:
             if s is not None:
                 visit.fold(edge, s)
 
-    def _best(self, visit: Visit, edge: Edge) -> Tensor | None:
+    def _best(self, visit: Visit, edge: ScaleMapping) -> Tensor | None:
         first = visit.matrices[edge.consumers[0]].inputs
         if importance_of(first) is None:
             return None
@@ -46,7 +46,7 @@ class Awq:
                 best, least = s, error
         return best
 
-    def _error(self, visit: Visit, edge: Edge, s: Tensor) -> float:
+    def _error(self, visit: Visit, edge: ScaleMapping, s: Tensor) -> float:
         """Square error of some outputs of all consumers, rounded to nearest after the fold."""
         columns, found = visit.columns(edge, s), 0.0
         for name in edge.consumers:

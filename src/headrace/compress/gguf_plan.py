@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from headrace.compress.budget import check_room_for, kinds_for
+from headrace.compress.budget import check_budget, gguf_ladder
+from headrace.compress.calibration_pass import PassOutput, reading_bytes
 from headrace.compress.container import entries, given_tensors, tensor_info
 from headrace.compress.grids.keep import Sparsity
 from headrace.compress.judge import judge_bytes
-from headrace.compress.measured import Made, reading_bytes
 from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.pruning import is_pruned, zero_kind
-from headrace.compress.report import Matrix, Report, kv_report
-from headrace.compress.structure import reshaped
+from headrace.compress.report import MatrixReport, Report, kv_report
+from headrace.compress.structure import pruned_config
 from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -49,7 +49,7 @@ class Job:
     pruning: tuple[str, Sparsity] | None = None
     kept: KVSettings | None = None  # of K and V; zeros until the mean of keys is measured
     report: Report = field(init=False)
-    made: Made | None = None  # what reading texts left
+    made: PassOutput | None = None  # what reading texts left
 
     @property
     def entries(self) -> list[bytes]:
@@ -60,7 +60,7 @@ class Job:
     def choose(self, tensors: list[TensorInfo]) -> None:
         """These kinds are written."""
         self.tensors = tensors
-        self.report.matrices = {info.name: Matrix(prod(info.shape), info.kind, info.nbytes) for info in tensors}
+        self.report.matrices = {info.name: MatrixReport(prod(info.shape), info.kind, info.nbytes) for info in tensors}
         self.report.bytes = file_size(self.entries, tensors, self.alignment)
 
     def pruned(self, info: TensorInfo) -> bool:
@@ -92,7 +92,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     target = config if isinstance(source, GGUFFile) else gguf_keys.stored_config(config)
     whole = set(stored_as(describe(target), "gguf"))
     if cut is None:
-        target = reduce(reshaped, pipeline.cuts, target)
+        target = reduce(pruned_config, pipeline.cuts, target)
     stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
     given = given_tensors(opened, whole, target)
@@ -130,7 +130,7 @@ def prepare(model: str | Path, pipeline: Pipeline, cut: Opened | None = None) ->
     job.choose(tensors)
     job.report.warnings = _warnings(job, mix, config)
     if pipeline.budget is not None:
-        check_room_for(sum(_least_bytes(job, info) for info in tensors), pipeline.budget)
+        check_budget(sum(_least_bytes(job, info) for info in tensors), pipeline.budget)
         job.report.warnings.append(f"kinds are chosen matrix by matrix when texts are read; {mix} is where that begins")
     return job
 
@@ -176,5 +176,5 @@ def _least_bytes(job: Job, info: TensorInfo) -> int:
     """Those of a tensor in the fewest bits that a budget may choose: matrices of layers have some to choose from."""
     parts = [part.target for part in job.stored.get(info.name, ())]
     matrix = len(info.shape) == 2 and bool(parts) and all(part.startswith("layers.") for part in parts)
-    kinds = kinds_for(info.shape[-1]) if matrix else ()
+    kinds = gguf_ladder(info.shape[-1]) if matrix else ()
     return tensor_info(info.name, info.shape, kinds[0]).nbytes if kinds else info.nbytes

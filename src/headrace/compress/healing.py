@@ -7,8 +7,8 @@ from typing import Protocol
 
 from headrace.compress.judge import Judgement
 from headrace.compress.pipeline import SELF, Heal
-from headrace.compress.texts import WINDOW, Texts, check_apart, keep, kept, passages, texts_of
-from headrace.compress.work import Work
+from headrace.compress.texts import WINDOW, Texts, check_apart, draw_texts, load_texts, passage_hashes, save_texts
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress
 from headrace.models.base import Model
@@ -47,16 +47,16 @@ class Healer(Protocol):
         KeyboardInterrupt once stopped."""
 
 
-def heal_texts(opened: Opened, source: str, how: Heal, work: Work, judged: Texts, tell: Progress) -> Texts:
+def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged: Texts, tell: Progress) -> Texts:
     """What there is to learn from, kept in the work: as many texts as the steps take, or as there are, other than `judged`.
 
-    Raises ValueError as `texts_of` and `check_apart` do."""
+    Raises ValueError as `draw_texts` and `check_apart` do."""
     if not (work.folder / TEXTS).is_file():
         count = how.steps * BATCH if source != SELF else min(OWN, how.steps * BATCH)
-        made = texts_of(opened, source, max(count, 2) * WINDOW, how.seed, tell, WINDOW, how.threads)
-        keep(work, TEXTS, made)
-    texts = kept(work, TEXTS)
-    check_apart(passages(texts), judged)
+        made = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, tell, WINDOW, how.threads)
+        save_texts(work, TEXTS, made)
+    texts = load_texts(work, TEXTS)
+    check_apart(passage_hashes(texts), judged)
     return texts
 
 

@@ -32,10 +32,10 @@ def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequ
     """Of the second half of each text, so that every token counted follows some."""
     count = min(map(len, texts)) // 2
     both = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
-    return judged([text[len(text) - count :] for text in texts], both, name)
+    return compare_logits([text[len(text) - count :] for text in texts], both, name)
 
 
-def judged(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
+def compare_logits(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
     """Of the tokens of each text that count, and what both models foretell of them: logits [tokens, vocabulary] of the
     original and of the other."""
     kls, losses, right = [], np.zeros(2), 0

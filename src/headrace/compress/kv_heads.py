@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headrace.compress.base import Matrix, Visit
-from headrace.compress.cutting import fields, makers, reader
-from headrace.compress.repair import SINGULAR, Residual, errors
+from headrace.compress.cutting import consumer, part_fields, producers
+from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.compress.structure import ALIGNED, FIRST
 from headrace.data.config import LayerConfig, RopeConfig
 from headrace.models.layers.holder import Allocator
@@ -30,30 +30,30 @@ class KVHeads:
         self._layers, self._pool = layers, pool
 
     def visit(self, visit: Visit) -> None:
-        (qkv,), out = makers(visit, "heads"), reader(visit, "heads")
-        before, w = list(multiplied(visit, out.linear)), out.linear.weight.clone()
+        (qkv,), out = producers(visit, "heads"), consumer(visit, "heads")
+        before, w = list(captured_inputs(visit, out.linear)), out.linear.weight.clone()
         if self._pool == ALIGNED:
             align(visit.layer, qkv, out, self._layers[visit.number].kv_heads)
         kept = self._merge(visit.layer, qkv, self._layers[visit.number].kv_heads)
         measured, held = Residual.empty(w), Residual.empty(w)
-        for (x, is_held), (made, _) in zip(before, multiplied(visit, out.linear), strict=True):
+        for (x, is_held), (made, _) in zip(before, captured_inputs(visit, out.linear), strict=True):
             wanted = linear(x, w)
             (held if is_held else measured).add(made, wanted, wanted - linear(made, out.linear.weight))
         measured.finish()
         held.finish()
         change = measured.repair(held if held.count else None)
-        visit.extra |= errors(measured, held if held.count else None, change)
+        visit.extra |= error_record(measured, held if held.count else None, change)
         if change is None:
             visit.notes.append(f"{out.path}: {SINGULAR}")
         else:
             out.linear.weight += change
-        queries = {qkv.target("q", field): values["q"] for field, values in fields(qkv).items() if self._pool == ALIGNED}
+        queries = {qkv.target("q", field): values["q"] for field, values in part_fields(qkv).items() if self._pool == ALIGNED}
         visit.cut = kept | queries | {out.target(""): out.linear.weight.clone()}
 
     def _merge(self, layer: LayerConfig, qkv: Matrix, count: int) -> dict[str, Tensor]:
         """One head in the place of all its group; gives what is kept of them."""
         kept = {}
-        for field, values in fields(qkv).items():
+        for field, values in part_fields(qkv).items():
             for part in ("k", "v"):
                 groups = values[part].view(count, layer.kv_heads // count, layer.head_dim, -1)
                 one = groups[:, :1] if self._pool == FIRST else groups.mean(1, keepdim=True)
@@ -71,7 +71,7 @@ def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
     heads = {part: _heads(qkv, part, d) for part in ("q", "k", "v")}
     for part, turn in (("k", pair_turns(layer.rope, d)), ("v", procrustes)):
         grouped = heads[part].view(count, -1, d, heads[part].shape[-1])
-        turns = torch.cat([turned(group, moment, turn) for group in grouped])
+        turns = torch.cat([rotations_to_mean(group, moment, turn) for group in grouped])
         heads[part] = turns @ heads[part]
         each = turns.repeat_interleave(share, 0)  # of query head h that of K/V head h // share
         if part == "k":
@@ -80,12 +80,12 @@ def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
             columns = out.linear.weight.view(-1, layer.heads, d).double()
             out.linear.weight.copy_(torch.einsum("nhd,hed->nhe", columns, each).flatten(1))
     for part, rows in heads.items():
-        for at, values in enumerate(fields(qkv).values()):  # the bias is the last input
+        for at, values in enumerate(part_fields(qkv).values()):  # the bias is the last input
             found = rows.flatten(0, 1)
             values[part].copy_(found[:, -1] if at else found[:, : qkv.linear.n_in])
 
 
-def turned(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
+def rotations_to_mean(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
     """Rotations [m, d, d] of heads [m, d, k] towards their mean, in rounds: generalised Procrustes, weighed by the inputs'
     second moment [k, k]."""
     mean, turns = heads[0], torch.empty(0)
@@ -130,12 +130,12 @@ def _moment(qkv: Matrix) -> Tensor:
 
 def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
     """A part's heads [heads, head_dim, inputs] in float64, with the bias as the last input where there is one."""
-    columns = [values[part].view(len(values[part]), -1).double() for values in fields(qkv).values()]
+    columns = [values[part].view(len(values[part]), -1).double() for values in part_fields(qkv).values()]
     whole = torch.cat(columns, 1)
     return whole.view(-1, head_dim, whole.shape[1])
 
 
-class Kept:
+class InputCapture:
     """A LinearMethod that keeps what it multiplies."""
 
     rows: Tensor
@@ -151,9 +151,9 @@ class Kept:
         return linear(x, layer.weight, bias)
 
 
-def multiplied(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
+def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
     """What a matrix multiplies as the layer stands, chunk by chunk, and whether that is of texts held out."""
-    kept = Kept()
+    kept = InputCapture()
     matrix.method = kept
     try:
         for _, _, held in visit.run():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from headrace import core as native
 from headrace.compress.grids.keep import Sparsity
-from headrace.compress.pruning import pruning
+from headrace.compress.pruning import parse_pruning
 from headrace.compress.recipe import FOLDS, HEAL, READ, check_known, check_order
-from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, cuts_of
+from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, parse_cuts
 from headrace.weights.kv_settings import FORMATS
 
 SELF = "self"  # texts that the model writes itself
@@ -77,7 +77,7 @@ class Pipeline:
     def cuts(self) -> tuple[Cut, ...]:
         """What is made smaller before all else. Raises ValueError as structure.cuts_of does."""
         numbers = {NEURONS: self.keep_neurons, HEADS: self.keep_heads, LAYERS: self.drop_layers, KV_HEADS: self.kv_heads}
-        return cuts_of(self.method, numbers, self.pool)
+        return parse_cuts(self.method, numbers, self.pool)
 
     @property
     def heal(self) -> Heal | None:
@@ -107,7 +107,7 @@ class Pipeline:
     @property
     def prunes(self) -> tuple[str, Sparsity] | None:
         """The method that prunes and what is to go; None where nothing is pruned. Raises ValueError as pruning.pruning does."""
-        return pruning(self.method, self.sparsity)
+        return parse_pruning(self.method, self.sparsity)
 
     def check(self) -> None:
         """Raise ValueError for methods that are not known or cannot follow one another."""

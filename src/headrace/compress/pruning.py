@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.compress.grids.keep import EXAMPLES, Sparsity, kept, magnitude, parse_sparsity, wanda
+from headrace.compress.grids.keep import EXAMPLES, Sparsity, keep_mask, magnitude, parse_sparsity, wanda
 from headrace.weights.kinds import FLOATS
 
 SPARSEGPT = "sparsegpt"
@@ -15,7 +15,7 @@ WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 
-def pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sparsity] | None:
+def parse_pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sparsity] | None:
     """Which of the methods prunes, and what is to go; None where none does. Raises ValueError for what cannot be."""
     found = [name for name in methods if name in PRUNES]
     if not found:
@@ -42,7 +42,7 @@ def zero_kind(kind: str) -> str:
     return kind
 
 
-def kept_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
+def pruning_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
     """What stays of rows float32 [n, k], bool [n, k], each row by itself; of SparseGPT, which chooses as it goes, what Wanda
     would keep. importance [k]: mean squares of the inputs.
 
@@ -55,9 +55,9 @@ def kept_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarra
         raise ValueError("has no importance in the imatrix, which wanda needs; is it another model's?")
     else:
         scores = wanda(rows, np.sqrt(importance.astype(np.float32)))
-    return kept(scores, sparsity)
+    return keep_mask(scores, sparsity)
 
 
-def pruned(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
-    """Rows [n, k] with zeros. Raises ValueError as `kept_mask` does."""
-    return np.where(kept_mask(rows, how, importance), rows, np.float32(0))
+def prune_rows(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
+    """Rows [n, k] with zeros. Raises ValueError as `pruning_mask` does."""
+    return np.where(pruning_mask(rows, how, importance), rows, np.float32(0))

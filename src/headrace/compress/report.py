@@ -20,7 +20,7 @@ def report_path(out: Path) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class MatrixReport:
     """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied), and,
     where it was pruned, the share of its numbers that are 0."""
 
@@ -60,7 +60,7 @@ class Report:
     (texts.passages)."""
 
     bytes: int
-    matrices: dict[str, Matrix]
+    matrices: dict[str, MatrixReport]
     warnings: list[str]
     largest: int
     kv: KVReport
@@ -127,5 +127,5 @@ class Report:
         if self.passages:
             made["passages"] = self.passages
         if self.judged is not None:
-            made["judged"] = asdict(self.judged)
+            made["compare_logits"] = asdict(self.judged)
         return made

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.compress.base import Coded, Inputs, Matrix, OutputReport, Visit
+from headrace.compress.base import Inputs, Matrix, OutputReport, QuantizedRows, Visit
 from headrace.compress.grids.column_masks import KeptBlocks, KeptMask
 from headrace.compress.grids.errors import outside
 from headrace.compress.grids.hessian import DAMPING, output_error, upper
 from headrace.compress.grids.keep import Sparsity
 from headrace.compress.grids.loop import BLOCK, Keep, reconstruct
 from headrace.compress.grids.targets import nearest, target
-from headrace.compress.pruning import SPARSEGPT, kept_mask
+from headrace.compress.pruning import SPARSEGPT, pruning_mask
 from headrace.weights.kinds import FLOATS
 
 DEAD = 0.05  # the share of inputs that are always 0 from which it is said
@@ -69,7 +69,7 @@ class Rounding:
             report = output_report(w, values, plain, kind, inputs, outside(w.numpy(), values.numpy(), rows, to))
             seconds, began = time.perf_counter() - began, time.perf_counter()
             visit.outputs[matrix.target(part)] = replace(report, dead=dead, damping=damping, seconds=seconds)
-            matrix.coded[part] = Coded(to.kind, rows)
+            matrix.coded[part] = QuantizedRows(to.kind, rows)
             w.copy_(values)
 
     def _mask(self, w: Tensor, importance: np.ndarray | None) -> np.ndarray | None:
@@ -77,7 +77,7 @@ class Rounding:
         if self._prune is None:
             return None
         method, sparsity = self._prune
-        return kept_mask(w.numpy(), (method if importance is not None else "magnitude", sparsity), importance)
+        return pruning_mask(w.numpy(), (method if importance is not None else "magnitude", sparsity), importance)
 
     def _keep(self, mask: np.ndarray | None, order: Tensor | None) -> Keep | None:
         """What chooses in the loop."""

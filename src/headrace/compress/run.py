@@ -9,34 +9,42 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.compress.budget import Rung, chosen, kinds_for
+from headrace.compress.budget import Rung, choose_formats, gguf_ladder
+from headrace.compress.calibration_pass import (
+    PassOutput,
+    measure_kv,
+    run_methods,
+    sensitivities,
+    start_work,
+    threads_of,
+    too_few_tokens_warning,
+)
 from headrace.compress.container import tensor_info
 from headrace.compress.gguf_plan import Job, prepare
 from headrace.compress.grids.encode import encode
 from headrace.compress.healing import Healer
 from headrace.compress.judge import judge
-from headrace.compress.measured import Made, begun, few, kv_measured, sensitivities, threads_of, walked
+from headrace.compress.layer_pass import layer_width
 from headrace.compress.mixes import mix_named
 from headrace.compress.pipeline import Pipeline
-from headrace.compress.pruning import pruned
-from headrace.compress.report import Matrix, Report, report_path
-from headrace.compress.stages import carry, cut_model, heal_model
-from headrace.compress.texts import WINDOW, Texts, passages, texts_of
-from headrace.compress.walk import layer_width
-from headrace.compress.work import WRITTEN, Work
+from headrace.compress.pruning import prune_rows
+from headrace.compress.report import MatrixReport, Report, report_path
+from headrace.compress.stages import copy_report, cut_model, heal_model
+from headrace.compress.texts import WINDOW, Texts, draw_texts, passage_hashes
+from headrace.compress.work_folder import WRITTEN, WorkFolder
 from headrace.data.progress import Progress, Silent, human_size
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
+from headrace.weights.atomic_file import atomic_write, file_lock
 from headrace.weights.dequant import dequantize
 from headrace.weights.imatrix import write_imatrix
 from headrace.weights.kinds import FLOATS
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart
-from headrace.weights.replacing import alone, replacing
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_gguf import Chunks, write_gguf
 
-__all__ = ["Matrix", "Pipeline", "Report", "compress", "predict", "prepare"]
+__all__ = ["MatrixReport", "Pipeline", "Report", "compress", "predict", "prepare"]
 
 CHUNK = 1 << 22  # numbers encoded between two writes
 JUDGED = 8192  # tokens of texts to judge by, half of which are scored
@@ -58,7 +66,7 @@ def compress(
     """
     path, pipeline = Path(out), pipeline or Pipeline()
     _check_name(path)
-    with alone(path):
+    with file_lock(path):
         if path.is_dir() or (path.exists() and not (overwrite or goes_on(path, pipeline))):
             raise ValueError(f"{path} exists; give another name, or --overwrite")
         return _compress(model, path, pipeline, tell or Silent(), healer)
@@ -78,14 +86,14 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, tell: Progress,
     judged, original, work = judging_texts(job.opened, pipeline, tell), job.opened.source, None
     texts: Texts = []
     if pipeline.reads:
-        work, texts = begun(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
-        warn(job.report, few(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
-        job.report.passages = passages(texts)
+        work, texts = start_work(job.opened, pipeline, mix_named(pipeline.format), work_folder(path), judged, tell)
+        warn(job.report, too_few_tokens_warning(sum(map(len, texts)), layer_width(describe(job.opened.config))), tell)
+        job.report.passages = passage_hashes(texts)
         if pipeline.cuts:
             job = _cut(job, model, pipeline, work, texts, judged, tell, healer)
         if pipeline.walks:
             _walk(job, pipeline, work, texts, tell)
-    job.kept = kv_measured(job.opened, pipeline, texts, tell)
+    job.kept = measure_kv(job.opened, pipeline, texts, tell)
     report_path(path).unlink(missing_ok=True)  # which would be of what is replaced
     tell.start(path.name, sum(info.nbytes for info in job.tensors))
     try:
@@ -108,14 +116,14 @@ def judging_texts(opened: Opened, pipeline: Pipeline, tell: Progress) -> Texts:
     """Texts to judge by; none where nothing is judged."""
     if pipeline.judge is None:
         return []
-    return texts_of(opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
+    return draw_texts(opened, pipeline.judge, JUDGED, pipeline.seed, tell, WINDOW, pipeline.threads, judging=True)
 
 
 def _cut(
     job: Job,
     model: str | Path,
     pipeline: Pipeline,
-    work: Work,
+    work: WorkFolder,
     texts: Texts,
     judged: Texts,
     tell: Progress,
@@ -126,7 +134,7 @@ def _cut(
     if (how := pipeline.heal) is not None:
         left = heal_model(job.opened, left, how, healer, pipeline.calibrate, judged, work, tell)
     made = prepare(model, pipeline, left.opened)
-    carry(made.report, job.report, left)
+    copy_report(made.report, job.report, left)
     warn(made.report, left.notes, tell)
     return made
 
@@ -138,10 +146,10 @@ def warn(report: Report, lines: list[str], tell: Progress) -> None:
     report.warnings[:0] = lines
 
 
-def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress) -> None:
+def _walk(job: Job, pipeline: Pipeline, work: WorkFolder, texts: Texts, tell: Progress) -> None:
     """Carry out what reads texts; the layers' tensors are then taken from its work."""
     if pipeline.budget is not None:
-        errors = sensitivities(job.opened, kinds_for, work, texts, tell, threads_of(pipeline))
+        errors = sensitivities(job.opened, gguf_ladder, work, texts, tell, threads_of(pipeline))
         job.choose(_within(job, errors, pipeline.budget))
     kinds = {
         part.target: info.kind
@@ -150,7 +158,7 @@ def _walk(job: Job, pipeline: Pipeline, work: Work, texts: Texts, tell: Progress
         if part.target.startswith("layers.") and info.kind not in FLOATS
         if pipeline.folds or not job.copied(info)
     }
-    job.made = walked(job.opened, pipeline, kinds, work, texts, tell)
+    job.made = run_methods(job.opened, pipeline, kinds, work, texts, tell)
     report_walk(job.report, job.made, tell)
 
 
@@ -159,21 +167,26 @@ def _within(job: Job, errors: dict[str, dict[str, float]], budget: int) -> list[
     ladders: dict[str, list[Rung]] = {}
     for info in job.tensors:
         parts = [part.target for part in job.stored.get(info.name, ())]
-        if parts and all(part in errors for part in parts) and (kinds := kinds_for(info.shape[-1])):
+        if parts and all(part in errors for part in parts) and (kinds := gguf_ladder(info.shape[-1])):
             sizes = {kind: tensor_info(info.name, info.shape, kind).nbytes for kind in kinds}
             ladders[info.name] = [Rung(kind, sum(errors[part][kind] for part in parts), sizes[kind]) for kind in kinds]
-    found = chosen(ladders, sum(info.nbytes for info in job.tensors if info.name not in ladders), budget)
+    found = choose_formats(ladders, sum(info.nbytes for info in job.tensors if info.name not in ladders), budget)
     return [tensor_info(info.name, info.shape, found[info.name]) if info.name in found else info for info in job.tensors]
 
 
-def report_walk(report: Report, made: Made, tell: Progress) -> None:
+def report_walk(report: Report, made: PassOutput, tell: Progress) -> None:
     """What a walk told goes into the report, and what went other than it should to its head."""
     report.tokens, report.outputs = made.tokens, made.outputs
     warn(report, made.notes, tell)
 
 
 def finish(
-    report: Report, work: Work, made: Made | None, stored: dict[str, list[WeightPart]], pipeline: Pipeline, path: Path
+    report: Report,
+    work: WorkFolder,
+    made: PassOutput | None,
+    stored: dict[str, list[WeightPart]],
+    pipeline: Pipeline,
+    path: Path,
 ) -> None:
     """The file is whole: write what else is wanted, and let the work go. `stored`: by tensors of a GGUF file."""
     if pipeline.write_imatrix is not None and made is not None:
@@ -183,7 +196,7 @@ def finish(
             if parts[0].target.startswith("layers.") and len(parts[0].stored) > 1
         }
         write_imatrix(pipeline.write_imatrix, measured, made.tokens, pipeline.calibrate)
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(json.dumps(report.record(), indent=1), "utf-8")
     (work.folder / WRITTEN).unlink()  # nothing is left to go on with
     if not pipeline.keep_work:
@@ -230,7 +243,7 @@ def _chunks(job: Job, pipeline: Pipeline, advance: Callable[[int], None]) -> Chu
             yield info.name, data
         one = job.report.matrices[info.name]
         share = zeros / one.weights if job.pruned(info) else None
-        job.report.matrices[info.name] = Matrix(one.weights, one.kind, one.nbytes, error, share)
+        job.report.matrices[info.name] = MatrixReport(one.weights, one.kind, one.nbytes, error, share)
 
 
 def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndarray, float, int]]:
@@ -261,7 +274,7 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
         some = rows[at : at + step]
         weight = job.importance.get(info.name)
         try:
-            left = pruned(some, job.pruning, weight) if job.pruning and job.pruned(info) else some
+            left = prune_rows(some, job.pruning, weight) if job.pruning and job.pruned(info) else some
             data = encode(left, info.kind, weight, threads)
         except ValueError as error:
             raise WeightError(f"{job.opened.path}: {info.name} {error}") from None
@@ -271,7 +284,7 @@ def _encoded(job: Job, info: TensorInfo, threads: int) -> Iterator[tuple[np.ndar
         source.release(job.read[part.target].source)
 
 
-def _coded(job: Job, made: Made, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float, int]]:
+def _coded(job: Job, made: PassOutput, parts: list[WeightPart]) -> Iterator[tuple[np.ndarray, float, int]]:
     """What the walk left of a tensor."""
     reports = [job.report.outputs[part.target] for part in parts]
     lost = sum(one.lost for one in reports) / (sum(one.energy for one in reports) or 1.0)

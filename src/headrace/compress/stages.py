@@ -13,35 +13,35 @@ import numpy as np
 import torch
 
 from headrace.compress.base import Compressor
+from headrace.compress.calibration_pass import run_pass
 from headrace.compress.container import entries, given_tensors, tensor_info
-from headrace.compress.cutting import Distances, Heads, Neurons, dropped
+from headrace.compress.cutting import Distances, Heads, Neurons, least_moving_layers
 from headrace.compress.healing import Healer, HealReport, heal_texts
 from headrace.compress.judge import Judgement
 from headrace.compress.kv_heads import KVHeads
-from headrace.compress.measured import go
+from headrace.compress.layer_pass import LayerPass
 from headrace.compress.pipeline import Heal
 from headrace.compress.report import Report
-from headrace.compress.structure import HEADS, LAYERS, NEURONS, Cut, CutReport, pool_of, reshaped, size
-from headrace.compress.texts import Texts, passages
-from headrace.compress.walk import Walk
-from headrace.compress.work import PLAN, Work
+from headrace.compress.structure import HEADS, LAYERS, NEURONS, Cut, CutReport, pool_of, pruned_config, structure_size
+from headrace.compress.texts import Texts, passage_hashes
+from headrace.compress.work_folder import PLAN, WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
-from headrace.weights.arrival import sha256_of
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
 from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
 from headrace.weights.source import TensorInfo
+from headrace.weights.verify_download import sha256_of
 from headrace.weights.write_gguf import Chunks, write_gguf
 
 HEALED = "heal.json"  # what a training came to; there when its file is
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class PrunedModel:
     """A model after its cuts, what became of it, and what went other than it should; `healed`: what training it again came to,
     on `passages` of text."""
 
@@ -53,7 +53,7 @@ class Left:
     passages: list[str] = field(default_factory=list)
 
 
-def carry(made: Report, before: Report, left: Left) -> None:
+def copy_report(made: Report, before: Report, left: PrunedModel) -> None:
     """What was reported before the cuts, and what they came to, goes into the report of the job on what they left."""
     made.warnings, made.largest, made.kv = before.warnings, max(before.largest, made.largest), before.kv
     made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
@@ -61,17 +61,17 @@ def carry(made: Report, before: Report, left: Left) -> None:
 
 
 def cut_model(
-    opened: Opened, cuts: Sequence[Cut], work: Work, texts: Texts, tell: Progress, threads: int, words: bool = True
-) -> Left:
+    opened: Opened, cuts: Sequence[Cut], work: WorkFolder, texts: Texts, tell: Progress, threads: int, words: bool = True
+) -> PrunedModel:
     """Carry cuts out, from where an earlier run was stopped. The file of each takes the place of the one before, in the folder
-    of the work; with `words` it has the vocabulary, too. Raises ValueError as `reshaped` and Work do, and OSError."""
+    of the work; with `words` it has the vocabulary, too. Raises ValueError as `pruned_config` and Work do, and OSError."""
     names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((at for at, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
     if done >= 0:
         opened = _left(work, f"{names[done]}.json", files[done])
     for at in range(done + 1, len(cuts)):
-        own = Work(work.folder / names[at])
+        own = WorkFolder(work.folder / names[at])
         _cut(opened, cuts[at], work, own, files[at], texts, tell, threads, words)
         opened = _left(work, f"{names[at]}.json", files[at])
         own.remove()
@@ -79,20 +79,20 @@ def cut_model(
             files[at - 1].unlink()
     abouts = [work.read(f"{name}.json") for name in names]
     notes = [note for about in abouts for note in about["notes"]]
-    return Left(opened, [CutReport(**about["told"]) for about in abouts], notes, abouts[0]["tokens"])
+    return PrunedModel(opened, [CutReport(**about["told"]) for about in abouts], notes, abouts[0]["tokens"])
 
 
 def heal_model(
     original: Opened,
-    left: Left,
+    left: PrunedModel,
     how: Heal,
     healer: Healer | None,
     source: str,
     judged: Texts,
-    work: Work,
+    work: WorkFolder,
     tell: Progress,
     words: bool = True,
-) -> Left:
+) -> PrunedModel:
     """Train what the cuts left on texts of `source` other than `judged`, from where an earlier run was stopped: a file beside
     theirs. Raises ValueError where nobody is given who trains, and as the healer, its texts and Work do."""
     if healer is None:
@@ -112,27 +112,35 @@ def heal_model(
     metadata = work.read(HEALED)
     before, after = (Judgement(**metadata[name]) for name in ("before", "after"))
     healed = HealReport(metadata["steps"], metadata["tokens"], metadata["different"], before, after)
-    return replace(left, opened=_left(work, HEALED, file), healed=healed, passages=passages(texts))
+    return replace(left, opened=_left(work, HEALED, file), healed=healed, passages=passage_hashes(texts))
 
 
-def _left(work: Work, about: str, file: Path) -> Opened:
+def _left(work: WorkFolder, about: str, file: Path) -> Opened:
     """A model that was written into the folder of the work. Raises WeightError where it is not what `about` says."""
     work.check(file.name, work.read(about).get("sha256"))
     return open_files(file)
 
 
 def _cut(
-    opened: Opened, cut: Cut, work: Work, own: Work, out: Path, texts: Texts, tell: Progress, threads: int, words: bool
+    opened: Opened,
+    cut: Cut,
+    work: WorkFolder,
+    own: WorkFolder,
+    out: Path,
+    texts: Texts,
+    tell: Progress,
+    threads: int,
+    words: bool,
 ) -> None:
     """One cut: `own` is its walk's work; what is said of `out` is written last."""
     config = opened.config
-    target = reshaped(config, cut)
+    target = pruned_config(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
-    go(Walk(opened.source, texts, own, {}), [_step(cut, config, target)], own, tell, threads)
+    run_pass(LayerPass(opened.source, texts, own, {}), [_step(cut, config, target)], own, tell, threads)
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
-    gone = dropped([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
-    report = CutReport(cut.method, size(config, cut.method), size(target, cut.method), layers, gone)
+    gone = least_moving_layers([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
+    report = CutReport(cut.method, structure_size(config, cut.method), structure_size(target, cut.method), layers, gone)
     notes = [note for about in abouts for note in about["notes"]]
     changed = {name for about in abouts for name in about["cut"]}
     kept = [number for number in range(config.num_layers) if number not in gone]

@@ -47,7 +47,7 @@ class CutReport:
         return sum(found) / len(found) if found else None
 
 
-def cuts_of(methods: Sequence[str], numbers: Mapping[str, float | None], pool: str | None) -> tuple[Cut, ...]:
+def parse_cuts(methods: Sequence[str], numbers: Mapping[str, float | None], pool: str | None) -> tuple[Cut, ...]:
     """What the methods that cut do, in their order; `numbers` by method. Raises ValueError for what cannot be."""
     named = [name for name in methods if name in STRUCTURES]
     if twice := [name for name in named if named.count(name) > 1]:
@@ -67,7 +67,7 @@ def cuts_of(methods: Sequence[str], numbers: Mapping[str, float | None], pool: s
     return tuple(Cut(name, number, pool if name == KV_HEADS else None) for name, number in made if number is not None)
 
 
-def reshaped(config: ModelConfig, cut: Cut) -> ModelConfig:
+def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
     """The model's numbers after a cut. Raises ValueError where this model cannot be cut so."""
     if cut.method == LAYERS:
         if len(set(config.layers)) > 1:
@@ -83,22 +83,22 @@ def reshaped(config: ModelConfig, cut: Cut) -> ModelConfig:
         raise ValueError(
             f"{config.architecture} stores q, k and v as equal thirds of one tensor: it has as many K/V heads as heads"
         )
-    if cut.pool == ALIGNED and normed(config):
+    if cut.pool == ALIGNED and has_qk_norm(config):
         raise ValueError("q and k of this model are normed by head, so they cannot be turned; use --pool first or mean")
     return made
 
 
 def pool_of(config: ModelConfig, cut: Cut) -> str:
     """How K/V heads of this model become one."""
-    return cut.pool or (FIRST if normed(config) else ALIGNED)
+    return cut.pool or (FIRST if has_qk_norm(config) else ALIGNED)
 
 
-def normed(config: ModelConfig) -> bool:
+def has_qk_norm(config: ModelConfig) -> bool:
     """Whether every query and key head is normed."""
     return any(path.endswith(".q_norm") for path, _ in describe(config).holders())
 
 
-def size(config: ModelConfig, method: str) -> int:
+def structure_size(config: ModelConfig, method: str) -> int:
     """What a method makes smaller, of the first layer."""
     layer = config.layers[0]
     return {NEURONS: layer.ffn, HEADS: layer.kv_heads, KV_HEADS: layer.kv_heads, LAYERS: config.num_layers}[method]

@@ -14,7 +14,7 @@ from headrace import core as native
 from headrace.backends.native.weights import packed_bytes
 from headrace.compress.grids.arithmetic import kv_token_bytes
 from headrace.compress.pipeline import SELF
-from headrace.compress.work import Work
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress
 from headrace.llm import LLM
@@ -30,7 +30,7 @@ ENCODING = 140  # bytes of memory for each of these, while it is encoded
 Texts = list[list[int]]
 
 
-def texts_of(
+def draw_texts(
     opened: Opened,
     source: str,
     tokens: int,
@@ -54,7 +54,7 @@ def texts_of(
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
-    start = beginning(opened)
+    start = start_tokens(opened)
     found, room = _encoded(opened, text), window - len(start)
     places = list(range(0, len(found) - room + 1, room))
     if not places:
@@ -81,7 +81,7 @@ def file_bytes(path: Path) -> int:
     return 4 * size + ENCODING * min(size, 2 * PIECE)
 
 
-def beginning(opened: Opened) -> list[int]:
+def start_tokens(opened: Opened) -> list[int]:
     """What every text begins with for this model: BOS or nothing."""
     return [token for token in opened.tokenizer.encode("")[:1] if token == opened.tokenizer.bos_id]
 
@@ -89,7 +89,7 @@ def beginning(opened: Opened) -> list[int]:
 def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, threads: int | None) -> Texts:
     """Drawn at temperature 1 from BOS, or from what ends a text where the model has none: so a change of the model can only
     make them less likely."""
-    start = beginning(opened) or sorted(opened.eos_ids)[:1] or [0]
+    start = start_tokens(opened) or sorted(opened.eos_ids)[:1] or [0]
     settings: dict[str, Any] = {"max_model_len": window, "max_num_seqs": BATCH, "threads": threads}
     made: Texts = []
     with LLM(opened.path, speculate=None, enable_prefix_caching=False, **settings) as llm:
@@ -115,13 +115,13 @@ def writing_bytes(opened: Opened, window: int) -> int:
     return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 
-def keep(work: Work, name: str, texts: Texts) -> None:
+def save_texts(work: WorkFolder, name: str, texts: Texts) -> None:
     """Write texts into a file of the work."""
     work.write(name, {"texts": texts, "sha256": _digest(texts)})
 
 
-def kept(work: Work, name: str) -> Texts:
-    """What `keep` wrote. Raises WeightError where it is not that."""
+def load_texts(work: WorkFolder, name: str) -> Texts:
+    """What `save_texts` wrote. Raises WeightError where it is not that."""
     found = work.read(name)
     texts: Texts = found.get("texts", [])
     if not texts or found.get("sha256") != _digest(texts):
@@ -134,7 +134,7 @@ def _digest(texts: Texts) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
-def passages(texts: Sequence[Sequence[int]]) -> list[str]:
+def passage_hashes(texts: Sequence[Sequence[int]]) -> list[str]:
     """A hash of each passage of `SHARED` tokens, one after the other: what a report keeps of the texts measured on."""
     return [_hash(text[at : at + SHARED]) for text in texts for at in range(0, len(text) - SHARED + 1, SHARED)]
 

@@ -6,24 +6,26 @@ BYTES = "B"
 
 
 class Progress(Protocol):
-    """Told of one thing after another: start, advance … advance, finish; `note` is a line for the person."""
+    """Receives the progress of one operation at a time: start, advance (repeated), finish. `note` adds a line at any time."""
 
     def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
-        """Something of `total` bytes, or of another unit in the plural (None: unknown), begins, `done` of them already here. It
-        takes the place of what was before."""
+        """Begin an operation named `what`; it replaces the one before.
+
+        total: units of work, None if unknown. done: units finished by an earlier run. unit: BYTES, or a plural noun ("layers").
+        """
 
     def advance(self, count: int, remark: str = "") -> None:
-        """That many more are here (negative: that many are lost again). `remark` stands behind them."""
+        """Add `count` finished units (negative: units to do again) and show `remark` next to them."""
 
     def finish(self) -> None:
-        """It is over, for better or worse."""
+        """End the operation, also after an error."""
 
     def note(self, line: str) -> None:
-        """A line worth reading: a source that failed, a wait."""
+        """Print one line, such as a failed source or a wait."""
 
 
 class Silent:
-    """Tells nothing."""
+    """Progress that ignores every call."""
 
     def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
         pass
@@ -39,18 +41,18 @@ class Silent:
 
 
 def amount(count: int, unit: str) -> str:
-    """A size in bytes, or so many of something: 1 token, 1,024 tokens."""
+    """A count with its unit: "98.4 MB", "1 token", "1,024 tokens"."""
     return human_size(count) if unit == BYTES else counted(count, unit)
 
 
 def counted(count: int, plural: str) -> str:
-    """A number with its noun: 1 token, 2 tokens, 1 query."""
+    """A count with its noun in singular or plural: "1 token", "2 tokens", "1 query"."""
     singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
     return f"{count:,} {singular if count == 1 else plural}"
 
 
 def human_size(nbytes: int | None) -> str:
-    """Bytes in decimal units, as disks and hubs count them: 98.4 MB."""
+    """Bytes in decimal units, as disks and the model hub count them: "98.4 MB"."""
     if nbytes is None:
         return "unknown size"
     if nbytes < 1000:

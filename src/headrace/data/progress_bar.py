@@ -10,15 +10,15 @@ from typing import TextIO
 
 from headrace.data.progress import BYTES, Progress, Silent, amount, human_size
 
-EVERY = 0.1  # seconds between two looks of a line that moves
-PATIENCE = 10.0  # seconds between two plain lines about anything but bytes
-WIDTH = 24  # of a bar
+EVERY = 0.1  # seconds between two drawings
+PATIENCE = 10.0  # least seconds between two plain lines, unless the unit is bytes
+WIDTH = 24  # of a bar, characters
 SPINNER, FULL, EMPTY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "━", "─"
-PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY = "|/-\\", "#", "."  # where the terminal's encoding has no others
+PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY = "|/-\\", "#", "."  # if the terminal's encoding lacks the above
 
 
 class Lines:
-    """Plain lines: one when something begins, one every quarter; but of bytes at most one in ten seconds."""
+    """Progress as plain lines: one at the start, one after each quarter (at most one in PATIENCE seconds, unless in bytes)."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -50,8 +50,10 @@ class Lines:
 
 
 class Moving:
-    """One line of a terminal that is drawn again and again, and goes away: a bar with what is left of it; or a spinner, which a
-    thread turns, where it is not known how much there is."""
+    """Progress as one line that is redrawn in place and erased at the end.
+
+    A bar with the remaining time if the total is known, otherwise a spinner, which a daemon thread turns.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -65,7 +67,8 @@ class Moving:
     def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
         with self._lock:
             same = self._shown and not self._total and not total
-            self._began = self._began if same else time.monotonic()  # one wait, whatever it is called
+            # A spinner that only changes its text keeps counting the same wait.
+            self._began = self._began if same else time.monotonic()
             self._what, self._unit, self._total, self._done, self._before = what, unit, total or 0, done, done
             self._shown, self._remark = True, ""
             self._draw()
@@ -131,19 +134,19 @@ class Moving:
 
 
 def for_stream(out: TextIO | None = None) -> Progress:
-    """The progress that suits the stream (default: stderr): a line that moves on a terminal, plain lines elsewhere."""
+    """`Moving` if the stream (default: stderr) is a terminal, otherwise `Lines`."""
     out = out or sys.stderr
     return Moving(out) if out.isatty() else Lines(out)
 
 
 def on_terminal() -> Progress:
-    """A line that moves where stderr is a terminal, else nothing: for who was not asked to say anything."""
+    """`Moving` if stderr is a terminal, otherwise `Silent`: the default of library calls."""
     return Moving(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else Silent()
 
 
 @contextmanager
 def waiting(progress: Progress, what: str) -> Iterator[None]:
-    """`what` is shown while the block runs."""
+    """Show `what` while the block runs."""
     progress.start(what)
     try:
         yield

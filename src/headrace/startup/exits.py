@@ -16,8 +16,8 @@ from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
 from headrace.runner.classifier import BOTH, Exits, probabilities
 from headrace.startup.opening import Opened, absent
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.dequant import read_floats
-from headrace.weights.replacing import replacing
 from headrace.weights.source import CLASSIFIER_INFO
 
 INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibration.json"
@@ -122,10 +122,10 @@ def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | s
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INFO).unlink(missing_ok=True)
-    with replacing(folder / WEIGHTS) as part:
+    with atomic_write(folder / WEIGHTS) as part:
         save_file({"weight": exits.weight.astype(np.float32), "bias": exits.bias.astype(np.float32)}, part)
     for name, what in ((CALIBRATION, sorted(rules, key=lambda rule: rule.mean_layers)), (INFO, info)):
-        with replacing(folder / name) as part:
+        with atomic_write(folder / name) as part:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2) + b"\n")
 
 

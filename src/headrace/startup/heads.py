@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, shapes, sure_shapes
 from headrace.startup.opening import Opened
-from headrace.weights.replacing import replacing
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.source import HEADS_INFO
 
 WEIGHTS = "heads.safetensors"
@@ -52,9 +52,9 @@ def save(
     info = Info(heads.kind, target.path.name, signature(target), *sizes, trained, heads.layers, heads.drafts, prompts=asked)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in heads.tensors.items()}
-    with replacing(folder / WEIGHTS) as part:
+    with atomic_write(folder / WEIGHTS) as part:
         save_file({name: x.detach().contiguous() for name, x in tensors.items()}, part)
-    with replacing(folder / HEADS_INFO) as part:
+    with atomic_write(folder / HEADS_INFO) as part:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
 

@@ -11,7 +11,7 @@ import msgspec
 from headrace.data.params import ParamError, SamplingParams
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened
-from headrace.weights.replacing import replacing
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.store import find_home, home
 
 log = logging.getLogger("headrace")
@@ -85,7 +85,7 @@ def save(folder: Path, rule: Rule) -> None:
     others = [one for one in load(folder) if kind(one) != kind(rule)]
     made = msgspec.json.encode([rule, *others])
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / CALIBRATION) as part:
+    with atomic_write(folder / CALIBRATION) as part:
         part.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
 
 

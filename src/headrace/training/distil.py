@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.judge import Judgement
 from headrace.compress.pipeline import SELF
-from headrace.compress.texts import texts_of
+from headrace.compress.texts import draw_texts
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
@@ -38,8 +38,8 @@ from headrace.training.lesson import HARD, LOSSES, MAPS, Lesson, check_maps
 from headrace.training.run import Budget, Run, alone_in, begin
 from headrace.training.students import Student, student_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.loader import stored_tensors
-from headrace.weights.replacing import replacing
 
 HELD = 16  # texts to judge by
 SHOWN = "distil.json"
@@ -212,8 +212,8 @@ def _items(opened: Opened, work: Path, recipe: Recipe, window: int, tell: Progre
         items = _sequences(opened, recipe, window, tell)
     else:
         tokens = recipe.count * window if recipe.texts == SELF else ALL
-        items = windows(texts_of(opened, recipe.texts, tokens, recipe.seed, tell, window, recipe.threads or 0))
-    with replacing(path) as part:
+        items = windows(draw_texts(opened, recipe.texts, tokens, recipe.seed, tell, window, recipe.threads or 0))
+    with atomic_write(path) as part:
         write_items(part, items)
     return items
 
@@ -286,7 +286,7 @@ def save(folder: Path, student: Student) -> None:
         name: x.detach().to(torch.bfloat16 if x.dim() > 1 else torch.float32).contiguous()
         for name, x in stored_tensors(student.model, "safetensors").items()
     }
-    with replacing(folder / "model.safetensors") as part:
+    with atomic_write(folder / "model.safetensors") as part:
         save_file(tensors, part, {"format": "pt"})
     write_words(student.opened, folder)
     write_json(folder / CONFIG, settings_of(student.opened, student.model.config))

@@ -26,8 +26,8 @@ from headrace.runner.classifier import BOTH
 from headrace.startup.opening import Opened
 from headrace.training.run import Budget, Run, begin
 from headrace.training.whole import fed_together
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.loader import load_model, stored_tensors
-from headrace.weights.replacing import replacing
 from headrace.weights.source import WeightError
 
 FASTER = 20.0  # the rate of exits, which begin at zero, in that of the encoder
@@ -163,7 +163,7 @@ def check_new(folder: Path, opened: Opened) -> None:
 def save_model(folder: Path, model: Model, opened: Opened) -> None:
     """An encoder as a folder that any command opens, with float32 weights and its parent's words; config.json comes last."""
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors") as part:
+    with atomic_write(folder / "model.safetensors") as part:
         save_file(stored_tensors(model, "safetensors"), part, {"format": "pt"})
     write_words(opened, folder)
     if (opened.path / POOLING).is_dir():

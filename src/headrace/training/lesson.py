@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from headrace.compress.judge import Judgement, judged
+from headrace.compress.judge import Judgement, compare_logits
 from headrace.data.config import ModelConfig
 from headrace.runner.record import record
 from headrace.training import losses
@@ -128,7 +128,7 @@ class Lesson:
     def judge(self, items: Sequence[Item]) -> Judgement:
         """Both models on texts: of prompts what is answered, else the second half."""
         texts = [one for item in items for one in item]
-        return judged([one.tokens[len(one.given) :] for one in texts], self._logits(texts), "held out")
+        return compare_logits([one.tokens[len(one.given) :] for one in texts], self._logits(texts), "held out")
 
     @torch.no_grad()
     def _logits(self, texts: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

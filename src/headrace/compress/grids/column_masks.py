@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.compress.grids.keep import Sparsity, kept, obs
+from headrace.compress.grids.keep import Sparsity, keep_mask, obs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class KeptBlocks:
     def at(self, j: int, w: Tensor, upper: Tensor) -> Tensor:
         """bool [n]: whether each row keeps its weight of column j. w [n, k] as it stands; upper [k, k].
 
-        Raises ValueError as `kept` does.
+        Raises ValueError as `keep_mask` does.
         """
         step = self.sparsity.of or self.block
         start = j - j % step
@@ -43,5 +43,5 @@ class KeptBlocks:
             if j != start:
                 raise ValueError(f"column {j} comes before the first of its {step}")
             now, diagonal = w[:, start : start + step].numpy(), upper.diagonal()[start : start + step].numpy()
-            self._start, self._mask = start, kept(obs(now, diagonal), self.sparsity, start)
+            self._start, self._mask = start, keep_mask(obs(now, diagonal), self.sparsity, start)
         return torch.from_numpy(self._mask[:, j - start])

@@ -63,7 +63,7 @@ def obs(w: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
     return np.square(w / diagonal)
 
 
-def kept(scores: np.ndarray, sparsity: Sparsity, first: int = 0) -> np.ndarray:
+def keep_mask(scores: np.ndarray, sparsity: Sparsity, first: int = 0) -> np.ndarray:
     """The mask, bool [n, k], of scores [n, k]: as many as `sparsity` says, exactly; of a matrix's columns from `first` on, as
     many as make the whole exact.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, unpacked
-from headrace.weights.quantized.scheme import SCALES, Coded, Stored
+from headrace.weights.quantized.scheme import SCALES, QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 
@@ -29,17 +29,17 @@ class Awq:
     """See the module. Raises WeightError, in one line, for layouts that are not read and for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = Stored(folder, "AWQ")
+        self._stored = StoredTensors(folder, "AWQ")
         layout = str(settings.get("version") or "gemm").lower()
         if layout != "gemm":
             raise WeightError(f"{folder.path}: is an AWQ folder of the layout {layout!r}; take one of gemm")
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("qweight"):
             name, (n, k) = f"{matrix}.weight", self._measure(matrix)
             zeros = self._outputs(self._stored.array(matrix, "qzeros"))
             kind = kind_of(BITS, -int(zeros.max()), 15 - int(zeros.min()), k // len(zeros))
             info = TensorInfo(name, (n, k), kind, n * k // KINDS[kind].block * KINDS[kind].nbytes)
-            self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
+            self.matrices[name] = QuantizedTensor(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
     @property
     def summary(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import BLOCK, rows_of, table_rows
-from headrace.weights.quantized.scheme import Coded, Stored
+from headrace.weights.quantized.scheme import QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
 
@@ -32,9 +32,9 @@ class BitsAndBytes:
     """See the module. Raises WeightError, in one line, for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = Stored(folder, "bitsandbytes")
+        self._stored = StoredTensors(folder, "bitsandbytes")
         self._states: dict[str, Mapping[str, Any]] = {}
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("SCB"):
             shape = self._stored.info(matrix, "weight").shape
             self._stored.shape(matrix, "weight", ("I8",), shape if len(shape) == 2 else (0, 0))
@@ -76,7 +76,9 @@ class BitsAndBytes:
         block, nbytes = KINDS[kind]
         name = f"{matrix}.weight"
         info = TensorInfo(name, shape, kind, math.prod(shape) // block * nbytes)
-        self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields if self._stored.has(matrix, field)))
+        self.matrices[name] = QuantizedTensor(
+            info, tuple(f"{matrix}.{field}" for field in fields if self._stored.has(matrix, field))
+        )
 
     def _measure(self, matrix: str, kind: str) -> tuple[int, ...]:
         """The shape, by the state, which must fit the tensors."""

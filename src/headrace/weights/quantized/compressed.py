@@ -27,7 +27,7 @@ from headrace.weights.dequant import dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized import float8
 from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, mxfp4_rows, rows_of, unpacked
-from headrace.weights.quantized.scheme import SCALES, Coded, Stored
+from headrace.weights.quantized.scheme import SCALES, QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.sparse import indices_of, sparse_rows
@@ -50,9 +50,9 @@ class CompressedTensors:
                 f"{folder.path}: is in the layout of one kernel ({MARLIN}), which is not read; take the same model "
                 "pack-quantized, or its 16 bits and headrace compress --sparsity 2:4"
             )
-        self._stored = Stored(folder, "compressed-tensors")
+        self._stored = StoredTensors(folder, "compressed-tensors")
         self._widths = _widths(settings)
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         self._bits: dict[str, int] = {}
         self._padded: set[str] = set()  # matrices whose words have whole fields
         self._summaries: dict[str, None] = {}
@@ -62,7 +62,9 @@ class CompressedTensors:
             fields = [field for field in (*FIELDS, GLOBAL, *LEFT_OUT) if self._stored.has(matrix, field)]
             name = f"{matrix}.weight"
             info = TensorInfo(name, (n, k), kind, n * k // block * nbytes)
-            self.matrices[name] = Coded(info, tuple(f"{matrix}.{field}" for field in fields), self._input_scale(matrix))
+            self.matrices[name] = QuantizedTensor(
+                info, tuple(f"{matrix}.{field}" for field in fields), self._input_scale(matrix)
+            )
             static = self.matrices[name].input_scale is not None
             self._summaries[f"{summary}, one scale of inputs" if static else summary] = None
 

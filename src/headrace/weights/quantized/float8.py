@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.weights.quantized.scheme import SCALES, Stored
+from headrace.weights.quantized.scheme import SCALES, StoredTensors
 
 
 def _values(exponent: int, bias: int, least_nan: int) -> np.ndarray:
@@ -20,7 +20,7 @@ KINDS = ("F8_E4M3", "F8_E5M2")
 VALUES = {"F8_E4M3": _values(4, 7, 0x7F), "F8_E5M2": _values(5, 15, 0x7C)}  # infinities are no weights either
 
 
-def check_scale(stored: Stored, matrix: str, field: str, n: int, k: int) -> None:
+def check_scale(stored: StoredTensors, matrix: str, field: str, n: int, k: int) -> None:
     """Raise WeightError unless there is one scale, one a row, or one for each block of the matrix."""
     shape = stored.info(matrix, field).shape
     counts = zip(shape, (n, k), strict=len(shape) == 2)
@@ -28,7 +28,7 @@ def check_scale(stored: Stored, matrix: str, field: str, n: int, k: int) -> None
     stored.shape(matrix, field, SCALES, shape if shape in ((), (1,), (n,)) or blocks else (n, 1))
 
 
-def scales(stored: Stored, matrix: str, field: str, n: int, k: int) -> np.ndarray:
+def scales(stored: StoredTensors, matrix: str, field: str, n: int, k: int) -> np.ndarray:
     """float32 that multiplies [n, k]. A block has the least power of two of rows and columns with which they are so many."""
     found = stored.floats(matrix, field)
     if found.size == 1:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.quantized import float8
-from headrace.weights.quantized.scheme import Coded, Stored
+from headrace.weights.quantized.scheme import QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
 
@@ -24,9 +24,9 @@ class Fp8:
     """See the module. Raises WeightError, in one line, for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = Stored(folder, "FP8")
+        self._stored = StoredTensors(folder, "FP8")
         self._scale: dict[str, str] = {}
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         for field in SCALE:
             for matrix in self._stored.prefixes(field):
                 weight = self._stored.info(matrix, "weight")
@@ -36,7 +36,7 @@ class Fp8:
                 fields = [one for one in ("weight", field, *LEFT_OUT) if self._stored.has(matrix, one)]
                 info = TensorInfo(f"{matrix}.weight", shape, "F32", 4 * shape[0] * shape[1])
                 self._scale[info.name] = field
-                self.matrices[info.name] = Coded(info, tuple(f"{matrix}.{one}" for one in fields))
+                self.matrices[info.name] = QuantizedTensor(info, tuple(f"{matrix}.{one}" for one in fields))
 
     @property
     def summary(self) -> str:

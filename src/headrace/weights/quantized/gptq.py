@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, unpacked
-from headrace.weights.quantized.scheme import SCALES, Coded, Stored
+from headrace.weights.quantized.scheme import SCALES, QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 
@@ -43,14 +43,14 @@ class Gptq:
     """See the module. Raises WeightError, in one line, for widths and layouts that are not read and for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = Stored(folder, "GPTQ")
+        self._stored = StoredTensors(folder, "GPTQ")
         layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise WeightError(f"{folder.path}: is a GPTQ folder of the layout {layout!r}; take one of gptq or gptq_v2")
         self._shifted = layout == "gptq"
         self._act_order = settings.get("desc_act") is True
         self._sizes: dict[str, Sizes] = {}
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("qweight"):
             sizes = self._measure(matrix)
             kind = self._kind(matrix, sizes)
@@ -58,7 +58,7 @@ class Gptq:
             name = f"{matrix}.weight"
             self._sizes[name] = sizes
             fields = tuple(f"{matrix}.{field}" for field in FIELDS if self._stored.has(matrix, field))
-            self.matrices[name] = Coded(TensorInfo(name, (sizes.n, sizes.k), kind, nbytes), fields)
+            self.matrices[name] = QuantizedTensor(TensorInfo(name, (sizes.n, sizes.k), kind, nbytes), fields)
 
     @property
     def summary(self) -> str:

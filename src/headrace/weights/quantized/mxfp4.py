@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import BLOCK, mxfp4_rows
-from headrace.weights.quantized.scheme import Coded
+from headrace.weights.quantized.scheme import QuantizedTensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
 
@@ -25,7 +25,7 @@ class Mxfp4:
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
         self._folder = folder
-        self.matrices: dict[str, Coded] = {}
+        self.matrices: dict[str, QuantizedTensor] = {}
         for blocks in folder.names():
             if not blocks.endswith(BLOCKS):
                 continue
@@ -41,7 +41,7 @@ class Mxfp4:
             size = (shape[0], shape[1] * BLOCK)
             name = name if name.endswith(".weight") else f"{name}.weight"
             info = TensorInfo(name, size, "MXFP4", shape[0] * shape[1] * KINDS["MXFP4"].nbytes)
-            self.matrices[name] = Coded(info, (blocks, scales))
+            self.matrices[name] = QuantizedTensor(info, (blocks, scales))
 
     def rows(self, name: str) -> np.ndarray:
         """uint8 [n, row bytes]."""

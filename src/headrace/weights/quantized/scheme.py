@@ -14,7 +14,7 @@ SCALES = ("F16", "BF16", "F32")  # that scales are stored as
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class QuantizedTensor:
     """A matrix by its header: what it is read as, and the stored tensors that stand for it. `input_scale`: the one that all its
     inputs are rounded to int8 with (static W8A8)."""
 
@@ -27,7 +27,7 @@ class Scheme(Protocol):
     """Reads the matrices of a folder."""
 
     @property
-    def matrices(self) -> Mapping[str, Coded]:
+    def matrices(self) -> Mapping[str, QuantizedTensor]:
         """ "model.layers.0.mlp.up_proj.weight" -> what it is."""
         ...
 
@@ -46,7 +46,7 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensors:
     """The tensors of a folder by the matrix that they stand for: "<matrix>.<field>"."""
 
     folder: SafetensorsFolder

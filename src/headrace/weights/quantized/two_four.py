@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.rows import BLOCK, by_turns, unpacked
-from headrace.weights.quantized.scheme import Coded, Stored
+from headrace.weights.quantized.scheme import QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo
 from headrace.weights.sparse import check_indices, sparse_parts, sparse_rows
@@ -37,13 +37,13 @@ class TwoFour:
     """See the module. Raises WeightError, in one line, for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = Stored(folder, METHOD)
-        self.matrices: dict[str, Coded] = {}
+        self._stored = StoredTensors(folder, METHOD)
+        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("weight_index"):
             n, k, kind = self._measure(matrix)
             block, nbytes = KINDS[kind]
             info = TensorInfo(f"{matrix}.weight", (n, k), kind, n * k // block * nbytes)
-            self.matrices[info.name] = Coded(info, tuple(f"{matrix}.{field}" for field in FIELDS))
+            self.matrices[info.name] = QuantizedTensor(info, tuple(f"{matrix}.{field}" for field in FIELDS))
 
     @property
     def summary(self) -> str:

@@ -18,7 +18,7 @@ SIZES = {"F32": 4, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 Tensors = dict[str, np.ndarray]
 
 
-class Field(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of a matrix: "<matrix>.<name>"."""
 
     name: str
@@ -76,7 +76,7 @@ class Layout(Protocol):
         """Whether it holds a matrix of this size."""
         ...
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
         """The tensors of a matrix."""
         ...
 
@@ -115,16 +115,16 @@ class Compressed:
     def fits(self, n: int, k: int) -> bool:
         return self.integers.fits(k)
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
         of = self.integers
         groups = of.groups(k)
-        scale = Field("weight_scale", "F16", (n, groups))
+        scale = TensorSpec("weight_scale", "F16", (n, groups))
         if of.activations:
-            static = (Field("input_scale", "F32", (1,)),) if of.static else ()
-            return scale, Field("weight", "I8", (n, k)), *static
-        fields = [Field("weight_shape", "I64", (2,)), Field("weight_packed", "I32", (n, k * of.bits // 32))]
+            static = (TensorSpec("input_scale", "F32", (1,)),) if of.static else ()
+            return scale, TensorSpec("weight", "I8", (n, k)), *static
+        fields = [TensorSpec("weight_shape", "I64", (2,)), TensorSpec("weight_packed", "I32", (n, k * of.bits // 32))]
         if not of.symmetric:
-            fields.append(Field("weight_zero_point", "I32", (-(-n * of.bits // 32), groups)))
+            fields.append(TensorSpec("weight_zero_point", "I32", (-(-n * of.bits // 32), groups)))
         return (*fields, scale)
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
@@ -195,11 +195,11 @@ class Gptq:
     def fits(self, n: int, k: int) -> bool:
         return self.integers.fits(k) and n * self.integers.bits % 32 == 0
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
         bits, groups = self.integers.bits, self.integers.groups(k)
         shapes = ((k * bits // 32, n), (groups, n * bits // 32), (groups, n), (k,))
         types = ("I32", "I32", "F16", "I32")
-        return tuple(Field(*field) for field in zip(gptq.FIELDS, types, shapes, strict=True))
+        return tuple(TensorSpec(*field) for field in zip(gptq.FIELDS, types, shapes, strict=True))
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         bits = self.integers.bits
@@ -233,12 +233,12 @@ class Awq:
     def fits(self, n: int, k: int) -> bool:
         return self.integers.fits(k) and n % 8 == 0
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
         groups = self.integers.groups(k)
         return (
-            Field("qweight", "I32", (k, n // 8)),
-            Field("qzeros", "I32", (groups, n // 8)),
-            Field("scales", "F16", (groups, n)),
+            TensorSpec("qweight", "I32", (k, n // 8)),
+            TensorSpec("qzeros", "I32", (groups, n // 8)),
+            TensorSpec("scales", "F16", (groups, n)),
         )
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
@@ -266,12 +266,12 @@ class TwoFour:
     def fits(self, n: int, k: int) -> bool:
         return k % BLOCK == 0
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
         four = self.sparse == "S4"
         return (
-            Field("weight_packed", "U8" if four else "I8", (n, k // 4 if four else k // 2)),
-            Field("weight_index", "U8", (n, k // 8)),
-            Field("weight_scale", "F16", (n, k // BLOCK)),
+            TensorSpec("weight_packed", "U8" if four else "I8", (n, k // 4 if four else k // 2)),
+            TensorSpec("weight_index", "U8", (n, k // 8)),
+            TensorSpec("weight_scale", "F16", (n, k // BLOCK)),
         )
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:

@@ -14,7 +14,7 @@ from headrace.weights.kinds import KINDS
 from headrace.weights.quantized.compressed import E2M1, NVFP4_GROUP
 from headrace.weights.quantized.float8 import VALUES
 from headrace.weights.quantized.rows import by_turns
-from headrace.weights.quantized.written import Field, Tensors, scheme_of, settings_of
+from headrace.weights.quantized.written import Tensors, TensorSpec, scheme_of, settings_of
 
 MXFP4, NVFP4 = "mxfp4", "nvfp4"
 GROUPS = {MXFP4: 32, NVFP4: NVFP4_GROUP}
@@ -36,11 +36,11 @@ class SmallFloats:
     def fits(self, n: int, k: int) -> bool:
         return k % GROUPS[self.name] == 0
 
-    def fields(self, n: int, k: int) -> tuple[Field, ...]:
-        codes, groups = Field("weight_packed", "U8", (n, k // 2)), k // GROUPS[self.name]
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
+        codes, groups = TensorSpec("weight_packed", "U8", (n, k // 2)), k // GROUPS[self.name]
         if self.name == MXFP4:
-            return codes, Field("weight_scale", "U8", (n, groups))
-        return codes, Field("weight_scale", "F8_E4M3", (n, groups)), Field("weight_global_scale", "F32", (1,))
+            return codes, TensorSpec("weight_scale", "U8", (n, groups))
+        return codes, TensorSpec("weight_scale", "F8_E4M3", (n, groups)), TensorSpec("weight_global_scale", "F32", (1,))
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
         """Raises ValueError for numbers that are not those of the format."""

@@ -1,4 +1,4 @@
-"""Files that are there when they are whole."""
+"""Atomic file writes, and a lock for the writer of a file."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from headrace import host
 
-PART = ".part"  # of a name: what is being written, or was when its writer was killed
+PART = ".part"  # suffix of an unfinished file
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write under, which becomes `path` when all is written; an error leaves `path` as it was."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder, renamed to `path` at the end. An error leaves `path` unchanged."""
     part = path.with_name(f"{path.name}{PART}")
     try:
         yield part
@@ -22,9 +22,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Only one process at a time writes `path`. Raises ValueError where another one does now, and OSError. What says so lies
-    beside it, and goes with who wrote it; left by one that was killed it says nothing."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of `path`, a file `.NAME.lock` in the same folder, so that one process at a time writes it.
+
+    The lock belongs to the open file: a lock file left by a killed process locks nothing.
+    Raises ValueError if another process holds the lock, and OSError.
+    """
     name = path.with_name(f".{path.name}.lock")
     with name.open("a") as file:
         if not host.lock(file.fileno()) or not _is(name, file.fileno()):
@@ -36,7 +39,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def _is(name: Path, file: int) -> bool:
-    """Whether an open file still has this name: who had the lock before takes it away."""
+    """True if the open file still has this name: the previous holder deletes the file when it unlocks."""
     try:
         return os.path.samestat(os.fstat(file), name.stat())
     except FileNotFoundError:

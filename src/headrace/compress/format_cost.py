@@ -25,7 +25,7 @@ ROWS = 32  # of each matrix that are rounded, evenly spread: a sample
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class FormatCost:
     """A format's cost and its error, a mean over the weights of matrices (None: as the file has them)."""
 
     format: str
@@ -33,7 +33,7 @@ class Survey:
     error: Error | None
 
 
-def survey(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", errors: bool = True) -> list[Survey]:
+def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", errors: bool = True) -> list[FormatCost]:
     """The model as it is, then in each format: a mix of GGUF, or a grid for all matrices ("int4-g128", "nf4-g64").
 
     Errors are of `ROWS` rows of each matrix. Raises ValueError as opening does, and for an unknown format.
@@ -60,14 +60,14 @@ def survey(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", er
         / sizes[name]
         for name, parts in stored.items()
     }
-    found = [Survey("as it is", cost(now), None)]
+    found = [FormatCost("as it is", cost(now), None)]
     for name, mix in zip(formats, chosen, strict=True):
         specs = {key: _spec(mix, key, parts[0].stored, target) for key, parts in stored.items()}
         bits = {
             key: specs[key].stored_bits(sizes[key] // parts[0].stored[-1], parts[0].stored[-1]) for key, parts in stored.items()
         }
         lost = _error(((specs[key], rows, sizes[key]) for key, rows in _samples(stored, read, source))) if errors else None
-        found.append(Survey(name, cost(bits), lost))
+        found.append(FormatCost(name, cost(bits), lost))
     return found
 
 

@@ -16,7 +16,7 @@ from headrace.weights.source import WeightSource
 TOKENS = 4096  # of texts: means of so many keys are near enough
 
 
-class Means(OneLayer):
+class KeySums(OneLayer):
     """Adds up the keys that layers store."""
 
     def __init__(self, model: Model, tokens: int, dtype: torch.dtype) -> None:
@@ -34,10 +34,10 @@ class Means(OneLayer):
 def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], tell: Progress | None = None) -> np.ndarray:
     """The mean of each layer's keys over texts, normalised and turned as the pool keeps them: float32 [layers, KV heads * head
     size], and 0 for layers in which more than softmax sees the scores. Layer by layer in float32 torch."""
-    made: list[Means] = []
+    made: list[KeySums] = []
 
     def pool(model: Model, tokens: int, dtype: torch.dtype) -> OneLayer:
-        made.append(Means(model, tokens, dtype))
+        made.append(KeySums(model, tokens, dtype))
         return made[-1]
 
     tell = tell or Silent()

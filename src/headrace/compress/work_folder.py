@@ -23,15 +23,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from headrace.weights.arrival import sha256_of
-from headrace.weights.replacing import PART, replacing
+from headrace.weights.atomic_file import PART, atomic_write
 from headrace.weights.source import WeightError
+from headrace.weights.verify_download import sha256_of
 
 VERSION = 2  # of what the files mean, and of how they are made
 PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
 
 
-class Work:
+class WorkFolder:
     """A folder of work; see the module."""
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +136,7 @@ class Work:
         """A name to write under, which becomes `path` when all is written. Raises WeightError where the disk is full."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as part:
+            with atomic_write(path) as part:
                 yield part
         except (OSError, SafetensorError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space" in str(error)

@@ -1,5 +1,4 @@
-"""Which entry of the catalog a file is, whatever it is called: by its SHA-256, which is written down so that no file is read
-for it twice."""
+"""Identify a model file by its SHA-256, with a cache of digests so that no unchanged file is hashed twice."""
 
 import contextlib
 import hashlib
@@ -12,23 +11,23 @@ from headrace.weights.catalog import Entry
 from headrace.weights.store import StoreError, home
 
 SEEN = "sha256.json"  # in the home folder: path -> [size, mtime in ns, SHA-256]
-MOST = 512  # files that are remembered
+MOST = 512  # cached digests
 
 
-def entry_of(path: Path, entries: Mapping[str, Entry]) -> Entry | None:
-    """The catalog's entry of a file with these bytes, None where there is none. Only a file of an entry's size is hashed."""
+def catalog_entry(path: Path, entries: Mapping[str, Entry]) -> Entry | None:
+    """The catalog entry with the SHA-256 of this file, or None. The file is hashed only if some entry has its size."""
     if not path.is_file():
         return None
     size = path.stat().st_size
     alike = [entry for entry in entries.values() if entry.sha256 is not None and entry.size == size]
     if not alike:
         return None
-    digest = sha256(path)
+    digest = cached_sha256(path)
     return next((entry for entry in alike if entry.sha256 == digest), None)
 
 
-def sha256(path: Path) -> str:
-    """Of a file that is as it was when it was last asked for, as written down then; else of its bytes."""
+def cached_sha256(path: Path) -> str:
+    """SHA-256 of a file, from the cache if its size and modification time are unchanged."""
     path = path.resolve()
     stat = path.stat()
     seen = _read()
@@ -36,7 +35,7 @@ def sha256(path: Path) -> str:
     if (size, changed) == (stat.st_size, stat.st_mtime_ns):
         return digest
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "cached_sha256").hexdigest()
     seen.pop(str(path), None)
     seen[str(path)] = (stat.st_size, stat.st_mtime_ns, digest)
     _write(dict(list(seen.items())[-MOST:]))
@@ -44,7 +43,7 @@ def sha256(path: Path) -> str:
 
 
 def _read() -> dict[str, tuple[int, int, str]]:
-    """Nothing where the file is missing or is no such file: it is only there to save time."""
+    """The cache: path -> (size, mtime in ns, SHA-256). Empty if the file is missing or invalid."""
     try:
         data = json.loads((home() / SEEN).read_text("utf-8"))
         return {str(path): (int(size), int(changed), str(digest)) for path, (size, changed, digest) in data.items()}
@@ -53,7 +52,7 @@ def _read() -> dict[str, tuple[int, int, str]]:
 
 
 def _write(seen: Mapping[str, tuple[int, int, str]]) -> None:
-    with contextlib.suppress(OSError, StoreError):  # a home that cannot be written costs the time again, and nothing else
+    with contextlib.suppress(OSError, StoreError):  # the cache only saves time
         home().mkdir(parents=True, exist_ok=True)
         draft = home() / f".{SEEN}.{os.getpid()}"
         draft.write_text(json.dumps(seen), "utf-8")

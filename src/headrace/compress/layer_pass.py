@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headrace.compress.base import HELD, Inputs, Matrix, Visit
-from headrace.compress.edges import edges
-from headrace.compress.work import Work
+from headrace.compress.scale_mappings import scale_mappings
+from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
 from headrace.models.layers.holder import Allocator
@@ -26,7 +26,7 @@ TOGETHER = 8  # texts that go through a layer at once
 LIBRARIES = 48 << 20  # bytes that torch and what it calls take when they first compute
 
 
-class Watch:
+class InputRecorder:
     """A LinearMethod that adds what it multiplies to `inputs`, and multiplies as before."""
 
     def __init__(self, inputs: Inputs) -> None:
@@ -44,13 +44,15 @@ class Watch:
         return linear(x, layer.weight, bias)
 
 
-class Walk:
+class LayerPass:
     """The layers of an open model, in order, each with its inputs measured; see `__iter__`.
 
     `kinds`: what each part of a matrix is to be stored as, by target; what is not named stays as it is.
     """
 
-    def __init__(self, source: WeightSource, texts: Sequence[Sequence[int]], work: Work, kinds: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: WeightSource, texts: Sequence[Sequence[int]], work: WorkFolder, kinds: Mapping[str, str]
+    ) -> None:
         self._streamed = Streamed(source)
         self.model = self._streamed.model
         self._work, self._kinds = work, kinds
@@ -68,7 +70,7 @@ class Walk:
 
     def __iter__(self) -> Iterator[Visit]:
         """Every layer with its inputs measured. When the caller comes back for the next, the rows have gone through the layer
-        as he left it, and it is on disk. Begins after the last layer that is. Raises WeightError as `Work` does."""
+        as he left it, and it is on disk. Begins after the last layer that is. Raises WeightError as `WorkFolder` does."""
         first = self._work.done
         if first == 0:
             self._embed()
@@ -92,7 +94,7 @@ class Walk:
                 matrix = Matrix(f"layers.{number}.{name}", holder, parts, {}, Inputs.empty(holder.n_in))
                 matrix.kinds = {part: kind for part in parts if (kind := self._kinds.get(matrix.target(part)))}
                 made[name] = matrix
-        watches = {name: Watch(matrix.inputs) for name, matrix in made.items()}
+        watches = {name: InputRecorder(matrix.inputs) for name, matrix in made.items()}
         for name, watch in watches.items():
             holders[name].method = watch
         for x, context, held in self._rows(number):
@@ -103,7 +105,7 @@ class Walk:
             holders[name].method = None
             matrix.inputs.finish()
         config = self.model.config.layers[number]
-        found = edges(self._segments[number], holders)
+        found = scale_mappings(self._segments[number], holders)
         return Visit(number, config, holders, made, found, run=lambda: self._passes(number))
 
     def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
@@ -190,7 +192,7 @@ def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> i
     return LIBRARIES + max(heaviest, sizes[TABLE] + 4 * rows * config.hidden_size)
 
 
-class Clock:
+class TimeEstimate:
     """What is left, by what was done."""
 
     def __init__(self, total: int, done: int) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.compress.base import Edge
+from headrace.compress.base import ScaleMapping
 from headrace.runner.last_use import Uses
 from headrace.runner.record import Node, Segment
 
 
-def edges(segment: Segment, holders: Mapping[str, Any]) -> tuple[Edge, ...]:
+def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleMapping, ...]:
     """The edges of a layer, in its order; `holders` by name. A value that anything but linears reads has none."""
     names = {id(holder): name for name, holder in holders.items()}
     uses = Uses(segment)
@@ -20,7 +20,7 @@ def edges(segment: Segment, holders: Mapping[str, Any]) -> tuple[Edge, ...]:
         if readers and produced is not None:
             rule, holder = produced
             consumers = tuple(dict.fromkeys(names[id(reader.settings["w"])] for reader in readers))
-            found.append(Edge(rule, names[id(holder)], consumers))
+            found.append(ScaleMapping(rule, names[id(holder)], consumers))
     return tuple(found)
 
 

@@ -80,7 +80,7 @@ class Residual:
         return max(squares, 0.0) / (self.energy or 1.0)
 
 
-def errors(measured: Residual, held: Residual | None, change: Tensor | None) -> dict[str, float | None]:
+def error_record(measured: Residual, held: Residual | None, change: Tensor | None) -> dict[str, float | None]:
     """What is told of a repair, as structure.CutReport has it."""
     return {
         "error": measured.error(),

@@ -11,17 +11,27 @@ import numpy as np
 import torch
 
 from headrace import core as native
-from headrace.compress.base import Compressor, OutputReport, Visit, visited
+from headrace.compress.base import Compressor, OutputReport, Visit, apply_methods
 from headrace.compress.budget import Ladder, Sensitivity
-from headrace.compress.centre import TOKENS, mean_keys
 from headrace.compress.folding import Awq, SmoothQuant
 from headrace.compress.healing import heal_bytes
+from headrace.compress.layer_pass import LIBRARIES, LayerPass, TimeEstimate, layer_width, peak_bytes
+from headrace.compress.mean_keys import TOKENS, mean_keys
 from headrace.compress.pipeline import SELF, Pipeline
 from headrace.compress.rounding import Rounding
-from headrace.compress.structure import reshaped
-from headrace.compress.texts import WINDOW, Texts, check_apart, file_bytes, keep, kept, passages, texts_of, writing_bytes
-from headrace.compress.walk import LIBRARIES, Clock, Walk, layer_width, peak_bytes
-from headrace.compress.work import PLAN, TEXTS, VERSION, Work
+from headrace.compress.structure import pruned_config
+from headrace.compress.texts import (
+    WINDOW,
+    Texts,
+    check_apart,
+    draw_texts,
+    file_bytes,
+    load_texts,
+    passage_hashes,
+    save_texts,
+    writing_bytes,
+)
+from headrace.compress.work_folder import PLAN, TEXTS, VERSION, WorkFolder
 from headrace.data.progress import Progress
 from headrace.data.progress_bar import Moving
 from headrace.kv.layout import kv_shape
@@ -34,10 +44,10 @@ ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken,
 
 
 @dataclass(slots=True)
-class Made:
+class PassOutput:
     """What a walk left: rows of a kind, or float32, for each part of the layers' parameters."""
 
-    work: Work
+    work: WorkFolder
     kinds: dict[str, str]  # of what is coded, by target
     folds: bool  # whether other parameters of the layers changed, too
     outputs: dict[str, OutputReport]
@@ -83,7 +93,7 @@ def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         most = max(most, rows + peak_bytes(config, decoder, wanted, window))
     if pipeline.heal is not None and not cut:
-        most = max(most, LIBRARIES + heal_bytes(config, reduce(reshaped, pipeline.cuts, config)))
+        most = max(most, LIBRARIES + heal_bytes(config, reduce(pruned_config, pipeline.cuts, config)))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
@@ -92,7 +102,7 @@ def threads_of(pipeline: Pipeline) -> int:
     return pipeline.threads or native.processors()
 
 
-def few(tokens: int, width: int) -> list[str]:
+def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
     """What is said of too few texts."""
     if tokens >= FEW * width:
         return []
@@ -102,24 +112,26 @@ def few(tokens: int, width: int) -> list[str]:
     ]
 
 
-def begun(opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, tell: Progress) -> tuple[Work, Texts]:
+def start_work(
+    opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, tell: Progress
+) -> tuple[WorkFolder, Texts]:
     """The work of a pass, and the texts to measure on, made where they are not there yet; other texts than `judged`.
 
     Raises ValueError as Work and texts do.
     """
-    work = Work(folder)
+    work = WorkFolder(folder)
     work.begin(plan_of(opened, pipeline, mix))
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
-        made = texts_of(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
-        check_apart(passages(made), judged)
-        keep(work, TEXTS, made)
-    texts = kept(work, TEXTS)
-    check_apart(passages(texts), judged)
+        made = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
+        check_apart(passage_hashes(made), judged)
+        save_texts(work, TEXTS, made)
+    texts = load_texts(work, TEXTS)
+    check_apart(passage_hashes(texts), judged)
     return work, texts
 
 
-def kv_measured(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress) -> KVSettings | None:
+def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress) -> KVSettings | None:
     """What the file is to say of K and V, with the mean of keys over `texts`, or, where there are none, over others made for
     it."""
     if pipeline.kv is None:
@@ -127,44 +139,46 @@ def kv_measured(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress
             tell.note(f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv")
         return None
     if not texts:
-        texts = texts_of(opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, tell, WINDOW, pipeline.threads)
+        texts = draw_texts(opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, tell, WINDOW, pipeline.threads)
     return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], tell))
 
 
 def sensitivities(
-    opened: Opened, ladder: Ladder, work: Work, texts: Texts, tell: Progress, threads: int
+    opened: Opened, ladder: Ladder, work: WorkFolder, texts: Texts, tell: Progress, threads: int
 ) -> dict[str, dict[str, float]]:
     """What each format would do to the outputs of each part of the layers' matrices, by target: on a walk of its own."""
-    own = Work(work.folder / "kinds")
+    own = WorkFolder(work.folder / "kinds")
     own.begin(work.read(PLAN))
-    go(Walk(opened.source, texts, own, {}), [Sensitivity(ladder, threads)], own, tell, threads)
+    run_pass(LayerPass(opened.source, texts, own, {}), [Sensitivity(ladder, threads)], own, tell, threads)
     found: dict[str, dict[str, float]] = {}
     for number in range(opened.config.num_layers):
         found |= own.about(number)["extra"]["errors"]
     return found
 
 
-def walked(opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: Work, texts: Texts, tell: Progress) -> Made:
+def run_methods(
+    opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: WorkFolder, texts: Texts, tell: Progress
+) -> PassOutput:
     """Carry the methods out, from where an earlier run was stopped. `kinds` by target. Raises ValueError as Work does."""
     threads = threads_of(pipeline)
     folds: dict[str, Compressor] = {"awq": Awq(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
     steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
-    go(Walk(opened.source, texts, work, kinds), steps, work, tell, threads)
-    return made_of(work, opened.config.num_layers, pipeline.folds)
+    run_pass(LayerPass(opened.source, texts, work, kinds), steps, work, tell, threads)
+    return read_pass(work, opened.config.num_layers, pipeline.folds)
 
 
-def go(walk: Walk, steps: Sequence[Compressor], work: Work, tell: Progress, threads: int) -> None:
+def run_pass(walk: LayerPass, steps: Sequence[Compressor], work: WorkFolder, tell: Progress, threads: int) -> None:
     """Visit every layer that is left; say what became of it. Torch has `threads` meanwhile."""
     total, before = walk.model.config.num_layers, torch.get_num_threads()
     tell.start("layers", total, work.done, unit="layers")
-    clock, last = Clock(total, work.done), ""
+    clock, last = TimeEstimate(total, work.done), ""
     torch.set_num_threads(threads)
     try:
         for visit in walk:
             if last:
                 _report(tell, last, clock)
-            visited(visit, steps)
+            apply_methods(visit, steps)
             last = _line(visit, total)
         if last:
             _report(tell, last, clock)
@@ -173,7 +187,7 @@ def go(walk: Walk, steps: Sequence[Compressor], work: Work, tell: Progress, thre
         tell.finish()
 
 
-def _report(tell: Progress, line: str, clock: Clock) -> None:
+def _report(tell: Progress, line: str, clock: TimeEstimate) -> None:
     taken, left = clock.tick()
     line = f"{line}  {taken:.0f} s, {left / 60:.0f} min left"
     tell.advance(1, line)
@@ -192,9 +206,9 @@ def _line(visit: Visit, total: int) -> str:
     return f"{visit.number + 1}/{total} {name} K {report.inputs} error {report.error:.4f} (rtn {report.nearest:.4f}{held})"
 
 
-def made_of(work: Work, layers: int, folds: bool) -> Made:
+def read_pass(work: WorkFolder, layers: int, folds: bool) -> PassOutput:
     """What a walk that has come to its end left."""
-    made = Made(work, {}, folds, {}, [], 0)
+    made = PassOutput(work, {}, folds, {}, [], 0)
     for number in range(layers):
         about = work.about(number)
         made.kinds |= about["kinds"]

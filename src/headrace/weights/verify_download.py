@@ -1,4 +1,4 @@
-"""A file on its way here: what is known of it, and whether what came is what was promised."""
+"""Downloads: a hub file's description, and the check of a downloaded file against its SHA-256 or git id."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ CHUNK = 1 << 20
 
 
 class FetchError(Exception):
-    """A source could not deliver; one line that says why. The next source is tried."""
+    """A source failed; the message is one line with the reason. The caller tries the next source."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of the hub as the hub describes it. `sha256` or `blob` (the git id of a small file) checks it."""
+    """A file of a hub repository. `size` is in bytes; `sha256`, or for a small file its git `blob` id, verifies a download."""
 
     repo: str
     path: str
@@ -30,13 +30,13 @@ class HubFile:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
-def check(path: Path, sha256: str | None, blob: str | None) -> StoredFile | None:
-    """The file with its SHA-256, or None where it is not what was asked for: by SHA-256, else by its git id."""
+def verify_file(path: Path, sha256: str | None, blob: str | None) -> StoredFile | None:
+    """Check a file against `sha256`, or if that is None against its git id `blob`; None if it does not match."""
     size, found = path.stat().st_size, sha256_of(path)
     if sha256 is None and blob is not None:
         git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
