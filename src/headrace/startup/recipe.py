@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
+from headrace.data.progress import Progress, Silent
 from headrace.drafting.draft_model_kv import Companion
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
