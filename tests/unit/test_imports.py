@@ -39,7 +39,7 @@ ROOMS = {
     "runner": "weights.loader weights.parts models models.layers ops kv.pool weights data",
     "backends.eager": "runner models models.layers ops kv.pool data",
     "backends.eager.heads": "backends.eager runner weights.loader ops kv.pool weights",
-    "backends.native.weights": "weights.parts models models.layers weights core",
+    "backends.native.weights": "weights.parts models models.layers weights core data",
     "backends.native": "backends.native.weights runner models models.layers ops kv weights core data",
     "engine": "drafting decoding text kv data",
     "startup": "startup.opening startup.memory backends.native backends.native.weights backends.eager.heads "
@@ -60,7 +60,7 @@ ROOMS = {
     "weights.parts models models.layers ops kv compress.grids weights core data",
     "workflows": "llm stats data",
     "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv weights host stats data",
-    "bench.kv": "bench compress startup runner models ops kv weights host",
+    "bench.kv": "bench compress startup runner models ops kv weights host data",
     "bench.profile": "bench llm backends.native core data",  # of the native core alone
     "bench.linears": "bench.profile bench backends.native weights core",  # so too
     "bench.tools": "server.protocols bench llm decoding text data",  # asks as the server asks
