@@ -1,22 +1,23 @@
-"""Parts of docs/decoding.md that are written by commands, each between two marks of its name."""
+"""Parts of pages that commands write, each between two marks with its name."""
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "decoding.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "decoding.md"
 
 
 def marks(part: str) -> tuple[str, str]:
     return f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
 
 
-def written(part: str) -> str:
-    """The part as it stands in the page."""
+def written(part: str, page: Path = PAGE) -> str:
+    """The text of a part of a page."""
     begin, end = marks(part)
-    return PAGE.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
+    return page.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
 
 
-def write(part: str, text: str) -> None:
-    """Put `text` in its place."""
+def write(part: str, text: str, page: Path = PAGE) -> None:
+    """Replace a part of a page by `text`."""
     begin, end = marks(part)
-    before, _, rest = PAGE.read_text("utf-8").partition(begin)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", "utf-8")
+    before, _, rest = page.read_text("utf-8").partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", "utf-8")

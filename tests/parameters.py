@@ -1,4 +1,4 @@
-"""The table of a request's parameters, from what is declared of them, written into docs/decoding.md.
+"""Tables made from declarations: a request's parameters in docs/decoding.md, a model's settings in docs/commands.md.
 
 PYTHONPATH=src python -m tests.parameters
 """
@@ -11,9 +11,11 @@ import msgspec
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
 from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, StructuredOutputs
-from tests.pages import write
+from headrace.data.settings import Group, ModelSettings, Setting
+from tests.pages import DOCS, write
 
 PART = "parameters"
+SETTINGS, COMMANDS = "settings", DOCS / "commands.md"
 
 
 def rows(params: type[msgspec.Struct]) -> Iterator[str]:
@@ -54,5 +56,19 @@ def table() -> str:
     return "\n".join([*lines, *rows(SamplingParams), *rows(BeamSearchParams), *rows(RefineParams)])
 
 
+def setting_rows(settings: type[msgspec.Struct]) -> Iterator[str]:
+    """A line of the table for each setting of `LLM`."""
+    for one in declared(settings):
+        assert isinstance(one.field, Setting)
+        option = "–" if one.field.group is Group.PYTHON else f"`--{one.name.replace('_', '-')}`"
+        yield f"| `{one.name}` | {option} | {one.field.group.value} | {default(one)} | {one.field.doc} |"
+
+
+def settings_table() -> str:
+    lines = ["| setting | option | of | default | what it does |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *setting_rows(ModelSettings)])
+
+
 if __name__ == "__main__":
     write(PART, table())
+    write(SETTINGS, settings_table(), COMMANDS)

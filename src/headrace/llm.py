@@ -1,12 +1,14 @@
 """`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec.structs import replace
 
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.explicit import (
@@ -26,6 +28,7 @@ from headrace.data.outputs import Classification, CompletionOutput, Embedding, R
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress, Silent
 from headrace.data.progress_bar import Moving, on_terminal, waiting
+from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.constraint_check import extract_calls
@@ -39,7 +42,7 @@ from headrace.engine.lockstep import Inbox, Lockstep
 from headrace.startup.backend import start
 from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
-from headrace.startup.recipe import BLOCK_SIZE, Recipe, Settings
+from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
 from headrace.text.continuing import check_continues, render_open
 from headrace.weights.defaults import values
@@ -50,19 +53,23 @@ log = logging.getLogger("headrace")
 
 
 class LLM:
-    """A model ready to generate, in this process.
+    """An open model in this process, with its tokenizer, KV cache and engine.
 
-    `model`: catalog name, .gguf path, folder with safetensors, or hub id. `backend`: auto (on a CPU the native core), native,
-    torch. `dtype`: auto, float64, float32, bfloat16, float16; any but bfloat16 runs in torch. `kv_dtype`: auto, bfloat16, int8,
-    int4, or a torch dtype. `quantize`: int8 or int4 makes integers of float weights at load (native). `activations`: inputs
-    of integer weights are rounded: auto (as the folder asks), group (of 32), token, split, tensor. `kv_cache_memory`: bytes or
-    "2GiB". Companions of the same vocabulary: `draft` drafts (or is a folder of trained heads), `amateur` is for contrastive
-    decoding, `cascade` writes where it is sure. `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self,
-    blocks, None) drafts what the model verifies, `draft_tokens` at once, among `draft_vocab` tokens (0: all). Outputs depend
-    on request and seed alone: bitwise on the native core, near-tie-exact in torch (`verification` rejection and block draw
-    others). Folders: `classifier`; `exits`, by which tokens leave (`exit_state`: deferred, propagate). `parse_special`:
-    control tokens inside messages are control tokens, for trusted content only. Raises ValueError.
+    model: catalog name, .gguf file, folder with safetensors, or hub id. The keywords are the fields of
+    `headrace.data.settings.ModelSettings`; docs/commands.md lists them.
+    - Numbers: `dtype` (any but auto and bfloat16 runs in torch), `kv_dtype` of the KV cache, `quantize` (int8 or int4 of float
+      weights at load, native back end) and `activations` (rounding of the inputs of integer weights).
+    - Memory: `kv_cache_memory` in bytes or as "2GiB", `max_model_len` in tokens.
+    - Other models of the same vocabulary: `draft` (also a folder of trained heads), `amateur`, `cascade`. Folders:
+      `classifier`, `exits`.
+    - Speculation: `speculate` names the drafter, None turns it off; `draft_tokens` are drafted at once.
+    - `parse_special`: control tokens inside messages are parsed; for trusted content only.
+
+    Outputs depend on the request and its seed alone: bitwise on the native back end, up to near ties in torch.
+    `verification="rejection"` and "block" draw other samples of the same distribution. Raises ValueError.
     """
+
+    settings: ModelSettings
 
     def __init__(
         self,
@@ -90,40 +97,34 @@ class LLM:
         draft_vocab: int | None = None,
         classifier: str | Path | None = None,
         exits: str | Path | None = None,
-        exit_state: str = "deferred",
+        exit_state: str = DEFERRED,
         cascade: str | Path | None = None,
         parse_special: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        given = locals()
+        self._open(model, ModelSettings(**{name: given[name] for name in ModelSettings.__struct_fields__}), progress)
+
+    @classmethod
+    def from_settings(cls, model: str | Path, settings: ModelSettings, *, progress: Progress | None = None) -> Self:
+        """Open a model with settings that are already one object. Raises ValueError."""
+        llm = cls.__new__(cls)
+        llm._open(model, settings, progress)
+        return llm
+
+    def _open(self, model: str | Path, settings: ModelSettings, progress: Progress | None) -> None:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
-            self.device, self.opened = pick_device(device), open_files(model, progress, parse_special=parse_special)
-            self.classifier = None if classifier is None else load(classifier, self.opened)
-            recipe = Recipe(
-                open_roles(self.opened, draft, amateur, speculate or "", progress, exits, cascade),
-                Settings(
-                    str(self.device),
-                    backend=backend,
-                    dtype=dtype,
-                    kv_dtype=kv_dtype,
-                    quantize=quantize,
-                    activations=activations,
-                    threads=threads,
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                    kv_cache_memory=kv_cache_memory,
-                    draft_vocab=draft_vocab,
-                    exit_state=exit_state,
-                    speculate=speculate or "",
-                ),
-                self.progress,
-            )
+            self.device = pick_device(settings.device)
+            self.opened = open_files(model, progress, parse_special=settings.parse_special)
+            self.classifier = None if settings.classifier is None else load(settings.classifier, self.opened)
+            self.settings = replace(settings, device=self.device)
+            recipe = Recipe(open_roles(self.opened, settings, progress), self.settings, self.progress)
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
-        scheduler = SchedulerConfig.preset(preset, self.memory_plan.max_model_len, max_num_seqs, policy, max_num_batched_tokens)
-        self.engine = self._engine(recipe, scheduler, enable_prefix_caching, started.row_invariant, draft_tokens)
-        self.callers = Lockstep(self.engine, self.tokenizer.encode, seed)
+        self.engine = self._engine(recipe, started.row_invariant)
+        self.callers = Lockstep(self.engine, self.tokenizer.encode, settings.seed)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
@@ -319,18 +320,17 @@ class LLM:
         return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {self.dtype}, context {plan.max_model_len})"
 
     # -- driving the engine --------------------------------------------------------------------------------------------
-    def _engine(
-        self, recipe: Recipe, scheduler: SchedulerConfig, caching: bool, invariant: bool, draft_tokens: int | None
-    ) -> Engine:
-        config, plan = self.model_config, self.memory_plan
-        method = recipe.settings.speculate or None
-        drafts = speculation(method, invariant, plan.max_model_len, draft_tokens, recipe.drafter())
+    def _engine(self, recipe: Recipe, invariant: bool) -> Engine:
+        config, plan, settings = self.model_config, self.memory_plan, self.settings
+        limits = plan.max_model_len, settings.max_num_seqs, settings.policy, settings.max_num_batched_tokens
+        scheduler = SchedulerConfig.preset(settings.preset, *limits)
+        drafts = speculation(settings.speculate or None, invariant, plan.max_model_len, settings.draft_tokens, recipe.drafter())
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         self.runner.exits = None if self.classifier is None else self.classifier.exits
-        scheduler = replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
+        scheduler = dataclasses.replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
         return Engine(
             InProcess(self.runner),
-            EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, caching)),
+            EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, settings.enable_prefix_caching)),
             vocab_size=config.vocab_size,
             tokenizer=self.tokenizer,
             eos_ids=self.opened.eos_ids,

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.compress.run import Pipeline, compress
 from headrace.data.params import ParamError, SamplingParams
+from headrace.data.settings import ModelSettings
 from headrace.data.types import Request
 from headrace.decoding.processors import LengthNudge
 from headrace.engine.engine import AdmissionError
@@ -436,10 +437,11 @@ def test_a_rule_is_of_one_model_and_of_its_exits(
     shutil.copytree(exits, place)
     rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, fits=rules.fits(own, place))
     rules.save(place, rule)
-    assert rules.known(own, place, None) == (rule,)
+    settings = ModelSettings(exits=place)
+    assert rules.known(own, settings, None) == (rule,)
     compress(model, tmp_path / "other.gguf", Pipeline(format="Q8_0"))
-    assert rules.known(open_files(tmp_path / "other.gguf"), place, None) == ()
+    assert rules.known(open_files(tmp_path / "other.gguf"), settings, None) == ()
     assert "calibration.json is of another model or of other exits and is not used" in caplog.text
     weights = place / "heads.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    assert rules.known(own, place, None) == ()
+    assert rules.known(own, settings, None) == ()

@@ -11,12 +11,13 @@ import torch
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed
+from headrace.data.settings import ModelSettings
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.runner.runner import Runner
 from headrace.startup.backend import start
 from headrace.startup.opening import open_model
-from headrace.startup.recipe import Recipe, Role, Settings
+from headrace.startup.recipe import Recipe, Role
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import PAD, loaded, logits, oracle, write_tiny_marian
 
@@ -125,4 +126,4 @@ def test_a_decoder_beside_is_refused(folder: Path, tmp_path: Path) -> None:
     roles = Role("target", open_model(folder)), Role("draft", decoder)
     for pair in (roles, (Role("target", decoder), Role("draft", roles[0].opened))):
         with pytest.raises(ValueError, match="beside an encoder-decoder only another one works"):
-            start(Recipe(pair, Settings("cpu")))
+            start(Recipe(pair, ModelSettings(device="cpu")))

@@ -8,6 +8,7 @@ import pytest
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET
+from headrace.data.settings import ModelSettings
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
@@ -19,7 +20,7 @@ from headrace.startup import backend
 from headrace.startup.backend import Started, start
 from headrace.startup.memory import DoesNotFit
 from headrace.startup.opening import open_model
-from headrace.startup.recipe import BLOCK_SIZE, SELF, Recipe, Role, Settings
+from headrace.startup.recipe import BLOCK_SIZE, SELF, Recipe, Role
 from tests.house.toy_back_end import Counting, Toy
 from tests.tiny import finish, tokens_of
 from tests.tiny_files import write_tiny_gguf
@@ -78,17 +79,19 @@ def test_torch_reads_nothing_where_not_all_has_room(tiny: Path, tmp_path: Path, 
     roles = [Role(name, each) for name, each in zip((TARGET.name, DRAFT), models, strict=True)]
     for memory, fits in (("1024GiB", "kv_cache_memory is 1024.00 GiB"), (None, "need .* for their weights")):
         with pytest.raises(DoesNotFit, match=fits):
-            start(Recipe(tuple(roles), Settings("cpu", "torch", dtype="float64", kv_cache_memory=memory)))
+            start(Recipe(tuple(roles), ModelSettings(device="cpu", backend="torch", dtype="float64", kv_cache_memory=memory)))
         monkeypatch.setattr("headrace.host.free_memory", lambda: 12 * numbers)  # for one and a half
     with pytest.raises(TypeError):
-        start(Recipe((roles[0],), Settings("cpu", "torch", dtype="float64", max_model_len=16)))
+        start(Recipe((roles[0],), ModelSettings(device="cpu", backend="torch", dtype="float64", max_model_len=16)))
 
 
 # -- a role: one row ---------------------------------------------------------------------------------------------------------
 
 
 def begin(tiny: Path, name: str, *more: Role) -> tuple[Recipe, Started]:
-    settings = Settings("cpu", name, dtype="float64" if name == "torch" else "auto", threads=1, max_model_len=64)
+    settings = ModelSettings(
+        device="cpu", backend=name, dtype="float64" if name == "torch" else "auto", threads=1, max_model_len=64
+    )
     recipe = Recipe((Role(TARGET.name, open_model(tiny)), *more), settings)
     return recipe, start(recipe)
 

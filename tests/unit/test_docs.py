@@ -135,6 +135,10 @@ def test_the_floors_and_ways_of_the_house_are_the_houses() -> None:
 def test_the_table_of_parameters_is_what_is_declared() -> None:
     assert parameters.table() == written(parameters.PART), "docs/decoding.md is stale: python -m tests.parameters"
     assert "| `top_k` | 0 (off) or more | 0 | Only the K likeliest tokens |" in parameters.table().splitlines()
+    stale = "docs/commands.md is stale: python -m tests.parameters"
+    assert parameters.settings_table() == written(parameters.SETTINGS, parameters.COMMANDS), stale
+    row = "| `threads` | `--threads` | commands that open a model | – | CPU threads |"
+    assert row in parameters.settings_table().splitlines()
 
 
 def test_both_readmes_show_the_same_code() -> None:

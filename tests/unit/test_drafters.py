@@ -10,6 +10,7 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import MAX_NODES, Answer, Drawn, Failed
+from headrace.data.settings import ModelSettings
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ, SHORT, Drafter, Observes
 from headrace.drafting.draft_model import DraftModel
@@ -20,7 +21,7 @@ from headrace.drafting.speculation import bounded, prune
 from headrace.drafting.suffix import MEMORY, SEPARATOR, TOKEN_BYTES, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
 from headrace.startup.loading import open_files
-from headrace.startup.recipe import Recipe, Role, Settings
+from headrace.startup.recipe import Recipe, Role
 from tests.tiny_files import write_tiny_gguf
 
 
@@ -457,7 +458,7 @@ def test_the_memory_plan_counts_automata(tmp_path: Path) -> None:
     target = open_files(write_tiny_gguf(tmp_path / "tiny.gguf", context=128))
 
     def blocks(speculate: str, free: int, **more: Any) -> int:
-        recipe = Recipe((Role("target", target),), Settings("cpu", speculate=speculate, **more))
+        recipe = Recipe((Role("target", target),), ModelSettings(speculate=speculate, **more))
         return recipe.plan(lambda config: 10_000, 4, free).num_blocks
 
     assert blocks("ngram", 10**9, kv_cache_memory=10**6) == 100

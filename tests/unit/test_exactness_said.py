@@ -20,7 +20,7 @@ def test_the_docstring_names_every_method_and_both_classes() -> None:
 
 
 def test_the_help_claims_no_more() -> None:
-    (option,) = HelperOptions.__annotations__["speculate"].__metadata__
+    (option,) = HelperOptions.__dataclass_fields__["speculate"].type.__metadata__
     text = option.help
     assert "in torch near ties" in text
     assert "--verification rejection" in text

@@ -68,7 +68,7 @@ ROOMS = {
     "bench.token_cascade": "bench llm runner drafting stats data",
     "bench.exits": "bench training llm startup.exits runner stats",
     "bench.audit": "llm runner decoding data",
-    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules startup runner stats data",
+    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules runner stats data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",

@@ -16,10 +16,10 @@ from headrace.bench.prompts import Prompt, tokens_of
 from headrace.data.outputs import RequestOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
+from headrace.data.settings import DEFERRED
 from headrace.llm import LLM
 from headrace.runner.early_exit import MOST_BEHIND
 from headrace.runner.heads import Heads
-from headrace.startup.recipe import DEFERRED
 from headrace.startup.rules import load
 from headrace.stats.calibration import calibration_error
 from headrace.stats.text_similarity import rouge_l

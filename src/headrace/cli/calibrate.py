@@ -69,6 +69,7 @@ def calibrate(
     options.check()
 
     from headrace.bench.prompts import read_prompts
+    from headrace.startup.rules import keep
     from headrace.stats.calibration import minimum_n
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
@@ -80,8 +81,8 @@ def calibrate(
         )
     llm = open_llm(model, options)
     lost: Literal["text", "token"] = "text" if loss is Loss.TEXT else "token"
-    of, cascade = options.exit_state, options.cascade is not None
-    task = Task(str(criterion), decay, max_tokens, lost, delta, epsilon, of, cascade)
+    cascade = options.cascade is not None
+    task = Task(str(criterion), decay, max_tokens, lost, delta, epsilon, cascade)
     rule, found = calibrated(
         llm,
         [asked_tokens(llm, prompt) for prompt in prompts],
@@ -93,7 +94,7 @@ def calibrate(
     if rule is None:
         say(f"no threshold can be shown to lose at most {delta:g} on {found.n} prompts: none is set, the full model writes")
         return
-    _save(llm, options, rule)
+    rule = keep(rule, llm.opened, llm.settings, fetch(options.cascade) if cascade else None)
     say(rule.summary())
     if not cascade and rule.layers >= (depth := llm.model_config.num_layers):
         say(f"no token exited early: all took {depth} of {depth} layers, so this rule saves nothing; try a larger --delta")
@@ -116,18 +117,6 @@ def _untrained(prompts: list[Any], exits: str | Path | None) -> list[Any]:
     if len(fresh) < len(prompts):
         say(f"{len(prompts) - len(fresh)} of {len(prompts)} prompts trained the exits in {exits} and are left out")
     return [prompts[at] for at in fresh]
-
-
-def _save(llm: Any, options: ModelOptions, rule: Any) -> None:
-    """In the folder of the exits, or, for a pair of models, in Headrace's own folder."""
-    from msgspec.structs import replace
-
-    from headrace.startup.rules import fits, folder_of, save
-
-    if options.exits is not None:
-        save(Path(options.exits), replace(rule, fits=fits(llm.opened, options.exits)))
-    else:
-        save(folder_of(llm.opened.path, fetch(str(options.cascade))), rule)
 
 
 def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:

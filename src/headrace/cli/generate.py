@@ -76,14 +76,15 @@ def generate(
     if show_exits and options.exits is None and options.cascade is None:
         raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
     more = choice.changes()
-    exits = {} if options.exits is None else {"exits": options.exits, "exit_state": options.exit_state}
-    others = {"amateur": options.amateur, "cascade": options.cascade}  # what these write is theirs
-    beside = exits | {role: str(fetch(name).resolve()) for role, name in others.items() if name is not None}
+    # Answers depend on these, too.
+    models = {"amateur": options.amateur, "cascade": options.cascade}
+    paths = {role: str(fetch(name).resolve()) for role, name in models.items() if name is not None}
+    other = options.settings().early_exit | paths
     if target.exists() and source.samefile(target):
         raise typer.BadParameter("input and output are the same file; name another output")
     found = survey(source)
     output = BatchOutput(
-        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more | beside}
+        target, {"input": found.sha256, "model": str(fetch(model).resolve()), "settings": sampling.settings() | more | other}
     )
     output.look(overwrite)
     if len(output.done) < found.lines:

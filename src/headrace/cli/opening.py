@@ -1,7 +1,6 @@
 """Opening a model for a command: pulled where it is missing; what happens is said on stderr."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,9 @@ def open_llm(
     further arguments of it."""
     from headrace.startup.arguments import check_arguments
 
-    opened, *_ = [look_at(each) for each in (model, *options.companions())]
-    check_arguments({**asdict(options), **more}, opened)
+    settings = options.settings(**more)
+    opened, *_ = [look_at(str(name)) for name in (model, *settings.companions)]
+    check_arguments(settings, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
     if sampling is not None and not quiet and opened is not None:
@@ -67,7 +67,7 @@ def open_llm(
         say(f"loading {name}")
     from headrace.llm import LLM
 
-    llm = LLM(model, **asdict(options), **more, progress=progress)
+    llm = LLM.from_settings(model, settings, progress=progress)
     if not quiet:
         rounding = llm.opened.rounding_summary(options.activations)
         note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{rounding}")
@@ -81,5 +81,5 @@ def _say_calibrated(llm: Any, options: HelperOptions) -> None:
     from headrace.startup.rules import known
 
     smaller = None if options.cascade is None else fetch(options.cascade)
-    for rule in known(llm.opened, options.exits, smaller, options.exit_state):
+    for rule in known(llm.opened, llm.settings, smaller):
         note(f"calibrated: {rule.summary()}")

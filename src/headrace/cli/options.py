@@ -3,10 +3,10 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from msgspec import to_builtins
@@ -17,6 +17,7 @@ from headrace.cli.output import say
 from headrace.data.explicit import heeded, params_of
 from headrace.data.fields import Declared, Use, declared
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams
+from headrace.data.settings import Group, ModelSettings, option_settings
 from headrace.data.structured import StructuredOutputs
 from headrace.weights.defaults import Defaults, SamplingDefaults, Setting, summary, values
 
@@ -104,10 +105,6 @@ class EarlyStopping(StrEnum):
     NEVER = "never"
 
 
-def _model(help: str) -> Any:
-    return typer.Option(help=help, rich_help_panel=MODEL_PANEL)
-
-
 def _sampling(help: str) -> Any:
     return typer.Option(help=help, rich_help_panel=SAMPLING_PANEL)
 
@@ -116,105 +113,70 @@ def _form(help: str, **more: Any) -> Any:
     return typer.Option(help=help, rich_help_panel=FORM_PANEL, **more)
 
 
-@dataclass
-class WeightOptions:
-    """How a model is opened: the arguments of `LLM`, but for its companions."""
-
-    dtype: Annotated[str, _model("auto, float64, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, _model("auto, cpu, cuda or cuda:N.")] = "auto"
-    backend: Annotated[str, _model("auto, native or torch.")] = "auto"
-    threads: Annotated[int | None, _model("CPU threads.")] = None
-    max_model_len: Annotated[int | None, _model("Context in tokens, answer included (default: the model's own).")] = None
-    kv_cache_memory: Annotated[
-        str | None,
-        _model("Memory for the KV cache at most, as in 2GiB (default: a context, and 2048 tokens for each sequence at once)."),
-    ] = None
-    kv_dtype: Annotated[str, _model("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype.")] = "auto"
-    quantize: Annotated[str | None, _model("int8 or int4: make integers of float weights at load.")] = None
-    activations: Annotated[
-        str,
-        _model(
-            "How inputs of integer weights are rounded: group (one scale for 32), token (one for a row), split (outliers left "
-            "out), tensor (the folder's own scales); auto: as the folder asks, else group."
-        ),
-    ] = "auto"
-
-    def check(self) -> None:
-        """Raises typer.BadParameter for what no model can be opened with."""
-        for name in ("threads", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise typer.BadParameter(f"--{name.replace('_', '-')} must be 1 or more, not {value}")
-        if self.threads is not None and self.threads > (cores := host.cores()):
-            say(f"headrace: {self.threads} threads on {cores} cores wait for each other; --threads {cores} is faster")
-
-    def companions(self) -> list[str]:
-        """The other models that are opened with it."""
-        return []
+# Types that one value on the command line can have.
+KINDS: dict[Any, Any] = {str: str, bool: bool, int: int, float: float, bool | Literal["never"]: EarlyStopping}
 
 
-@dataclass
-class HelperOptions(WeightOptions):
-    """The same, and who writes for a model: drafters, exits, a smaller model."""
-
-    draft: Annotated[
-        str | None, _model("A smaller model of the same vocabulary that drafts for this one, or a folder of trained heads.")
-    ] = None
-    speculate: Annotated[
-        str,
-        _model(
-            "Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks or off. On the native core no "
-            "token changes; in torch near ties may fall otherwise, and --verification rejection and block draw other samples."
-        ),
-    ] = "auto"
-    draft_tokens: Annotated[int | None, _model("Tokens drafted at once (default: what pays here, as measured).")] = None
-    draft_vocab: Annotated[
-        int | None, _model("The draft chooses among so many of the most frequent tokens (default: 49152; 0: all).")
-    ] = None
-
-    cascade: Annotated[
-        str | None, _model("A smaller model of the same vocabulary that writes where it is sure: with --cascade-threshold.")
-    ] = None
-    exits: Annotated[
-        str | None, _model("A folder that train-heads --kind exit wrote for MODEL: tokens leave by them with --exit-threshold.")
-    ] = None
-    exit_state: Annotated[
-        str, _model("Above an exit the layers catch up later (deferred), or make K and V of the row that left (propagate).")
-    ] = "deferred"
-
-    def companions(self) -> list[str]:
-        """The other models that are opened with it."""
-        return [name for name in (self.draft, self.cascade) if name is not None]
-
-
-@dataclass
-class ModelOptions(HelperOptions):
-    """The same, and a model that this one is combined with: contrastive decoding, speculative cascades."""
-
-    amateur: Annotated[str | None, _model("A smaller model of the same vocabulary: contrastive decoding, cascades.")] = None
-    parse_special: Annotated[
-        bool, _model("Control tokens written inside messages and documents are control tokens; for trusted content alone.")
-    ] = False
-
-    def companions(self) -> list[str]:
-        """The other models that are opened with it."""
-        return [*super().companions(), *([] if self.amateur is None else [self.amateur])]
-
-
-# Of types that a command line has: lists and forms have options of their own.
-KINDS: dict[Any, Any] = {bool: bool, int: int, float: float, bool | Literal["never"]: EarlyStopping}
+def option_kind(one: Declared) -> Any:
+    """The type of a declared field on the command line; None if one value cannot give it."""
+    origin = get_origin(one.kind)
+    return str if origin is Literal or (origin is Union and str in get_args(one.kind)) else KINDS.get(one.kind)
 
 
 def option_fields(fields: Iterable[Declared], panel: str) -> list[tuple[str, Any, None]]:
-    """Rows for `make_dataclass`: each declared field of such a type as an option of its name."""
+    """Rows for `make_dataclass`: an option for each declared field of a type in `KINDS`. None: the option was not given."""
     rows: list[tuple[str, Any, None]] = []
     for one in fields:
-        kind = str if get_origin(one.kind) is Literal else KINDS.get(one.kind)
+        kind = option_kind(one)
         if kind is not None and one.field.doc and one.field.option is not None:
             names = [f"--{one.flat.replace('_', '-')}", *one.field.option.split()]
             option = typer.Option(*names, help=one.field.help, rich_help_panel=panel)
             rows.append((one.flat, Annotated[kind | None, option], None))
     return rows
+
+
+def setting_fields(settings: Iterable[Declared], panel: str = MODEL_PANEL, **more: Any) -> list[tuple[str, Any, Any]]:
+    """Rows for `make_dataclass`: an option for each setting of `LLM`, with its default. `more`: arguments of `typer.Option`."""
+    rows = []
+    for one in settings:
+        kind = option_kind(one)
+        option = typer.Option(help=one.field.help, rich_help_panel=panel, **more)
+        rows.append((one.name, Annotated[kind | None if one.optional else kind, option], one.default))
+    return rows
+
+
+Opening: Any = make_dataclass("Opening", setting_fields(option_settings(Group.OPENING)))
+
+
+class WeightOptions(Opening):
+    """Options of every command that opens a model."""
+
+    def settings(self, **more: Any) -> ModelSettings:
+        """The settings that were given; `more` are those that are not options."""
+        return ModelSettings(**{**asdict(self), **more})
+
+    def check(self) -> None:
+        """Raises typer.BadParameter for a number out of its range."""
+        for one in option_settings():
+            value = getattr(self, one.name, None)
+            if isinstance(value, int) and not one.field.holds(value):
+                raise typer.BadParameter(f"--{one.name.replace('_', '-')} must be {one.field.bounds}, not {value}")
+        if self.threads is not None and self.threads > (cores := host.cores()):
+            say(f"headrace: {self.threads} threads on {cores} cores wait for each other; --threads {cores} is faster")
+
+
+Generating: Any = make_dataclass("Generating", setting_fields(option_settings(Group.GENERATING)), bases=(WeightOptions,))
+
+
+class HelperOptions(Generating):
+    """These, and the drafters, exits and smaller models of a model that generates."""
+
+
+Decoding: Any = make_dataclass("Decoding", setting_fields(option_settings(Group.DECODING)), bases=(HelperOptions,))
+
+
+class ModelOptions(Decoding):
+    """These, and what the other decoding methods need."""
 
 
 PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")

@@ -10,7 +10,8 @@ from headrace.cli.help import complete_model, short_help
 from headrace.cli.opening import look_at
 from headrace.cli.options import ModelOptions, with_groups
 from headrace.cli.output import say
-from headrace.cli.serve_options import CASCADES, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
+from headrace.cli.serve_options import CASCADES, CLASSIFIER, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
+from headrace.data.settings import ModelSettings
 from headrace.weights.store import expand, find_home
 
 INTERRUPTED = 130
@@ -46,7 +47,7 @@ def serve(
     limits: LimitOptions,
     classifier: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="A folder that train-classifier wrote for MODEL: /v1/classify."),
+        typer.Option(exists=True, file_okay=False, help=CLASSIFIER.field.help),
     ] = None,
     model: ServedModel = "",
 ) -> int:
@@ -117,14 +118,15 @@ def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool
 
     together = []
     for _, entry, given in entries:
-        names = dict.fromkeys([entry.model, *(given.get(role) for role in ("draft", "amateur", "cascade"))])
-        opened = [one for name in names if name is not None and (one := look_at(name)) is not None]
-        check_arguments(given, opened[0] if opened else None)
+        settings = ModelSettings(**given)
+        names = dict.fromkeys([entry.model, *map(str, settings.companions)])
+        opened = [one for name in names if (one := look_at(name)) is not None]
+        check_arguments(settings, opened[0] if opened else None)
         packed = (
-            given["backend"] != "torch" and given["dtype"] in ("auto", "bfloat16") and pick_device(given["device"]) == "cpu"
+            settings.backend != "torch" and settings.dtype in ("auto", "bfloat16") and pick_device(settings.device) == "cpu"
         )
         if packed and (entry.preload or not on_demand):
-            together += [(one, given["quantize"] or "") for one in opened]
+            together += [(one, settings.quantize or "") for one in opened]
     check_room(together)
 
 

@@ -5,14 +5,15 @@ import stat
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.options import ModelOptions
+from headrace.cli.options import setting_fields
 from headrace.cli.output import say
+from headrace.data.settings import Group, option_settings
 from headrace.data.spelling import did_you_mean
 from headrace.weights.defaults import SamplingDefaults
 
@@ -20,7 +21,8 @@ SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
 MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
 CASCADES = "headrace.cascades"  # and its cascades, as they stand there
-OF_A_MODEL = ("max_num_seqs", "max_num_batched_tokens", "classifier", *ModelOptions.__dataclass_fields__)
+OF_A_MODEL = tuple(one.name for one in option_settings())
+*BATCHING, CLASSIFIER = option_settings(Group.SERVING)
 
 
 NO_SETTINGS = ("config", "help_all", "help")  # options of the command line alone
@@ -175,12 +177,13 @@ def _queue(help: str, **more: Any) -> Any:
     return typer.Option(help=help, rich_help_panel=QUEUE, **more)
 
 
-@dataclass
-class QueueOptions:
-    """How many at once, how many wait."""
+Batching: Any = make_dataclass("Batching", setting_fields(BATCHING, QUEUE, min=1))
 
-    max_num_seqs: Annotated[int, _queue("Sequences in a batch.", min=1)] = 32
-    max_num_batched_tokens: Annotated[int | None, _queue("Tokens of a step.", min=1)] = None
+
+@dataclass
+class QueueOptions(Batching):
+    """Options of the engine's batches and of the queue before them."""
+
     max_queued_requests: Annotated[int, _queue("More get a 429.", min=1)] = 256
     max_queued_tokens: Annotated[int, _queue("Prompt tokens that may wait; more get a 429.", min=1)] = 262_144
     stuck_after: Annotated[float, _queue("Seconds of silence after which the engine is started again.", min=1)] = 60.0

@@ -130,7 +130,7 @@ def _declared(name: str, hint: Any, default: Any) -> Declared:
     ways = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     optional = NoneType in ways
     if optional:
-        (kind,) = (way for way in ways if way is not NoneType)
+        kind = Union[tuple(way for way in ways if way is not NoneType)]  # noqa: UP007 - of one type it is that type
     check = _choice if get_origin(kind) is Literal else CHECKS.get(kind, lambda one, value: value)
     return Declared(name, kind, optional, default, field, check)
 

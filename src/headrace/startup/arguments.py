@@ -1,19 +1,14 @@
-"""Arguments of `LLM` that cannot work, found before weights are read or torch is imported."""
+"""Settings that cannot work, found before weights are read or torch is imported."""
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
-
+from headrace.data.settings import ModelSettings
 from headrace.drafting.methods import check_speculation
 from headrace.startup.backend import check_settings
 from headrace.startup.loading import pick_device
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import Settings
 
 
-def check_arguments(given: Mapping[str, Any], target: Opened | None) -> None:
-    """Check the arguments `given` to `LLM` for a model whose files are open (None: not known yet). Raises ValueError."""
-    names = {field.name for field in fields(Settings)} - {"device"}
-    settings = Settings(pick_device(given["device"]), **{name: given[name] for name in names & given.keys()})
+def check_arguments(settings: ModelSettings, target: Opened | None) -> None:
+    """Check the settings of a model whose files are open (None: not yet known). Raises ValueError."""
+    pick_device(settings.device)
     check_settings(settings, target)
-    check_speculation(given.get("speculate"), given.get("draft_tokens"))
+    check_speculation(settings.speculate, settings.draft_tokens)

@@ -3,8 +3,11 @@
 import logging
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
+from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
 from headrace.kv.layout import kv_shape
 from headrace.runner.exit_head import Exit
 from headrace.runner.program import Program
@@ -16,7 +19,7 @@ from headrace.startup.eager import Eager
 from headrace.startup.native import Native
 from headrace.startup.offer import Loaded, Offer
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import ACTIVATIONS, DEFERRED, DTYPES, EXITS, PROPAGATE, Recipe, Role, Settings
+from headrace.startup.recipe import EXITS, Recipe, Role
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.quantized.folder import input_scale
@@ -73,10 +76,10 @@ def _as_asked(recipe: Recipe) -> Recipe:
     if settings is None or recipe.settings.kv_dtype != "auto":
         return recipe
     log.info("K and V in %s, as %s asks for", settings.format, target.path.name)
-    return replace(recipe, settings=replace(recipe.settings, kv_dtype=settings.format))
+    return replace(recipe, settings=msgspec.structs.replace(recipe.settings, kv_dtype=settings.format))
 
 
-def check_settings(settings: Settings, target: Opened | None = None) -> None:
+def check_settings(settings: ModelSettings, target: Opened | None = None) -> None:
     """Check settings that are wrong for every back end, or for the `target`, before any weights are read or torch is imported.
     Raises ValueError."""
     names = ["auto", *(offer.name for offer in OFFERS)]

@@ -5,6 +5,7 @@ from pathlib import Path
 from headrace.data.lazy_import import late
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.data.progress import Progress
+from headrace.data.settings import ModelSettings
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, absent, is_heads, open_companion, open_files, open_model
@@ -16,34 +17,28 @@ __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
 GPUS = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, of Windows under Linux
 
 
-def open_roles(
-    target: Opened,
-    draft: str | Path | None,
-    amateur: str | Path | None,
-    by_itself: str,
-    progress: Progress | None,
-    exits: str | Path | None = None,
-    cascade: str | Path | None = None,
-) -> tuple[Role, ...]:
-    """The target, and what works beside it: `draft` is a model or a folder of trained heads; without one the target may draft
-    `by_itself`: a part of it (self), or all of it (blocks). `exits`: the folder of those by which tokens may leave;
-    `cascade`: a smaller model that may write in its place. Raises ValueError besides what opening does."""
+def open_roles(target: Opened, settings: ModelSettings, progress: Progress | None) -> tuple[Role, ...]:
+    """Open the models and heads that `settings` name next to the target. The target comes first.
+
+    Raises ValueError for combinations that cannot work, and the errors of `open_files`.
+    """
+    draft, exits, cascade = settings.draft, settings.exits, settings.cascade
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
         heads = late("headrace.startup.heads", "load")(draft, target)
         roles.append(Role(HEADS, span=heads.span, heads=heads))
     elif draft is not None:
         roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
-    elif by_itself == SELF:
+    elif settings.speculate == SELF:
         roles.append(Role(SELF, span=selfdraft.load(target.path, target.config.num_layers)))
-    elif by_itself == BLOCKS:
+    elif settings.speculate == BLOCKS:
         if target.config.mask_id is None:
             raise ValueError(
                 f"{target.name} has no mask token to draft blocks with; choose another drafter, or a model with one"
             )
         roles.append(Role(BLOCKS, span=WHOLE))
-    if amateur is not None:
-        roles.append(Role(AMATEUR, open_companion(amateur, target, AMATEUR, progress)))
+    if settings.amateur is not None:
+        roles.append(Role(AMATEUR, open_companion(settings.amateur, target, AMATEUR, progress)))
     if exits is not None:
         if draft is not None and is_heads(draft):
             raise ValueError(

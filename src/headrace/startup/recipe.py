@@ -12,6 +12,7 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.data.progress import Progress, Silent
+from headrace.data.settings import ModelSettings
 from headrace.drafting.draft_model_kv import Companion
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
@@ -22,35 +23,7 @@ from headrace.text.frequent import frequent_tokens
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
 ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-ACTIVATIONS = (
-    "auto",
-    "group",
-    "token",
-    "split",
-    "tensor",
-)  # of inputs of integer weights; auto: as is asked, or usual
-DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
-DEFERRED, PROPAGATE = "deferred", "propagate"  # what becomes of the layers above an exit by which a token has left
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a caller says about how a model is run; "auto" and None leave it to us."""
-
-    device: str
-    backend: str = "auto"
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    quantize: str | None = None
-    activations: str = "auto"
-    threads: int | None = None
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
-    kv_cache_memory: int | str | None = None
-    draft_vocab: int | None = None
-    exit_state: str = DEFERRED
-    speculate: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +51,7 @@ class Recipe:
     """Roles in the order of their programs' numbers, the target first, how they are run, and who is told of the loading."""
 
     roles: tuple[Role, ...]
-    settings: Settings
+    settings: ModelSettings
     progress: Progress = field(default_factory=Silent)
 
     @property
@@ -126,7 +99,7 @@ class Recipe:
     @property
     def propagates(self) -> bool:
         """Whether rows that leave go up as they are."""
-        return self.leaves is not None and self.settings.exit_state == PROPAGATE
+        return self.leaves is not None and self.settings.propagates
 
     @property
     def features(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headrace.data.params import ParamError, SamplingParams
+from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.startup.exits import fingerprint
 from headrace.startup.opening import Opened
 from headrace.weights.atomic_file import atomic_write
@@ -63,13 +64,13 @@ class Rule(msgspec.Struct, frozen=True):
     layers: Depth
     spread: Depth
     data: str
-    state: str = "deferred"
+    state: str = DEFERRED
     fits: str = ""
 
     def summary(self) -> str:
         """In one line, for people."""
         decay = f", decay {self.decay:g}" if self.decay else ""
-        state = "" if self.state == "deferred" else f", exit_state {self.state}"
+        state = "" if self.state == DEFERRED else f", exit_state {self.state}"
         return (
             f"{self.criterion} {self.threshold:g}{decay}{state}: {self.loss} loss at most {self.delta:g} with probability "
             f"{1 - self.epsilon:g}, for prompts like the {self.n} it was calibrated on; {self.layers:.1f} layers a token"
@@ -103,15 +104,31 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
-def known(model: Opened, exits: str | Path | None, smaller: Path | None, state: str = "deferred") -> tuple[Rule, ...]:
-    """The thresholds, the newest first, of a model that is opened with a folder of exits, with a smaller model, or with
-    neither. Those of another model or of other exits are left out, which is logged. Raises ValueError as `load`."""
-    if exits is None:
-        return () if smaller is None or find_home() is None else load(folder_of(model.path, smaller), state)
-    if not (found := load(exits, state)):
+def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple[Rule, ...]:
+    """The calibrated thresholds, newest first, of a model that was opened with `settings`; `smaller`: its cascade's model.
+
+    Thresholds of another model or of other exits are left out, with a warning in the log. Raises ValueError as `load` does.
+    """
+    if settings.exits is None:
+        return () if smaller is None or find_home() is None else load(folder_of(model.path, smaller), settings.exit_state)
+    if not (found := load(settings.exits, settings.exit_state)):
         return ()
-    sign = fits(model, exits)
+    sign = fits(model, settings.exits)
     if not (own := tuple(rule for rule in found if rule.fits == sign)):
-        place = Path(exits) / CALIBRATION
+        place = Path(settings.exits) / CALIBRATION
         log.warning("%s is of another model or of other exits and is not used; run headrace calibrate", place)
     return own
+
+
+def keep(rule: Rule, model: Opened, settings: ModelSettings, smaller: Path | None) -> Rule:
+    """Save a rule that was calibrated on a model opened with `settings`, and return it as saved.
+
+    It is written into the folder of the exits, or for a cascade with the model `smaller` into Headrace's own folder.
+    """
+    if settings.exits is None:
+        assert smaller is not None
+        save(folder_of(model.path, smaller), rule)
+        return rule
+    rule = msgspec.structs.replace(rule, fits=fits(model, settings.exits), state=settings.exit_state)
+    save(Path(settings.exits), rule)
+    return rule

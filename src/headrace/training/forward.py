@@ -8,13 +8,14 @@ import torch
 from headrace import core as native
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
+from headrace.data.settings import ModelSettings
 from headrace.data.torch_threads import keep_torch_threads
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.runner.record import RecordError, record
 from headrace.startup.backend import start
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import Recipe, Role, Settings
+from headrace.startup.recipe import Recipe, Role
 from headrace.training.texts import rows_after
 from headrace.training.whole import Passed, fed
 from headrace.weights.loader import Allocator, fill, load_model
@@ -67,8 +68,8 @@ class NativeForward(TorchForward):
 
     def __init__(self, opened: Opened, longest: int, threads: int | None = None) -> None:
         super().__init__(_head(opened))
-        settings = Settings(
-            "cpu",
+        settings = ModelSettings(
+            device="cpu",
             backend=NATIVE,
             kv_dtype="float32",
             threads=threads,

@@ -31,7 +31,6 @@ class Task:
     loss: Literal["text", "token"] = "text"
     delta: float = 0.1
     epsilon: float = 0.05
-    state: str = "deferred"  # of the model that is asked: its exit_state
     cascade: bool = False  # a smaller model writes, in an exit's place
 
 
@@ -58,7 +57,7 @@ def calibrated(
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
     numbers = float(np.mean(layers)), float(np.std(layers))
     asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
-    return Rule(*asked, found.n, found.risk, *numbers, data, task.state), found
+    return Rule(*asked, found.n, found.risk, *numbers, data), found
 
 
 def _leaving(plain: SamplingParams, task: Task, threshold: float) -> SamplingParams:

@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
 
 from headrace import host
 from headrace.data.params import ParamError
@@ -199,25 +198,24 @@ def _message(error: BaseException) -> str:
     return "the constraint could not be compiled; say less in it"
 
 
-def _calibrated(llm: LLM, settings: dict[str, Any]) -> rules.Rule | None:
-    """The newest threshold for tokens that leave by the model's exits, or that its smaller model writes. Raises ValueError."""
-    cascade = settings.get("cascade")
+def _calibrated(llm: LLM) -> rules.Rule | None:
+    """The newest calibrated threshold of the model's exits or of its cascade; None if there is none. Raises ValueError."""
+    cascade = llm.settings.cascade
     smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
-    found = rules.known(llm.opened, settings.get("exits"), smaller, settings.get("exit_state", "deferred"))
-    return next(iter(found), None)
+    return next(iter(rules.known(llm.opened, llm.settings, smaller)), None)
 
 
 def load(message: Load, channel: Channel) -> LLM | None:
     """The opened model, or None after saying why there is none."""
     try:
         llm = LLM(message.model, **message.settings)
-        rule = _calibrated(llm, message.settings)
+        rule = _calibrated(llm)
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
         return None
     config = llm.engine.config
-    rounding = llm.opened.rounding_summary(message.settings.get("activations", "auto"))
+    rounding = llm.opened.rounding_summary(llm.settings.activations)
     channel.send(
         Loaded(
             max_model_len=config.scheduler.max_model_len,
