@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.data.explicit import params_of
 from headrace.data.fields import ParamError
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.limits_check import IgnoredFields
 from headrace.server.protocols.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, ChatRequest, CompletionRequest
+from headrace.workflows.batch_requests import BatchRequest, InvalidLine, read_requests
 from tests.cli_shell import Shell
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -116,20 +116,20 @@ def test_every_field_of_the_server_is_read_alike(request_type: Any, name: str, t
     refused = server_problem(body, chat)
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"url": "/v1/chat/completions" if chat else "/v1/completions", "body": body}) + "\n")
-    (found,) = read_jobs(path)
+    (found,) = read_requests(path)
     if name in OFFLINE_REFUSED or "stream" in body:
-        assert isinstance(found, BadLine)
+        assert isinstance(found, InvalidLine)
         return
     problem = file_problem(found)
     assert bool(problem) == bool(refused), (refused, problem)
-    if isinstance(found, Job):
+    if isinstance(found, BatchRequest):
         assert (name in found.ignored) == (name in OFFLINE_IGNORED)
         assert found.params == {} or name not in IgnoredFields.__struct_fields__
 
 
-def file_problem(found: Job | BadLine) -> str:
+def file_problem(found: BatchRequest | InvalidLine) -> str:
     """The objection of `headrace generate` that needs no model, empty if it has none."""
-    if isinstance(found, BadLine):
+    if isinstance(found, InvalidLine):
         return found.error
     try:
         params_of(found.params)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.cli.batch_output import BatchOutput
 from headrace.cli.files import writable_folder
 from headrace.llm import LLM
 from headrace.startup.runnable import missing
+from headrace.workflows.batch_output import BatchOutput
 from tests.cli_shell import SECONDS, Shell
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
@@ -197,14 +197,14 @@ def test_a_model_that_fails_to_load_costs_no_answers(shell: Shell, tiny_gguf: Pa
 
 def test_only_one_process_writes_a_file(tmp_path: Path) -> None:
     first, second = (BatchOutput(tmp_path / "out.jsonl", {}) for _ in range(2))
-    first.look()
-    second.look()
-    first.claim()
+    first.read_existing()
+    second.read_existing()
+    first.lock()
     with pytest.raises(ValueError, match="another process is writing"):
-        second.claim()
-    second.drop_unused()
+        second.lock()
+    second.remove_if_empty()
     assert first.path.exists(), "it is not the second one's to take away"
-    first.drop_unused()
+    first.remove_if_empty()
     first.close()
     assert not first.path.exists()
 

@@ -8,9 +8,9 @@ import pytest
 from rich.cells import cell_len
 
 from headrace.cli import lines
-from headrace.cli.conversation import Conversation, ConversationError, load
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from headrace.workflows.conversation import Conversation, ConversationError, load
 from tests.cli_shell import ERASE, Shell, Terminal
 from tests.tiny_files import write_tiny_gguf
 

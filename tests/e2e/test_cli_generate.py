@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import batch_output, generate
+from headrace.cli import generate
 from headrace.cli.app import main
-from headrace.cli.batch_lines import BadLine, Job, read_jobs
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
+from headrace.workflows import batch, batch_output
+from headrace.workflows.batch_output import BatchOutput, OutputError
+from headrace.workflows.batch_requests import BatchRequest, InvalidLine, read_requests
 from tests.cli_shell import SECONDS, Shell
 
 EXACT = ("--dtype", "float64")
@@ -155,8 +157,8 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "clue"), BAD)
 def test_a_line_that_is_no_request(line: object, clue: str, tmp_path: Path) -> None:
-    (found,) = read_jobs(write(tmp_path / "in.jsonl", line))
-    assert isinstance(found, BadLine)
+    (found,) = read_requests(write(tmp_path / "in.jsonl", line))
+    assert isinstance(found, InvalidLine)
     assert found.error.startswith("line 1: ")
     assert clue in found.error
 
@@ -174,14 +176,14 @@ def test_what_a_line_means(tmp_path: Path) -> None:
         {"id": "d", "prompt_token_ids": [1.0, 2], "max_tokens": 5.0, "temperature": 0.5},
         {"url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5.0}},
     )
-    assert list(read_jobs(source)) == [
-        Job(1, 3, prompt="a", params={"stop": ["x"]}),
-        Job(2, "b", messages=talk, params={"max_tokens": 3, "logprobs": 2, "logit_bias": {5: 1}}),
-        Job(3, "c", prompt="a", params={"logprobs": 4}),
-        BadLine("line-4", "line 4: id 'c' is that of line 3, too; give each line its own"),
-        Job(5, "line-5", prompt_token_ids=[1, 2], params={"top_k": 5}),
-        Job(6, "d", prompt_token_ids=[1, 2], params={"max_tokens": 5, "temperature": 0.5}),
-        Job(7, "line-7", prompt="a", params={"max_tokens": 5}),
+    assert list(read_requests(source)) == [
+        BatchRequest(1, 3, prompt="a", params={"stop": ["x"]}),
+        BatchRequest(2, "b", messages=talk, params={"max_tokens": 3, "logprobs": 2, "logit_bias": {5: 1}}),
+        BatchRequest(3, "c", prompt="a", params={"logprobs": 4}),
+        InvalidLine("line-4", "line 4: id 'c' is that of line 3, too; give each line its own"),
+        BatchRequest(5, "line-5", prompt_token_ids=[1, 2], params={"top_k": 5}),
+        BatchRequest(6, "d", prompt_token_ids=[1, 2], params={"max_tokens": 5, "temperature": 0.5}),
+        BatchRequest(7, "line-7", prompt="a", params={"max_tokens": 5}),
     ]
 
 
@@ -362,18 +364,34 @@ def test_places_that_cannot_be_used(shell: Shell, tiny_gguf: Path, tmp_path: Pat
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
-    first, second = (batch_output.BatchOutput(tmp_path / "out.jsonl", {"input": "x"}) for _ in range(2))
-    first.look()
-    second.look()
-    first.claim()
-    first.begin()
-    with pytest.raises(batch_output.OutputError, match="another process is writing"):
-        second.claim()
+    first, second = (BatchOutput(tmp_path / "out.jsonl", {"input": "x"}) for _ in range(2))
+    first.read_existing()
+    second.read_existing()
+    first.lock()
+    first.start()
+    with pytest.raises(OutputError, match="another process is writing"):
+        second.lock()
     first.append({"id": "a", "error": None})
     first.close()
-    with pytest.raises(batch_output.OutputError, match="another process"):
-        second.claim()
+    with pytest.raises(OutputError, match="another process"):
+        second.lock()
     assert (tmp_path / "out.jsonl").read_text() == '{"id": "a", "error": null}\n'
+
+
+def test_a_batch_from_python(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path) -> None:
+    """`batch.run` writes the command's records, refuses another setting, and answers no line a second time."""
+    source, target = many(tmp_path / "in.jsonl", 4), tmp_path / "python.jsonl"
+    with source.open("a") as lines:
+        lines.write('{"custom_id": "chat", "url": "/v1/chat/completions", "body": {"messages": [], "n": "two"}}\n')
+    done = batch.run(tiny_llm, source, target, top_k=5)
+    assert (done.path, done.done, done.failed, done.complete) == (target, {0, 1, 2, 3, "chat"}, 1, True)
+    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "cli.jsonl", "--top-k", "5", *EXACT)[0] == 1
+    assert read(target) == read(tmp_path / "cli.jsonl")
+    before = target.read_bytes()
+    assert batch.run(tiny_llm, source, target, top_k=5).failed == 1
+    assert target.read_bytes() == before
+    with pytest.raises(OutputError, match="begun with different settings"):
+        batch.run(tiny_llm, source, target, top_k=6)
 
 
 def test_requests_enter_the_engine_as_it_empties(
@@ -389,6 +407,6 @@ def test_requests_enter_the_engine_as_it_empties(
     monkeypatch.setattr(LLM, "step", counted)
     command = ["generate", str(tiny_gguf), "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--max-num-seqs", "2"]
     assert main(command) == 0
-    window = generate.AHEAD * 2
+    window = batch.READ_AHEAD * 2
     assert max(inside) == window, "never more than can soon run, however long the file"
     assert inside[window] > 10, "and always enough"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.perplexity import _warning, cut
+from headrace.cli.perplexity import _warning
 from headrace.llm import LLM
+from headrace.workflows.perplexity import cut
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
 

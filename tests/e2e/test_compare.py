@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import sharing
-from headrace.bench.prompts import read_prompts
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.strategies import MODES, mode
 from headrace.bench.watching import watch
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
+from headrace.workflows.prompts import read_prompts
 from tests.cli_shell import Shell
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.conversation import Conversation
+from headrace.workflows.conversation import Conversation
 from tests.server.browser import answers, ask, kept, opened, settled, sse
 from tests.server.harness import Running
 

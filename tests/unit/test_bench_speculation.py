@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.bench.prompts import read_prompts
 from headrace.bench.speculation import Row, svg, theory
 from headrace.cli.origins import Origins
 from headrace.data.types import Delta
 from headrace.drafting.controller import expected
+from headrace.workflows.prompts import read_prompts
 
 
 def row(task: str, gamma: int, measured: float) -> Row:

@@ -58,17 +58,18 @@ ROOMS = {
     "weights core stats data",
     "compress": "llm startup.opening backends.native.weights runner text weights.loader "
     "weights.parts models models.layers ops kv compress.grids weights core data",
-    "workflows": "llm stats data",
-    "bench": "compress llm startup engine backends.eager runner drafting decoding text ops kv weights host stats data",
+    "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
+    "bench": "workflows compress llm startup engine backends.eager runner drafting decoding text ops kv weights host "
+    "stats data",
     "bench.kv": "bench compress startup runner models ops kv weights host data",
     "bench.profile": "bench llm backends.native core data",  # of the native core alone
     "bench.linears": "bench.profile bench backends.native weights core",  # so too
     "bench.tools": "server.protocols bench llm decoding text data",  # asks as the server asks
-    "bench.cascade": "bench workflows llm stats data",
+    "bench.cascade": "workflows llm stats data",
     "bench.token_cascade": "bench llm runner drafting stats data",
     "bench.exits": "bench training llm startup.exits runner stats",
     "bench.audit": "llm runner decoding data",
-    "bench.leaving": "bench.audit bench.exits bench training llm startup.rules runner stats data",
+    "bench.leaving": "bench.audit bench.exits bench workflows training llm startup.rules runner stats data",
     "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "bench.workers.ours_beam": "",
@@ -94,7 +95,7 @@ ROOMS = {
     "server": "server.storage server.page server.protocols server.storage.store server.http server.engines "
     "server.access server.settings server.http.api_error server.logs startup.rules startup.memory "
     "decoding text weights confined host data",
-    "cli": "server server.protocols server.http server.settings server.http.api_error server.http.proxies "
+    "cli": "server server.settings server.http.proxies "
     "server.logs bench.leaving bench.exits bench.token_cascade bench.cascade bench.tools "
     "bench.linears bench.profile bench.kv bench workflows compress training llm startup.runnable "
     "startup.rules startup.opening startup decoding text weights core host stats data",
@@ -111,9 +112,10 @@ STOREYS = (
     "engine startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling "
     "startup.runnable",
     "llm",
-    "training workflows compress",
+    "training compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
-    "server.http.api_error server.protocols server.page server.storage server.storage.store server.storage.store_schema "
+    "server.http.api_error server.protocols server.page server.storage server.storage.store server.storage.store_schema",
+    "workflows",
     "bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.audit "
     "bench.leaving "
     "bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
@@ -128,7 +130,6 @@ ARROWS = {
     *((f"backends.{name}", "runner") for name in ("eager", "eager.heads", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there
     ("bench.linears", "bench.profile"),
-    ("bench.tools", "server.protocols"),
 }
 # What stands at the top of the package: another entry is a decision.
 TOP = {"__init__", "__main__", "host", "llm"} | {

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.prompts import Prompt, lines_of, read_prompts, tokens_of
 from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
@@ -16,6 +15,7 @@ from headrace.stats.calibration import Calibration, calibrate
 from headrace.stats.confidence import auroc, deferrals, losses_against
 from headrace.workflows.cascade import Score, surety, text_of, tokens_used
 from headrace.workflows.consistency import last_number
+from headrace.workflows.prompts import Prompt, lines_of, read_prompts, tokens_of
 
 GRID = tuple(1.0 - i / 50 for i in range(51))  # thresholds, the safest first: 1 defers what is not certain
 RESAMPLES = 2000

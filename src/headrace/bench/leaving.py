@@ -12,7 +12,6 @@ from headrace.bench.audit import CRITERIA, Text, Votes, audit, criteria_of
 from headrace.bench.exits import in_turns, thought
 from headrace.bench.machine import machine
 from headrace.bench.plots import Line
-from headrace.bench.prompts import Prompt, tokens_of
 from headrace.data.outputs import RequestOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
@@ -25,6 +24,7 @@ from headrace.stats.calibration import calibration_error
 from headrace.stats.text_similarity import rouge_l
 from headrace.training.exits import BINS, Weights, left, read_weights
 from headrace.training.heads import asked_tokens
+from headrace.workflows.prompts import Prompt, tokens_of
 
 BATCHES = (1, 2, 4, 8)
 SHARES = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the tokens that leave: a curve's thresholds

@@ -16,13 +16,13 @@ from headrace.bench.cells import Cell
 from headrace.bench.engines import ENGINES, WORKERS, Engine, PeerError, Say
 from headrace.bench.machine import commit, machine
 from headrace.bench.peers import KV_ELEMENT, OURS, SPARE
-from headrace.bench.prompts import Prompt
 from headrace.bench.rounds import Asked, Party, judge, measure
 from headrace.bench.worker import Worker
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened, open_model
 from headrace.weights.store import home
+from headrace.workflows.prompts import Prompt
 
 KINDS = ("draft", "lookup")
 LLAMA, OPENVINO = "llama.cpp", "openvino"

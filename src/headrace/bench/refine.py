@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headrace.bench.prompts import Prompt, lines_of, read_prompts, tokens_of
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import ParamError, RefineParams, SamplingParams
 from headrace.llm import LLM
+from headrace.workflows.prompts import Prompt, lines_of, read_prompts, tokens_of
 
 PLAIN = "token by token"
 

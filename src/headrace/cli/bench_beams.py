@@ -68,9 +68,9 @@ def sharing(
 ) -> None:
     """KV blocks of parallel samples and of beams, with and without sharing, on the same prompts."""
     from headrace.bench import sharing as bench
-    from headrace.bench.prompts import read_prompts, tokens_of
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions
+    from headrace.workflows.prompts import read_prompts, tokens_of
 
     llm = open_llm(model, ModelOptions(), max_num_seqs=max(bench.WIDTHS))
     ids = [tokens_of(llm, text, chat) for text in read_prompts(source, prompts)]

@@ -136,9 +136,9 @@ def _of_tokens(
 ) -> tuple[dict[str, Any], list[Any]]:
     """A decoder's figures, printed, and its curves."""
     from headrace.bench import leaving as bench
-    from headrace.bench.prompts import read_prompts
     from headrace.cli.opening import open_llm
     from headrace.startup.heads import load
+    from headrace.workflows.prompts import read_prompts
 
     decay, max_tokens, rounds = sizes
     chosen, prompts = bench.rule_of(folder, *rule), read_prompts(source, most)

@@ -44,7 +44,7 @@ def peers_speculate(
     Batch 1, greedy, tokens/s after the first token. Other engines are tried with two settings each, and the better one counts.
     """
     from headrace.bench import peers_speculation as bench
-    from headrace.bench.prompts import read_prompts
+    from headrace.workflows.prompts import read_prompts
 
     beside = [name.strip() for name in engines.split(",") if name.strip()]
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]

@@ -38,13 +38,13 @@ def self_draft(
     keep: Annotated[bool, typer.Option(help="Save the choice where it pays, for speculate='self'.")] = True,
 ) -> None:
     """Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is saved."""
-    from headrace.bench.prompts import read_prompts, tokens_of
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions
     from headrace.data.params import SamplingParams
     from headrace.startup.recipe import BLOCK_SIZE
     from headrace.startup.selfdraft import save
     from headrace.training.selfdraft import Trial, search
+    from headrace.workflows.prompts import read_prompts, tokens_of
 
     llm = open_llm(model, ModelOptions(threads=threads, speculate="off"))
     prompts = [tokens_of(llm, text, True) for text in (PROMPTS if source is None else read_prompts(source, 8))]

@@ -84,7 +84,7 @@ def _gains(
 ) -> None:
     from headrace.bench import speculation as bench
     from headrace.bench.plots import about
-    from headrace.bench.prompts import read_prompts, tokens_of
+    from headrace.workflows.prompts import read_prompts, tokens_of
 
     tasks = {file.stem: [tokens_of(llm, text, True) for text in read_prompts(file, prompts)] for file in source}
     gammas = tuple(gamma or (SWEEP_GAMMAS if len(batches) > 1 else GAMMAS))
@@ -104,7 +104,7 @@ def _gains(
 
 def _grid(llm: Any, draft: bool, source: list[Path], patterns: str, pairs: int, json_file: Path | None) -> None:
     from headrace.bench import grid
-    from headrace.bench.prompts import read_prompts, tokens_of
+    from headrace.workflows.prompts import read_prompts, tokens_of
 
     texts = {
         file.stem: grid.Texts([tokens_of(llm, text, True) for text in read_prompts(file, MOST_PROMPTS)]) for file in source

@@ -57,9 +57,9 @@ def token_cascade(
         raise typer.BadParameter("the model of --cascade is draft and amateur, too; leave --draft and --amateur out")
     from headrace.bench import token_cascade as bench
     from headrace.bench.plots import about, draw
-    from headrace.bench.prompts import read_prompts
     from headrace.cli.opening import open_llm
     from headrace.training.heads import asked_tokens
+    from headrace.workflows.prompts import read_prompts
 
     texts = read_prompts(source, prompts)
     llm: Any = open_llm(model, replace(options, draft=options.cascade, amateur=options.cascade, speculate="draft"))

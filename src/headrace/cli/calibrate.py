@@ -68,11 +68,11 @@ def calibrate(
         raise typer.BadParameter("--delta and --epsilon lie between 0 and 1")
     options.check()
 
-    from headrace.bench.prompts import read_prompts
     from headrace.startup.rules import keep
     from headrace.stats.calibration import minimum_n
     from headrace.training.heads import asked_tokens
     from headrace.training.leaving import Task, calibrated
+    from headrace.workflows.prompts import read_prompts
 
     prompts = _untrained(read_prompts(source), options.exits)
     if len(prompts) < (least := minimum_n(delta, epsilon)):

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.conversation import Conversation, Message, load
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
 from headrace.cli.lines import Lines, Typed
@@ -25,6 +24,7 @@ from headrace.data.progress import counted
 from headrace.data.spelling import did_you_mean
 from headrace.text.width import crop, width
 from headrace.weights.store import expand
+from headrace.workflows.conversation import Conversation, Message, load
 
 INTERRUPTED = 130
 HELP = """\
@@ -265,7 +265,7 @@ class Chat:
         note(f"{self._turns()} loaded from {path}")
 
     def _do_stats(self, _: str) -> None:
-        from headrace.cli.report import figures
+        from headrace.workflows.output_record import figures
 
         used = len(self.llm.render(self.conversation.messages)) if self.conversation.turns else 0
         note(f"{self._turns()}, {used} of {self.limit} tokens of context, {counted(self.tokens, 'tokens')} answered")

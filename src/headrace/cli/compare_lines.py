@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.prompts import lines_of
-from headrace.cli.batch_lines import Id, Job, LineError, job_of, object_of
+from headrace.workflows.batch_output import RequestId
+from headrace.workflows.batch_requests import BatchRequest, LineError, parse_object, parse_request
+from headrace.workflows.prompts import lines_of
 
 LABELS = frozenset({"kind", "category", "question_id", "reference"})  # of data sets; they describe a prompt
 
@@ -19,7 +20,7 @@ class Line:
     max_tokens: int | None = None
 
 
-def read_lines(path: Path, most: int | None = None) -> list[Job]:
+def read_lines(path: Path, most: int | None = None) -> list[BatchRequest]:
     """The prompts of a file, `most` at most. Raises ValueError that names the line."""
     read = _jobs(path) if path.suffix == ".jsonl" else _texts(path)
     found = [job for job, _ in zip(read, range(most or 1 << 62), strict=False)]
@@ -28,7 +29,7 @@ def read_lines(path: Path, most: int | None = None) -> list[Job]:
     return found
 
 
-def line_of(llm: Any, job: Job, raw: bool) -> Line:
+def line_of(llm: Any, job: BatchRequest, raw: bool) -> Line:
     """The token ids of a prompt: as `generate` makes them, and of a plain text as `run` does. Raises ValueError."""
     most = job.params.get("max_tokens")
     if job.prompt_token_ids is not None:
@@ -42,19 +43,19 @@ def line_of(llm: Any, job: Job, raw: bool) -> Line:
     return Line(llm.render(llm.opened.with_system(job.messages), **job.template), most)
 
 
-def _texts(path: Path) -> Iterator[Job]:
+def _texts(path: Path) -> Iterator[BatchRequest]:
     for number, text in enumerate(lines_of(path), 1):
         if text.strip():
-            yield Job(number, number, messages=[{"role": "user", "content": text}], labels=frozenset({"text"}))
+            yield BatchRequest(number, number, messages=[{"role": "user", "content": text}], labels=frozenset({"text"}))
 
 
-def _jobs(path: Path) -> Iterator[Job]:
-    owners: dict[Id, int] = {}
+def _jobs(path: Path) -> Iterator[BatchRequest]:
+    owners: dict[RequestId, int] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            job = job_of(_without_labels(object_of(line, number)), number, owners)
+            job = parse_request(_without_labels(parse_object(line, number)), number, owners)
             _check(job)
         except LineError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
@@ -72,7 +73,7 @@ def _without_labels(fields: dict[str, Any]) -> dict[str, Any]:
     return {**found, "messages": [{"role": "user", "content": turns[0]}]}
 
 
-def _check(job: Job) -> None:
+def _check(job: BatchRequest) -> None:
     """Raises LineError for a field that the methods decide."""
     decided = sorted({*job.params, *(["tools"] if job.tools is not None else []), *job.ignored} - {"max_tokens"})
     if decided:

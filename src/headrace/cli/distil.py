@@ -123,8 +123,8 @@ def distil(
 
     path = fetch(model)
 
-    from headrace.bench.prompts import read_prompts
     from headrace.training.distil import Recipe, distil
+    from headrace.workflows.prompts import read_prompts
 
     names = tuple(name.strip() for name in loss.lower().split(","))
     prompts = read_prompts(Path(texts)) if "sequence" in names and texts != "self" else []

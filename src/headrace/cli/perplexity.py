@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,12 +14,10 @@ from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import json_text, print_fields, say
 from headrace.cli.status import status
 from headrace.data.progress import counted
-from headrace.stats.perplexity import perplexity as perplexity_of
 from headrace.stats.perplexity import tokens_for_error
 
-WINDOW = 512
-WIDE, NARROW = 0.05, 0.02  # an error's share of the perplexity: from where a person is warned, and what is advised
-BATCH = 4  # windows in one call: few enough that Ctrl-C and the count of windows come soon
+# Relative errors of a perplexity: above WIDE the command warns, and advises as many tokens as give NARROW.
+WIDE, NARROW = 0.05, 0.02
 
 
 def register(app: typer.Typer) -> None:
@@ -34,14 +30,6 @@ def register(app: typer.Typer) -> None:
         ),
     )
     app.command(cls=short)(with_groups(perplexity))
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Tokens fed together; the last `scored` of them count."""
-
-    tokens: list[int]
-    scored: int
 
 
 def perplexity(
@@ -62,79 +50,51 @@ def perplexity(
     follows at least half a window of text. Perplexities compare only between models with the same tokenizer, on the same
     text and windows.
     """
+    from headrace.stats import perplexity as statistics
+    from headrace.workflows.perplexity import BATCH, DEFAULT_WINDOW, score, text_windows
+
     options.check()
     text = read_text(file)
     llm = open_llm(model, options, max_num_seqs=BATCH, preset="online", enable_prefix_caching=False)
-    most = llm.memory_plan.max_model_len
-    window = window or min(WINDOW, most)
-    if window > most:
-        raise ValueError(f"the model's context holds windows of {most} tokens; use --window {most} or less")
-    tokens = llm.tokenizer.encode(text, add_special=False, parse_special=False)[:limit]  # as LLM.score reads a text
-    windows = list(cut(tokens, beginning(llm.tokenizer), window, stride or window))
+    longest = llm.memory_plan.max_model_len
+    window = window or min(DEFAULT_WINDOW, longest)
+    if window > longest:
+        raise ValueError(f"the model's context holds windows of {longest} tokens; use --window {longest} or less")
+    windows = text_windows(llm, text, window, stride or window, limit)
     start = time.perf_counter()
-    scores = _score(llm, windows)
+    status().start("perplexity", len(windows), unit="windows")
+    logprobs = score(llm, windows, status().advance)
+    status().finish()
     seconds = time.perf_counter() - start
-    value, error = perplexity_of(scores)
-    if warning := _warning(len(scores), value, error):
+    value, error = statistics.perplexity(logprobs)
+    if warning := _warning(len(logprobs), value, error):
         say(warning)
-    found = {
+    report = {
         "model": model,
         "file": str(file),
         "perplexity": value,
         "error": error,
-        "tokens": len(scores),
+        "tokens": len(logprobs),
         "windows": len(windows),
         "window": window,
         "stride": stride or window,
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(sum(len(one.tokens) for one in windows) / seconds, 2),
+        "tokens_per_s": round(sum(len(window.tokens) for window in windows) / seconds, 2),
     }
     if as_json:
-        print(json_text(found, indent=2))
+        print(json_text(report, indent=2))
         return
     print_fields(
         [
             ("perplexity", f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")),
-            ("tokens", f"{len(scores):,} scored in {counted(len(windows), 'windows')} of {window}, {found['stride']} apart"),
-            ("speed", f"{found['tokens_per_s']:.1f} tokens/s"),
+            ("tokens", f"{len(logprobs):,} scored in {counted(len(windows), 'windows')} of {window}, {report['stride']} apart"),
+            ("speed", f"{report['tokens_per_s']:.1f} tokens/s"),
         ]
     )
 
 
-def cut(tokens: Sequence[int], start: list[int], size: int, stride: int) -> Iterator[Window]:
-    """Windows of `size` tokens, each beginning with `start` (BOS, or nothing); a shorter rest counts only where it is all.
-
-    A window scores its second half, or its last `stride` tokens where that is less, so that no token is scored twice.
-    Raises ValueError for a text with nothing to score.
-    """
-    room = size - len(start)
-    if len(tokens) + len(start) < 2:
-        raise ValueError("the text has too few tokens to score; give a longer one")
-    for at in range(0, max(len(tokens) - room, 0) + 1, stride):
-        fed = [*start, *tokens[at : at + room]]
-        yield Window(fed, max(min(len(fed) // 2, stride), 1))
-
-
-def beginning(tokenizer: Any) -> list[int]:
-    """What every text begins with for this model: BOS or nothing."""
-    return [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
-
-
-def _score(llm: Any, windows: list[Window]) -> list[float]:
-    """Log-probabilities of the tokens that count."""
-    scores: list[float] = []
-    status().start("perplexity", len(windows), unit="windows")
-    for at in range(0, len(windows), BATCH):
-        some = windows[at : at + BATCH]
-        for one, score in zip(some, llm.score([one.tokens for one in some]), strict=True):
-            scores += score.logprobs[-one.scored :]
-        status().advance(len(some))
-    status().finish()
-    return scores
-
-
 def _warning(count: int, value: float, error: float | None) -> str:
-    """What to do about a wide error; empty where it is not. It falls with the root of the tokens."""
+    """Return the advice to score more tokens if the relative error is above WIDE, otherwise an empty text."""
     if error is None or math.isinf(value):
         return ""
     share = error / value

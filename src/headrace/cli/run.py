@@ -104,7 +104,7 @@ def _conversation(llm: Any, text: str, system: str | None) -> Any:
 
 def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, origins: Any) -> int:
     """Stream, then report. What was said before a Ctrl-C or an error stays."""
-    from headrace.cli.report import figures, record, speeds
+    from headrace.workflows.output_record import figures, record, speeds
 
     answer = AnswerWriter(wrapped=True)
     made: list[Any] = []

@@ -76,9 +76,9 @@ def train_heads(
     places = _places(exits, kind)
     path = fetch(model)
 
-    from headrace.bench.prompts import read_prompts
     from headrace.training.exits import distil_exits
     from headrace.training.heads import Recipe, distil
+    from headrace.workflows.prompts import read_prompts
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
     recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts, places)

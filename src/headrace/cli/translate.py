@@ -99,7 +99,7 @@ def _line(text: str, output: Any, tokenizer: Any) -> str:
     translation = "" if one is None else one.text.strip().replace("\n", " ")
     if tokenizer is None:
         return translation
-    from headrace.cli.report import choice
+    from headrace.workflows.output_record import choice
 
     known = {} if one is None else choice(one, tokenizer)
     more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": known.get("finish_reason")}

@@ -1,7 +1,7 @@
-"""The output of `generate`: a file that grows by whole lines, and what is needed to go on with it after a kill.
+"""Output file of an offline batch: grows by whole lines and can be continued after a kill.
 
-Beside OUT lies OUT.state with what OUT is made from: the input's SHA-256, the model, the settings. OUT itself says which
-lines are done.
+OUT.state next to OUT records the origin of the output: the input's SHA-256, the model, the settings. The records in OUT name
+the requests that are done.
 """
 
 import errno
@@ -14,49 +14,51 @@ from pathlib import Path
 from typing import Any
 
 from headrace import host
-from headrace.cli.batch_lines import Id
 
-STATE = ".state"
+STATE_SUFFIX = ".state"
+RequestId = str | int
 
 
 class OutputError(ValueError):
-    """The output cannot be begun, or not be gone on with; the message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """What an input file was when it was read: hash and number of lines that are not blank."""
-
-    sha256: str
-    lines: int
-
-
-def survey(path: Path) -> Input:
-    """Read the whole file once. Raises OutputError for what cannot be read twice."""
-    if not path.is_file():
-        raise OutputError(f"{path} is no file; the input is read more than once, so it cannot be a pipe")
-    digest, lines = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        for line in file:
-            digest.update(line)
-            lines += bool(line.strip())
-    return Input(digest.hexdigest(), lines)
+    """The output file cannot be opened, continued or written. The message names the remedy."""
 
 
 @dataclass(slots=True)
 class BatchOutput:
-    """The file and what is in it. `done`: ids of the lines that are answered; `failed`: how many of them with an error."""
+    """The output file of one batch, written by one process at a time.
+
+    origin: what OUT.state records. total: requests of the input. done: ids of the requests with a record; `failed` of them
+    have an error. Call `read_existing`, `lock` and `start` in this order, then `append`.
+    """
 
     path: Path
-    made_from: Mapping[str, Any]
-    done: set[Id] = field(default_factory=set)
+    origin: Mapping[str, Any]
+    total: int = 0
+    done: set[RequestId] = field(default_factory=set)
     failed: int = 0
-    _size: int = 0  # bytes of whole lines
-    _seen: int = 0  # bytes there were when we looked
+    # Bytes of whole lines, bytes of the file when it was read, file descriptor.
+    _size: int = 0
+    _seen: int = 0
     _file: int = -1
 
-    def look(self, overwrite: bool = False) -> None:
-        """Read what is there, changing nothing. Raises OutputError where it belongs to something else."""
+    @classmethod
+    def of(cls, source: Path, target: Path, model: Path, settings: Mapping[str, Any]) -> "BatchOutput":
+        """Return the output of the requests in `source`, which is read once. Raises OutputError if it cannot be read again."""
+        if not source.is_file():
+            raise OutputError(f"{source} is no file; the input is read more than once, so it cannot be a pipe")
+        digest, lines = hashlib.sha256(), 0
+        with source.open("rb") as file:
+            for line in file:
+                digest.update(line)
+                lines += bool(line.strip())
+        return cls(target, {"input": digest.hexdigest(), "model": str(model.resolve()), "settings": settings}, lines)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.done) >= self.total
+
+    def read_existing(self, overwrite: bool = False) -> None:
+        """Read the records that exist; changes nothing. Raises OutputError if the file has another origin."""
         if self.path.exists() and not self.path.is_file():
             raise OutputError(f"{self.path} is no file; name one for the output")
         if not self.path.parent.is_dir():
@@ -64,22 +66,23 @@ class BatchOutput:
         self._seen = self.path.stat().st_size if self.path.exists() else 0
         if overwrite or not self._seen:
             return
-        self._compare()
+        self._check_origin()
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):  # torn by a kill; it is done again
+                # A kill can tear the last line; its request is done again.
+                if not line.endswith(b"\n"):
                     break
-                self._take_in(line, number)
+                self._read_record(line, number)
                 self._size += len(line)
 
-    def claim(self) -> None:
-        """Open the file for the lines to come, for this process alone; nothing in it changes. Raises OutputError."""
+    def lock(self) -> None:
+        """Open the file for appending, for this process alone; changes nothing in it. Raises OutputError."""
         if not os.access(self._state if self._state.exists() else self.path.parent, os.W_OK):
             raise OutputError(f"{self._state} cannot be written; name an output elsewhere")
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            raise self._clear(error) from None
+            raise self._write_error(error) from None
         try:
             busy = not host.lock(self._file) or os.fstat(self._file).st_size != self._seen
         except OSError:
@@ -88,8 +91,8 @@ class BatchOutput:
             self.close()
             raise OutputError(f"another process is writing {self.path}; wait for it, or name another output")
 
-    def begin(self) -> None:
-        """Make the file ready for the lines to come: a torn last line goes. Raises OutputError."""
+    def start(self) -> None:
+        """Write OUT.state and cut off a torn last line. Raises OutputError."""
         try:
             os.ftruncate(self._file, self._size)
             self._write_state()
@@ -97,16 +100,16 @@ class BatchOutput:
             self.close()
             if not self._size:
                 self.path.unlink(missing_ok=True)
-            raise self._clear(error) from None
+            raise self._write_error(error) from None
 
-    def drop_unused(self) -> None:
-        """A file that was not there before and has no line goes, with its state."""
+    def remove_if_empty(self) -> None:
+        """Remove a file that this process created and that has no line, with its OUT.state."""
         if self._file >= 0 and not self._size and not self._seen:
             self.path.unlink(missing_ok=True)
             self._state.unlink(missing_ok=True)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line, whole or not at all. Raises OutputError when the disk is full."""
+        """Append one record, whole or not at all. Raises OutputError if the disk is full."""
         data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             written = 0
@@ -114,36 +117,36 @@ class BatchOutput:
                 written += os.write(self._file, data[written:])
         except OSError as error:
             os.ftruncate(self._file, self._size)
-            raise self._clear(error) from None
+            raise self._write_error(error) from None
         self._size += len(data)
         self.done.add(record["id"])
         self.failed += record["error"] is not None
 
     def close(self) -> None:
-        """Let the file go. Raises nothing."""
+        """Close the file and release its lock."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
     @property
     def _state(self) -> Path:
-        return self.path.with_name(self.path.name + STATE)
+        return self.path.with_name(self.path.name + STATE_SUFFIX)
 
-    def _compare(self) -> None:
-        """Raises OutputError unless the file there was begun from the same input, model and settings."""
+    def _check_origin(self) -> None:
+        """Raises OutputError unless the file has the same input, model and settings."""
         try:
             before = json.loads(self._state.read_text("utf-8"))
         except FileNotFoundError:
             raise OutputError(f"{self.path} is there and not from this command; remove it, or name another output") from None
         except (OSError, ValueError) as error:
             raise OutputError(f"{self._state} cannot be read ({error}); --overwrite begins anew") from None
-        changed = [name for name, value in self.made_from.items() if before.get(name) != value]
+        changed = [name for name, value in self.origin.items() if before.get(name) != value]
         if changed:
             raise OutputError(
                 f"{self.path} was begun with different {' and '.join(changed)}; name another, or begin anew with --overwrite"
             )
 
-    def _take_in(self, line: bytes, number: int) -> None:
+    def _read_record(self, line: bytes, number: int) -> None:
         try:
             record = json.loads(line)
             self.done.add(record["id"])
@@ -152,16 +155,16 @@ class BatchOutput:
             raise OutputError(f"line {number} of {self.path} is not from this command; --overwrite begins anew") from None
 
     def _write_state(self) -> None:
-        """Atomic: the state there is always a whole one."""
+        """Replace OUT.state atomically."""
         draft = self._state.with_name(self._state.name + ".new")
         try:
-            draft.write_text(json.dumps(dict(self.made_from), ensure_ascii=False, indent=2) + "\n", "utf-8")
+            draft.write_text(json.dumps(dict(self.origin), ensure_ascii=False, indent=2) + "\n", "utf-8")
             draft.replace(self._state)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
 
-    def _clear(self, error: OSError) -> OutputError:
+    def _write_error(self, error: OSError) -> OutputError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutputError(f"the disk of {self.path.parent} is full; free some space, then the same command goes on")
         return OutputError(f"{self.path} cannot be written ({error.strerror or error})")
