@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +37,7 @@ from headrace.decoding.processors import Processor
 from headrace.decoding.prompts import Classifying, Pooling, Scoring
 from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
+from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.engine.lockstep import Inbox, Lockstep
@@ -303,6 +305,16 @@ class LLM:
 
     def _own(self) -> dict[str, Any]:
         return {"max_tokens": None, **values(self.opened.defaults)}
+
+    @contextmanager
+    def speculating(self, speculation: Speculation | None) -> Iterator[None]:
+        """Draft with `speculation` (None: not at all) inside the `with` block, and as before after it. For an idle engine."""
+        before = self.engine.speculation
+        self.engine.speculation = speculation
+        try:
+            yield
+        finally:
+            self.engine.speculation = before
 
     def close(self) -> None:
         """Release the model; `with LLM(…) as llm:` does so at its end. A second call does nothing. Every later use raises

@@ -16,6 +16,7 @@ from headrace.bench.leaving import Rule, bytes_a_step, checks, perturbed, rule_o
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
 from headrace.llm import LLM
+from headrace.runner.early_exit import Leaving
 from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
 from headrace.startup import rules
@@ -89,7 +90,7 @@ def test_an_audit_is_what_the_engine_says(
     def unchanged(*_: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(audits, "leaving_at", unchanged)
+    monkeypatch.setattr(Leaving, "exit_at", unchanged)
     wrong = audit(llm, heads, texts, ("max_prob",))
     assert (wrong.choices[0] == wrong.choices[1]).all()
     assert not np.array_equal(wrong.sure["max_prob"][0], votes.sure["max_prob"][0])

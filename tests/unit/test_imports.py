@@ -362,6 +362,21 @@ def reached(module: str) -> set[str]:
     return seen
 
 
+def reached_into(source: str) -> list[str]:
+    """Assignments to attributes of another object's `engine` or `runner`."""
+    nodes = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    owners = [(node, node.value) for node in nodes if isinstance(node.value, ast.Attribute)]
+    return [ast.unparse(node) for node, owner in owners if owner.attr in ("engine", "runner")]
+
+
+def test_nothing_but_llm_changes_its_engine_and_runner() -> None:
+    assert {module for module, source in SOURCES.items() if reached_into(source)} <= {"headrace.llm"}
+    assert reached_into("llm.engine.speculation = None") == ["llm.engine.speculation"]
+    assert reached_into("a, self.llm.runner.exits = 1, 2") == ["self.llm.runner.exits"]
+
+
 def test_the_quick_modules_do_not_load_torch() -> None:
     assert loaded_by(*QUICK) & HEAVY == set()
 

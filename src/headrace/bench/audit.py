@@ -4,8 +4,7 @@ A text is read token by token with what comes next known: every exit is asked ab
 the engine itself; nothing leaves.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +16,7 @@ from headrace.data.types import Child, Request
 from headrace.decoding.base import Outputs
 from headrace.decoding.sampling import Sampling
 from headrace.llm import LLM
-from headrace.runner.exit_head import Exit
 from headrace.runner.heads import Heads
-from headrace.runner.span import Span
 
 CRITERIA = ("max_prob", "margin", "saturation", "classifier")
 
@@ -75,10 +72,12 @@ def audit(llm: LLM, heads: Heads, texts: Sequence[Text], criteria: Sequence[str]
     idle. Raises ValueError where a text cannot be read, or none has two tokens."""
     if not any(len(text.tokens) > 1 for text in texts):
         raise ValueError("no text is longer than one token, which the whole model writes; give other prompts")
+    early_exit = llm.runner.leaving
+    assert early_exit is not None
     pairs: list[list[list[int]]] = []
     sure: dict[str, list[list[float]]] = {criterion: [] for criterion in criteria}
     for number, layers in enumerate(heads.layers):
-        with leaving_at(llm, number, layers):
+        with early_exit.exit_at(number, layers):
             for criterion, rows in sure.items():
                 exited = [one for each in read(llm, texts, criterion) for one in each[1:]]
                 rows.append([float(one.confidence or 0.0) for one in exited])
@@ -91,21 +90,6 @@ def audit(llm: LLM, heads: Heads, texts: Sequence[Text], criteria: Sequence[str]
         np.array([token for text in texts for token in text.tokens[1:]]),
         np.array([at for text in texts for at in range(1, len(text.tokens))]),
     )
-
-
-@contextmanager
-def leaving_at(llm: LLM, number: int, layers: int) -> Iterator[None]:
-    """The exit of that number, after so many layers, in place of the one that tokens leave by. Nothing may lag meanwhile: only
-    what is audited may be asked."""
-    leaving = llm.runner.leaving
-    assert leaving is not None
-    assert isinstance(leaving.exit, Exit)
-    before = leaving.exit
-    try:
-        leaving.exit, leaving.depth = Exit(Span(layers), before.head, number, before.partial), layers
-        yield
-    finally:
-        leaving.exit, leaving.depth = before, before.span.layers
 
 
 def read(llm: LLM, texts: Sequence[Text], criterion: str) -> list[list[Exited]]:

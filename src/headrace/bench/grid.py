@@ -131,16 +131,13 @@ def measure(
     if ours is None:
         raise ValueError("this model does not speculate here, so there is nothing to compare")
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "limit": LIMIT, "cells": {}}
-    try:
-        for cell in wanted:
-            drafters = [one for one in ours.drafters if cell.draft or not isinstance(one, ModelDrafter)]
-            speculation = Speculation(drafters, llm.memory_plan.max_model_len)
-            pairs = measure_cell(llm, cell, texts[cell.task], speculation, few, many, seconds)
-            result["cells"][cell.name] = figures = pairs.figures()
-            say(f"{cell.name}: {figures['ratio']:.3f} ({figures['pairs']} pairs)")
-            done(result)
-    finally:
-        llm.engine.speculation = ours
+    for cell in wanted:
+        drafters = [one for one in ours.drafters if cell.draft or not isinstance(one, ModelDrafter)]
+        speculation = Speculation(drafters, llm.memory_plan.max_model_len)
+        pairs = measure_cell(llm, cell, texts[cell.task], speculation, few, many, seconds)
+        result["cells"][cell.name] = figures = pairs.figures()
+        say(f"{cell.name}: {figures['ratio']:.3f} ({figures['pairs']} pairs)")
+        done(result)
     return result
 
 

@@ -42,7 +42,7 @@ def profile(
         raise ValueError("a profile has at least one row and one round")
     llm = LLM(model, backend="native", threads=threads, enable_prefix_caching=False, speculate=None)
     try:
-        program = llm.runner.programs[0]
+        program = llm.runner.target
         assert isinstance(program, NativeProgram)
         result = {**heading(llm.opened, rounds), **limits(threads or 0), "steps": {}}
         for count in rows:

@@ -76,16 +76,13 @@ def measure(
         )
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
     rows = []
-    try:
-        for task, prompts in tasks.items():
-            for batch in batches:
-                groups = _groups(prompts, batch)
-                for gamma in gammas:
-                    made = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
-                    rows.append(row := _row(llm, task, batch, gamma, groups, made, params, rounds))
-                    say(f"{task}, batch {batch}, gamma {gamma or 'auto'}: {row.measured:.2f}x")
-    finally:
-        llm.engine.speculation = ours
+    for task, prompts in tasks.items():
+        for batch in batches:
+            groups = _groups(prompts, batch)
+            for gamma in gammas:
+                made = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
+                rows.append(row := _row(llm, task, batch, gamma, groups, made, params, rounds))
+                say(f"{task}, batch {batch}, gamma {gamma or 'auto'}: {row.measured:.2f}x")
     return rows
 
 
@@ -136,10 +133,12 @@ def _row(
 def timed(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], speculation: Speculation | None
 ) -> tuple[Timed, list[list[int]]]:
-    """Decode these prompts together, with this speculation or none: what it took while the batch was whole, from where each has
-    its first token until one of them ends; and all tokens. Raises RuntimeError where a request fails."""
+    """Decode these prompts together, with this speculation or none, on an idle engine.
+
+    Returns the cost of the steps while all of them ran, from the last first token to the first end, and all tokens. Raises
+    RuntimeError if a request fails.
+    """
     engine = llm.engine
-    engine.speculation = speculation
     requests = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     outputs: dict[str, list[int]] = {request.id: [] for request in requests}
 
@@ -149,17 +148,18 @@ def timed(
                 raise RuntimeError(delta.error)
             outputs[delta.request_id] += delta.token_ids
 
-    while not all(outputs.values()):
-        step()
-    before = _counts(requests, outputs)
-    began = time.perf_counter()
-    whole = len(engine.requests) == len(requests)  # else one has ended by now, and what is left is measured
-    while engine.busy and (not whole or len(engine.requests) == len(requests)):
-        step()
-    seconds = time.perf_counter() - began
-    counts = [now - then for now, then in zip(_counts(requests, outputs), before, strict=True)]
-    while engine.busy:
-        step()
+    with llm.speculating(speculation):
+        while not all(outputs.values()):
+            step()
+        before = _counts(requests, outputs)
+        began = time.perf_counter()
+        whole = len(engine.requests) == len(requests)  # else one has ended by now, and what is left is measured
+        while engine.busy and (not whole or len(engine.requests) == len(requests)):
+            step()
+        seconds = time.perf_counter() - began
+        counts = [now - then for now, then in zip(_counts(requests, outputs), before, strict=True)]
+        while engine.busy:
+            step()
     return Timed(seconds, *counts), list(outputs.values())
 
 

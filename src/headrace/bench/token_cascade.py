@@ -101,29 +101,26 @@ def measure(
     groups = [list(prompts[at : at + batch]) for at in range(0, len(prompts), batch)]
     rows: list[Row] = []
     texts: list[list[list[int]]] = []
-    try:
-        for way in each:
-            answers = _written(llm, prompts, way.params)
-            texts.append([one.token_ids for one in answers])
-            agrees = _agrees(llm, prompts, texts[-1])
-            alike = [rouge_l(*pair) for pair in zip(texts[-1], texts[0], strict=True)]
-            figures = _smaller(answers), agrees, sum(alike) / len(alike), _passes(answers)
-            rows.append(Row(way.name, way.kind, way.at, *figures))
-            say(f"{way.name}: {agrees:.1%} of the tokens are the larger model's choice")
-        if any(mine != texts[0] for way, mine in zip(each, texts, strict=True) if way.kind == DRAFT):
-            raise RuntimeError("a draft changed a token; please report this")
-        order = list(zip(each, rows, strict=True))
-        for number in range(rounds):
-            for way, row in order if number % 2 == 0 else reversed(order):
-                found = [timed(llm, group, [way.params] * len(group), learnt[way.name])[0] for group in groups]
-                row.speeds.append(sum(one.tokens for one in found) / sum(one.seconds for one in found))
-                if way.drafts:
-                    row.passes = sum(one.steps for one in found) / sum(one.tokens for one in found)
-            for row in rows:
-                row.ratios.append(row.speeds[-1] / rows[0].speeds[-1])
-            say(f"round {number + 1} of {rounds}: a draft is {next(one.ratios[-1] for one in rows if one.kind == DRAFT):.2f}x")
-    finally:
-        llm.engine.speculation = ours
+    for way in each:
+        answers = _written(llm, prompts, way.params)
+        texts.append([one.token_ids for one in answers])
+        agrees = _agrees(llm, prompts, texts[-1])
+        alike = [rouge_l(*pair) for pair in zip(texts[-1], texts[0], strict=True)]
+        figures = _smaller(answers), agrees, sum(alike) / len(alike), _passes(answers)
+        rows.append(Row(way.name, way.kind, way.at, *figures))
+        say(f"{way.name}: {agrees:.1%} of the tokens are the larger model's choice")
+    if any(mine != texts[0] for way, mine in zip(each, texts, strict=True) if way.kind == DRAFT):
+        raise RuntimeError("a draft changed a token; please report this")
+    order = list(zip(each, rows, strict=True))
+    for number in range(rounds):
+        for way, row in order if number % 2 == 0 else reversed(order):
+            found = [timed(llm, group, [way.params] * len(group), learnt[way.name])[0] for group in groups]
+            row.speeds.append(sum(one.tokens for one in found) / sum(one.seconds for one in found))
+            if way.drafts:
+                row.passes = sum(one.steps for one in found) / sum(one.tokens for one in found)
+        for row in rows:
+            row.ratios.append(row.speeds[-1] / rows[0].speeds[-1])
+        say(f"round {number + 1} of {rounds}: a draft is {next(one.ratios[-1] for one in rows if one.kind == DRAFT):.2f}x")
     tokens = sum(map(len, texts[0]))
     records = [{**asdict(row), "speed": row.speed, "ratio": row.ratio} for row in rows]
     return {"machine": machine(), "backend": llm.backend, "n": len(prompts), "tokens": tokens, "batch": batch, "rows": records}

@@ -13,6 +13,7 @@ nothing.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +48,16 @@ class Leaving:
         self.kept = kept
         self.depth = exit.span.layers
         self.partial = exit.partial
+
+    @contextmanager
+    def exit_at(self, number: int, layers: int) -> Iterator[None]:
+        """Exit after `layers` layers, by the head of this number, inside the `with` block. No row may lag meanwhile."""
+        before = self.exit
+        self.exit, self.depth = Exit(Span(layers), before.head, number, before.partial), layers
+        try:
+            yield
+        finally:
+            self.exit, self.depth = before, before.span.layers
 
     def asked(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
         """Whether a token of any feed may leave, or one before it has left."""

@@ -5,7 +5,8 @@ Each program has its own pool of as many blocks. What the target's plan changes 
 pools; a companion's plan carries feeds only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
@@ -74,7 +75,7 @@ class Runner:
         if plan.model:
             feeds, lives = self._follow(plan.model, feeds, lives)
         if (exit := self._exits.get(plan.model)) is not None:
-            return StepOutput(plan.step, exit.run(self.programs[0], feeds, lives))
+            return StepOutput(plan.step, exit.run(self.target, feeds, lives))
         keeps = not plan.model and span == WHOLE
         features = keeps and self.kept[FEATURES].reserved
         amateur = self._amateur_rows(plan) if self._amateur is not None and not plan.model else None
@@ -93,7 +94,7 @@ class Runner:
         self, amateur: Step | None, feeds: Sequence[Feed], lives: Sequence[AnyLive], span: Span, rows: Rows
     ) -> list[Answers]:
         """The target's answers after a span to its end, which begins with these rows."""
-        program = self.programs[0]
+        program = self.target
         return self._answers((program, program.step(), span), amateur, feeds, lives, rows, keeps=True)
 
     def _answers(
@@ -124,6 +125,32 @@ class Runner:
         for number, at, which, want in pools(feeds):
             outputs[number][at] = Pooled(add_rows(want.before, program.on_host(program.final(hidden[which]))))
         return [tuple(answers) for answers in outputs]
+
+    @property
+    def target(self) -> Program:
+        """The program of the target."""
+        return self.programs[0]
+
+    @contextmanager
+    def classifying(self, classifier: Exits) -> Iterator[None]:
+        """Classify with `classifier` inside the `with` block, and as before after it. For an idle engine."""
+        before = self.exits
+        self.exits = classifier
+        try:
+            yield
+        finally:
+            self.exits = before
+
+    def rows_after(self, feed: Feed, layers: Sequence[int] = ()) -> list[Rows]:
+        """Hidden rows [tokens, hidden] of a feed after the first `layers` layers of the target (ascending), and after all."""
+        first, rows, result = 0, None, []
+        for last in (*layers, self.target.config.num_layers):
+            step = self.target.step()
+            step.feed(feed, self.slots[feed.slot])
+            rows = self.target.run(step, Span(last, first=first), rows, keep=True)
+            result.append(rows)
+            first = last
+        return result
 
     def reserve(self, group: str) -> None:
         """Take the memory of kept rows, before the first of them. Raises ValueError where it does not fit."""

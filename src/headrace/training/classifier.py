@@ -108,11 +108,11 @@ def pooled_rows(
 ) -> np.ndarray:
     """[exits, texts, width] float32: what exits after these layers read. The engine must be idle."""
     nothing = np.empty(0)
-    llm.runner.exits = Rows(layers, (), pooling, nothing, nothing)
     made = np.empty((len(layers), len(texts), llm.model_config.hidden_size * (1 + (pooling == BOTH))), np.float32)
-    for start in range(0, len(texts), BATCH):
-        made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
-        progress("reading", min(start + BATCH, len(texts)), len(texts))
+    with llm.runner.classifying(Rows(layers, (), pooling, nothing, nothing)):
+        for start in range(0, len(texts), BATCH):
+            made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
+            progress("reading", min(start + BATCH, len(texts)), len(texts))
     return made
 
 

@@ -53,7 +53,7 @@ class Trial:
 
     def sublayers(self, layer: int) -> tuple[int, ...]:
         """What of a layer may be left out: not the attention whose K and V a layer above reads."""
-        above = self.runner.programs[0].config.layers[layer + 1 :]
+        above = self.runner.target.config.layers[layer + 1 :]
         return (MLP,) if above and above[0].shares else (ATTENTION, MLP)
 
     def rate(self, span: Span, repeats: int = 5) -> Rated:
@@ -118,12 +118,12 @@ class ScratchLive:
         self.sources = [(source, blocks[own:])] if reads else []
 
     def __enter__(self) -> None:
-        self.runner.slots.apply(self.plan)
+        self.runner.execute(self.plan)
         if self.sources:
-            self.runner.programs[0].encode(self.sources)
+            self.runner.target.encode(self.sources)
 
     def __exit__(self, *error: Any) -> None:
-        self.runner.slots.apply(StepPlan(0, free=[SLOT]))
+        self.runner.execute(StepPlan(0, free=[SLOT]))
 
 
 def search(trial: Trial, seconds: float, say: Callable[[Rated], None] = lambda rated: None) -> Rated:

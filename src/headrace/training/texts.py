@@ -16,7 +16,6 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed
 from headrace.llm import LLM
 from headrace.runner.runner import Runner
-from headrace.runner.span import Span
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
@@ -146,15 +145,8 @@ def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = (), s
 def rows_after(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> list[torch.Tensor]:
     """The rows [tokens, hidden] after the first `layers` (ascending numbers of layers), and after all, as the back end has
     them. Nothing else may be in its pool, which is written."""
-    program, first, rows, made = runner.programs[0], 0, None, []
     with ScratchLive(runner, tokens, BLOCK_SIZE, source):
-        for last in (*layers, program.config.num_layers):
-            step = program.step()
-            step.feed(Feed(SLOT, 0, len(tokens)), runner.slots[SLOT])
-            rows = program.run(step, Span(last, first=first), rows, keep=True)
-            made.append(torch.as_tensor(rows))
-            first = last
-    return made
+        return [torch.as_tensor(rows) for rows in runner.rows_after(Feed(SLOT, 0, len(tokens)), layers)]
 
 
 class Shards:
