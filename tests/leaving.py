@@ -40,7 +40,7 @@ from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.kinds import begin
+from headrace.training.head_kinds import begin
 from headrace.training.teacher import Teacher, read_teacher
 from tests.e2e.test_draft_model import Torch
 from tests.tiny import VOCAB, finish, tokens_of

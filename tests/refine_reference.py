@@ -9,7 +9,7 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
 from headrace.training.masked import Played
-from headrace.training.masked_texts import Batch, whole
+from headrace.training.masked_batches import Batch, whole
 
 Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of an open block behind known tokens
 

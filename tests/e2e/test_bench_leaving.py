@@ -21,8 +21,8 @@ from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_model
-from headrace.training.exits import Weights
-from headrace.training.kinds import begin
+from headrace.training.exit_heads import Weights
+from headrace.training.head_kinds import begin
 from headrace.training.teacher import read_teacher
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf

@@ -40,7 +40,7 @@ from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
 from headrace.startup.recipe import BLOCK_SIZE
-from headrace.training.kinds import KINDS, begin
+from headrace.training.head_kinds import KINDS, begin
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import Text, hidden_rows
 from headrace.weights.loader import load_model

@@ -26,8 +26,8 @@ from headrace.runner.exit_head import Exit
 from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.training.kinds import begin
-from headrace.training.networks import FeatureLayer, norm, shifted
+from headrace.training.feature_layer import FeatureLayer, norm, shifted
+from headrace.training.head_kinds import begin
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
 from headrace.training.train import loss_of

@@ -22,7 +22,7 @@ from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_files
 from headrace.stats.text_similarity import rouge_l
-from headrace.training.leaving import Task, calibrated
+from headrace.training.early_exit_calibration import Task, calibrated
 from headrace.training.overlap import hashes
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -424,7 +424,9 @@ def test_prompts_that_trained_the_exits_do_not_calibrate_them(
     code, err = asked(prompts)
     assert code == 1
     assert "all 8 prompts trained the exits" in err
-    monkeypatch.setattr("headrace.training.leaving.calibrated.__defaults__", ((1.01,),))  # a confidence that no token has
+    monkeypatch.setattr(
+        "headrace.training.early_exit_calibration.calibrated.__defaults__", ((1.01,),)
+    )  # a confidence that no token has
     assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in asked([])[1]
 
 

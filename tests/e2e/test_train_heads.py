@@ -15,9 +15,9 @@ from headrace.llm import LLM
 from headrace.runner.heads import affine
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.exits import left
+from headrace.training.exit_heads import left
+from headrace.training.head_kinds import KINDS, begin
 from headrace.training.heads import Recipe
-from headrace.training.kinds import KINDS, begin
 from headrace.training.overlap import hashes
 from headrace.training.run import begin as start
 from headrace.training.teacher import Teacher

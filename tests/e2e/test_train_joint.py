@@ -16,9 +16,9 @@ from headrace.ops.context import FeedRows
 from headrace.runner.classifier import _pool
 from headrace.startup.exits import INFO
 from headrace.startup.opening import open_model
-from headrace.training import whole
+from headrace.training import sequence_forward as whole
 from headrace.training.classifier import Recipe, exit_logits, read_labelled, train
-from headrace.training.joint import WORK, Learnt, Schedule, _batches, learn, loss_of, pooled
+from headrace.training.joint_classifier import WORK, Learnt, Schedule, _batches, learn, loss_of, pooled
 from headrace.weights.loader import load_model
 from tests.cli_shell import Shell
 from tests.killed import each_step, forgetful, killed_at

@@ -14,8 +14,8 @@ from headrace.bench.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
 from headrace.training.masked import Recipe, make, train
-from headrace.training.masked_texts import block_causal, make_batch
-from headrace.training.tasks import TASKS, Numbers, Reverse, Text, task_named
+from headrace.training.masked_batches import block_causal, make_batch
+from headrace.training.masked_tasks import TASKS, Numbers, Reverse, Text, task_named
 from headrace.weights.loader import load_model
 from headrace.weights.safetensors import SafetensorsFolder
 from tests.cli_shell import Shell

@@ -14,7 +14,7 @@ from headrace.compress.layer_pass import LayerPass
 from headrace.compress.pruning import prune_rows
 from headrace.compress.work_folder import WorkFolder
 from headrace.models.base import Model
-from headrace.training.whole import fed
+from headrace.training.sequence_forward import fed
 from headrace.weights.loader import load_model
 from headrace.weights.source import WeightSource
 from tests.models.zoo import pieces

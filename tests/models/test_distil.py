@@ -18,11 +18,11 @@ from headrace.startup.opening import open_model
 from headrace.text.tokenizer import Tokenizer
 from headrace.training import losses
 from headrace.training.examples import LABEL, REASON, Example, batch_of, held_apart, reasoned, windows
-from headrace.training.forward import BACKENDS, NativeForward, TorchForward, backend_of
-from headrace.training.lesson import LOSSES, Lesson
+from headrace.training.losses import LOSSES, Lesson
 from headrace.training.run import Budget, Run, begin, rate_at
+from headrace.training.sequence_forward import Passed, attention_map, fed
 from headrace.training.students import Student, ends, kept_layers, narrowed, spread, student_of
-from headrace.training.whole import Passed, attention_map, fed
+from headrace.training.teacher_forward import BACKENDS, NativeForward, TorchForward, backend_of
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
 from tests.models.feeding import feed
@@ -61,11 +61,11 @@ def test_the_gradient_of_kl(temperature: float) -> None:
     ours, theirs, share = drawn(*LOGITS), drawn(*LOGITS, seed=1), 0.3
     expected = share * temperature * (softmax(ours / temperature, -1) - softmax(theirs / temperature, -1)) / LOGITS[0]
     for place in ((0, 0), (2, 5), (3, 8)):
-        found = by_differences(lambda: share * losses.soft(ours, theirs, temperature).item(), ours, place)
+        found = by_differences(lambda: share * losses.softened_kl(ours, theirs, temperature).item(), ours, place)
         assert found == pytest.approx(expected[place].item(), abs=1e-9)
         if temperature != 1.0:
             forgotten = by_differences(
-                lambda: share * losses.soft(ours, theirs, temperature).item() / temperature**2, ours, place
+                lambda: share * losses.softened_kl(ours, theirs, temperature).item() / temperature**2, ours, place
             )
             assert forgotten != pytest.approx(expected[place].item(), abs=1e-9)
 
@@ -74,7 +74,7 @@ def test_kl_at_a_high_temperature_compares_logits() -> None:
     """Hinton et al.: the gradient tends to (z − v) / N of logits whose mean is 0."""
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (drawn(1, 9), drawn(1, 9, seed=1)))
     ours.requires_grad_()
-    losses.soft(ours, theirs, 1e4).backward()
+    losses.softened_kl(ours, theirs, 1e4).backward()
     assert ours.grad is not None
     assert torch.allclose(ours.grad, (ours - theirs).detach() / 9, atol=1e-4)
 
@@ -96,7 +96,7 @@ def test_exits_count_by_their_number() -> None:
         loss = Lesson(TorchForward(teacher), student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
         passed, rows = fed(model, TEXT, (0,)), slice(0, -1)
         truth = teacher.head(fed(teacher, TEXT).rows[rows])
-        early, late = (losses.soft(model.head(x[rows]), truth, 2.0).item() for x in (passed.after[0], passed.rows))
+        early, late = (losses.softened_kl(model.head(x[rows]), truth, 2.0).item() for x in (passed.after[0], passed.rows))
         assert loss == pytest.approx((early + 2 * late) / 3, abs=1e-12)
         assert early > 0.01
         assert (late < 1e-12) == (model is teacher)
@@ -133,7 +133,7 @@ def test_a_pool_that_cuts_gradients_is_found(monkeypatch: pytest.MonkeyPatch) ->
     weight = model.layers[0].qkv.weight.requires_grad_()
     kept, cut = [], []
     for pool, into in ((FreshPool, kept), (Cut, cut)):
-        monkeypatch.setattr("headrace.training.whole.FreshPool", pool)
+        monkeypatch.setattr("headrace.training.sequence_forward.FreshPool", pool)
         weight.grad = None
         model.head(fed(model, TEXT).rows).sum().backward()
         into.append(weight.grad.clone())
@@ -335,12 +335,12 @@ def test_a_teacher_on_the_native_core_says_what_it_says_in_torch(tmp_path: Path)
     assert torch.equal(ours.rows, again.rows)
     assert torch.equal(ours.rows, ours.after[1])
     for mine, its in ((ours.rows, theirs.rows), (ours.after[0], theirs.after[0])):
-        assert losses.apart(mine, its) < 1e-3
-    assert losses.apart(ours.after[0], theirs.rows) > 0.05
-    assert losses.angle(native.final(ours.rows), exact.final(theirs.rows)) < 1e-3
+        assert losses.feature_distance(mine, its) < 1e-3
+    assert losses.feature_distance(ours.after[0], theirs.rows) > 0.05
+    assert losses.cosine_distance(native.final(ours.rows), exact.final(theirs.rows)) < 1e-3
     truth = exact.head(theirs.rows)
-    assert losses.soft(native.head(ours.rows), truth, 1.0) < 5e-3
-    assert losses.soft(native.head(ours.rows.roll(1, 0)), truth, 1.0) > 1.0
+    assert losses.softened_kl(native.head(ours.rows), truth, 1.0) < 5e-3
+    assert losses.softened_kl(native.head(ours.rows.roll(1, 0)), truth, 1.0) > 1.0
 
 
 def test_where_a_teacher_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,15 @@ from headrace.data.params import SamplingParams
 from headrace.models.base import Model
 from headrace.runner.heads import EXIT, affine
 from headrace.training.examples import batch_of, windows
-from headrace.training.forward import TorchForward
-from headrace.training.kinds import KINDS, begin
-from headrace.training.lesson import Lesson
-from headrace.training.networks import norm
+from headrace.training.feature_layer import norm
+from headrace.training.head_kinds import KINDS, begin
+from headrace.training.losses import Lesson
 from headrace.training.run import Budget, Run
+from headrace.training.sequence_forward import Passed, fed
 from headrace.training.students import Student
 from headrace.training.teacher import Teacher
+from headrace.training.teacher_forward import TorchForward
 from headrace.training.texts import Text
-from headrace.training.whole import Passed, fed
 from headrace.weights.loader import load_model
 from tests.models.feeding import greedy
 from tests.models.llama2c import read_checkpoint, read_pieces

@@ -15,7 +15,7 @@ from headrace.decoding.processors import History
 from headrace.runner.heads import Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.kinds import begin
+from headrace.training.head_kinds import begin
 from headrace.training.teacher import read_teacher
 from tests.leaving import write_exits
 from tests.tiny_files import write_tiny_gguf

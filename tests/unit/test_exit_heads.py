@@ -8,9 +8,9 @@ import torch
 from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
 from headrace.stats.calibration import calibration_error
-from headrace.training.exits import Rated, check, classifiers, confidences, default_exits, read_weights, seen_share
+from headrace.training.exit_heads import Rated, check, classifiers, confidences, default_exits, read_weights, seen_share
+from headrace.training.head_kinds import begin
 from headrace.training.heads import Trained
-from headrace.training.kinds import begin
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
 from tests.tiny import tiny_config

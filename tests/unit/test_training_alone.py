@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from headrace.runner.heads import EXIT, HEADS
-from headrace.training import classifier, distil, exits, heads, masked
+from headrace.training import classifier, distil, heads, masked
+from headrace.training import exit_heads as exits
 from headrace.training.classifier import Labelled
+from headrace.training.masked_tasks import task_named
 from headrace.training.run import Budget
-from headrace.training.tasks import task_named
 from headrace.weights.atomic_file import file_lock
 
 NOWHERE = "no-such-model.gguf"

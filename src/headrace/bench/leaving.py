@@ -22,7 +22,7 @@ from headrace.runner.heads import Heads
 from headrace.startup.rules import load
 from headrace.stats.calibration import calibration_error
 from headrace.stats.text_similarity import rouge_l
-from headrace.training.exits import BINS, Weights, left, read_weights
+from headrace.training.exit_heads import BINS, Weights, left, read_weights
 from headrace.training.heads import asked_tokens
 from headrace.workflows.prompts import Prompt, tokens_of
 

@@ -70,8 +70,8 @@ def calibrate(
 
     from headrace.startup.rules import keep
     from headrace.stats.calibration import minimum_n
+    from headrace.training.early_exit_calibration import Task, calibrated
     from headrace.training.heads import asked_tokens
-    from headrace.training.leaving import Task, calibrated
     from headrace.workflows.prompts import read_prompts
 
     prompts = _untrained(read_prompts(source), options.exits)

@@ -58,7 +58,7 @@ def train_classifier(
     """
     from headrace.cli.opening import fetch
     from headrace.training.classifier import Recipe, read_labelled, train
-    from headrace.training.joint import Schedule
+    from headrace.training.joint_classifier import Schedule
 
     places = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):

@@ -76,7 +76,7 @@ def train_heads(
     places = _places(exits, kind)
     path = fetch(model)
 
-    from headrace.training.exits import distil_exits
+    from headrace.training.exit_heads import distil_exits
     from headrace.training.heads import Recipe, distil
     from headrace.workflows.prompts import read_prompts
 

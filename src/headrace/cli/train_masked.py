@@ -43,7 +43,7 @@ def train_masked(
     OUT is a folder as any model's; OUT/prompts.jsonl has prompts that it can answer.
     """
     from headrace.training.masked import Recipe, make
-    from headrace.training.tasks import task_named
+    from headrace.training.masked_tasks import task_named
 
     recipe = Recipe(block, layers, encoder_layers, width, heads, steps, batch, rate, seed, threads)
     before = 0

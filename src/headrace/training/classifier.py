@@ -1,5 +1,5 @@
 """Train a classifier with early exits: a linear layer after each chosen layer of an encoder, which stays frozen or learns with
-them (training.joint).
+them (training.joint_classifier).
 
 Exits over a frozen encoder are trained on the rows that the engine itself computes, the ones they read later. Each exit is a
 logistic regression of its own. Learn-then-Test calibrates the thresholds on texts that trained nothing.
@@ -26,7 +26,7 @@ from headrace.runner.classifier import BOTH, CRITERIA, Exits, leave_at, probabil
 from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
-from headrace.training.joint import WORK, Schedule, Stopped, check_new, learn, save_model
+from headrace.training.joint_classifier import WORK, Schedule, Stopped, check_new, learn, save_model
 from headrace.training.overlap import hashes, parts_of, split, without
 from headrace.training.run import alone_in
 

@@ -31,12 +31,12 @@ from headrace.training.examples import (
     windows,
     write_items,
 )
-from headrace.training.exits import check as check_exits
-from headrace.training.forward import AUTO, backend_of, forward_of
+from headrace.training.exit_heads import check as check_exits
 from headrace.training.heads import ANSWER, Prompt, acceptance, asked_tokens
-from headrace.training.lesson import HARD, LOSSES, MAPS, Lesson, check_maps
+from headrace.training.losses import HARD, LOSSES, MAPS, Lesson, check_maps
 from headrace.training.run import Budget, Run, alone_in, begin
 from headrace.training.students import Student, student_of
+from headrace.training.teacher_forward import AUTO, backend_of, forward_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.loader import stored_tensors

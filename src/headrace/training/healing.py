@@ -12,10 +12,10 @@ from headrace.data.progress import Progress
 from headrace.startup.opening import Opened
 from headrace.training.distil import HELD, Recipe, Stopped, before_training, tokens_seen, train
 from headrace.training.examples import held_apart, windows
-from headrace.training.forward import AUTO, backend_of, forward_of
-from headrace.training.lesson import Lesson
+from headrace.training.losses import Lesson
 from headrace.training.run import Budget, Run, begin
 from headrace.training.students import Student, ends
+from headrace.training.teacher_forward import AUTO, backend_of, forward_of
 from headrace.weights.loader import load_model
 
 LOSSES = ("kl", "ce")

@@ -25,9 +25,9 @@ from headrace.ops.attention import rotate
 from headrace.ops.relative import buckets
 from headrace.ops.weights import RelativeWeights
 from headrace.runner.record import Segment, record, record_cross
-from headrace.training.masked_texts import Batch, make_batch, rows_of
+from headrace.training.masked_batches import Batch, make_batch, rows_of
+from headrace.training.masked_tasks import END, MASK, Task
 from headrace.training.run import alone_in
-from headrace.training.tasks import END, MASK, Task
 from headrace.weights.loader import Allocator, stored_tensors
 
 CONTEXT = 256

@@ -9,7 +9,7 @@ from torch.nn.functional import softmax
 from headrace.data.config import ModelConfig
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
-from headrace.training.networks import norm
+from headrace.training.feature_layer import norm
 from headrace.training.texts import Text
 from headrace.weights.loader import read_part
 from headrace.weights.parts import plan

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import log_softmax
 
 from headrace.runner.heads import Tensors
-from headrace.training import kinds
-from headrace.training.kinds import KINDS
-from headrace.training.networks import norm
+from headrace.training import head_kinds as kinds
+from headrace.training.feature_layer import norm
+from headrace.training.head_kinds import KINDS
 from headrace.training.run import Budget, Run
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text

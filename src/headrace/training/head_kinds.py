@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from headrace.runner.heads import EXIT, FEATURE, HEADS, Tensors, affine, enter, heads_config, predict, shapes, unit
-from headrace.training.networks import FeatureLayer, shifted
+from headrace.training.feature_layer import FeatureLayer, shifted
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
 

@@ -16,8 +16,8 @@ from headrace.runner.record import RecordError, record
 from headrace.startup.backend import start
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import Recipe, Role
+from headrace.training.sequence_forward import Passed, fed
 from headrace.training.texts import rows_after
-from headrace.training.whole import Passed, fed
 from headrace.weights.loader import Allocator, fill, load_model
 from headrace.weights.parts import plan
 

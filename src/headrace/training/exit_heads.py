@@ -15,9 +15,9 @@ from headrace.runner.heads import EXIT, Tensors, unit
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibration_error
+from headrace.training.feature_layer import norm
+from headrace.training.head_kinds import KINDS, begin
 from headrace.training.heads import Recipe, Tell, Trained, judge, train
-from headrace.training.kinds import KINDS, begin
-from headrace.training.networks import norm
 from headrace.training.run import alone_in
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text, open_writer, write_texts

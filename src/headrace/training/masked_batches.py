@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.training.tasks import END, MASK, Task
+from headrace.training.masked_tasks import END, MASK, Task
 
 
 @dataclass(eq=False, slots=True)

@@ -25,7 +25,7 @@ from headrace.models.base import Model
 from headrace.runner.classifier import BOTH
 from headrace.startup.opening import Opened
 from headrace.training.run import Budget, Run, begin
-from headrace.training.whole import fed_together
+from headrace.training.sequence_forward import fed_together
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.loader import load_model, stored_tensors
 from headrace.weights.source import WeightError
