@@ -101,7 +101,7 @@ sanitize-short: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(VENV)/bin/headrace bench local $(MODEL)
-	@$(VENV)/bin/headrace bench linears --shares benchmarks/linears.json
+	@$(VENV)/bin/python -m benchmarks.linears --shares benchmarks/linears.json
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check

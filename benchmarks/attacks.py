@@ -1,4 +1,4 @@
-"""What attacks cost honest clients: `python benchmarks/attacks.py --streams 4 --pid SERVER --only "lock-out" "headers"`.
+"""What attacks cost honest clients: `python -m benchmarks.attacks --streams 4 --pid SERVER --only "lock-out" "headers"`.
 
 Honest clients stream answers from a running server. For each attack there are three phases, repeated `--rounds` times: the
 clients alone; next to the attack, which a process of its own repeats as fast as it is answered; and next to a process that
@@ -131,7 +131,7 @@ async def exchange(host: str, port: int, sent: bytes, source: str = "") -> Async
         while line := await reader.readline():
             yield line
     finally:
-        writer.transport.abort()  # type: ignore[attr-defined]
+        writer.transport.abort()
 
 
 async def status(host: str, port: int, sent: bytes, source: str = "") -> int:

@@ -1,4 +1,4 @@
-"""How fast attention and the sampler of the native core are: `python benchmarks/native_attention.py [--isa avx2]`.
+"""How fast attention and the sampler of the native core are: `python -m benchmarks.native_attention [--isa avx2]`.
 
 Attention: bytes of K and V read per second where one token is decoded, multiplications per second where a chunk is fed.
 Sampler: microseconds a row of 152k logits. Each figure is the best of its repeats; the machine should be otherwise idle.
@@ -38,7 +38,7 @@ def attention(model: str, dtype: str, context: int, rows: int, threads: int, isa
     options = core.AttentionOptions()
     options.heads, options.scale = heads, dim**-0.5
 
-    def run(start: int, count: int, only: np.ndarray) -> Callable[[], None]:
+    def run(start: int, count: int, only: np.ndarray) -> Callable[[], object]:
         n = count * len(only)
         x = rng.standard_normal((n, (heads + 2 * kv_heads) * dim)).astype(np.float32)
         q, k, v = np.split(x, [heads * dim, (heads + kv_heads) * dim], axis=1)
@@ -46,7 +46,7 @@ def attention(model: str, dtype: str, context: int, rows: int, threads: int, isa
         positions = np.tile(np.arange(start, start + count, dtype=np.int32), len(only))
         ends = np.arange(0, n + 1, count, dtype=np.int32)
         step.begin(positions, ends, np.full(len(only), start, np.int32), np.full(len(only), count, np.int32), only)
-        return lambda: [step.attend(layer, q, k, v, options, out) for layer in range(layers)] and None
+        return lambda: [step.attend(layer, q, k, v, options, out) for layer in range(layers)]
 
     if context:
         for feed in range(feeds):

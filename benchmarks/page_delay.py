@@ -1,6 +1,6 @@
 """Delay between a streamed token and its text on the page, for the first answer of a fresh server, under load.
 
-    python benchmarks/page_delay.py MODEL [--load 4] [--runs 3]
+    python -m benchmarks.page_delay MODEL [--load 4] [--runs 3]
 
 Needs Playwright and Chromium. `--load` busy processes run during the answer. Prints one line a run: milliseconds from the
 arrival of a chunk in the browser until its text is in the page, and from sending the message until the first text.
@@ -15,8 +15,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from busy import busy
 from playwright.sync_api import Page, sync_playwright
+
+from benchmarks.busy import busy
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PROMPT = "Write a Python function that merges two sorted lists"

@@ -1,6 +1,6 @@
 """One process against two: the engine in a thread of the web process, or in a process of its own.
 
-    python benchmarks/serve_processes.py MODEL [--streams 32] [--tokens 64] [--rounds 4]
+    python -m benchmarks.serve_processes MODEL [--streams 32] [--tokens 64] [--rounds 4]
 
 Both servers run at once and are asked in turns, by a client in a third process that streams answers over raw sockets. Printed:
 tokens a second, the time of the first token, and the web side's own CPU for a token where it has a process to itself.
@@ -49,7 +49,7 @@ class InThread(EngineLink):
 def run_server(kind: str, model: str, port: int, streams: int) -> None:
     llm = AsyncLLM(model, max_num_seqs=streams)
     if kind == "one":
-        llm.engine = InThread
+        llm.replica.link = InThread
     asyncio.run(serve(single(llm, ServerSettings("model", port=port)), ServerSettings("model", port=port), print))
 
 

@@ -1,7 +1,7 @@
 """What serving costs beside offline generation, and what a long prompt does to those who are being answered.
 
-    python benchmarks/serving.py saturation MODEL [--requests 64 --prompt 32 --answer 64]
-    python benchmarks/serving.py interference MODEL [--chunks 128,256,512]
+    python -m benchmarks.serving saturation MODEL [--requests 64 --prompt 32 --answer 64]
+    python -m benchmarks.serving interference MODEL [--chunks 128,256,512]
 
 The server is `headrace serve` in processes of its own on this machine; the machine should be otherwise idle.
 """
@@ -93,7 +93,7 @@ def interference(model: str, chunks: list[int], prompt: int, answer: int, rounds
     """p99 of the time between tokens of 8 answers, without and with a prompt of 4,000 tokens that arrives amid them."""
     for chunk in chunks:
         beside = chunk - STREAMS  # what a step has left for the prompt when all answers take their token
-        times = []
+        times: list[tuple[float, ...]] = []
         for number in range(rounds):
             with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=beside)) as llm:
                 alone = steps(llm, Job(0.0, prompt, 1, seed=1).ids())
@@ -104,7 +104,7 @@ def interference(model: str, chunks: list[int], prompt: int, answer: int, rounds
             before, after = (float(np.percentile(gaps, 99)) * 1000 for gaps in (quiet, loud))
             times.append((before, after, after - before, float(np.mean(alone)) * 1000, max(alone) * 1000))
             say(f"chunk {chunk}, round {number + 1} ({len(quiet)} and {len(loud)} times)", times[-1])
-        say(f"chunk {chunk}, medians", np.median(times, axis=0))
+        say(f"chunk {chunk}, medians", np.median(times, axis=0).tolist())
 
 
 def say(what: str, times: Sequence[float]) -> None:
@@ -122,7 +122,7 @@ def steps(llm: LLM, prompt: list[int]) -> list[float]:
     while llm.engine.busy:
         llm.engine.step()
     llm.engine.add(prompt, SamplingParams(max_tokens=1))
-    times = []
+    times: list[float] = []
     while llm.engine.busy:
         begun = time.perf_counter()
         llm.engine.step()

@@ -1,6 +1,6 @@
 """Decoding speed on a machine that other processes use, with one and two threads, for two builds in alternation.
 
-    python benchmarks/shared_machine.py MODEL --before OTHER_VENV/bin/python [--after PYTHON] [--rounds 9] [--seconds 1]
+    python -m benchmarks.shared_machine MODEL --before OTHER_VENV/bin/python [--after PYTHON] [--rounds 9] [--seconds 1]
 
 Scenes: quiet; next to one busy process; next to ten; two engines at once (the sum of their tokens/s). Each cell is the median
 of the rounds in tokens/s at batch 1; a round measures every build and number of threads once, in
@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-from busy import busy
+from benchmarks.busy import busy
 
 CHILD = """
 import os, sys, time
@@ -46,7 +46,7 @@ class Engine:
     def _answer(self) -> str:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise SystemExit(f"{self.process.args} ended; its message is above")
+            raise SystemExit(f"{self.process.args!r} ended; its message is above")
         return line.strip()
 
     def start(self, seconds: float) -> None:

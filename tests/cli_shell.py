@@ -36,10 +36,11 @@ class Shell:
         monkeypatch.setenv("HEADRACE_LOG", "error")  # a warning about this installation is no part of a test
 
     def __call__(self, *arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a command run here."""
+        """Exit code, stdout and stderr of a command run here. A first argument that is a function is another command's main."""
         self._monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         self._capsys.readouterr()
-        code = main([str(one) for one in arguments])
+        run, words = (arguments[0], arguments[1:]) if callable(arguments[0]) else (main, arguments)
+        code = run([str(word) for word in words])
         out, err = self._capsys.readouterr()
         return code, out, err
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.fake_model import Deferred
 from headrace.backends.eager.heads import EagerHeads
 from headrace.backends.native.heads import NativeHeads
-from headrace.bench.fake_model import Deferred
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import (

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headrace.bench.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, draw
+from benchmarks.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, draw
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TARGET, UPPER, Exited, KVGroup

@@ -2,9 +2,9 @@
 """Hold the engines that Headrace is measured against to an older CPU's instructions, to compare both as on such a CPU.
 
     .venv/bin/python tools/hold_peers.py avx2 HOME        avx2 or avxvnni; HOME: a new folder
-    HEADRACE_HOME=HOME HEADRACE_ISA=avx2 HEADRACE_HOLD=avx2 LD_PRELOAD=HOME/hold.so headrace bench peers MODEL
+    HEADRACE_HOME=HOME HEADRACE_ISA=avx2 HEADRACE_HOLD=avx2 LD_PRELOAD=HOME/hold.so python -m benchmarks.peers MODEL
 
-Copies `$HEADRACE_HOME/peers` as `headrace bench peers --install` made it (links, where nothing changes). In the copies of
+Copies `$HEADRACE_HOME/peers` as `python -m benchmarks.peers --install` made it (links, where nothing changes). In the copies of
 their libraries each `cpuid` is replaced by two bytes that no CPU knows; what is preloaded answers in its place
 (hold_peers.cpp), without AVX-512, and for `avx2` without VNNI. Needs g++ and objdump. Clock, caches and memory stay this
 machine's.
@@ -28,7 +28,7 @@ SECTION = re.compile(r"^ *\d+ (\.\S+) +([0-9a-f]+) +([0-9a-f]+) +[0-9a-f]+ +([0-
 def main(isa: str, place: Path) -> None:
     engines = [folder for folder in (home() / "peers").iterdir() if (folder / "bin" / "python").exists()]
     if not engines:
-        raise SystemExit("no engine is installed: headrace bench peers MODEL --install makes them")
+        raise SystemExit("no engine is installed: python -m benchmarks.peers MODEL --install makes them")
     (place / "peers").mkdir(parents=True)
     (place / "peers" / "models").symlink_to(home() / "peers" / "models")
     for engine in engines:
@@ -38,7 +38,8 @@ def main(isa: str, place: Path) -> None:
             if LIBRARIES.search(library.name) and library.is_file():
                 print(f"{library.relative_to(place)}: {hold(library)} of cpuid", flush=True)
     answers(place / "hold.so")
-    print(f"HEADRACE_HOME={place} HEADRACE_ISA={isa} HEADRACE_HOLD={isa} LD_PRELOAD={place}/hold.so headrace bench peers MODEL")
+    variables = f"HEADRACE_HOME={place} HEADRACE_ISA={isa} HEADRACE_HOLD={isa} LD_PRELOAD={place}/hold.so"
+    print(f"{variables} python -m benchmarks.peers MODEL")
 
 
 def answers(library: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
+
 from tests.quantized import FFN, LAYER, LLAMA, matrices, others
 
 OUT = Path(__file__).parents[1] / "tests" / "data" / "quantized"

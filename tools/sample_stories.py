@@ -9,11 +9,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
-from tests.models.stories import COUNT, TEXTS, WINDOW, read_source
-from tests.tiny import tiny_engine
 
 from headrace.data.params import SamplingParams
 from headrace.weights.loader import load_model
+from tests.models.stories import COUNT, TEXTS, WINDOW, read_source
+from tests.tiny import tiny_engine
 
 BOS, BLOCK, TOGETHER = 1, 16, 32
 SEED = 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import masks
 from tests.cli_shell import ERASE, Shell, check_bar
 from tests.tiny_bert import write_tiny_bert
 
@@ -48,8 +49,8 @@ BARS: dict[str, tuple[Callable[[Path, Path], tuple[object, ...]], tuple[str, ...
     ),
     "compress": (lambda m, at: ("compress", m, "-o", at / "out.gguf", "--format", "Q8_0", *ONE), ("out.gguf", " kB")),
     "arithmetic": (lambda m, at: ("arithmetic", m, "--bandwidth", "1", "--no-errors"), ("measuring",)),
-    "bench masks": (
-        lambda m, at: ("bench", "masks", lines(at / "schemas.jsonl", SCHEMA, SCHEMA), "--model", m),
+    "masks": (
+        lambda m, at: (masks.main, lines(at / "schemas.jsonl", SCHEMA, SCHEMA), "--model", m),
         ("reading schemas", "of 2 schemas"),
     ),
     "bench sharing": (lambda m, at: ("bench", "sharing", m, "-i", prompts(at), "-m", "2"), ("measuring",)),
@@ -71,7 +72,7 @@ def test_a_long_command_has_a_bar_on_a_terminal(shell: Shell, tiny_gguf: Path, t
 
 def test_through_a_pipe_nothing_moves(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     """The control of the above: the same commands on no terminal draw nothing."""
-    for name in ("compare", "bench masks"):
+    for name in ("compare", "masks"):
         code, _, err = shell(*BARS[name][0](tiny_gguf, tmp_path))
         assert code == 0, err
         assert ERASE not in err

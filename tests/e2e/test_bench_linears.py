@@ -1,12 +1,12 @@
-"""bench linears: kernels as a share of what the machine can do."""
+"""benchmarks.linears: kernels as a share of what the machine can do."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from headrace.bench import linears
-from headrace.bench.linears import TYPES, measure_linears
+from benchmarks import linears
+from benchmarks.linears import TYPES, measure_linears
 from headrace.bench.profile import share_of
 from tests.cli_shell import Shell, check_bar
 
@@ -40,13 +40,13 @@ def test_every_format_has_its_share() -> None:
 def test_the_command(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "linears.json"
     code, out, err = shell.watched(
-        "bench", "linears", "--types", "q4_0", "--rows", "2", "--repeats", "1", "--threads", "1", "--json", file
+        linears.main, "--types", "q4_0", "--rows", "2", "--repeats", "1", "--threads", "1", "--json", file
     )
     assert code == 0, err
     check_bar(err, "measuring", "of 1 format")
     assert set(json.loads(file.read_text())["types"]["Q4_0"]["2"]) == {"gmacs", "gb_s", "limit", "share"}
     assert "Q4_0" in out
-    code, _, err = shell("bench", "linears", "--rows", "two")
+    code, _, err = shell(linears.main, "--rows", "two")
     assert code == 1
     assert "--rows takes numbers" in err
 
@@ -62,7 +62,7 @@ def test_what_has_fallen_since_it_was_kept(shell: Shell, tmp_path: Path, monkeyp
 
     def run(*found: dict[str, dict[str, float]], options: tuple[object, ...] = ("--shares", file)) -> tuple[int, str, str]:
         runs[:] = found
-        answer = shell("bench", "linears", "--types", "Q4_0,Q8_0", "--rows", "1,8", *options)
+        answer = shell(linears.main, "--types", "Q4_0,Q8_0", "--rows", "1,8", *options)
         assert runs == []
         return answer
 

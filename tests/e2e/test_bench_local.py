@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import beside
+from headrace.bench import compare_builds
 from headrace.bench.local import LOCAL, pick
 from tests.cli_shell import Shell, check_bar
 
@@ -49,7 +49,7 @@ def test_two_builds(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: 
     builds = {name: {"version": "1", "commit": name[:2], "file": f"/{name}/__init__.py"} for name in ("headrace", "other")}
     cell = {"tokens_per_s": 50.0, "peers": {"other": {"tokens_per_s": 100.0}}, "ratio": 0.5, "interval": [0.4, 0.6]}
     cells = {"b1": {**cell, "bandwidth_gb_s": 20.0, "others_cpu": 0.0}}
-    result = {"builds": builds, "cells": cells, "verdict": beside.verdict(cells)}
+    result = {"builds": builds, "cells": cells, "verdict": compare_builds.verdict(cells)}
 
     def compare(
         model: str, other: Path, cells: object, *, pairs: int, done: Callable[[object], None], **more: object
@@ -58,7 +58,7 @@ def test_two_builds(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: 
         done(result)
         return result
 
-    monkeypatch.setattr(beside, "compare_builds", compare)
+    monkeypatch.setattr(compare_builds, "compare_builds", compare)
     file = tmp_path / "figures.json"
     code, out, err = shell("bench", "local", tiny_gguf, "--beside", tmp_path, "--json", file)
     assert code == 1, err

@@ -1,4 +1,4 @@
-"""bench tools: calls held to a grammar fit their schemas; what counts as valid and as right."""
+"""benchmarks.tool_calls: calls held to a grammar fit their schemas; what counts as valid and as right."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.bench import tools
-from headrace.bench.tools import Case, is_right, json_schema, measure_tools, read_cases
-from headrace.cli.app import main
+from benchmarks import tool_calls as tools
+from benchmarks.tool_calls import Case, is_right, json_schema, measure_tools, read_cases
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.tools import tooling
 from headrace.llm import LLM
@@ -108,7 +107,7 @@ def test_the_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     model = write_tiny_gguf(tmp_path / "tiny.gguf", context=1024)
     file = tmp_path / "figures.json"
     options = ("--kv-cache-memory", "16MiB", "--most", "1", "--max-tokens", "200", "--json", str(file))
-    assert main(["bench", "tools", str(model), "--data", str(own), *options]) == 0
+    assert tools.main([str(model), "--data", str(own), *options]) == 0
     out = capsys.readouterr().out
     assert "1 of 1 (100.0%)" in out
     assert "not valid, free: 0" in out

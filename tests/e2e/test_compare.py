@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import sharing
+from headrace.bench.cpu_usage import watch
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.strategies import MODES, mode
-from headrace.bench.watching import watch
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
 from headrace.workflows.prompts import read_prompts

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.masks import MaskResult, measure_masks
-from headrace.cli.app import main
+from benchmarks.masks import MaskResult, main, measure_masks
 from headrace.decoding.json_schema.prepare import Prepared
 from headrace.text.tokenizer import Tokenizer
 from tests.places import data_path
@@ -67,7 +66,7 @@ def test_a_mask_that_forgets_a_keyword_is_caught(own: Path, tokenizer: Tokenizer
 
 def test_the_command(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    assert main(["bench", "masks", str(own), "--model", str(model)]) == 0
+    assert main([str(own), "--model", str(model)]) == 0
     assert "2 of 3 (66.7%)" in capsys.readouterr().out
 
 

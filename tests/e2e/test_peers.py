@@ -1,4 +1,4 @@
-"""Each installed engine computes the model that we compute: `headrace bench peers --install` puts it where this looks."""
+"""Each installed engine computes the model that we compute: `benchmarks.peers --install` puts it where this looks."""
 
 import json
 from contextlib import ExitStack
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.engines import ENGINES
 from headrace.bench.cells import Cell
-from headrace.bench.engines import ENGINES
-from headrace.bench.peers import OURS, line_up
+from headrace.bench.competitors import OURS, load_competitors
 from headrace.startup.loading import open_model
 from tests.places import STORE
 
@@ -27,25 +27,25 @@ AGREE = 4  # of the six: engines round weights and activations in their own ways
 @pytest.mark.peers
 @pytest.mark.weights
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_says_what_we_say(name: str, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_predicts_the_same_first_tokens(name: str, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first greedy token of every prompt with every setting, and both kinds of cells."""
     monkeypatch.setenv("HEADRACE_HOME", str(STORE.root.parent))
     engine = ENGINES[name]
     if not engine.installed:
-        pytest.skip(f"{name} is not installed under {engine.folder} (headrace bench peers … --engines {name} --install)")
+        pytest.skip(f"{name} is not installed under {engine.folder} (python -m benchmarks.peers … --engines {name} --install)")
     encode = open_model(default_model).tokenizer.encode
     prompts = [encode(prompt) for prompt in PROMPTS]
     with ExitStack() as stack:
-        lineup = line_up(stack, default_model, [engine], {}, {"threads": 1, "kv_bytes": 5e8}, print)
-        assert lineup.left_out == {}
-        assert [party.engine for party in lineup.parties] == [OURS, *[name] * len(engine.settings)]
+        competitors = load_competitors(stack, default_model, [engine], {}, {"threads": 1, "kv_bytes": 5e8}, print)
+        assert competitors.left_out == {}
+        assert [variant.engine for variant in competitors.variants] == [OURS, *[name] * len(engine.settings)]
         first = [
-            [party.worker.ask(cell="pp", prompts=[one], new_tokens=0)["first"][0] for one in prompts]
-            for party in lineup.parties
+            [variant.worker.ask(cell="pp", prompts=[one], new_tokens=0)["first"][0] for one in prompts]
+            for variant in competitors.variants
         ]
-        for party, theirs in zip(lineup.parties, first, strict=True):
-            assert sum(mine == other for mine, other in zip(first[0], theirs, strict=True)) >= AGREE, party.name
-            decode = party.worker.ask(cell="b2", prompts=Cell("b2", 2, 8, 3).prompts(1000, 0), new_tokens=3)
+        for variant, theirs in zip(competitors.variants, first, strict=True):
+            assert sum(mine == other for mine, other in zip(first[0], theirs, strict=True)) >= AGREE, variant.name
+            decode = variant.worker.ask(cell="b2", prompts=Cell("b2", 2, 8, 3).prompts(1000, 0), new_tokens=3)
             assert decode["tokens"] == 6
             assert decode["tokens_per_s"] > 0
             json.dumps(decode)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.bench import peers_speculation as bench
-from headrace.bench import programs
-from headrace.bench.engines import PeerError
+from benchmarks.peers import llamacpp_programs as programs
+from benchmarks.peers import speculation as bench
+from benchmarks.peers.engines import PeerError
 from headrace.bench.worker import WorkerError
 from tests.cli_shell import Shell
 from tests.places import STORE
@@ -55,10 +55,10 @@ def test_options_and_texts_go_with_the_question_and_texts_come_back_as_tokens() 
             asked.append(question)
             return {"first": ["word", ""]}
 
-    asking = bench.Asking(Worker(), {"most": 3}, {(1, 2): "text"}, lambda text: [7, 8] if text else [])
+    asking = bench.EngineWithOptions(Worker(), {"most": 3}, {(1, 2): "text"}, lambda text: [7, 8] if text else [])
     assert asking.ask(prompts=[[1, 2]], new_tokens=4) == {"first": [7, -1]}
     assert asked == [{"prompts": ["text"], "new_tokens": 4, "options": {"most": 3}}]
-    assert bench.Asking(Worker()).ask(prompts=[[5]])["first"] == [-1, -1]
+    assert bench.EngineWithOptions(Worker()).ask(prompts=[[5]])["first"] == [-1, -1]
     assert asked[1]["prompts"] == [[5]]
 
 
@@ -94,11 +94,11 @@ def test_the_command(built: Path, shell: Shell, tmp_path: Path, monkeypatch: pyt
     prompts, figures = tmp_path / "words.txt", tmp_path / "figures.json"
     prompts.write_text("once upon a time\n")
     options = ["--draft", built, "-i", prompts, "--engines", "llama.cpp", "--rounds", 1, "-m", 4, "--threads", 1]
-    code, out, err = shell("bench", "peers-speculate", built, *options, "--kinds", "lookup", "--json", figures)
+    code, out, err = shell(bench.main, built, *options, "--kinds", "lookup", "--json", figures)
     assert code == 0, err
     assert out.splitlines()[1].startswith("words lookup\t")
     assert list(json.loads(figures.read_text())["cells"]) == ["words lookup"]
-    assert shell("bench", "peers-speculate", built, *options, "--kinds", "both")[0] != 0
+    assert shell(bench.main, built, *options, "--kinds", "both")[0] != 0
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_the_programs_say_what_we_say(default_model: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HEADRACE_HOME", str(STORE.root.parent))
     if not all(programs.program(name).exists() for name in programs.NAMES):
         pytest.skip(
-            f"llama.cpp's programs are not built under {programs.folder()} (headrace bench peers-speculate … --install)"
+            f"llama.cpp's programs are not built under {programs.folder()} (python -m benchmarks.peers.speculation … --install)"
         )
     tasks = {"t": ["Count from one to twenty.", "Why is the sky blue?", "Write a poem about snow.", "What is a verb?"]}
     model = str(default_model)

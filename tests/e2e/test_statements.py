@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import StepPlan

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from headrace.bench.refine import measure, read_questions
+from benchmarks import refine as benchmark
+from benchmarks.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
 from headrace.training.masked import Recipe, make, train
@@ -199,7 +200,7 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
         "--shorter",
         "4",
     )
-    code, printed, err = shell("bench", "refine", out, *arguments, "--json", figures)
+    code, printed, err = shell(benchmark.main, out, *arguments, "--json", figures)
     assert code == 0, err
     assert "tokens a step" in printed
     found = json.loads(figures.read_text())
@@ -215,11 +216,11 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
     assert "holds a model; name another folder" in shell("train-masked", text, "-o", out, *small)[2]
     assert "neither a task (reverse, numbers) nor a text file" in shell("train-masked", "poems", "-o", tmp_path / "no")[2]
     maskless = write_tiny_gguf(tmp_path / "tiny.gguf")
-    assert "it fills in no blocks" in shell("bench", "refine", maskless, "-i", out / "prompts.jsonl", "--threads", "1")[2]
-    assert "--passes takes numbers" in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--passes", "all")[2]
+    assert "it fills in no blocks" in shell(benchmark.main, maskless, "-i", out / "prompts.jsonl", "--threads", "1")[2]
+    assert "--passes takes numbers" in shell(benchmark.main, out, "-i", out / "prompts.jsonl", "--passes", "all")[2]
     assert (
         "--drafts takes both, jacobi, blocks, none"
-        in shell("bench", "refine", out, "-i", out / "prompts.jsonl", "--drafts", "all")[2]
+        in shell(benchmark.main, out, "-i", out / "prompts.jsonl", "--drafts", "all")[2]
     )
     code, _, err = shell("run", out, "the mill", "--refine-passes", "2")
     assert "--refine-passes goes with --refine-block" in err

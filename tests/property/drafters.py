@@ -2,7 +2,7 @@
 
 import random
 
-from headrace.bench.fake_model import VOCAB, draw
+from benchmarks.fake_model import VOCAB, draw
 from headrace.data.types import Draft, Request, Sequence
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 import torch
 
-from headrace.bench.fake_model import EOS, NONE, VOCAB, allowed, draw, logits_of
+from benchmarks.fake_model import EOS, NONE, VOCAB, allowed, draw, logits_of
 from headrace.data.params import RefineParams
 from headrace.data.plan import AnyWant, Feed, Ranked, Top
 from headrace.data.structured import StructuredOutputs

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw
 from headrace.backends.eager.live import EagerLive
 from headrace.backends.native.kept import NativeKept
-from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw
 from headrace.data.config import EngineConfig
 from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Answers, Feed, KVGroup, NewSlot, Ranked, StepPlan
 from headrace.drafting.speculation import Speculation

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner
 from headrace import core as native
-from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request

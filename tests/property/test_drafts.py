@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner, reference
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Drawn, Feed, StepOutput, StepPlan

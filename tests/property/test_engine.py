@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.bench.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
+from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import StepPlan

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from benchmarks.attacks import attacks, request, status
 
+from benchmarks.attacks import attacks, request, status
 from tests.server.harness import Running, until
 
 ATTACKS = attacks()

@@ -1,9 +1,9 @@
-"""Static against continuous batching, and memory by reservation scheme, on the trace of `headrace bench batching`."""
+"""Static against continuous batching, and memory by reservation scheme, on the trace of `benchmarks.batching`."""
 
 import pytest
 
-from headrace.bench.batching import MAX_LEN, Result, memory_table, on_fake_model, trace
-from headrace.bench.reservation import Job, contiguous, paged, power_of_two, schemes
+from benchmarks.batching import MAX_LEN, Result, memory_table, run_on_fake_model, trace
+from benchmarks.reservation import Job, contiguous, paged, power_of_two, schemes
 
 
 def test_the_trace_is_what_it_says() -> None:
@@ -18,7 +18,7 @@ def test_the_trace_is_what_it_says() -> None:
 
 def test_continuous_batching_takes_far_fewer_steps() -> None:
     jobs = trace(60)
-    results: dict[str, Result] = {policy: on_fake_model(jobs, policy) for policy in ("static", "continuous")}
+    results: dict[str, Result] = {policy: run_on_fake_model(jobs, policy) for policy in ("static", "continuous")}
     assert results["static"].tokens == results["continuous"].tokens == sum(job.output for job in jobs)
     assert results["static"].steps > 1.5 * results["continuous"].steps
     assert results["continuous"].waste < 0.04

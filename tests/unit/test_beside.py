@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.bench import beside
+from headrace.bench import compare_builds as module
 from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.beside import FLOOR, PAIRS, check, compare_builds, verdict
 from headrace.bench.cells import Cell
-from headrace.bench.engines import Engine
-from headrace.bench.peers import Lineup
-from headrace.bench.rounds import Party
+from headrace.bench.compare_builds import FLOOR, PAIRS, check, compare_builds, verdict
+from headrace.bench.competitors import Build, Competitors
+from headrace.bench.interleave import Variant
 from tests.tiny_files import write_tiny_gguf
 
 CELLS = [Cell("b1", 1, 5, 4), Cell("pp9", 1, 9, 0)]
@@ -70,13 +69,13 @@ def paired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str) -> Any:
     def run(ours: list[float], theirs: list[float], pairs: int = PAIRS) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
         asked: list[tuple[str, str, Any]] = []
 
-        def line_up(stack: ExitStack, path: Path, engines: list[Engine], *more: object) -> Lineup:
+        def load_competitors(stack: ExitStack, path: Path, engines: list[Build], *more: object) -> Competitors:
             assert [engine.python for engine in engines] == [tmp_path / "bin" / "python"]
-            made = [Party(name, "", Scripted(name, each, asked)) for name, each in (("headrace", ours), ("other", theirs))]
-            return Lineup(made, {name: {"about": name, "build": build} for name, build in BUILDS.items()})
+            made = [Variant(name, "", Scripted(name, each, asked)) for name, each in (("headrace", ours), ("other", theirs))]
+            return Competitors(made, {name: {"about": name, "build": build} for name, build in BUILDS.items()})
 
-        monkeypatch.setattr(beside, "line_up", line_up)
-        monkeypatch.setattr(beside, "BandwidthProbe", Probe)
+        monkeypatch.setattr(module, "load_competitors", load_competitors)
+        monkeypatch.setattr(module, "BandwidthProbe", Probe)
         return compare_builds(model, tmp_path, CELLS, pairs=pairs), asked
 
     return run
@@ -154,7 +153,7 @@ def test_one_build_is_not_compared_with_itself(tmp_path: Path) -> None:
 def test_two_builds_of_a_tiny_model(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one is a copy of this tree, in an environment of its own: each process imports its own."""
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(beside, "BandwidthProbe", partial(BandwidthProbe, size=4 << 20))
+    monkeypatch.setattr(module, "BandwidthProbe", partial(BandwidthProbe, size=4 << 20))
     copy = tmp_path / "copy"
     shutil.copytree(SOURCE / "headrace", copy / "headrace")
     other = environment(tmp_path / "other", copy, *installed())

@@ -19,7 +19,7 @@ from tests.cli_shell import Shell
 
 LONG = (
     "run", "chat", "ask", "generate", "embed", "serve", "perplexity", "compare", "distil", "train-heads",
-    "bench local", "bench peers", "bench peers-speculate", "bench serve", "bench speculate", "bench cascade", "bench tools",
+    "bench local", "bench serve", "bench speculate", "bench cascade",
     "bench token-cascade",
 )  # fmt: skip
 # What costs a help more than all else of it.
@@ -111,7 +111,11 @@ def imported(arguments: list[str], first: str = "") -> list[str]:
 
 @pytest.mark.parametrize(
     ("typed", "expected"),
-    [("headrace ru", {"run"}), ("headrace run --temp", {"--temperature"}), ("headrace bench pe", {"peers", "peers-speculate"})],
+    [
+        ("headrace ru", {"run"}),
+        ("headrace run --temp", {"--temperature"}),
+        ("headrace bench s", {"serve", "speculate", "self-draft", "sharing"}),
+    ],
 )
 def test_a_shell_completes_commands_and_their_options(typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = {"_HEADRACE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": typed}

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from benchmarks.attacks import attacks
 
+from benchmarks.attacks import attacks
 from headrace.data import plan, types
 from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS, NOT_GGUF

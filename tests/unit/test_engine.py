@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import pytest
 
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import AnyWant, Feed, KVGroup, Sample

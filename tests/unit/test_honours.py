@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams
 from headrace.data.plan import AnyWant, Drawn, Feed, Sample

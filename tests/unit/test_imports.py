@@ -59,21 +59,15 @@ ROOMS = {
     "compress": "llm startup.opening backends.native.weights runner text weights.loader "
     "weights.parts models models.layers ops kv compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
-    "bench": "workflows compress llm startup engine backends.eager runner drafting decoding text ops kv weights host "
-    "stats data",
+    "bench": "compress llm startup drafting kv weights host stats data",
     "bench.kv": "bench compress startup runner models ops kv weights host data",
     "bench.profile": "bench llm backends.native core data",  # of the native core alone
-    "bench.linears": "bench.profile bench backends.native weights core",  # so too
-    "bench.tools": "server.protocols bench llm decoding text data",  # asks as the server asks
     "bench.cascade": "workflows llm stats data",
     "bench.token_cascade": "bench llm runner drafting stats data",
     "bench.exits": "bench training llm startup.exits runner stats",
     "bench.audit": "llm runner decoding data",
     "bench.leaving": "bench.audit bench.exits bench workflows training llm startup.rules runner stats data",
-    "bench.workers": "",  # run by other engines' Pythons, where Headrace is not
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
-    "bench.workers.ours_beam": "",
-    "bench.workers.ours_speculation": "",
     "server.logs": "",
     "server.http.proxies": "",
     "server.http.ids": "",
@@ -96,15 +90,15 @@ ROOMS = {
     "server.access server.settings server.http.api_error server.logs startup.rules startup.memory "
     "decoding text weights confined host data",
     "cli": "server server.settings server.http.proxies "
-    "server.logs bench.leaving bench.exits bench.token_cascade bench.cascade bench.tools "
-    "bench.linears bench.profile bench.kv bench workflows compress training llm startup.runnable "
+    "server.logs bench.leaving bench.exits bench.token_cascade bench.cascade "
+    "bench.profile bench.kv bench workflows compress training llm startup.runnable "
     "startup.rules startup.opening startup decoding text weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
-    "data host stats bench.workers",
+    "data host stats",
     "kv kv.pool weights core confined compress.grids",
     "ops models.layers models",
     "weights.loader weights.parts text",
@@ -116,9 +110,7 @@ STOREYS = (
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
     "server.http.api_error server.protocols server.page server.storage server.storage.store server.storage.store_schema",
     "workflows",
-    "bench bench.kv bench.profile bench.linears bench.tools bench.cascade bench.token_cascade bench.exits bench.audit "
-    "bench.leaving "
-    "bench.workers.ours bench.workers.ours_beam bench.workers.ours_speculation",
+    "bench bench.kv bench.profile bench.cascade bench.token_cascade bench.exits bench.audit bench.leaving bench.workers.ours",
     "cli",
     "__main__",
 )
@@ -129,7 +121,6 @@ ARROWS = {
     ("weights", "core"),  # files are dequantised by the core
     *((f"backends.{name}", "runner") for name in ("eager", "eager.heads", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there
-    ("bench.linears", "bench.profile"),
 }
 # What stands at the top of the package: another entry is a decision.
 TOP = {"__init__", "__main__", "host", "llm"} | {
@@ -153,10 +144,9 @@ TOP = {"__init__", "__main__", "host", "llm"} | {
 }
 # May be imported inside any function: modules that not every installation has.
 OPTIONAL = {"bm25s"}
-# Rooms that import late: commands, so that --help is instant; the drivers of other engines, which must set these up first.
-LATE = {"cli", "bench.workers"}
+# Packages that may import inside functions: commands, so that --help is instant.
+LATE = {"cli"}
 # Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.
-# (`bench.workers` runs in other engines' environments and imports what it measures.)
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "transformers", "gguf", "llama_cpp", "compressed_tensors"}
 
 # `headrace --help`, `list`, `inspect` and `import headrace` stay instant.
@@ -313,8 +303,7 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_nothing_forbidden_is_imported() -> None:
-    sources = {module: source for module, source in SOURCES.items() if room(module) != "bench.workers"}
-    used = {(module, name.split(".")[0]) for module, source in sources.items() for _, name in imports(loads(source))}
+    used = {(module, name.split(".")[0]) for module, source in SOURCES.items() for _, name in imports(loads(source))}
     assert [(module, name) for module, name in used if name in FORBIDDEN] == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, reference
+from benchmarks.fake_model import VOCAB, Deferred, DeferredTicket, FakeRunner, reference
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import StepOutput, StepPlan

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.bench import cells, engines, peers
+from benchmarks.peers import comparison, engines
+from benchmarks.peers.engines import ENGINES, WORKERS, PeerEngine, PeerError
+from headrace.bench import cells
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
-from headrace.bench.engines import ENGINES, WORKERS, Engine, PeerError
+from headrace.bench.competitors import SERVE
+from headrace.bench.interleave import MachineState, Variant, judge, measure
 from headrace.bench.machine import commit, machine, others_share
 from headrace.bench.pairs import ratio
-from headrace.bench.rounds import Around, Party, judge, measure
 from headrace.bench.worker import Worker, WorkerError
 from headrace.host import cores
 from tests.tiny_files import write_tiny_gguf
@@ -100,19 +102,19 @@ class Scripted:
         return {"tokens_per_s": next(self.speeds), "first": first, "others_cpu": 0.25}
 
 
-def parties(asked: list[tuple[str, Any]]) -> list[Party]:
+def variants(asked: list[tuple[str, Any]]) -> list[Variant]:
     return [
-        Party("headrace", "", Scripted("ours", [1, 30, 20, 10], asked)),
-        Party("a", "one", Scripted("a1", [99, 10, 10, 10], asked)),
-        Party("a", "two", Scripted("a2", [99, 5, 12, 20], asked, first=2)),
-        Party("b", "only", Scripted("b", [99, 8, 8, 8], asked)),
+        Variant("headrace", "", Scripted("ours", [1, 30, 20, 10], asked)),
+        Variant("a", "one", Scripted("a1", [99, 10, 10, 10], asked)),
+        Variant("a", "two", Scripted("a2", [99, 5, 12, 20], asked, first=2)),
+        Variant("b", "only", Scripted("b", [99, 8, 8, 8], asked)),
     ]
 
 
-def test_rounds_alternate_and_every_party_gets_the_same_prompts() -> None:
+def test_rounds_alternate_and_every_variant_gets_the_same_prompts() -> None:
     asked: list[tuple[str, Any]] = []
     probes = iter([40.0, 50.0, 60.0, 70.0])
-    around = measure(parties(asked), CELL, 3, 100, lambda: next(probes))
+    state = measure(variants(asked), CELL, 3, 100, lambda: next(probes))
     names = [name for name, _ in asked]
     there, back = ["ours", "a1", "a2", "b"], ["b", "a2", "a1", "ours"]
     assert names == back + there + back + there
@@ -121,13 +123,13 @@ def test_rounds_alternate_and_every_party_gets_the_same_prompts() -> None:
         assert all(prompts[4 * number + i] == prompts[4 * number] for i in range(4))
     assert len({str(one) for one in prompts}) == 4
     assert all((question["cell"], question["new_tokens"]) == ("b2", 4) for _, question in asked)
-    assert around == Around([40.0, 50.0, 60.0, 70.0], [0.25] * 12)
+    assert state == MachineState([40.0, 50.0, 60.0, 70.0], [0.25] * 12)
 
 
 def test_the_warm_up_round_does_not_count_and_the_best_setting_and_engine_do() -> None:
-    ours, *others = made = parties([])
-    around = measure(made, CELL, 3, 100, lambda: 50.0)
-    figures = judge(ours, others, CELL, around)
+    ours, *others = made = variants([])
+    state = measure(made, CELL, 3, 100, lambda: 50.0)
+    figures = judge(ours, others, CELL, state)
     assert figures["tokens_per_s"] == 20
     assert figures["samples"] == [30, 20, 10]
     assert set(figures["peers"]) == {"a", "b"}
@@ -144,7 +146,7 @@ def test_the_warm_up_round_does_not_count_and_the_best_setting_and_engine_do() -
 
 
 def test_without_another_engine_there_is_no_ratio() -> None:
-    ours = parties([])[0]
+    ours = variants([])[0]
     figures = judge(ours, [], CELL, measure([ours], CELL, 3, 100, lambda: 50.0))
     assert figures["peers"] == {}
     assert "ratio" not in figures
@@ -224,10 +226,10 @@ def test_settings_of_one_program_are_one_engine() -> None:
 
 
 def test_who_chooses_his_own_prompts_is_not_compared_by_tokens() -> None:
-    ours, theirs, _, _ = made = parties([])
-    around = measure(made, CELL, 3, 100, lambda: 50.0)
+    ours, theirs, _, _ = made = variants([])
+    state = measure(made, CELL, 3, 100, lambda: 50.0)
     theirs.first[CELL.name] = []
-    assert judge(ours, [theirs], CELL, around)["peers"]["a"]["same_first_token"] is None
+    assert judge(ours, [theirs], CELL, state)["peers"]["a"]["same_first_token"] is None
 
 
 # -- worker processes --------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
     made = []
 
     def start() -> Worker:
-        command = [sys.executable, "-S", "-P", str(WORKERS / "serve.py"), str(FAKE)]
+        command = [sys.executable, "-S", "-P", str(SERVE), str(FAKE)]
         made.append(Worker(command, tmp_path / f"{len(made)}.log"))
         return made[-1]
 
@@ -305,9 +307,9 @@ def test_a_closed_worker_has_ended(started: Any) -> None:
 
 
 # -- the whole comparison ----------------------------------------------------------------------------------------------
-def fake_engine(settings: dict[str, dict[str, Any]], name: str = "fake") -> Engine:
+def fake_engine(settings: dict[str, dict[str, Any]], name: str = "fake") -> PeerEngine:
     """An installed engine whose worker is the fake one, run by this Python."""
-    engine = Engine(name, str(FAKE), ("fake==1",), settings)
+    engine = PeerEngine(name, str(FAKE), ("fake==1",), settings)
     engine.python.parent.mkdir(parents=True)
     engine.python.symlink_to(sys.executable)
     (engine.folder / "requirements.txt").write_text("fake==1\n")
@@ -328,7 +330,7 @@ def test_a_comparison_from_the_file_to_the_figures(peers_home: Path) -> None:
     said: list[str] = []
     after: list[list[str]] = []
     wanted = [CELL, Cell("pp9", 1, 9, 0), Cell("long", 1, 500, 4)]
-    result = peers.compare(
+    result = comparison.compare(
         str(model), [good, bad], wanted, rounds=2, threads=1, say=said.append, done=lambda r: after.append(list(r["cells"]))
     )
     assert list(result["cells"]) == ["b2", "pp9"]
@@ -355,7 +357,7 @@ def test_a_failure_in_the_middle_ends_every_worker(peers_home: Path) -> None:
     model = write_tiny_gguf(peers_home / "tiny.gguf")
     failing = fake_engine({"only": {"run": "fail"}})
     with pytest.raises(WorkerError, match="no memory left"):
-        peers.compare(str(model), [failing], [CELL], rounds=1, threads=1)
+        comparison.compare(str(model), [failing], [CELL], rounds=1, threads=1)
     assert not [line for line in _commands() if str(FAKE) in line and str(peers_home) in line]
 
 
@@ -373,7 +375,7 @@ def _commands() -> list[str]:
 def test_a_comparison_needs_a_gguf_file_and_a_cell_that_fits(peers_home: Path) -> None:
     model = write_tiny_gguf(peers_home / "tiny.gguf")
     with pytest.raises(ValueError, match="no cell fits the 256 positions"):
-        peers.compare(str(model), [], [CELLS["pp512"]])
+        comparison.compare(str(model), [], [CELLS["pp512"]])
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -381,7 +383,7 @@ def test_an_engine_is_installed_when_its_pinned_versions_are(peers_home: Path) -
     engine = fake_engine({})
     assert engine.installed
     engines.make_ready([engine], install=False, say=pytest.fail)
-    newer = Engine(engine.name, engine.worker, ("fake==2",), {})
+    newer = PeerEngine(engine.name, engine.worker, ("fake==2",), {})
     assert not newer.installed
     with pytest.raises(PeerError, match=f"fake is not installed under {peers_home}.*--install"):
         engines.make_ready([newer], install=False, say=print)
@@ -389,7 +391,7 @@ def test_an_engine_is_installed_when_its_pinned_versions_are(peers_home: Path) -
 
 def test_installing_runs_pip_of_its_own_environment(peers_home: Path) -> None:
     """A stand-in for its Python writes down what it is asked; a pip that fails leaves nothing that counts as installed."""
-    engine = Engine("one", str(FAKE), ("a==1", "b==2"), {}, build={"CMAKE_ARGS": "-DX=1"}, without=("c",))
+    engine = PeerEngine("one", str(FAKE), ("a==1", "b==2"), {}, build={"CMAKE_ARGS": "-DX=1"}, without=("c",))
     engine.python.parent.mkdir(parents=True)
     engine.python.write_text(f'#!/bin/sh\necho "$CMAKE_ARGS $@" >> {peers_home}/asked\ntest ! -e {peers_home}/broken\n')
     engine.python.chmod(0o755)
@@ -413,14 +415,14 @@ def test_every_version_is_pinned_and_no_address_is_named() -> None:
         assert all("==" in one for one in engine.requirements)
         assert (WORKERS / engine.worker).is_file()
         assert engine.settings
-    files = (WORKERS.parent / "engines.py", WORKERS.parent / "peers.py", *WORKERS.glob("*.py"))
+    files = (*WORKERS.parent.glob("*.py"), *WORKERS.glob("*.py"))
     text = "".join(path.read_text() for path in files)
     assert "://" not in text
 
 
 def test_workers_need_nothing_beyond_the_standard_library_to_start() -> None:
     """`serve.py` runs in environments that Headrace knows nothing of."""
-    names = {line.split()[1] for line in (WORKERS / "serve.py").read_text().splitlines() if line.startswith(("import", "from"))}
+    names = {line.split()[1] for line in SERVE.read_text().splitlines() if line.startswith(("import", "from"))}
     assert names <= sys.stdlib_module_names
 
 

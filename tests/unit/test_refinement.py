@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.explicit import params_of
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams

@@ -11,9 +11,9 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.choices import Question, answered, beside
-from headrace.bench.engines import Say
-from headrace.bench.peers import Lineup, fitting, heading, kv_bytes
-from headrace.bench.rounds import Party, measure
+from headrace.bench.competitors import Competitors, fitting, heading, kv_bytes
+from headrace.bench.interleave import Variant, measure
+from headrace.bench.machine import Say
 from headrace.compress.format_cost import format_costs
 from headrace.compress.judge import judge
 from headrace.compress.report import report_path
@@ -152,32 +152,32 @@ def _speeds(
 ) -> None:
     """Every model a process, all of them asked in turns with the same prompts; fills in the result."""
     with ExitStack() as stack:
-        lineup = Lineup()
+        competitors = Competitors()
         for name, opened in models.items():
             task = {"threads": result["threads"], "kv_bytes": kv_bytes(cells, opened.config)}
-            lineup.load(stack, (name, ""), opened.path, {}, task, say)
-            about = lineup.about[name]
+            competitors.load(stack, name, "", opened.path, {}, task, say)
+            about = competitors.about[name]
             result["models"][name] |= {"load_s": about["load_s"], "about": about["about"], "cells": {}}
         probe = BandwidthProbe()
         vocabulary = min(opened.tokenizer.vocab_size for opened in models.values())
         seen = []
         tell.start("measuring", len(cells), unit="cells")
         for cell in cells:
-            around = measure(lineup.parties, cell, result["rounds"], vocabulary, probe.gb_per_s)
-            seen.append(median(around.bandwidth))
-            for party in lineup.parties:
-                made = result["models"][party.engine]
-                made["cells"][cell.name] = _cell(party, lineup.parties[0], cell)
-                made["peak_rss_mb"] = party.peak_rss_mb
-            result |= {"bandwidth_gb_s": median(seen), "others_cpu": median(around.others_cpu)}
+            state = measure(competitors.variants, cell, result["rounds"], vocabulary, probe.gb_per_s)
+            seen.append(median(state.bandwidth))
+            for variant in competitors.variants:
+                made = result["models"][variant.engine]
+                made["cells"][cell.name] = _cell(variant, competitors.variants[0], cell)
+                made["peak_rss_mb"] = variant.peak_rss_mb
+            result |= {"bandwidth_gb_s": median(seen), "others_cpu": median(state.others_cpu)}
             done(result)
             tell.advance(1)
         tell.finish()
 
 
-def _cell(party: Party, first: Party, cell: Cell) -> Results:
+def _cell(variant: Variant, first: Variant, cell: Cell) -> Results:
     """Tokens/s, and the ratio to the first model's of the same round: medians, and the least and the greatest."""
-    speeds = party.samples[cell.name]
+    speeds = variant.samples[cell.name]
     ratios = [mine / theirs for mine, theirs in zip(speeds, first.samples[cell.name], strict=True)]
     return {
         "tokens_per_s": median(speeds),

@@ -16,10 +16,10 @@ import torch
 
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
-from headrace.bench.engines import Engine, Say
+from headrace.bench.competitors import OURS, Build, fitting, kv_bytes, load_competitors
+from headrace.bench.interleave import measure as measure_rounds
+from headrace.bench.machine import Say
 from headrace.bench.pairs import ratio
-from headrace.bench.peers import OURS, fitting, kv_bytes, line_up
-from headrace.bench.rounds import measure as measure_rounds
 from headrace.compress.judge import compare_logits
 from headrace.data.progress import Progress, Silent
 from headrace.host import cores
@@ -163,22 +163,22 @@ def speeds(
     settings = {name: _setting(name) for name in others}
     found: dict[str, Any] = {}
     with ExitStack() as stack:
-        theirs = Engine(OURS, "ours.py", (), settings, place=Path(sys.prefix))
-        lineup = line_up(stack, opened.path, [theirs], _setting(first), task, say)
-        if lineup.left_out:
-            raise ValueError(next(iter(lineup.left_out.values())))
+        theirs = Build(OURS, settings, Path(sys.prefix) / "bin" / "python")
+        competitors = load_competitors(stack, opened.path, [theirs], _setting(first), task, say)
+        if competitors.left_out:
+            raise ValueError(next(iter(competitors.left_out.values())))
         probe = BandwidthProbe()
         for cell in cells:
-            around = measure_rounds(lineup.parties, cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
-            by_name = {party.setting or first: party.samples[cell.name] for party in lineup.parties}
+            state = measure_rounds(competitors.variants, cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
+            by_name = {variant.setting or first: variant.samples[cell.name] for variant in competitors.variants}
             beside = ratio(by_name["int4"], by_name["int8"])
             found[cell.name] = {
                 "tokens_per_s": {name: median(samples) for name, samples in by_name.items()},
                 "samples": by_name,
                 "ratio": beside.median,
                 "interval": [beside.low, beside.high],
-                "others_cpu": median(around.others_cpu),
-                "bandwidth_gb_s": median(around.bandwidth),
+                "others_cpu": median(state.others_cpu),
+                "bandwidth_gb_s": median(state.bandwidth),
             }
             done({"cell": cell.name, **found[cell.name]})
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
-from headrace.bench.engines import Say
-from headrace.bench.peers import fitting, heading, kv_bytes, line_up
-from headrace.bench.rounds import measure
+from headrace.bench.competitors import fitting, heading, kv_bytes, load_competitors
+from headrace.bench.interleave import measure
+from headrace.bench.machine import Say
 from headrace.host import cores
 from headrace.startup.loading import open_model
 
@@ -44,7 +44,7 @@ def measure_local(
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """The figures as they stand in the JSON: load_s, peak_rss_mb, bandwidth_gb_s (median), machine, commit, and per cell
-    tokens_per_s (median of `rounds`), the smallest and largest, and bandwidth and other processes' load around it.
+    tokens_per_s (median of `rounds`), the smallest and largest, and bandwidth and other processes' load state it.
 
     `cost`, of v5 and v8 after b1: seconds of their step, of 5 and 8 tokens, in those of a step of one.
 
@@ -56,24 +56,24 @@ def measure_local(
     task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
     result = {**heading(opened, rounds), **task}
     with ExitStack() as stack:
-        lineup = line_up(stack, opened.path, [], setting or {}, task, say)
-        (party,), (about,) = lineup.parties, lineup.about.values()
+        competitors = load_competitors(stack, opened.path, [], setting or {}, task, say)
+        (variant,), (about,) = competitors.variants, competitors.about.values()
         result |= {"about": about["about"], "load_s": about["load_s"], "cells": {}}
         probe = BandwidthProbe()
         for cell in cells:
-            around = measure([party], cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
-            speeds = party.samples[cell.name]
+            state = measure([variant], cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
+            speeds = variant.samples[cell.name]
             result["cells"][cell.name] = {
                 "tokens_per_s": median(speeds),
                 "least": min(speeds),
                 "most": max(speeds),
-                "bandwidth_gb_s": median(around.bandwidth),
-                "others_cpu": median(around.others_cpu),
+                "bandwidth_gb_s": median(state.bandwidth),
+                "others_cpu": median(state.others_cpu),
             }
             one = result["cells"].get("b1")
             if cell.fed > 1 and one:
                 result["cells"][cell.name]["cost"] = cell.fed * one["tokens_per_s"] / median(speeds)
             result["bandwidth_gb_s"] = median(figures["bandwidth_gb_s"] for figures in result["cells"].values())
-            result["peak_rss_mb"] = party.peak_rss_mb
+            result["peak_rss_mb"] = variant.peak_rss_mb
             done(result)
     return result

@@ -1,14 +1,17 @@
-"""Where and with what a measurement was made."""
+"""Description of the machine, model and commit of a measurement."""
 
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace import host
 
+Say = Callable[[str], None]
+
 
 def machine() -> dict[str, str | int | float]:
-    """Processor, cores this process may use, memory in GiB, system."""
+    """Processor, cores that this process may use, memory in GiB, system."""
     return {
         "cpu": host.cpu_name(),
         "cores": host.cores(),
@@ -19,7 +22,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:
-    """The commit of a checkout, with "+" where files differ from it; empty for an installed package. `folder`: within it."""
+    """Commit of the checkout that contains `folder`, with "+" if files differ from it; empty for an installed package."""
     try:
         name = _git(folder, "rev-parse", "--short=12", "HEAD")
         return name + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
@@ -28,9 +31,9 @@ def commit(folder: Path = Path(__file__).parent) -> str:
 
 
 def others_share(others: float, seconds: float) -> float:
-    """The share of the machine's cores that other processes used: `others` CPU seconds of `seconds`.
+    """Share of the machine's cores, 0 to 1, that `others` CPU seconds are of `seconds` of wall time.
 
-    The system counts CPU time in ticks, so that a moment shorter than a tick can look fuller, or emptier, than it can be.
+    The system counts CPU time in ticks, so an interval shorter than a tick can give a share outside 0 to 1.
     """
     return min(1.0, max(0.0, others / (seconds * host.cores())))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.threads import thread_pool
-from headrace.bench.engines import Say
-from headrace.bench.peers import heading
+from headrace.bench.competitors import heading
+from headrace.bench.machine import Say
 from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM

@@ -7,7 +7,7 @@ Published, on Alpaca lengths: 6 to 10 % saved by parallel samples, 38 to 55 % by
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.bench.watching import watch
+from headrace.bench.cpu_usage import watch
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.cpu_usage import Watched, watch
 from headrace.bench.repetition import distinct, rep
-from headrace.bench.watching import Watched, watch
 from headrace.data.explicit import params_of
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.cli.output import say
@@ -19,8 +19,15 @@ from headrace.cli.status import begin, status
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Every error is one line on stderr."""
+def main(
+    argv: Sequence[str] | None = None,
+    program: str = "headrace",
+    build: Callable[[Sequence[str]], Any] | None = None,
+) -> int:
+    """Run one command; returns the exit code. Every error is one line on stderr.
+
+    build: makes the application of another `program` (a benchmark of the clone) from its arguments.
+    """
     _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -28,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdin.reconfigure(errors="strict")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        begin(arguments)
-        code = _run(arguments)
+        begin(arguments if build is None else ["bench", *arguments])
+        code = _run(arguments, program, build)
     except KeyboardInterrupt:  # wherever it was, as while what a command needs is imported
         code = INTERRUPTED
     finally:
@@ -46,14 +53,15 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
-def _run(arguments: list[str]) -> int:
-    """The exit code; what went wrong is said."""
+def _run(arguments: list[str], program: str, build: Callable[[Sequence[str]], Any] | None) -> int:
+    """Run the application and report its error; returns the exit code."""
     import typer
 
-    from headrace.cli.commands import asked_for, build
+    from headrace.cli import commands
 
     try:
-        code = build(asked_for(arguments))(args=arguments, prog_name="headrace", standalone_mode=False)
+        app = (build or commands.build)(commands.asked_for(arguments))
+        code = app(args=arguments, prog_name=program, standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
         return _wrong_usage(error, arguments)
@@ -69,9 +77,15 @@ def _run(arguments: list[str]) -> int:
 
 
 def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
+    from headrace.cli import commands
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "headrace"
-    if arguments and error.format_message().startswith("No such command") and _is_model(arguments[0]):
+    unknown = error.format_message().startswith("No such command")
+    if unknown and arguments[0] == "bench" and (moved := commands.MOVED.get(arguments[1])):
+        say(f"headrace: bench {arguments[1]} is outside the package now; in a clone: python -m benchmarks.{moved} --help")
+        return error.exit_code
+    if unknown and arguments and _is_model(arguments[0]):
         typed = shlex.join(arguments)
         say(f"headrace: {arguments[0]} is a model and no command; to ask it something: headrace run {typed}")
         return error.exit_code

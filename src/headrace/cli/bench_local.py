@@ -51,7 +51,7 @@ def local(
         _profile(model, 5 if rounds is None else rounds, threads, json_file)
         return 0
     from headrace.bench import local as bench
-    from headrace.bench.peers import fitting
+    from headrace.bench.competitors import fitting
     from headrace.cli.opening import look_at
 
     def done(result: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ def local(
     status().start("measuring", len(wanted), unit="cells")
     given: dict[str, Any] = {"threads": threads, "setting": {"backend": backend}, "say": say, "done": done}
     if beside is not None:
-        from headrace.bench.beside import PAIRS, compare_builds
+        from headrace.bench.compare_builds import PAIRS, compare_builds
 
         result = compare_builds(model, beside, wanted, pairs=PAIRS if rounds is None else rounds, **given)
         _print_beside(result)
@@ -125,7 +125,7 @@ def _row(cell: str, figures: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_beside(result: dict[str, Any]) -> None:
-    from headrace.bench.beside import FLOOR
+    from headrace.bench.compare_builds import FLOOR
 
     columns = ("cell", "this build", "other build", "ratio", "interval", "GB/s", "other load")
     print_table(columns, [_pair(name, figures) for name, figures in result["cells"].items()])

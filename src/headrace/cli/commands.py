@@ -55,29 +55,17 @@ BENCH = {
     "Commands": {
         "local": "Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 "
         "tokens, load time, memory.",
-        "linears": "Linear layers of every format of weights at 1 to 256 rows: their share of the machine's own peak of "
-        "products and of memory read, measured beside them.",
-        "peers": "Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth.",
         "serve": "Load on any OpenAI server: latencies, throughput, goodput.",
         "latency": "Time to the first token against prompt length, and greedy decoding against sampling.",
         "speculate": "Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured "
         "speed-up.",
-        "peers-speculate": "Speculation with a draft model and by prompt lookup beside OpenVINO GenAI's and llama.cpp's, in "
-        "turns, in one run.",
         "self-draft": "Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is "
         "saved.",
-        "beams": "One and eight requests of beam search: tokens/s of the best hypotheses, beside a peer and beside as many "
-        "independent sequences, in turns.",
         "sharing": "KV blocks of parallel samples and of beams, with and without sharing, on the same prompts.",
-        "batching": "Static against continuous batching on one trace, and KV memory under each reservation scheme.",
-        "masks": "How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask "
-        "costs.",
-        "tools": "How many tool calls fit their schema, and how many are right, with the calls' grammar and without.",
         "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
         "guarantee.",
         "token-cascade": "Cascades by token and speculative cascades over thresholds, beside plain decoding and a draft by the "
         "same smaller model.",
-        "refine": "Filling in blocks beside decoding token by token: tokens a step, right answers and time, by passes.",
         "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
         "compressed": "Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, "
         "memory.",
@@ -85,11 +73,21 @@ BENCH = {
         "decoder.",
     }
 }
+# Commands of `bench` that left the package, and the module of `benchmarks` in a clone.
+MOVED = {
+    "peers": "peers",
+    "peers-speculate": "peers.speculation",
+    "beams": "peers.beams",
+    "linears": "linears",
+    "masks": "masks",
+    "batching": "batching",
+    "tools": "tool_calls",
+    "refine": "refine",
+}
 # Where a command is, if not in the module of its name.
 MODULES = {
     **dict.fromkeys(("pull", "list", "show", "rm"), "models"),
     **dict.fromkeys(("add", "cp"), "names"),
-    "bench_sharing": "bench_beams",
     "bench_latency": "bench_serve",
 }
 
@@ -154,7 +152,7 @@ def _start(
     context: typer.Context,
     show_version: bool = typer.Option(False, "--version", help="Show the version and exit."),
 ) -> None:
-    _set_up_log()
+    set_up_log()
     if show_version:
         typer.echo(f"headrace {headrace.__version__}")
     elif context.invoked_subcommand is None:
@@ -164,7 +162,7 @@ def _start(
     raise typer.Exit
 
 
-def _set_up_log() -> None:
+def set_up_log() -> None:
     name = os.environ.get("HEADRACE_LOG") or "warning"
     if name.lower() not in LOG_LEVELS:
         raise typer.BadParameter(f"HEADRACE_LOG is {name!r}; set it to one of {', '.join(LOG_LEVELS)}")

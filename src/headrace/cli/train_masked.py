@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
     short = short_help(
         "out block steps seed threads",
         ("headrace train-masked numbers -o numbers", "A model that says numbers in words, in a minute."),
-        ("headrace bench refine numbers -i numbers/prompts.jsonl", "What its passes bring."),
+        ("python -m benchmarks.refine numbers -i numbers/prompts.jsonl", "What its passes bring."),
     )
     app.command("train-masked", cls=short)(with_groups(train_masked))
 

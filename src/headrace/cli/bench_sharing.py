@@ -1,0 +1,40 @@
+"""bench sharing: KV memory of parallel samples and beams."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.help import short_help
+from headrace.cli.output import print_table, say
+from headrace.cli.status import status
+from headrace.data.progress import counted
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the command."""
+    short = short_help("", ("headrace bench sharing MODEL -i prompts.txt", "Blocks of 2, 4 and 6 samples and beams."))
+    bench.command("sharing", cls=short)(sharing)
+
+
+def sharing(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
+    source: Annotated[Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line.")],
+    prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 16,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
+    chat: Annotated[bool, typer.Option(help="Through the chat template.")] = False,
+) -> None:
+    """KV blocks of parallel samples and of beams, with and without sharing, on the same prompts."""
+    from headrace.bench import sharing as bench
+    from headrace.cli.opening import open_llm
+    from headrace.cli.options import ModelOptions
+    from headrace.workflows.prompts import read_prompts, tokens_of
+
+    llm = open_llm(model, ModelOptions(), max_num_seqs=max(bench.WIDTHS))
+    ids = [tokens_of(llm, text, chat) for text in read_prompts(source, prompts)]
+    status().start("measuring")
+    rows = bench.measure(llm, ids, max_tokens)
+    mean = sum(map(len, ids)) / len(ids)
+    say(f"{counted(len(ids), 'prompts')} of {mean:.0f} tokens on average, answers of {max_tokens} at most, blocks of 16 tokens")
+    lines = [(one.method, str(one.width), f"{one.unshared:.1f}", f"{one.shared:.1f}", f"{one.saved:.1%}") for one in rows]
+    print_table(("method", "width", "blocks unshared", "blocks shared", "saved"), lines)

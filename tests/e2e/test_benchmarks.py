@@ -1,0 +1,60 @@
+"""Commands of `benchmarks/`: each shows its help as a process, and runs on a tiny model."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.commands import BENCH, MOVED
+from tests.cli_shell import ROOT, Shell, environment
+
+
+@pytest.mark.parametrize("name", sorted(MOVED.values()))
+def test_a_benchmark_shows_its_help(name: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: python -m benchmarks.{name} [OPTIONS]")
+    assert f"\n  python -m benchmarks.{name}" in done.stdout.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_command_that_moved_names_its_new_place(name: str, shell: Shell) -> None:
+    assert not any(name in commands for commands in BENCH.values())
+    code, out, err = shell("bench", name, "MODEL", "--json", "x.json")
+    assert (code, out) == (2, "")
+    expected = f"headrace: bench {name} is outside the package now; in a clone: python -m benchmarks.{MOVED[name]} --help\n"
+    assert err == expected
+    assert "No such command 'peerz'" in shell("bench", "peerz")[2], "control: another unknown command"
+
+
+def run(shell: Shell, name: str, *arguments: object) -> str:
+    module = importlib.import_module(f"benchmarks.{name}")
+    code, out, err = shell(module.main, *arguments)
+    assert code == 0, err
+    return out
+
+
+def test_peers_runs_without_other_engines(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    options = ("--engines", "", "--cells", "b1", "--rounds", 1, "--threads", 1, "--json", file)
+    out = run(shell, "peers.__main__", tiny_gguf, *options)
+    assert out.splitlines()[1].startswith("b1\t")
+    assert json.loads(file.read_text())["cells"]["b1"]["tokens_per_s"] > 0
+    code, _, err = shell(importlib.import_module("benchmarks.peers.__main__").main, tiny_gguf, "--engines", "mlx")
+    assert (code, err) == (1, "headrace: there is no engine 'mlx'; choose from llama.cpp, ort, openvino, vllm\n")
+
+
+def test_beams_runs_without_a_peer(shell: Shell, tiny_gguf: Path) -> None:
+    out = run(shell, "peers.beams", tiny_gguf, "--no-peer", "--width", 2, "--rounds", 1, "--threads", 1)
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["cell", "1 x beam 2", "8 x beam 2"]
+
+
+def test_batching_counts_steps_of_both_policies(shell: Shell) -> None:
+    out = run(shell, "batching", "--requests", 20, "--seqs", 4)
+    policies, memory = (part.splitlines() for part in out.split("\n\n"))
+    assert [line.split("\t")[:2] for line in policies[1:]] == [["fake model", "static"], ["fake model", "continuous"]]
+    assert [line.split("\t")[0] for line in memory[1:]] == ["max", "pow2", "oracle", "paged (16)"]
