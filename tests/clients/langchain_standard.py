@@ -1,12 +1,13 @@
 """langchain-tests' standard suite for chat models and embeddings, run by pytest inside the environment of `langchain`."""
 
-import os
+import json
+from pathlib import Path
 from typing import Any
 
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 
-URL, MODEL = os.environ["HEADRACE_URL"], os.environ["HEADRACE_MODEL"]
+URL, MODEL = json.loads(Path(__file__).with_name("server.json").read_text())
 
 
 class TestChat(ChatModelIntegrationTests):

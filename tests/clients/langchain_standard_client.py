@@ -17,6 +17,7 @@ def main() -> int:
         report = Path(folder) / "report.xml"
         # A copy elsewhere: next to this file pytest would load the conftest of Headrace's own tests.
         suite = Path(shutil.copy(Path(__file__).with_name("langchain_standard.py"), folder))
+        suite.with_name("server.json").write_text(json.dumps([URL, LARGE]))
         command = [
             sys.executable,
             "-m",
@@ -31,9 +32,8 @@ def main() -> int:
             "-o",
             "asyncio_mode=auto",
         ]
-        environment = {**os.environ, "HEADRACE_URL": URL, "HEADRACE_MODEL": LARGE}
         command += [f"--junitxml={report}", str(suite)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stdout[-6000:], file=sys.stderr)
         cases = list(ET.parse(report).iter("testcase"))
     failed = False

@@ -79,57 +79,41 @@ def test_every_environment_variable_is_documented() -> None:
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
 
-def test_the_plan_of_the_house_is_the_houses() -> None:
-    """Every room of src/headrace is in the layout, and what the data are said to hold is a field of theirs."""
+def test_the_architecture_page_shows_every_package_at_its_level() -> None:
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    assert len(page.splitlines()) <= 250, "a map is read in one sitting"
-    layout = page[page.index("## Layout") :]
-    rooms = {path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] not in "._" and path.suffix in ("", ".py")}
-    assert {"llm.py", "kv", "drafting"} <= rooms
-    assert [name for name in sorted(rooms) if not re.search(rf"\b{re.escape(name)}\b", layout)] == []
-    data = page[page.index("## Data") : page.index("## Interfaces")]
-    wrong = []
-    for name, text in re.findall(r"^([A-Z]\w+) +(.*(?:\n {8,}.*)*)", data[: data.rindex("```")], re.MULTILINE):
-        kind = getattr(plan, name, None) or getattr(types, name)
-        kinds = dict(re.findall(r"\b([A-Z]\w+)\(([^)]*)\)", text))  # of wants and answers, with their fields
-        wrong += [
-            f"{one}: {field}" for one in kinds for field in kinds[one].split(", ") if not hasattr(getattr(plan, one), field)
-        ]
-        fields = set(dir(kind)) | set(getattr(kind, "__annotations__", ())) | set(kinds)
-        said = re.split(r" {3,}", text.replace("\n            ", " "))[0]
-        said = re.sub(r"\([^)]*\)|\[\w\]", "", said).partition(":")[0]
-        named = [re.match(r" *(\w*)", part)[1] for part in re.split(r" · |, (?=\w+ ·)", said)]  # type: ignore[index]
-        wrong += [f"{name}: {one}" for one in named if one and one not in fields]
-    assert wrong == []
-
-
-def test_the_floors_and_ways_of_the_house_are_the_houses() -> None:
-    """Rooms stand on the page where the plan of imports has them; a method on a way is one of a class of that name."""
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    block = page[page.index("Imports go down the floors") :].split("```")[1]
-    floors = re.split(r"(?:^|\s)(\d) ", block)[1:]
-    told = {
-        room: int(number)
-        for number, rooms in zip(floors[::2], floors[1::2], strict=True)
-        for room in re.findall(r"[\w.]+", rooms)
+    assert len(page.splitlines()) <= 250
+    entries = {
+        path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] not in "._" and path.suffix in ("", ".py")
     }
+    assert {"llm.py", "kv", "drafting"} <= entries
+    table = re.findall(r"^\| `([\w.]+)/?` \|", page, re.MULTILINE)
+    assert sorted(entries - set(table)) == []
+    picture = page.split("```")[1].splitlines()
+    rows = {name: row for row, line in enumerate(picture) for name in re.split(r" {5,}", line)[0].split()}
     tops = {name.partition(".")[0] for name in FLOORS if name} - {"__main__"}
-    stands = {
-        top: min(
-            floor
-            for name, floor in FLOORS.items()
-            if name.partition(".")[0] == top and (name in (top, f"{top}.layout") or top == "backends")
-        )
-        for top in tops
-    }
-    assert [top for top in sorted(tops) if told.get(top) != stands[top]] == []
-    ways = page[page.index("## The ways") : page.index("## Processes")]
-    named = set(re.findall(r"`([A-Z][A-Za-z]+)\.(\w+)", ways))
+    levels = {top: min(FLOORS[name] for name in FLOORS if name in (top, f"{top}.eager")) for top in tops}
+    shown = sorted(levels, key=lambda name: rows[name], reverse=True)
+    assert [levels[name] for name in shown] == sorted(levels.values())
+    assert len({(rows[name], levels[name]) for name in levels}) == len(set(levels.values()))
+
+
+def test_the_methods_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)\.(\w+)", page))
     missing = [
         f"{a}.{b}" for a, b in sorted(named) if not any(f"class {a}" in s and f"def {b}(" in s for s in SOURCES.values())
     ]
     assert len(named) > 12
     assert missing == []
+    data = page[page.index("## Data between packages") : page.index("## Interfaces")]
+    types_named = set(re.findall(r"`([A-Z]\w+)`", data))
+    assert len(types_named) > 20
+    assert [name for name in sorted(types_named) if not hasattr(plan, name) and not hasattr(types, name)] == []
+    interfaces = re.findall(r"^\| `([A-Z]\w+)` \| [^|]* \| (.*) \|$", page[page.index("## Interfaces") :], re.MULTILINE)
+    assert len(interfaces) > 5
+    for kind, methods in interfaces:
+        for method in re.findall(r"`(\w+)`", methods):
+            assert any(f"class {kind}" in s and f"def {method}(" in s for s in SOURCES.values()), f"{kind}.{method}"
 
 
 def test_the_table_of_parameters_is_what_is_declared() -> None:
