@@ -25,7 +25,7 @@ SAID = "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (default)"
 
 def enter(shell: Shell, path: Path, **sampling: float) -> None:
     """A catalog of the user's own, with the bytes of this file in it under the name "known"."""
-    entry = {"name": "known", "file": "known.gguf", "cached_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    entry = {"name": "known", "file": "known.gguf", "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     lines = [f'{name} = "{value}"' for name, value in entry.items()]
     lines += [f"size = {path.stat().st_size}", f"sampling = {{ {', '.join(f'{n} = {v}' for n, v in sampling.items())} }}"]
     folder = shell.folder / "config" / "headrace"

@@ -99,7 +99,7 @@ def measure_compressed(
 def _measured_on(path: Path) -> list[str]:
     """Hashes of the passages that a model was compressed by, where its report lies beside it."""
     try:
-        found = json.loads(report_path(path).read_text("utf-8")).get("passage_hashes", [])
+        found = json.loads(report_path(path).read_text("utf-8")).get("passages", [])
     except (OSError, ValueError, AttributeError):
         return []
     return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []

@@ -127,5 +127,5 @@ class Report:
         if self.passages:
             made["passages"] = self.passages
         if self.judged is not None:
-            made["compare_logits"] = asdict(self.judged)
+            made["judged"] = asdict(self.judged)
         return made

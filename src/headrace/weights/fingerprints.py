@@ -35,7 +35,7 @@ def cached_sha256(path: Path) -> str:
     if (size, changed) == (stat.st_size, stat.st_mtime_ns):
         return digest
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "cached_sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     seen.pop(str(path), None)
     seen[str(path)] = (stat.st_size, stat.st_mtime_ns, digest)
     _write(dict(list(seen.items())[-MOST:]))
