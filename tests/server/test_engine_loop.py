@@ -1,5 +1,7 @@
 """The loop of the engine process, in this one: what it does with requests that are held to something."""
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.constraint_check import inspect_constraint
 from headrace.llm import LLM
-from headrace.server.engines.compiling import MOST_LARGE, Compiling
+from headrace.server.engines.compiling import CHEAP_SECONDS, MOST_LARGE, Compiling
 from headrace.server.engines.engine_process import EngineLoop
 from headrace.server.engines.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
@@ -60,17 +62,19 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
+        self.niceness: dict[str, int] = {}  # of the thread that compiles a grammar
         self.go_on = threading.Event()
         monkeypatch.setattr(Grammars, "constraint", self._constraint)
 
     def _constraint(self, spec: StructuredOutputs, grammar: str, size: int) -> Any:
         self.begun.append(grammar)
+        self.niceness[grammar] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert self.go_on.wait(PATIENCE)
 
 
-def queue(compiling: Compiling, name: str, *, turn: int = 0, size: int = 1000, regex: str = "") -> None:
+def queue(compiling: Compiling, name: str, *, turn: int = 0, size: int = 1000, regex: str = "", seconds: float = 0.0) -> None:
     params = SamplingParams(max_tokens=2, structured_outputs={"regex": regex or name})
-    compiling.add(Submit(name, [1], params, turn=turn, grammar=Grammar(name, size)))
+    compiling.add(Submit(name, [1], params, turn=turn, grammar=Grammar(name, size, seconds)))
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def test_requests_that_left_the_queue_are_not_compiled(compiling: Compiling, mon
 
 def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's third request comes after another's first, though it was sent before it."""
-    monkeypatch.setattr("headrace.server.engines.compiling.THREADS", 1)
+    monkeypatch.setattr("headrace.server.engines.compiling.CHEAP_THREADS", 1)
     slow = Slow(monkeypatch)
     for turn, name in enumerate("abc"):
         queue(compiling, name, turn=turn + 1)
@@ -106,6 +110,25 @@ def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: 
     slow.go_on.set()
     until(lambda: (compiling.take(), not compiling)[1])
     assert slow.begun == ["a", "other", "b", "c"]
+
+
+def test_costly_grammars_are_compiled_one_by_one_at_low_priority(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not occupy the threads for cheap grammars, nor the processors that the engine's threads need."""
+    slow = Slow(monkeypatch)
+    for name in ("costly", "costly too"):
+        queue(compiling, name, seconds=2 * CHEAP_SECONDS)
+    for name in ("cheap", "cheap too"):
+        queue(compiling, name, seconds=CHEAP_SECONDS)
+    compiling.take()
+    until(lambda: len(slow.begun) == 3)
+    compiling.end("costly")  # it goes on, as nothing can stop it
+    assert compiling.take() == []
+    assert "costly too" not in slow.begun
+    slow.go_on.set()
+    until(lambda: (compiling.take(), not compiling)[1])
+    normal = os.getpriority(os.PRIO_PROCESS, 0)
+    low = 19 if sys.platform == "linux" else normal
+    assert slow.niceness == {"costly": low, "costly too": low, "cheap": normal, "cheap too": normal}
 
 
 def test_one_grammar_is_compiled_once(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -10,8 +11,11 @@ KEPT: list[Any] = []
 
 
 def warm(argument: str) -> None:
-    """An argument of digits is a number of bytes to hold from the start, as a large vocabulary is held."""
+    """An argument of digits is a number of bytes to hold from the start, as a large vocabulary is held; "thread" starts a
+    thread, as a library does."""
     KEPT.append(argument)
+    if argument == "thread":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
     if argument.isdigit():
         KEPT.append(b"x" * int(argument))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -335,6 +336,31 @@ def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None
         for hog in hogs:
             hog.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
+
+    asyncio.run(asked())
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priority of threads, and no /proc")
+@pytest.mark.parametrize("over", [True, False], ids=["over its share", "a long question"])
+def test_idle_priority_is_of_all_threads_and_of_the_scheduling_group(over: bool) -> None:
+    """Linux schedules a session as a group: the niceness of its threads alone leaves it the share of any other session."""
+    pool = Confined(width=1, shares=Shares(rate=1e-9 if over else 1e9))
+    pool.shares.charge("client", 10.0)
+
+    async def asked() -> None:
+        CLIENT.set("client")
+        threaded = task("pid", argument="thread")
+        process = Path(f"/proc/{await pool.ask(threaded, None)}")
+        spinning = asyncio.ensure_future(pool.ask(task("spin", argument="thread", seconds=600.0), None))
+        group = process / "autogroup"
+        while group.exists() and not group.read_text().endswith("nice 19\n"):
+            await asyncio.sleep(0.01)
+        threads = [int(one.name) for one in (process / "task").iterdir()]
+        assert len(threads) == 2
+        assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {19}
+        spinning.cancel()
+        await asyncio.gather(spinning, return_exceptions=True)
 
     asyncio.run(asked())
     pool.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTE
 PATIENCE = 180.0  # seconds of the clock, beyond the CPU limit: a busy machine is no fault of the question
 LOOK = 0.1  # seconds between two looks at a process that works
 EASY = 0.25  # seconds of CPU time after which a question is worked at with what time nobody else wants
+NICENESS = 19  # of work that waits for processors nobody else wants
+LINUX = sys.platform == "linux"
 LIFE = 300.0  # seconds of CPU time after which a process is replaced
 KEPT = 256 << 20  # bytes of memory it may hold besides what it had when it was ready; a vocabulary may be large
 
@@ -70,6 +73,7 @@ class Worker:
                 env=environment(),
                 start_new_session=True,  # Ctrl-C is for the program, not for this process
             )
+        self._lowered = False
         if idle:
             self._lower_priority()
 
@@ -90,6 +94,8 @@ class Worker:
     def ask(self, task: Task, frame: bytes) -> Any:
         """The answer to a question of its module; `start` comes first."""
         began, last = self.used, time.monotonic() + PATIENCE + 10 * task.seconds
+        if self._idle:
+            self._lower_priority()
         try:
             self._socket.settimeout(PATIENCE)
             self._socket.sendall(len(frame).to_bytes(4, "big") + frame)
@@ -124,7 +130,7 @@ class Worker:
             except TimeoutError:
                 if time.monotonic() > last:
                     raise OverrunError(self.end()) from None
-                if began is not None and self.used - began > EASY:
+                if self._idle or (began is not None and self.used - began > EASY):
                     self._step_back()
             except ConnectionError:
                 raise OverrunError(self.end()) from None
@@ -145,14 +151,29 @@ class Worker:
         return self._used
 
     def _step_back(self) -> None:
-        """Run at idle priority from now on; the system does not let a process raise it again, so this is its last question."""
-        if not self.worn and not self._idle:
-            self.worn = True
-            self._lower_priority()
+        """Run at idle priority from now on. The system does not let a process raise it again, so a process that began at normal
+        priority is replaced after this question."""
+        self.worn = self.worn or not self._idle
+        self._lower_priority()
 
     def _lower_priority(self) -> None:
+        """Set the niceness of all threads, and of the process's scheduling group, to 19.
+
+        Linux schedules each session as a group (autogroup, sched(7)), and a thread's niceness counts within its group alone.
+        The system limits how often groups may change: until the group has changed, later calls try again.
+        """
+        if self._lowered:
+            return
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self.pid, 19)
+            for thread in os.listdir(f"/proc/{self.pid}/task") if LINUX else [self.pid]:
+                os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
+        try:
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(NICENESS))
+        except BlockingIOError:
+            return
+        except OSError:  # the system has no such groups
+            pass
+        self._lowered = True
 
 
 def environment() -> dict[str, str]:

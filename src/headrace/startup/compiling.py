@@ -20,8 +20,8 @@ def task(path: Path, *, remembered: bool) -> Task:
 
 
 def look(question: dict[str, Any]) -> dict[str, Any]:
-    """`constraint_check.inspect_constraint`, and for a grammar also its compilation: "bytes" is the memory that it takes.
-    "model" is the path of the model."""
+    """`constraint_check.inspect_constraint`, and for a grammar also its compilation: "bytes" is the memory that it takes,
+    "seconds" its CPU time. "model" is the path of the model."""
     answer = constraint_check.inspect_constraint({name: value for name, value in question.items() if name != "model"})
     if "grammar" not in answer:
         return answer
@@ -32,7 +32,7 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except MemoryError:
         return {"error": "the constraint is too large; make it smaller"}
-    return {**answer, "bytes": cost.bytes}
+    return {**answer, "bytes": cost.bytes, "seconds": cost.seconds}
 
 
 @functools.cache

@@ -36,6 +36,7 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
     text: str
     bytes: int  # memory of the compiled grammar
+    seconds: float = 0.0  # CPU time of the compilation
 
 
 class Submit(msgspec.Struct, tag=True):

@@ -80,7 +80,7 @@ async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool
             param=param,
             code="unsupported",
         )
-    return Looked(Grammar(answer["grammar"], answer["bytes"]), late)
+    return Looked(Grammar(answer["grammar"], answer["bytes"], answer["seconds"]), late)
 
 
 def with_defaults(service: Service, request: Request) -> Request:
