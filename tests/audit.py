@@ -2,6 +2,7 @@
 changed, processes started. The server's own are known; whatever else happens while hostile requests run is a finding."""
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 OWN_PROCESSES = ("headrace.confined.child", "headrace.server.engines.engine_process")
 OWN_THREADS = ("server", "asyncio_", "store-", "confined")  # of a server in a test's process
 OWN_STATE = ("server.lock", "server.sqlite", "headrace-")  # of a server without --state: it goes with the server
-HARMLESS = ("/dev/null", "/proc/self/")
+HARMLESS = re.compile(r"/dev/null|/proc/self/|/proc/\d+/autogroup$")  # the last: the priority of a confined process
 SITE = """import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
@@ -30,7 +31,7 @@ def finding(event: str, arguments: tuple[Any, ...]) -> str:
     if event == "open":
         path, _, flags = arguments
         name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
-        if not name or not flags & WRITES or "__pycache__" in name or name.startswith(HARMLESS):
+        if not name or not flags & WRITES or "__pycache__" in name or HARMLESS.match(name):
             return ""
     elif event == "subprocess.Popen":
         if any(own in map(str, arguments[1]) for own in OWN_PROCESSES):

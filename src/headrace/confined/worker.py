@@ -17,7 +17,9 @@ from headrace import host
 
 CHILD = "headrace.confined.child"
 KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TZ")
-PATIENCE = 180.0  # seconds of the clock, beyond the CPU limit: a busy machine is no fault of the question
+# Seconds of the clock for a question, and for each second of its CPU limit: at idle priority next to a busy engine it gets a
+# thirtieth of a processor, and a busy machine is no fault of the question.
+PATIENCE, PATIENCE_PER_SECOND = 180.0, 100.0
 LOOK = 0.1  # seconds between two looks at a process that works
 EASY = 0.25  # seconds of CPU time after which a question is worked at with what time nobody else wants
 NICENESS = 19  # of work that waits for processors nobody else wants
@@ -93,7 +95,7 @@ class Worker:
 
     def ask(self, task: Task, frame: bytes) -> Any:
         """The answer to a question of its module; `start` comes first."""
-        began, last = self.used, time.monotonic() + PATIENCE + 10 * task.seconds
+        began, last = self.used, time.monotonic() + PATIENCE + PATIENCE_PER_SECOND * task.seconds
         if self._idle:
             self._lower_priority()
         try:

@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
                 http=connection(  # type: ignore[arg-type]
                     Crowd(limits.connections + SPARE, limits.anonymous),
                     settings.proxies,
+                    application.door.refuse_early,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,

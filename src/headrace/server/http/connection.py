@@ -7,8 +7,10 @@ from typing import Any
 
 import h11
 import uvicorn
-from h11._receivebuffer import ReceiveBuffer
+from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
+from uvicorn.server import ServerState
 
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.connection_limits import Crowd
@@ -25,6 +27,9 @@ HEADERS = 100  # of a request, and trailers of a body: each costs CPU time befor
 INVALID = "the request is not valid HTTP/1.1"
 REFUSED = 256 << 20  # bytes that the server drops after it has refused a request
 FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # chunks of a body that may be small; bytes that all have on average
+
+
+Refuse = Callable[[bytes, str, list[tuple[bytes, bytes]]], bytes | None]
 
 
 class Turn:
@@ -91,9 +96,15 @@ class Lines(ReceiveBuffer):
         self._most = most  # bytes
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        lines = super().maybe_extract_lines()
-        if lines is not None and len(lines) > HEADERS + 1:
+        # h11 makes an object of each line, which costs a hundred times as much as counting it.
+        if self._data.count(b"\n") > HEADERS + 2:
+            blank = blank_line_regex.search(self._data)
+            count = self._data.count(b"\n", 0, len(self._data) if blank is None else blank.end())
+        else:
+            count = 0
+        if count > HEADERS + 2:  # the request line and the blank line count too
             raise RefusedError(f"a request may have {HEADERS} headers; send fewer", error_status_hint=431)
+        lines = super().maybe_extract_lines()
         if lines is not None and sum(map(len, lines)) > self._most:
             raise RefusedError(f"the head has more than {self._most} bytes; send less", error_status_hint=431)
         return lines
@@ -160,22 +171,34 @@ class Connection(H11Protocol):
     crowd = Crowd(1 << 20, 1 << 20)
     proxies = Proxies()
     invalid = Burst(log, logging.WARNING, "requests that are not valid HTTP")
+    refuse: Refuse = staticmethod(lambda data, peer, default_headers: None)
     address = ""
+    _parses = False  # has a parser
     _refused: int | None = None  # bytes that were dropped
     _clock: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
 
-    def __init__(self, config: uvicorn.Config, *more: Any, **options: Any) -> None:
-        super().__init__(config, *more, **options)
-        self.conn: Chunks = Chunks(config.h11_max_incomplete_event_size or HEAD)
-        self.app_state = {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
+        # The parser follows with the first bytes that are not refused: see `early_refusal`.
+        self.config, self.server_state, self.app_state = config, server_state, app_state
+        self.loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
+        self.transport = transport
+        self.client = get_remote_addr(transport)
         peer = self.client[0] if self.client else ""
         self.address = client_group(peer)
+        self.server_state.connections.add(self)
         self.crowd.enter(self, limited=not self.proxies.trust(peer))
         self._start()
+
+    def _parse(self) -> None:
+        """Make the parser."""
+        self._parses = True
+        transport, state = self.transport, {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
+        super().__init__(self.config, self.server_state, state)
+        self.conn: Chunks = Chunks(self.config.h11_max_incomplete_event_size or HEAD)
+        super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
 
     def admit(self) -> None:
         """The current request may be worked on: the connection is not anonymous any more."""
@@ -198,6 +221,15 @@ class Connection(H11Protocol):
             if self._refused > REFUSED:
                 self.transport.close()
             return
+        if not self._parses:
+            if self.transport.is_closing():
+                return
+            peer = self.client[0] if self.client else ""
+            if (refusal := self.refuse(data, peer, self.server_state.default_headers)) is not None:
+                self.transport.write(refusal)
+                self.transport.close()
+                return
+            self._parse()
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:  # a part of a head, or nothing
             self._start()
@@ -237,19 +269,30 @@ class Connection(H11Protocol):
         """uvicorn would log advice to install packages for each such request; the guard refuses WebSockets."""
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        if self._parses:
+            super().pause_writing()
         if self._reader is None:
             self._reader = self.loop.call_later(self.send_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        super().resume_writing()
+        if self._parses:
+            super().resume_writing()
         self._read_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.crowd.leave(self)
         self._stop()
         self._read_on()
-        super().connection_lost(exc)
+        if self._parses:
+            super().connection_lost(exc)
+        else:
+            self.server_state.connections.discard(self)
+
+    def shutdown(self) -> None:
+        if self._parses:
+            super().shutdown()
+        else:
+            self.transport.close()
 
     def _linger(self) -> bool:
         """Whether the connection stays open to drop the rest that its client sends; nothing more is written."""
@@ -289,12 +332,17 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def connection(crowd: Crowd | None = None, proxies: Proxies | None = None, **seconds: float) -> Callable[..., Any]:
-    """The protocol class of one server. `seconds`: head_seconds, send_seconds, body_seconds of Connection."""
-    own = {
+def connection(
+    crowd: Crowd | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
+) -> Callable[..., Any]:
+    """The protocol class of one server. `refuse`: Guard.refuse_early. `seconds`: head_seconds, send_seconds, body_seconds of
+    Connection."""
+    own: dict[str, Any] = {
         "crowd": crowd or Crowd(1 << 20, 1 << 20),
         "proxies": proxies or Proxies(),
         "turn": Turn(),
         "invalid": Burst(log, logging.WARNING, "requests that are not valid HTTP"),
     }
+    if refuse is not None:
+        own["refuse"] = staticmethod(refuse)
     return type("Connection", (Connection,), {**seconds, **own})

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextvars import Token
 from typing import Any
 
 from headrace.confined.pool import CLIENT
@@ -13,6 +14,7 @@ from headrace.server.access.principals import PRINCIPAL, Principal, QuotaError
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.bodies import Bodies, Receive, bounded, replay, too_large
 from headrace.server.http.connection import ADMIT
+from headrace.server.http.early_refusal import RawHeaders, error_headers, read_head, render
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id
 from headrace.server.logs import HTTP_REQUEST, REQUESTS, Burst, answered
@@ -62,23 +64,48 @@ class Guard:
             headers = dict(scope["headers"])
             peer = (scope.get("client") or ("",))[0]
             scope = {**_as_routed(scope), "scheme": self._proxies.scheme(peer, headers, scope.get("scheme", "http"))}
-            CLIENT.set(self._proxies.client(peer, scope["headers"]))
-            PRINCIPAL.set(NO_KEY if self._keys.needed else LOCAL)
-            name = headers.get(b"x-request-id", b"")
-            token = HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
+            token = self._begin(peer, scope["headers"], headers)
             try:
                 await self._admit(scope, headers, receive, send)
             finally:
                 HTTP_REQUEST.reset(token)
 
-    async def _admit(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        began = time.perf_counter()
+    def refuse_early(self, data: bytes, peer: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+        """The complete response to a connection's first bytes, if they are a request that can be refused without a parser.
+        `peer`: the address of the connection. `default_headers`: of every response."""
+        if (head := read_head(data, self._limits.header)) is None:
+            return None
+        headers = dict(head.headers)
+        token = self._begin(peer, head.headers, headers)
+        try:
+            if (error := self._refusal(head.method, head.path, headers)) is None:
+                return None
+            self._count(error.status, PRINCIPAL.get().name)
+            return render(error, head, default_headers, HTTP_REQUEST.get())
+        finally:
+            HTTP_REQUEST.reset(token)
+
+    def _begin(self, peer: str, raw_headers: RawHeaders, headers: dict[bytes, bytes]) -> Token[str]:
+        """Set the request's client, principal and name; the token resets the name."""
+        CLIENT.set(self._proxies.client(peer, raw_headers))
+        PRINCIPAL.set(NO_KEY if self._keys.needed else LOCAL)
+        name = headers.get(b"x-request-id", b"")
+        return HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
+
+    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        """Check source and key, and set the principal. The error of a refused request is logged."""
         try:
             self._check_source(headers)
-            if scope["path"] not in self._open_paths:
+            if path not in self._open_paths:
                 self._authenticate(headers)
         except ApiError as error:
-            self._refused.add(CLIENT.get(), f"{error.status}, {scope['method']} {ascii(scope['path'])[1:-1]}")
+            self._refused.add(CLIENT.get(), f"{error.status}, {method} {ascii(path)[1:-1]}")
+            return error
+        return None
+
+    async def _admit(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        if (error := self._refusal(scope["method"], scope["path"], headers)) is not None:
             await send_error(self._counted(send), error, close=True)
             return
         send = self._logged(scope, self._counted(send), began)
@@ -222,7 +249,6 @@ def _charged(receive: Receive) -> Receive:
 
 async def send_error(send: Send, error: ApiError, close: bool = False) -> None:
     """Send a whole response; with `close` the connection closes after it."""
-    headers = {"Content-Type": "application/json", **error.headers()} | ({"Connection": "close"} if close else {})
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    raw = error_headers(error, close=close)
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": error.body()})
