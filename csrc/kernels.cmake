@@ -1,5 +1,5 @@
 # The compute kernels: every csrc/kernels/*.cpp is compiled once per instruction set into its own namespace.
-# Gives the static library headrace_kernels (kernels, tables, thread pool, packing); nothing of Python in it.
+# Target: the static library headrace_kernels, everything in csrc/ that does not need Python.
 
 set(HEADRACE_KERNEL_SOURCES
   csrc/kernels/attention.cpp
@@ -47,7 +47,7 @@ if(HEADRACE_SANITIZE)
   add_compile_options(${HEADRACE_SANITIZER})
   add_link_options(${HEADRACE_SANITIZER})
 endif()
-# No contraction: where a kernel rounds once it says fma, so that every path and machine gives the same bits.
+# No contraction: the kernels call fma where they round once, so that all paths and machines compute the same bits.
 set(HEADRACE_KERNEL_FLAGS ${HEADRACE_WARNINGS} -ffp-contract=off -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # gcc 12 warns about its own intrinsics headers
   list(APPEND HEADRACE_KERNEL_FLAGS -Wno-uninitialized -Wno-maybe-uninitialized)

@@ -1,6 +1,6 @@
 # cmake -DNM=... -DOBJECTS="a.o;b.o" -P weak_symbols.cmake: fails when an object defines a weak symbol.
-# Objects of different instruction sets must not: the linker keeps one copy of each, and a copy with AVX-512 code would
-# then be called on a CPU without it.
+# Objects of different instruction sets must have none: the linker keeps one copy of a weak symbol, and a copy with
+# AVX-512 code could be called on a CPU without AVX-512.
 if(NOT OBJECTS)
   message(FATAL_ERROR "there are no objects to look at")
 endif()

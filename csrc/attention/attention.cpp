@@ -9,12 +9,12 @@
 namespace headrace {
 namespace {
 
-constexpr int kAppendRows = 64;           // about what one append job stores
-constexpr int kPiecesAThread = 4;         // items a thread gets where tiles must be cut
-constexpr int64_t kFetchBytes = 8 << 20;  // of a layer's K and V that are fetched before its attention begins
-constexpr size_t kFetchRows = 16;         // with fewer rows, linear layers wait for memory themselves
-constexpr int kFetchCost = 6;             // reading a token's K and V, in rows multiplied with it
-constexpr int kLast = std::numeric_limits<int>::max() - kPageTokens;  // of the tokens that 32 bits count
+constexpr int kAppendRows = 64;           // about the number of rows of an append job
+constexpr int kPiecesAThread = 4;         // items per thread when tiles must be cut
+constexpr int64_t kFetchBytes = 8 << 20;  // most K and V of a layer that is prefetched before its attention begins
+constexpr size_t kFetchRows = 16;         // fewer rows: linear layers are memory-bound, no time to prefetch
+constexpr int kFetchCost = 6;             // cost of reading a token's K and V, in rows multiplied with it
+constexpr int kLast = std::numeric_limits<int>::max() - kPageTokens;  // most tokens, so that 32 bits count them
 
 uint64_t bits_below(int n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; }
 
@@ -63,7 +63,8 @@ AttentionLayout::AttentionLayout(const AttentionView& view, const KVShape& kv) :
     if (view.window < 0) throw std::invalid_argument("a window is 0 (none) or more tokens");
 }
 
-// What every row sees, by its place in its own line of tokens; there a window counts positions and KV indices alike.
+// Computes the KV range of every row (AttentionRow). In a row's own sequence of tokens, positions and KV indices are
+// the same, so a window can be counted in either.
 void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed>& feeds) {
     rows_.resize(step.positions.size());
     for (const AttentionFeed& feed : feeds) {
@@ -80,7 +81,7 @@ void AttentionLayout::see(const StepFeeds& step, const std::vector<AttentionFeed
                 row.end = feed.first_node + depth;
                 if (step.masks[at] != bits_below(depth)) row.path = step.masks[at];
             }
-            const int own = std::min(row.end, feed.kv_start + i + 1);  // a node that sees all nodes ends behind itself
+            const int own = std::min(row.end, feed.kv_start + i + 1);  // a node that sees all nodes has a larger end
             if (!view_.causal) row.end = feed.kv_start + feed.rows;
             if (view_.window) {
                 row.begin = std::max(0, own - view_.window);
@@ -115,11 +116,11 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) 
     }
 }
 
-// Tokens of a tile.
+// Most tokens of a tile.
 int AttentionLayout::capacity() const { return tile_rows(view_.heads, kv_.heads) / (view_.heads / kv_.heads); }
 
-// Finds feeds that hold the same tokens in the same blocks, where all their rows see them. A feed of many rows reads a
-// page for many rows as it is.
+// Finds feeds whose rows all see the same blocks. Feeds of many rows are left out: they already read a page for many
+// rows at once.
 void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table) {
     sharers_.clear();
     shared_.clear();
@@ -127,7 +128,7 @@ void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::
     for (size_t t = 0; t < tiles_.size() && !view_.biased; ++t) {
         const AttentionTile& tile = tiles_[t];
         const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
-        if (tile.kv_head != 0 || 2 * feed.rows > capacity()) continue;  // of few rows: one tile a head
+        if (tile.kv_head != 0 || 2 * feed.rows > capacity()) continue;  // the others have one tile per head
         int begin = 0, end = feed.kv_start;
         for (int i = 0; i < feed.rows; ++i) {
             const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
@@ -144,7 +145,7 @@ void AttentionLayout::share(const std::vector<AttentionFeed>& feeds, const std::
     }
 }
 
-// Feeds that share the splits before `split`: those of them that share this one and more.
+// Groups feeds that share all splits before `split` by the splits from `split` on that they also share.
 void AttentionLayout::together(std::span<Sharer> sharers, int split, const std::vector<int32_t>& page_table) {
     constexpr int kPages = kSplit / kPageTokens;
     const auto compare = [&](const Sharer& a, const Sharer& b, int at) {
@@ -160,17 +161,19 @@ void AttentionLayout::together(std::span<Sharer> sharers, int split, const std::
         const std::span<Sharer> same = sharers.subspan(at, end - at);
         if (same.size() == 1) continue;
         int last = split + 1;
-        const auto shares = [&](const Sharer& one) { return last < one.last && compare(same[0], one, last) == 0; };
+        const auto shares = [&](const Sharer& sharer) {
+            return last < sharer.last && compare(same[0], sharer, last) == 0;
+        };
         while (std::all_of(same.begin(), same.end(), shares)) ++last;
         pool(same, split, last);
         together(same, last, page_table);
     }
 }
 
-// Splits that these read together, in as many parts as their rows need.
+// Adds items for the splits [first, last) of all `sharers`, divided into as many items as their rows need.
 void AttentionLayout::pool(std::span<const Sharer> sharers, int first, int last) {
     int tokens = 0;
-    for (const Sharer& one : sharers) tokens += one.tokens;
+    for (const Sharer& sharer : sharers) tokens += sharer.tokens;
     const int parts = (tokens + capacity() - 1) / capacity(), most = (tokens + parts - 1) / parts;
     for (size_t at = 0, end; at < sharers.size(); at = end) {
         int count = 0;
@@ -191,13 +194,13 @@ int64_t AttentionLayout::cost(int tokens, int splits) const {
     return int64_t{splits} * (tokens * (view_.heads / kv_.heads) + kFetchCost);
 }
 
-// Cuts tiles that are too long a piece of one thread's work, at splits.
+// Cuts tiles at split boundaries if one of them is too large a part of one thread's work.
 void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) {
     int64_t all = 0;
     for (const AttentionTile& tile : tiles_) all += cost(tile.tokens, tile.last_split - tile.own_split);
     for (const AttentionItem& shared : shared_) all += cost(shared);
     const int64_t most = std::max<int64_t>(1, threads == 1 ? all : all / (threads * kPiecesAThread) + 1);
-    // Splits of one piece.
+    // Number of splits per piece.
     const auto step_of = [&](int tokens, int splits) {
         const int pieces = static_cast<int>(std::min<int64_t>(splits, cost(tokens, splits) / most + 1));
         return pieces > 1 ? (splits + pieces - 1) / pieces : splits;
@@ -220,7 +223,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         const AttentionFeed& feed = feeds[static_cast<size_t>(tile.feed)];
         const int splits = tile.last_split - tile.first_split;
         const int step = step_of(tile.tokens, tile.last_split - tile.own_split);
-        // The item that stores K and V must also be the one that reads them.
+        // The item that stores K and V must also be the one that reads them: other items may run before it.
         const bool stores = fused_ && view_.stores();
         const int tail = stores ? feed.kv_start / kSplit : tile.last_split;
         int first = tile.own_split;
@@ -240,7 +243,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
                      [&](const AttentionItem& a, const AttentionItem& b) { return cost(a) > cost(b); });
 }
 
-// The pages of every thread's items, as Turn::deal gives them out.
+// Lists the pages that each thread's items read, with the distribution of Turn::deal.
 void AttentionLayout::list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
                            int threads) {
     fetched_.resize(static_cast<size_t>(threads));
@@ -315,7 +318,7 @@ void AttentionStep::begin(const StepFeeds& step, bool apart) {
     }
 }
 
-// The pages of a table's first tokens go to the end of the page table: where they begin there.
+// Appends the pages of a table's first `tokens` tokens to the page table; returns the index of the first page.
 int32_t AttentionStep::add_pages(std::span<const int32_t> table, int tokens) {
     const auto begin = static_cast<int32_t>(page_table_.size());
     const int per_block = pool_.pages_per_block(), pages = (tokens + kPageTokens - 1) / kPageTokens;

@@ -1,4 +1,5 @@
-// A step's attention: who reads what, laid out once for all layers that see alike, and the work of its threads.
+// Attention of a step: a layout of tiles and items, built once for all layers with the same view, and the work of each
+// thread.
 #pragma once
 
 #include <atomic>
@@ -14,35 +15,35 @@
 
 namespace headrace {
 
-// The feeds of a step, as headrace.ops.context.Context has them.
+// The feeds of a step, in the form of headrace.ops.context.Context.
 struct StepFeeds {
     std::span<const int32_t> positions;  // [rows], rotary
-    std::span<const uint64_t> masks;     // [rows]: a node's ancestors and itself, or all nodes; empty: there are none
+    std::span<const uint64_t> masks;     // [rows]: bits of a node's ancestors and itself, or of all nodes; or empty
     std::span<const int32_t> row_start;  // [feeds + 1]
     std::span<const int32_t> kv_start;   // [feeds]
     std::span<const int32_t> known;      // [feeds]; the rows after these are draft nodes
     std::span<const int32_t> tables;     // [feeds][table_width] block ids
     int table_width;
-    std::span<const int32_t> sources{};        // [feeds] tokens of what each reads beside its own; empty: nobody does
-    std::span<const int32_t> source_tables{};  // [feeds][source_width] block ids of their K and V
+    std::span<const int32_t> sources{};        // [feeds] number of tokens of the source; empty: no feed has a source
+    std::span<const int32_t> source_tables{};  // [feeds][source_width] block ids of the sources' K and V
     int source_width = 0;
 };
 
-// What layers must share to share a layout.
+// Layers with equal views share a layout.
 struct AttentionView {
     int heads;
     int window;  // 0: none
     bool causal;
-    bool source = false;  // every row sees all of its feed's source, and nothing is stored
-    bool biased = false;  // scores depend on the distance, so a row's place matters and tiles are not joined
-    bool shared = false;  // an earlier layer has stored what is read, and nothing is stored
+    bool source = false;  // cross-attention: every row sees all of its feed's source; stores no K/V
+    bool biased = false;  // scores depend on the distance, so tiles of different feeds are not read together
+    bool shared = false;  // reads the K/V that an earlier layer stored; stores no K/V
 
     bool stores() const { return !source && !shared; }
     bool operator==(const AttentionView&) const = default;
 };
 
-// Lines as DistanceBias has them, of values [heads][2 * most + 1] by distance from -most to most. Throws
-// std::invalid_argument for an even number of distances.
+// Builds DistanceBias::lines from values [heads][distances], distances = 2 * most + 1, for distances from -most to
+// most. Throws std::invalid_argument for an even number of distances.
 struct BiasLines {
     std::vector<float> values;
     int most = 0;
@@ -54,24 +55,24 @@ struct AppendJob {
     int32_t first, last;  // rows of the feed
 };
 
-// One view's tiles and items, the longest first. Every item stands alone; what is cut is merged by the last of its
-// tile. What several feeds hold in the same blocks, from beams, siblings or a common prefix, is one item's for all of
-// them, so that it is read once; no bit depends on that (as in Hydragen, Juravsky et al. 2024, and without its
-// rounding).
+// Tiles and items of one view, the longest item first. Items are independent; the thread that finishes the last item of
+// a cut tile merges the tile's partial results. If several feeds hold the same blocks (beams, siblings, a common
+// prefix), one item reads these blocks for all of them. This is Hydragen (Juravsky et al. 2024), but with the same bits
+// as without sharing.
 class AttentionLayout {
 public:
-    // Throws std::invalid_argument for heads that are no multiple of the KV heads.
+    // Throws std::invalid_argument unless the number of heads is a multiple of the KV heads.
     AttentionLayout(const AttentionView& view, const KVShape& kv);
 
-    // `apart`: K and V are stored by `append` in any case.
+    // `apart`: K and V are always stored by append jobs, never by items.
     void build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table,
                int threads, bool apart);
     const AttentionView& view() const { return view_; }
-    // Whether items store K and V themselves, or there is nothing to store. If not, `append` must have run on all
-    // threads, and a barrier, first.
+    // Whether the items store K and V themselves or there is nothing to store. Otherwise all append jobs must be done
+    // before the first item runs.
     bool fused() const { return fused_; }
     int items() const { return static_cast<int>(items_.size()); }
-    // Bytes of K and V that one layer reads, and its multiplications.
+    // Bytes of K and V that one layer reads, and its multiply-accumulates.
     std::pair<double, double> touches() const;
 
 private:
@@ -85,7 +86,7 @@ private:
     int64_t cost(const AttentionItem& item) const { return cost(item.tokens, item.last_split - item.first_split); }
     int capacity() const;
 
-    // A feed whose rows all see the splits [first, last); `pages`: where those of split 0 begin in the page table.
+    // A feed whose rows all see the splits [first, last). `pages`: index of split 0 in the page table.
     struct Sharer {
         int32_t tile, tokens, pages;
         int first, last;
@@ -95,56 +96,57 @@ private:
 
     const AttentionView view_;
     const KVShape kv_;
-    bool built_ = false;  // for this step
+    bool built_ = false;  // in this step
     bool fused_ = false;
     std::vector<AttentionRow> rows_;
     std::vector<AttentionTile> tiles_;
     std::vector<AttentionItem> items_;
     std::vector<Sharer> sharers_;
-    std::vector<AttentionItem> shared_;  // the splits that tiles read together, not cut yet
+    std::vector<AttentionItem> shared_;  // items with members, before `cut`
     std::vector<int32_t> members_;
     std::vector<float> partials_;
-    std::unique_ptr<std::atomic<int>[]> done_;  // items of a tile that are done; 0 again when all are
+    std::unique_ptr<std::atomic<int>[]> done_;  // [tiles] finished items; reset to 0 by the last one
     size_t done_size_ = 0;
-    std::vector<std::vector<int32_t>> fetched_;  // [threads] page * heads + head, of the items that a thread will take
+    std::vector<std::vector<int32_t>> fetched_;  // [threads] page * heads + head of the pages to prefetch
 };
 
 class AttentionStep {
 public:
-    // `threads` is how many will call append and attend.
+    // `threads`: number of threads that call append and attend.
     AttentionStep(const Kernels& kernels, const KVPool& pool, int threads)
         : kernels_(kernels), pool_(pool), threads_(threads) {}
     AttentionStep(const AttentionStep&) = delete;
 
-    // Begins a step: earlier layouts are gone. The spans must outlive it. `apart`: no item stores K and V itself.
-    // Throws std::out_of_range for a table that does not reach all rows, or all of the source, or a block outside the
-    // pool; std::invalid_argument for masks that are neither a tree of 64 nodes nor all of them.
+    // Begins a step and invalidates the layouts of the step before. The spans must outlive the step. `apart`: no item
+    // stores K and V itself. Throws std::out_of_range if a table does not cover all tokens of its feed or source, or
+    // names a block outside the pool; std::invalid_argument for more than 64 draft nodes or invalid masks.
     void begin(const StepFeeds& step, bool apart = false);
-    // One more than the highest block that a table of the step names.
+    // Highest block id in the tables of the step, plus 1.
     int blocks() const { return blocks_; }
-    // The layout of a view, built at its first call in a step; not from several threads. Throws std::invalid_argument
-    // where it reads sources, and a feed has none.
+    // The layout of a view, built at the first call in a step. Not thread-safe. Throws std::invalid_argument if the
+    // view reads sources and a feed has none.
     AttentionLayout& layout(const AttentionView& view);
-    // Lists the jobs that store K and V of all rows, for a layer that does no more; not from several threads. A layout
-    // that is not fused has them listed.
+    // Lists the append jobs, for layers that only store K and V. `layout` does so for layouts that are not fused. Not
+    // thread-safe.
     void list_appends();
 
-    // Fills what the step knows into the task of one layer; the caller sets the rest (q, k, v, norms, rope, out, ...).
+    // Sets the fields of one layer's task that the step determines. The caller sets the others (q, k, v, norms, rope,
+    // out, ...).
     void prepare(AttentionLayout& layout, int layer, AttentionTask& task) const;
-    // The same for storing alone.
+    // The same for a layer that only stores K and V.
     void prepare(int layer, AttentionTask& task) const;
-    // A thread's part of storing K and V.
+    // Runs one thread's append jobs.
     void append(const AttentionTask& task, int thread, float* scratch) const;
-    // A thread's part of the attention; `next` is 0 before, one for all threads.
+    // Runs items until none remains. All threads share `next`, which starts at 0.
     void attend(const AttentionLayout& layout, const AttentionTask& task, std::atomic<int>& next, float* scratch) const;
-    // The same one by one, for callers that deal the work out themselves: append jobs, then items, in any order by any
-    // thread; each item once. `after`: the item that the thread takes next, or -1.
+    // For callers that distribute the work themselves: run each append job once, then each item once, in any order on
+    // any thread. `after`: the item that the thread will probably take next, or -1.
     int appends() const { return static_cast<int>(appends_.size()); }
     void append_job(const AttentionTask& task, int job, float* scratch) const;
     void attend_item(const AttentionLayout& layout, const AttentionTask& task, int item, int after,
                      float* scratch) const;
-    // K and V that a thread's items read in a layer of this layout, to be fetched beforehand: nothing where there is
-    // more than a cache keeps, or where few rows leave no time for it.
+    // K and V that a thread's items read in this layer, for the linear layers before it to prefetch. Empty if the K and
+    // V exceed the cache (kFetchBytes), or if a step of few rows has no time to prefetch.
     FetchList fetch_list(const AttentionLayout& layout, int layer, int thread) const;
     size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
 
@@ -156,12 +158,12 @@ private:
     const int threads_;
     StepFeeds step_{};
     std::vector<AttentionFeed> feeds_;
-    std::vector<AttentionFeed> readers_;  // the feeds by what they read: kv_start tokens of a source, and its pages
+    std::vector<AttentionFeed> readers_;  // the feeds for cross-attention: kv_start is the number of source tokens
     std::vector<int32_t> page_table_;
     std::vector<AppendJob> appends_;
     int blocks_ = 0;
     bool apart_ = false;
-    std::vector<std::unique_ptr<AttentionLayout>> layouts_;  // kept from step to step for their memory
+    std::vector<std::unique_ptr<AttentionLayout>> layouts_;  // reused from step to step to keep their memory
 };
 
 }  // namespace headrace

@@ -1,5 +1,4 @@
-// Tiles of rows over their splits, chunk by chunk; attention_kernels.h says what the results may depend on.
-// The maximum of a row that has seen nothing: finite, so that differences are numbers.
+// Attention kernels: a tile of rows over its splits, chunk by chunk. See attention/kernels.h for row invariance.
 #pragma once
 
 #include "attention/kernels.h"
@@ -11,11 +10,11 @@
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr float kLowest = -1e30f;
+constexpr float kLowest = -1e30f;  // initial maximum of a row; finite, so that differences are not NaN
 constexpr float kUnseen = -__builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 
-// The running result of a tile's rows: weight sums in 16 lanes, weighted values, and the maxima (times log2 e).
+// Running result of a tile's rows: weight sums in 16 lanes, weighted values, and the maxima (times log2 e).
 struct State {
     float* data;
     int rows, padded;
@@ -26,35 +25,34 @@ struct State {
     float* row_max() const { return sums(rows); }
 };
 
-// What one item works on.
+// The inputs and the running result of one item.
 struct Tile {
     const AttentionTask& task;
     const AttentionFeed& feed;
     const AttentionTile& tile;
-    int share;       // query heads of a KV head
-    const float* q;  // [rows][q_stride], as the pool prepared them
+    int share;       // query heads per KV head
+    const float* q;  // [rows][q_stride], from Pool::prepare
     int q_stride;
     Upcoming upcoming;
-    int begin_page, end_page;  // of the item
-    State state;               // of the split at hand; row r is query head r % share of token r / share
+    int begin_page, end_page;  // pages of the item
+    State state;               // of the current split; row r is query head r % share of token r / share
 
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
 };
 
 HEADRACE_INLINE uint32_t bits_below(int n) { return n <= 0 ? 0 : n >= kPageTokens ? 0xffff : (1u << n) - 1; }
 
-// Which tokens of the page that begins at KV index `start` a row sees.
+// Bits of the tokens that a row sees in the page that begins at KV index `start`.
 HEADRACE_INLINE uint32_t seen_in_page(const AttentionRow& row, int start) {
     return bits_below(row.end - start) & ~bits_below(row.begin - start);
 }
 
-// Where a chunk begins, and whether every row sees all of it.
 struct ChunkView {
-    int start;
-    bool open;
+    int start;  // KV index of the chunk's first page
+    bool open;  // every row sees all of the chunk
 };
 
-// What is added to a row's scores with the page that begins at KV index `start`; null: nothing.
+// The bias of a row's scores for the page that begins at KV index `start`, or null.
 HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
     const AttentionTask& task = tile.task;
     if (!task.bias.lines) return nullptr;
@@ -64,8 +62,8 @@ HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
     return task.bias.lines + (int64_t)head * bias_width(most) + (held - first);
 }
 
-// Scores as the softmax takes them: scaled by token, capped, with what their distance adds, -inf where the row does not
-// see the token. Returns the largest.
+// Prepares a row's scores for the softmax: scales of the tokens, soft cap, distance bias, -inf for tokens that the row
+// does not see. Returns the largest score.
 template <class Pool>
 HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float* scores, const ChunkPages& chunk) {
     const AttentionTask& task = tile.task;
@@ -88,7 +86,7 @@ HEADRACE_INLINE float mask_scores(const Tile& tile, int r, ChunkView view, float
     return top_lane(largest);
 }
 
-// The same where all tokens are seen and scores need nothing.
+// The largest score, for a chunk whose scores `mask_scores` would not change.
 HEADRACE_INLINE float see_all(const float* scores, int vectors) {
     Lanes16 largest;
     for (int p = 0; p < kParts; ++p) largest.part[p] = set_f32(kUnseen);
@@ -97,13 +95,14 @@ HEADRACE_INLINE float see_all(const float* scores, int vectors) {
     return top_lane(largest);
 }
 
-// The scores of `rows` rows in a chunk -> their weights, and in `keep` how much is left of the earlier sums.
+// Replaces the scores of `rows` rows in a chunk by softmax weights and updates the weight sums. `keep` [rows]: factor
+// that rescales the earlier sums to the new maximum.
 template <class Pool, int rows>
 HEADRACE_INLINE void softmax_update(const Tile& tile, int first, ChunkView view, float* scores, const ChunkPages& chunk,
                                     float* keep, typename Pool::Weights& weights) {
     const AttentionTask& task = tile.task;
     const bool plain = view.open && !Pool::kScaled && task.softcap == 0.0f && !task.bias.lines;
-    const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // of scores, in powers of two
+    const float unit = (task.softcap != 0.0f ? task.softcap : task.scale) * kLog2E;  // scores to exponents of 2
     float largest[16], top[16];
     for (int r = 0; r < rows; ++r) {
         float* row = scores + r * kChunk;
@@ -142,7 +141,7 @@ HEADRACE_INLINE void all_values(const Tile& tile, const typename Pool::Weights& 
     if constexpr (vectors > 1) all_values<Pool, rows, vectors - 1, fetch>(tile, weights, keep, chunk, d, o);
 }
 
-// `rows` rows from `first` on with one chunk.
+// Attends `rows` rows, from row `first` on, to one chunk. `room`: scores [rows][kChunk].
 template <class Pool, int rows, bool fetch>
 __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, ChunkView view, const ChunkPages& chunk,
                                                   float* room) {
@@ -169,14 +168,14 @@ HEADRACE_INLINE void attend_some(int count, const Tile& tile, int first, ChunkVi
     if constexpr (rows > 1) attend_some<Pool, fetch, rows - 1>(count, tile, first, view, chunk, room);
 }
 
-// Pages [first, last) of the feed's, all in one chunk. What is fetched meanwhile lies a chunk ahead: pages of the item,
-// then those of the item after.
+// Pages [first, last) of the feed, all in one chunk. The pages to prefetch are one chunk ahead: pages of this item,
+// then of the next item.
 HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last) {
     const KVShape& kv = tile.task.kv;
     const int32_t* table = tile.task.page_table + tile.feed.pages;
     ChunkPages chunk;
     chunk.count = last - first;
-    // Pages of the item after are counted from the end of this one, or of its first chunk.
+    // The next item's pages follow the end of this item, or of its first chunk if the item is shorter.
     const int turn = tile.end_page > tile.begin_page + kChunkPages ? tile.end_page : tile.begin_page + kChunkPages;
     for (int b = 0; b < chunk.count; ++b) {
         const int next = first + b + kChunkPages;
@@ -188,10 +187,10 @@ HEADRACE_INLINE ChunkPages pages_of(const Tile& tile, int first, int last) {
     return chunk;
 }
 
-// KV indices that any row of a tile sees lie in [begin, end); all rows see all of [open_begin, open_end).
+// Rows of a tile see no KV index outside [begin, end); all rows see all of [open_begin, open_end).
 struct Reach {
     int begin, end, open_begin, open_end;
-    bool paths;  // of any row: not all rows see the same tokens behind the known ones
+    bool paths;  // some row has a path, so the rows see different nodes
 };
 
 HEADRACE_INLINE Reach reach_of(const Tile& tile) {
@@ -210,7 +209,7 @@ HEADRACE_INLINE Reach reach_of(const Tile& tile) {
     return reach;
 }
 
-// Rows [first, last) of a tile with one chunk, in groups of even size.
+// Attends rows [first, last) of a tile to one chunk, in groups of nearly equal size.
 template <class Pool>
 HEADRACE_INLINE void attend_chunk(const Tile& tile, int first, int last, ChunkView view, const ChunkPages& chunk,
                                   float* room) {
@@ -223,7 +222,8 @@ HEADRACE_INLINE void attend_chunk(const Tile& tile, int first, int last, ChunkVi
     }
 }
 
-// The pages of a chunk as the row of token t sees them: those with nodes are built anew, its path in line.
+// The pages of a chunk as token t sees them. Pages with draft nodes are copied to `room`, with the nodes of the token's
+// path in consecutive slots.
 HEADRACE_INLINE ChunkPages pages_of_path(const Tile& tile, int t, ChunkPages chunk, int first_page, uint8_t* room) {
     const KVShape& kv = tile.task.kv;
     const int32_t* table = tile.task.page_table + tile.feed.pages;
@@ -233,7 +233,7 @@ HEADRACE_INLINE ChunkPages pages_of_path(const Tile& tile, int t, ChunkPages chu
         if (start + kPageTokens <= node0) continue;
         uint8_t* page = room + b * kv.page_bytes;
         __builtin_memcpy(page, chunk.page[b], (size_t)kv.page_bytes);
-        int index = node0;  // where the row sees the node
+        int index = node0;  // KV index at which the row sees the node
         for (uint64_t path = tile.task.rows[tile.tile.row + t].path; path; path &= path - 1, ++index) {
             const int stored = node0 + __builtin_ctzll(path);
             if (index < start || index >= start + kPageTokens) continue;
@@ -245,7 +245,7 @@ HEADRACE_INLINE ChunkPages pages_of_path(const Tile& tile, int t, ChunkPages chu
     return chunk;
 }
 
-// A chunk that holds nodes: tokens in a row share its pages as long as they see them as they are.
+// Attends to a chunk that contains draft nodes. Consecutive tokens without a path share the stored pages.
 template <class Pool>
 static void attend_nodes(const Tile& tile, ChunkView view, const ChunkPages& chunk, float* room, uint8_t* pages) {
     const AttentionRow* rows = tile.task.rows + tile.tile.row;
@@ -258,7 +258,7 @@ static void attend_nodes(const Tile& tile, ChunkView view, const ChunkPages& chu
     }
 }
 
-// One split from nothing. `room`: scores, then pages of paths.
+// Computes one split, starting from an empty state. `room`: scores [8][kChunk], then pages of paths.
 template <class Pool>
 static void attend_split(const Tile& tile, const Reach& reach, int split, float* room) {
     const State& state = tile.state;
@@ -280,7 +280,7 @@ static void attend_split(const Tile& tile, const Reach& reach, int split, float*
     }
 }
 
-// into = into + part, as sums relative to the larger maximum.
+// into = into + part; both are rescaled to the larger maximum.
 static void merge_states(const State& into, const State& part) {
     for (int r = 0; r < into.rows; ++r) {
         const float before = into.row_max()[r], other = part.row_max()[r], top = before > other ? before : other;
@@ -309,7 +309,7 @@ static void write_head(const AttentionTask& task, int row, int head, const float
     }
 }
 
-// Divides by the weight sums, into which a sink goes too, and leaves the result where the next layer wants it.
+// Divides the values by the weight sums, including the sink's weight, and writes the result in the output format.
 static void finish_rows(const AttentionTask& task, const AttentionTile& tile, const State& state, float* room) {
     const int share = task.heads / task.kv.heads;
     for (int r = 0; r < state.rows; ++r) {
@@ -338,7 +338,7 @@ HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTi
     return {task.partials + place, rows, task.kv.padded};
 }
 
-// The queries of a tile's rows, as the pool takes them.
+// Converts the queries of a tile's rows to the format of the pool's products: q [rows][q_stride].
 template <class Pool>
 HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile& at, float* q, int q_stride,
                                   float* head) {
@@ -352,7 +352,7 @@ HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile
     }
 }
 
-// Splits of several tiles at once: each page is read for all of them. Every tile gets its own partial results.
+// Computes splits of several tiles at once, so that each page is read once. Each tile gets its own partial results.
 template <class Pool>
 static void attend_together(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after,
                             float* scratch) {

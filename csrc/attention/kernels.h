@@ -1,8 +1,9 @@
-// Attention over the paged pool: K and V into their pages, then softmax(q K) V for tiles of rows.
+// Kernels for attention over the paged pool: storing K and V, and softmax(q K) V for tiles of rows.
 //
-// Row-invariant: what a row gets depends on the row alone. KV is walked in chunks of kChunk tokens, at multiples of
-// kChunk, with a running maximum (FlashAttention, Dao et al. 2022); a sum is begun anew at every multiple of kSplit,
-// and the splits are merged in their order whoever computed them. A token that a row does not see adds exact zeros.
+// Row-invariant: the result of a row depends on that row alone. The kernels process KV in chunks of kChunk tokens, at
+// multiples of kChunk, with a running maximum (FlashAttention, Dao et al. 2022). A new sum starts at every multiple of
+// kSplit, and the splits are merged in order, whichever thread computed them. A token that a row does not see adds
+// exact zeros.
 #pragma once
 
 #include "attention/kv_page.h"
@@ -12,55 +13,55 @@ namespace headrace {
 
 constexpr int kChunk = 128;
 constexpr int kSplit = 256;
-constexpr int kTileRows = 48;  // rows of a tile: tokens times query heads of a KV head, unless one token has more
+constexpr int kTileRows = 48;  // most rows of a tile (tokens * query heads per KV head), unless one token has more
 
 struct RopeTable {
     const float* cos;  // [positions][dim / 2], or null: no rotation
     const float* sin;
-    int32_t dim;       // the first so many values of a head are turned
+    int32_t dim;       // the first `dim` values of a head are rotated
     bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + dim / 2)
 };
 
-// A row of the step sees KV indices [begin, end) of its own line of tokens: the known ones, then its ancestors among
-// the nodes of its feed and itself, or all of these, one after the other. `path` names those nodes where they are not
-// 0, 1, 2 ...: they are stored elsewhere than they are seen, and the row still gets the bits it would get without the
-// tree.
+// A row of the step sees KV indices [begin, end) of its own sequence: the known tokens, followed by the draft nodes
+// that it sees (its ancestors and itself, or all nodes). `path` has the bits of these nodes if they are not 0, 1, 2
+// ...: then the nodes are stored at other indices than those at which the row sees them. The result has the bits that
+// the row would get without the tree.
 struct AttentionRow {
     int32_t begin, end;
     uint64_t path;
 };
 
 struct AttentionFeed {
-    int32_t row, rows;   // of the step
+    int32_t row, rows;   // its first row in the step, number of rows
     int32_t kv_start;    // KV index of its first row
-    int32_t first_node;  // KV index of node 0; the feed's end where it has none
-    int32_t pages;       // where its pages begin in the page table
+    int32_t first_node;  // KV index of node 0; without nodes: the end of the feed
+    int32_t pages;       // index of its first page in the page table
 };
 
-// Rows that share K and V: `tokens` of a feed, by all query heads of one KV head.
+// Rows that share K and V: `tokens` tokens of a feed times the query heads of one KV head.
 struct AttentionTile {
     int32_t feed, kv_head;
     int32_t row, tokens;
-    int32_t first_split, last_split;  // [first, last): of the splits that any of them sees
-    int64_t partial;                  // place of the first split's partial result, where the tile is cut
-    int32_t items;
-    int32_t own_split;  // the splits before it are read together with other tiles
+    int32_t first_split, last_split;  // [first, last): splits that any of the rows sees
+    int64_t partial;                  // cut tiles: index of the first split's result in AttentionTask::partials
+    int32_t items;                    // number of items that the tile is cut into
+    int32_t own_split;                // splits before this one are read together with other tiles
 };
 
-// Some splits of a tile; or of several that read the same pages there, all of them seen by all their rows. Those are
-// the task's `members` from `first_member` on, the first of them is `tile`, and their tokens are few enough for one
-// tile.
+// Some splits of one tile, or of several tiles that read the same pages there, if all rows of these tiles see all of
+// the pages. The several tiles are AttentionTask::members from `first_member` on; the first of them is `tile`. Together
+// they have no more tokens than fit one tile.
 struct AttentionItem {
     int32_t tile;
     int32_t first_split, last_split;
-    bool append;  // store the feed's K and V of this head first
+    bool append;  // stores the feed's K and V of this head first
     int32_t tokens;
-    int32_t first_member, members;  // 0 members: the tile alone
+    int32_t first_member, members;  // 0 members: `tile` alone
 };
 
-// What is added to scores by how far a key is from the row: a line of floats for each head, by distance (key - row)
-// from
-// -(most + 16) on. From `most` on, both ways, all distances are alike, so a page that is farther is read at an end.
+// Bias added to scores, by the distance key - row: for each head, one line of floats for the distances from
+// -(most + 16). All distances of at least `most` in one direction have the same bias, so pages beyond the ends of the
+// line use its ends.
 struct DistanceBias {
     const float* lines;  // [heads][bias_width(most)], or null
     int32_t most;
@@ -73,7 +74,7 @@ struct AttentionTask {
     KVShape kv;
     uint8_t* pool;  // the layer's pages
     int32_t heads;
-    const float* q;  // [rows][heads * dim], k and v [rows][kv heads * dim]; `stride` floats between rows of each
+    const float* q;  // [rows][heads * dim]; k and v: [rows][kv heads * dim]; rows are `stride` floats apart
     const float* k;
     const float* v;
     int64_t stride;
@@ -81,12 +82,12 @@ struct AttentionTask {
     const float* k_norm;
     float norm_eps;
     RopeTable rope;
-    const float* k_shift;  // [kv heads * dim], taken off K when it is turned, or null
+    const float* k_shift;  // [kv heads * dim], subtracted from K after the rotation, or null
     float scale;
     float softcap;       // 0: none
     const float* sinks;  // [heads] or null
-    DistanceBias bias;   // of scores before they are scaled; then no item has members
-    // the step
+    DistanceBias bias;   // added to scores before they are scaled; with a bias, no item has members
+    // Set by AttentionStep::prepare:
     const AttentionFeed* feeds;
     const AttentionTile* tiles;
     const int32_t* members;
@@ -102,21 +103,21 @@ struct AttentionTask {
 };
 
 struct AttentionKernels {
-    // Stores K and V of rows [first, last) of the feed's, one head. Rows of one page belong to one call.
+    // Stores K and V of one head for rows [first, last) of the feed. All rows of one page must be in one call.
     void (*append)(const AttentionTask& task, int feed, int kv_head, int first, int last, float* scratch);
-    // An item's splits: its tile's result, or partial results where tiles are cut. `after`: the item that this thread
-    // is likely to take next, or null; its memory is fetched meanwhile.
+    // Computes an item: the result of its tile, or partial results if its tiles are cut. `after`: the item that this
+    // thread will probably take next, or null; its memory is prefetched.
     void (*attend)(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch);
-    // The result of a tile that was cut, once all its items are done.
+    // Computes the result of a cut tile from the partial results, after all its items are done.
     void (*merge)(const AttentionTask& task, const AttentionTile& tile, float* scratch);
-    // One token of one head, from page to page.
+    // Copies one token of one head from page to page.
     void (*copy)(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot);
-    // Tests and tools: one token's K or V [dim] in and out of a page.
+    // For tests and tools: writes or reads one token's K and V [dim] of one head.
     void (*write)(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch);
     void (*read)(const KVShape& kv, const uint8_t* page, int slot, float* k, float* v);
 };
 
-// Floats of the running result of some rows: per row 16 lanes of weight sums and `padded` values, then all maxima.
+// Floats of the running result of `rows` rows: per row 16 lanes of weight sums and `padded` values, then all maxima.
 static inline size_t state_floats(const KVShape& kv, int rows) {
     return (size_t)rows * (size_t)(kv.padded + 16) + (size_t)(rows + 15) / 16 * 16;
 }
@@ -126,7 +127,7 @@ static inline int tile_rows(int heads, int kv_heads) {
     return share >= kTileRows ? share : kTileRows / share * share;
 }
 
-// Floats of scratch, 64-byte aligned, of one thread: queries, two results, scores, a token on its way, pages of paths.
+// Floats of scratch per thread, 64-byte aligned: queries, two running results, scores, one token, pages of paths.
 static inline size_t attention_scratch_floats(const KVShape& kv, int heads) {
     const int rows = tile_rows(heads, kv.heads), pages = kChunk / kPageTokens * kv.page_bytes / 4;
     return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded +

@@ -1,5 +1,4 @@
-// How the pool keeps K and V: pages of 16 tokens of one KV head, laid out so that attention multiplies them as they
-// are.
+// Page format of the KV pool: a page holds 16 tokens of one KV head, in the order in which attention multiplies them.
 #pragma once
 
 #include <stdint.h>
@@ -19,22 +18,22 @@ static inline int kv_bits(KVType type) {
 //   kInt8   K [padded / 4][16 tokens][4]   V [4 quads of tokens][padded][4]   as round(x / scale) + 128
 //   kInt4   K [padded / 8][16 tokens][8]   V [2 octets of tokens][padded][8]  as round((x - least) / scale), 0 to 15
 //   kF32    K [padded][16 tokens]          V [16 tokens][padded]
-// So a vector of K is 16 tokens, a vector of V is 16 dimensions, and no product needs a sum across lanes. Of eight
-// numbers of 4 bits the first four are the low halves of four bytes.
+// So a vector of K is 16 tokens, a vector of V is 16 dimensions, and no product needs a sum across lanes. kInt4: of
+// eight 4-bit numbers, the first four are the low nibbles of four bytes.
 //
-// Scales: kInt8 16 of K and 16 of V, float32, one per token. kInt4, in bfloat16: 16 scales and 16 minima of the first
-// half of K's dimensions, as many of the other half, and as many of V.
+// Scales, one per token. kInt8, float32: 16 of K, then 16 of V. kInt4, bfloat16: 16 scales and 16 minima of the first
+// half of K's dimensions, then of the second half, then of V.
 struct KVShape {
     KVType type;
     int32_t heads;
     int32_t dim;
     int32_t padded;
-    int32_t half_bytes;  // of K, and of V
+    int32_t half_bytes;  // bytes of K in a page, and of V
     int32_t page_bytes;
 
     int64_t page_offset(int64_t page, int head) const { return (page * heads + head) * page_bytes; }
     int32_t scales_offset() const { return 2 * half_bytes; }
-    // Numbers in four bytes of a line.
+    // Numbers in four bytes.
     int32_t deep() const { return 32 / kv_bits(type); }
 };
 

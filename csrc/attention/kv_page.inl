@@ -1,4 +1,4 @@
-// K and V into pages: norm, rotation, rounding, and the scattered stores.
+// Writing K and V into pages (norm, rotation, rounding, scattered stores), and reading and copying single tokens.
 #pragma once
 
 #include "attention/kernels.h"
@@ -26,7 +26,7 @@ HEADRACE_INLINE void round_to_bf16(const float* x, int n, uint16_t* out) {
     for (; i < n; ++i) out[i] = to_bf16(x[i]);
 }
 
-// A head as attention uses it: normalised (RMS), turned by its position, padded with zeros.
+// Prepares one head of a query or key: RMS norm (if `norm`), rotation by its position, zero padding to `padded` values.
 HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float* norm, float eps,
                                   const RopeTable& rope, int32_t position, float* out) {
     const int dim = kv.dim;
@@ -63,7 +63,7 @@ HEADRACE_INLINE void prepare_head(const float* x, const KVShape& kv, const float
     }
 }
 
-// One token's values of one tensor, `group` of which lie together (K: dimensions, V: tokens), as bytes with a scale.
+// Rounds the n values of one token to bytes with offset 128; returns their scale, NaN if a value is not finite.
 HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
     float largest = 0.0f;
     bool finite = true;
@@ -74,14 +74,14 @@ HEADRACE_INLINE float quantize_token(const float* x, int n, uint8_t* out) {
     }
     const float inverse = finite && largest > 1e-35f ? 127.0f / largest : 0.0f;
     for (int i = 0; i < n; ++i) {
-        const float scaled = x[i] * inverse;  // NaN where x is not finite: the scale says so
+        const float scaled = x[i] * inverse;  // NaN if x[i] is not finite; the scale is NaN then
         out[i] = (uint8_t)(128 + (scaled == scaled ? (int)__builtin_rintf(scaled) : 0));
     }
     return !finite ? __builtin_nanf("") : inverse == 0.0f ? 0.0f : largest / 127.0f;
 }
 
-// `n` values as integers from 0 to 15 above a minimum; this and their scale, as bfloat16 holds them, go to `scale` and
-// 16 places on.
+// Rounds n values to integers 0 to 15 above a minimum. Stores their scale in scale[0] and the minimum in scale[16],
+// both as bfloat16.
 HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_t* scale) {
     float low = x[0], high = x[0];
     bool finite = true;
@@ -97,7 +97,7 @@ HEADRACE_INLINE void quantize_range(const float* x, int n, uint8_t* out, uint16_
         const float scaled = (x[i] - least) * inverse, held = scaled > 0.0f ? scaled < 15.0f ? scaled : 15.0f : 0.0f;
         out[i] = (uint8_t)__builtin_rintf(held);
     }
-    scale[0] = to_bf16(finite && step <= 1e-35f ? 0.0f : step);  // infinite where floats do not hold the range
+    scale[0] = to_bf16(finite && step <= 1e-35f ? 0.0f : step);  // infinite if the range exceeds float32
     scale[16] = to_bf16(least);
 }
 
@@ -116,7 +116,7 @@ static void write_token(const KVShape& kv, uint8_t* page, int slot, const float*
         round_to_bf16(k, dp, rounded);
         round_to_bf16(v, dp, rounded + dp);
         for (int d = 0; d < dp; d += 2) __builtin_memcpy(page + 32 * d + 4 * slot, rounded + d, 4);
-        // Whole lines of V, so that the loads that follow find them in one piece.
+        // Whole vectors of V: a later vector load can then be forwarded from the store.
         const bool odd = slot % 2;
         int32_t* line = (int32_t*)(values + slot / 2 * 4 * dp);
         for (int d = 0; d < dp; d += kLanes) {
@@ -170,7 +170,7 @@ static void read_token(const KVShape& kv, const uint8_t* page, int slot, float* 
     }
 }
 
-// A token is a piece of four bytes of every line of K, a piece of every dimension of V, and its scales.
+// Copies a token: four bytes of every line of K, its part of every dimension of V, and its scales.
 static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, uint8_t* to, int to_slot) {
     const int deep = kv.deep(), from_half = from_slot / 4 % 2, to_half = to_slot / 4 % 2;
     for (int line = 0; line < kv.padded / deep; ++line)
@@ -190,18 +190,19 @@ static void copy_token(const KVShape& kv, const uint8_t* from, int from_slot, ui
     }
 }
 
-// Whether the pool stores these values as finite numbers.
+// Whether the pool can store all dim values of v as finite numbers.
 HEADRACE_INLINE bool keeps(const KVShape& kv, const float* v) {
-    // The first float that bfloat16 rounds to infinity; a range of int4 is at most twice its largest number.
+    // bfloat16: smallest float that rounds to infinity. int4: the range, at most twice the largest value, must be
+    // finite.
     const float limit = kv.type == KVType::kBf16 ? 0x1.ffp127f : kv.type == KVType::kInt4 ? 0x1p126f : __builtin_inff();
     bool kept = true;
     for (int d = 0; d < kv.dim; ++d) kept &= (v[d] < 0 ? -v[d] : v[d]) < limit;
     return kept;
 }
 
-// A value that is not finite moves to the token's key. A row's scores of tokens that it does not see are replaced, but
-// its weights of them, which are 0, are multiplied with their values, and 0 * NaN would be NaN. So rows that see the
-// token get NaN, and no other row does: not those before it, and not those after a draft with it was rejected.
+// Moves a value that is not finite to the token's key: K = NaN, V = 0. A row replaces the scores of tokens that it does
+// not see, but multiplies their values by weight 0, and 0 * NaN is NaN. With the NaN in the key, exactly the rows that
+// see the token get NaN, whatever draft or chunk the token came in.
 HEADRACE_INLINE void poison(const KVShape& kv, float* k, float* v) {
     for (int d = 0; d < kv.dim; ++d) k[d] = __builtin_nanf(""), v[d] = 0.0f;
 }

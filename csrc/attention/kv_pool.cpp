@@ -10,7 +10,7 @@
 namespace headrace {
 namespace {
 
-constexpr int kMostDim = 1 << 16, kMostHeads = 1 << 16;  // beyond these sizes would not fit 32 bits
+constexpr int kMostDim = 1 << 16, kMostHeads = 1 << 16;  // larger sizes would not fit 32 bits
 
 KVShape checked(KVType type, int layers, int num_blocks, int block_size, int heads, int dim) {
     if (layers < 1 || num_blocks < 1 || heads < 1 || dim < 1) {

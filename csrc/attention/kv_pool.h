@@ -1,4 +1,4 @@
-// The paged KV pool of a model: blocks of tokens, in pages that the attention kernels read as they are.
+// The paged KV pool of a model: blocks of tokens, each a number of pages (kv_page.h).
 #pragma once
 
 #include <cstddef>
@@ -20,9 +20,9 @@ KVType parse_kv_type(std::string_view name);
 
 class KVPool {
 public:
-    // Zeroed; memory is taken as blocks are first provided or written. Throws std::invalid_argument for sizes that
-    // cannot be: block_size must be a multiple of 16, a head of kInt8 and kInt4 at most 512 wide (integer sums), one of
-    // other types at most 65536, and 32 bits must count all positions.
+    // The pool is zeroed. The system provides memory when a block is first provided or written. Throws
+    // std::invalid_argument unless block_size is a multiple of 16, dim is at most 512 for kInt8 and kInt4 (integer
+    // sums) and 65536 for other types, and 32 bits count all positions.
     KVPool(KVType type, int layers, int num_blocks, int block_size, int heads, int dim);
 
     const KVShape& shape() const { return shape_; }
@@ -31,24 +31,24 @@ public:
     int block_size() const { return block_size_; }
     int pages_per_block() const { return block_size_ / kPageTokens; }
     size_t bytes() const { return layer_bytes_ * layers_.size(); }
-    // What one block takes in all layers.
+    // Bytes of one block in all layers.
     static size_t block_bytes(KVType type, int layers, int block_size, int heads, int dim);
 
-    // Has the system provide the memory of the first `blocks` blocks, page by page, each by one thread. Throws
-    // ForkedError.
+    // Makes the system provide the memory of the first `blocks` blocks, on all threads of the pool. Throws ForkedError.
     void provide(ThreadPool& pool, int blocks);
 
-    mutable InUse in_use;  // by a step, or a copy
+    mutable InUse in_use;  // locked by a step or a copy
 
     uint8_t* layer(int layer) const { return layers_[static_cast<size_t>(layer)]; }
 
     using Pairs = std::span<const std::pair<int32_t, int32_t>>;
-    // Whole blocks (from, to), and single flat positions (block * block_size + offset), of all layers. Every source is
-    // read before anything is written. Throws std::out_of_range, std::runtime_error while a step uses the pool.
+    // Copies (from, to) in all layers: whole blocks, or single flat positions (block * block_size + offset). All
+    // sources are read before the first destination is written. Throws std::out_of_range, or std::runtime_error while a
+    // step uses the pool.
     void copy_blocks(Pairs pairs);
     void move(Pairs pairs);
 
-    // One token's K and V [heads][dim] of a layer, at a flat position.
+    // Writes or reads one token's K and V [heads][dim] of a layer, at a flat position.
     void write(const AttentionKernels& kernels, int layer, int position, const float* k, const float* v);
     void read(const AttentionKernels& kernels, int layer, int position, float* k, float* v) const;
 
@@ -61,7 +61,7 @@ private:
     const size_t layer_bytes_;
     Arena arena_;
     std::vector<uint8_t*> layers_;
-    int provided_ = 0;  // blocks
+    int provided_ = 0;  // number of blocks
 };
 
 }  // namespace headrace

@@ -1,9 +1,9 @@
-// The products of attention for each way the pool keeps K and V, and the loops they share: scores of a few rows with
-// some pages of keys, and weighted sums of values. Template arguments are sizes that live in registers; no result
-// depends on them.
+// The products of attention: one struct per K/V format (Pool), and the loops for scores of a few rows with some pages
+// of keys and for weighted sums of values. The other template arguments are register block sizes; no result depends on
+// them.
 //
-// A line is 64 bytes: 16 tokens of K, or 16 dimensions of V, by kDeep dimensions or tokens; a product with a line takes
-// kDeep numbers of a row at once. A key is kHalves vectors, each with a scale of its own.
+// A line is 64 bytes: 16 tokens of K (or 16 dimensions of V) times kDeep dimensions (or tokens). A product with a line
+// uses kDeep numbers of a row. A key has kHalves parts with a scale each.
 #pragma once
 
 #include "attention/kernels.h"
@@ -12,10 +12,10 @@
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int kParts = 16 / kLanes;  // vectors of a line
+constexpr int kParts = 16 / kLanes;  // vectors per line
 constexpr int kMaxRows = kTuning.attention_rows, kMaxPages = kTuning.attention_pages;
 
-// The pages of a chunk, and those of the next to fetch meanwhile.
+// The pages of a chunk, and for each a page of the next chunk to prefetch.
 struct ChunkPages {
     const uint8_t* page[kChunk / kPageTokens];
     const uint8_t* next[kChunk / kPageTokens];
@@ -26,7 +26,7 @@ struct Bf16Pages {
     static constexpr int kDeep = 2, kRows = kMaxRows, kHalves = 1;
     static constexpr bool kScaled = false;
     using Sum = F32v;
-    struct Row {  // numbers of one row: a query, or the weights of a chunk
+    struct Row {  // one row of numbers: a query, or the weights of a chunk
         const uint16_t* x;
     };
     struct Weights {
@@ -42,10 +42,9 @@ struct Bf16Pages {
     HEADRACE_INLINE F32v finish(F32v, F32v sum, float, const Weights&, int) { return sum; }
 
     static void prepare(const float* x, int dp, float* row) { round_to_bf16(x, dp, (uint16_t*)row); }
-    // A page's scores from its products, where kScaled.
+    // kScaled: applies the scales of a page's tokens to the scores.
     HEADRACE_INLINE F32v scale(F32v x, const float*, const uint8_t*, const KVShape&, int) { return x; }
-    // Takes vector i of a row's weights, rounded. Their sum is that of the rounded ones, so that it agrees with the
-    // products.
+    // Stores vector i of a row's weights, rounded to bfloat16. Sums the rounded weights, because the products use them.
     HEADRACE_INLINE void rescale(F32v weight, int i, const ChunkPages&, const KVShape&, int r, Weights& out,
                                  F32v& sum) {
         sum = store_and_sum(out.x[r] + i * kLanes, weight, sum);
@@ -84,11 +83,11 @@ struct F32Pages {
     HEADRACE_INLINE void quantize_weights(const ChunkPages&, int, Weights&) {}
 };
 
-// Keys and values are bytes above 128. The other side is two signed bytes a number, high * 128 + low, so that what is
-// lost is what was lost when K and V were stored. Sums are exact integers.
+// Keys and values are bytes with offset 128. Queries and weights have two signed bytes per number, high * 128 + low, so
+// that their rounding is small next to that of K and V. Sums are exact integers.
 struct Int8Pages {
     static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2, kHalves = 1;
-    static constexpr int kOffset = 128 - kWideZero;  // of the bytes that are multiplied
+    static constexpr int kOffset = 128 - kWideZero;  // offset that the multiplied bytes still have
     static constexpr bool kScaled = true;
     struct Sum {
         I32v high, low;
@@ -97,10 +96,10 @@ struct Int8Pages {
         const int8_t *high, *low;
     };
     struct Weights {
-        float scaled[kRows][kChunk];  // by the values' scales
+        float scaled[kRows][kChunk];  // weights times the values' scales
         int8_t high[kRows][kChunk], low[kRows][kChunk];
-        int32_t offset[kRows];  // what kOffset of every value adds up to
-        float unit[kRows];      // of the weights' integers
+        int32_t offset[kRows];  // kOffset times the sum of the integers
+        float unit[kRows];      // scale of the integers
         Row row(int r) const { return {high[r], low[r]}; }
     };
 
@@ -110,7 +109,7 @@ struct Int8Pages {
     }
     HEADRACE_INLINE Sum zero() { return {set_i32(0), set_i32(0)}; }
     HEADRACE_INLINE I32v total(Sum sum, int32_t offset) { return (sum.high << 7) + sum.low - offset; }
-    // A query in scratch: high, low, then the unit of its integers and their sum times kOffset.
+    // A query in scratch: high [dp], low [dp], the scale of its integers, and kOffset times their sum.
     HEADRACE_INLINE Row query(const float* q, int dp) { return {(const int8_t*)q, (const int8_t*)q + dp}; }
     HEADRACE_INLINE F32v score(Sum sum, const float* q, int dp) {
         int32_t offset;
@@ -122,7 +121,7 @@ struct Int8Pages {
         return multiply_add(to_f32(total(sum, weights.offset[r])), set_f32(weights.unit[r]), o * set_f32(keep));
     }
 
-    // x * inverse to the nearest integers, as two bytes each; returns their sum. n: a multiple of 16.
+    // Rounds x * inverse to integers of two bytes each; returns their sum. n: a multiple of 16.
     HEADRACE_INLINE int32_t split(const float* x, int n, float inverse, int8_t* high, int8_t* low) {
         I32v sum = set_i32(0);
         for (int i = 0; i < n; i += kLanes) {
@@ -157,7 +156,7 @@ struct Int8Pages {
     }
     HEADRACE_INLINE void quantize_weights(const ChunkPages& chunk, int r, Weights& out) {
         I32v largest =
-            set_i32(0);  // without the sign, as integers: those of NaN are the largest, and none is forgotten
+            set_i32(0);  // maximum of the absolute values' bits as integers: NaN is the largest, so it is not lost
         for (int i = 0; i < chunk.count * kParts; ++i) {
             largest = max(largest, as_i32(load_f32(out.scaled[r] + i * kLanes)) & 0x7fffffff);
         }
@@ -171,13 +170,13 @@ struct Int8Pages {
     }
 };
 
-// Numbers are least + scale * code, with codes of 4 bits. Products with codes are as Int8Pages has them; what minima
-// add is a sum of the other side's numbers.
+// Numbers are minimum + scale * code with 4-bit codes. Products with the codes work as in Int8Pages; the minima add
+// minimum * (sum of the query or of the weights).
 struct Int4Pages : Int8Pages {
     static constexpr int kDeep = 8, kHalves = 2;
     struct Weights : Int8Pages::Weights {
-        float least[kRows][kChunk];  // by the values' minima
-        float base[kRows];           // what these add up to
+        float least[kRows][kChunk];  // weights times the values' minima
+        float base[kRows];           // sum of `least`
     };
 
     HEADRACE_INLINE I32v add_codes(I32v sum, U8v low, U8v high, const int8_t* x) {
@@ -188,7 +187,8 @@ struct Int4Pages : Int8Pages {
         return {add_codes(sum.high, low, high, row.high + i), add_codes(sum.low, low, high, row.low + i)};
     }
     HEADRACE_INLINE F32v score(Sum sum, const float*, int) { return to_f32(total(sum, 0)); }
-    // What a half of a key's dimensions adds to scores `before` it. A query has the sums of its halves' integers.
+    // Adds the scores of one half of a key's dimensions to those `before`. The query stores the sum of the integers of
+    // each half, for the minima.
     HEADRACE_INLINE F32v add_half(int half, F32v x, const float* q, const uint8_t* page, const KVShape& kv, int part,
                                   const float* before) {
         const uint16_t* scales = (const uint16_t*)(page + kv.scales_offset()) + 32 * half + part * kLanes;
@@ -230,8 +230,7 @@ struct Int4Pages : Int8Pages {
     }
 };
 
-// Products of rows q [rows][q_stride] with one of the halves of keys, of `pages` pages from `at` on -> out
-// [rows][kChunk].
+// Products of rows q [rows][q_stride] with one half of the keys of pages [at, at + pages); out: [rows][kChunk].
 template <class Pool, int rows, int pages, bool fetch>
 HEADRACE_INLINE void half_scores(int half, const float* q, int q_stride, const KVShape& kv, const ChunkPages& chunk,
                                  int at, float* out) {
@@ -267,7 +266,7 @@ HEADRACE_INLINE void half_scores(int half, const float* q, int q_stride, const K
             }
 }
 
-// The same with whole keys.
+// The same with all halves of the keys.
 template <class Pool, int rows, int pages, bool fetch>
 HEADRACE_INLINE void scores(const float* q, int q_stride, const KVShape& kv, const ChunkPages& chunk, int at,
                             float* out) {
@@ -276,7 +275,7 @@ HEADRACE_INLINE void scores(const float* q, int q_stride, const KVShape& kv, con
         half_scores<Pool, rows, pages, fetch>(half, q, q_stride, kv, chunk, at, out);
 }
 
-// o = o * keep + weights times values, for `vectors` vectors of dimensions from d on.
+// o = o * keep + weights * values, for `vectors` vectors of dimensions from dimension d on.
 template <class Pool, int rows, int vectors, bool fetch>
 HEADRACE_INLINE void values(const typename Pool::Weights& weights, const float* keep, const ChunkPages& chunk,
                             const KVShape& kv, int d, float* o, int o_stride) {

@@ -1,5 +1,5 @@
-// What an item has fetched for the one after it. A tile of few rows takes less time than its K and V take to come from
-// memory, so they are asked for while the tile before is worked on.
+// Prefetching for the next item. A tile of few rows computes faster than memory delivers its K and V, so they are
+// prefetched while the item before it runs.
 #pragma once
 
 #include "attention/kernels.h"
@@ -9,7 +9,7 @@ namespace headrace::HEADRACE_ISA {
 
 constexpr int kChunkPages = kChunk / kPageTokens;
 
-// The first pages of the item after: a chunk's worth.
+// The first pages of the next item, at most one chunk.
 struct Upcoming {
     const uint8_t* page[kChunkPages];
     int count;
@@ -19,7 +19,8 @@ HEADRACE_INLINE void fetch(const void* from, int bytes) {
     for (int i = 0; i < bytes; i += 64) prefetch((const uint8_t*)from + i);
 }
 
-// What storing the feed's first token writes (a piece of every line of K, one line of tokens of V), and what it stores.
+// Prefetches the memory that storing the feed's first token writes (a part of every line of K, one line of V), and its
+// input.
 HEADRACE_INLINE void fetch_append(const AttentionTask& task, const AttentionFeed& feed, int kv_head) {
     const KVShape& kv = task.kv;
     const int slot = feed.kv_start % kPageTokens, deep = kv.deep();

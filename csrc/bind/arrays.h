@@ -1,4 +1,4 @@
-// What bindings share: arrays in and out, a requirement, and the kernels that a test names.
+// Helpers of the bindings: numpy arrays, argument checks, and the choice of kernels.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -22,7 +22,7 @@ inline void require(bool ok, const std::string& message) {
     if (!ok) throw nanobind::value_error(message.c_str());
 }
 
-// Those of the CPU where no name is given.
+// The kernels of the named instruction set; of the one in use if the name is empty.
 inline const Kernels& kernels_named(const std::string& isa) {
     return isa.empty() ? kernels() : kernels_for(parse_isa(isa));
 }
@@ -36,7 +36,7 @@ inline Rounding rounding_named(const std::string& name) {
                              : Rounding::kTensor;
 }
 
-// Zeros, and the array that owns them.
+// A new array of zeros, and a pointer to its values.
 template <class T>
 std::pair<T*, Array<T>> new_array(std::initializer_list<size_t> shape) {
     size_t count = 1;

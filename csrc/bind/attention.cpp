@@ -1,4 +1,4 @@
-// The KV pool and attention in Python: the pool a runner keeps its blocks in, and one layer's attention for tests.
+// Python bindings of the KV pool, and of the attention of one layer for tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -72,7 +72,7 @@ std::vector<T> copied(const A& array) {
     return std::vector<T>(array.data(), array.data() + array.size());
 }
 
-// What a layer's attention is made of beside q, k and v.
+// Parameters of a layer's attention.
 struct Options {
     int heads = 1;
     float scale = 1.0f, softcap = 0.0f, norm_eps = 1e-6f;
@@ -94,7 +94,7 @@ void set_rope(Options& self, const Table& cos, const Table& sin, bool interleave
     self.interleaved = interleaved;
 }
 
-// A step over a pool; keeps its own copies of what Python gave.
+// A step over a pool. It copies the arrays from Python.
 class PyStep {
 public:
     PyStep(KVPool& pool, ThreadPool& threads, const std::string& isa)
@@ -115,18 +115,18 @@ public:
         known_ = copied<int32_t>(known);
         tables_ = copied<int32_t>(tables);
         masks_ = masks ? copied<uint64_t>(*masks) : std::vector<uint64_t>();
-        StepFeeds made{positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(tables.shape(1))};
+        StepFeeds step{positions_, masks_, row_start_, kv_start_, known_, tables_, static_cast<int>(tables.shape(1))};
         if (sources) {
             require(source_tables && sources->size() == feeds && source_tables->shape(0) == feeds,
                     "a source for each feed, and its table");
             sources_ = copied<int32_t>(*sources), source_tables_ = copied<int32_t>(*source_tables);
-            made.sources = sources_, made.source_tables = source_tables_;
-            made.source_width = static_cast<int>(source_tables->shape(1));
+            step.sources = sources_, step.source_tables = source_tables_;
+            step.source_width = static_cast<int>(source_tables->shape(1));
         }
-        step_.begin(made);
+        step_.begin(step);
     }
 
-    // Returns whether K and V were stored by the attention items themselves.
+    // Returns whether the attention items stored K and V themselves (AttentionLayout::fused).
     bool attend(int layer, const Rows& q, const std::optional<Rows>& k, const std::optional<Rows>& v,
                 const Options& options, const std::optional<Out>& out, const std::optional<A8Out>& a8,
                 const std::optional<Bf16Out>& bf16) {

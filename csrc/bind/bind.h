@@ -1,4 +1,4 @@
-// The parts of the Python module, one function each; module.cpp calls them all.
+// Each function adds one part to the Python module; module.cpp calls all of them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Packed weights as Python holds them: with the arena they lie in.
+// Packed weights for Python, together with the arena that owns their memory.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Linear layers and quantised activations in Python: entry points for tests and measurements.
+// Python bindings of linear layers and of activation quantization, for tests and benchmarks.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -24,7 +24,7 @@ namespace {
 
 using Linear = BoundLinear;
 
-// 64-byte aligned memory for the length of a call.
+// 64-byte aligned memory for one call.
 class Buffer {
 public:
     explicit Buffer(size_t bytes) : memory_(::operator new(bytes + 1, std::align_val_t{64})) {}
@@ -51,8 +51,9 @@ Norm parse_norm(const std::string& kind, const std::optional<FloatVector>& weigh
     return {kind == "rms" ? NormKind::kRms : NormKind::kLayer, weight->data(), bias ? bias->data() : nullptr, eps};
 }
 
-// Quantised rows as arrays: q int8 [m, kp], scale and scaled_sum float [m, kp / 32], negative sums int32 per 32,
-// per 16; with "split" the outliers, too: their columns [m, 64], -1 where there are no more, and values.
+// Quantizes rows; returns arrays: q int8 [m, kp], scale and scaled_sum float32 [m, kp / 32], negative sums int32
+// [m, kp / 32] and [m, kp / 16]. With "split" also the outliers: columns int32 [m, 64], padded with -1, and values
+// float32 [m, 64].
 nb::tuple quantize_a8(const Floats& x, const std::string& norm, const std::optional<FloatVector>& weight,
                       const std::optional<FloatVector>& bias, float eps, const std::string& isa,
                       const std::string& activations, float threshold) {
@@ -111,7 +112,7 @@ Array<float> activate(const std::string& name, const Floats& x, const std::optio
     return array;
 }
 
-// A layer's input, quantised the way it wants.
+// A layer's input, converted to its input format.
 struct Input {
     Input(const Linear& linear, const Floats& x, const Kernels& table, Rounding rounding = Rounding::kGroup,
           float threshold = 0.0f)
@@ -173,7 +174,7 @@ Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, con
     return array;
 }
 
-// act(x gate^T) * (x up^T) as float32, and what it becomes as the next layer's input, given back as float32.
+// act(x gate^T) * (x up^T) as float32, and the same after conversion to the next layer's input and back to float32.
 nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const std::string& act,
                 const std::string& path, const std::string& isa, const std::string& activations, float threshold) {
     check_input(linear, x);
@@ -205,7 +206,7 @@ nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const s
     return nb::make_tuple(array, q_array, narrow_array);
 }
 
-// scale * y, soft-capped, and the largest of every 64.
+// Logits: scale * y, soft-capped; and the block maxima.
 nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float scale, float softcap,
                  const std::string& path, const std::string& isa, const std::string& activations, float threshold) {
     check_input(linear, x);
@@ -231,8 +232,8 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
     return nb::make_tuple(array, maxima_array);
 }
 
-// Seconds for each of `repeats` passes over layers of one size, one after the other with a barrier between, as in a
-// program; gated layers leave A8.
+// Measures `repeats` passes over layers of one size, with a barrier after each layer like in a program. Returns the
+// seconds of each pass. Gated layers write A8.
 std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool,
                                  int repeats, const std::string& path, const std::string& isa) {
     require(!linears.empty() && repeats > 0, "at least one layer and one repeat");

@@ -1,5 +1,5 @@
-// The Python module headrace.core._core. Every call checks its arguments. What takes long (steps, packing, linear
-// layers, attention, draws, copies of blocks) lets the GIL go while it works; small calls, tests' above all, keep it.
+// The Python module headrace.core._core. Every call checks its arguments. Long calls (steps, packing, linear layers,
+// attention, draws, copies of blocks) release the GIL; short calls, most of them for tests, keep it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string_view.h>
@@ -33,7 +33,7 @@ void dequantize(std::string_view kind, const Bytes& data, const Floats& out, int
 
 NB_MODULE(_core, m) {
     m.doc() = "The native core of Headrace";
-    // A thread that still runs when the interpreter ends keeps what it uses, which nanobind would take for a mistake.
+    // A thread that still runs when the interpreter exits keeps its objects, which nanobind would report as leaks.
     nb::set_leak_warnings(false);
     m.def(
         "set_leak_warnings", [](bool on) { nb::set_leak_warnings(on); }, nb::arg("on"),

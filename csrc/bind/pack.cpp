@@ -1,4 +1,4 @@
-// The machine, its threads, and packed weights in Python: what the loader uses.
+// Python bindings for the weight loader: CPU information, thread pools, packed weights.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -31,7 +31,7 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 using WholeBytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-constexpr int kMostRows = 1 << 30;  // and columns: their padding still fits 32 bits
+constexpr int kMostRows = 1 << 30;  // most rows and columns: padded sizes fit 32 bits
 
 using Tensor = BoundTensor;
 using Linear = BoundLinear;
@@ -81,7 +81,8 @@ std::pair<Tensor, Tensor> py_pack_pair(const Bytes& gate, const std::string& gat
     return {{a, arena}, {b, arena}};
 }
 
-// A Packer that keeps what it is to pack, and the arena of what it packed. Rows that are `mapped` lie in a mapped file.
+// A Packer that keeps the source arrays alive until they are packed, and the arena alive. `mapped`: the rows are in a
+// mapped file.
 class BoundPacker {
 public:
     explicit BoundPacker(std::shared_ptr<Arena> arena) : arena_(std::move(arena)), packer_(*arena_) {}
@@ -137,7 +138,7 @@ private:
     std::shared_ptr<Arena> arena_;
     Packer packer_;
     mutable InUse in_use_;
-    std::deque<Kept> kept_;  // one for each tensor that waits
+    std::deque<Kept> kept_;  // one for each tensor that is not packed yet
 };
 
 Array<float> unpack(const Tensor& tensor, const std::optional<Indices>& rows, const std::string& isa) {
@@ -158,15 +159,15 @@ Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
     return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
 }
 
-// The rows of a tensor with a bias of their own: a head that shares the table of tokens.
+// The tensor with another bias, for a head that shares the token embeddings.
 Tensor with_bias(const Tensor& tensor, const FloatVector& bias) {
     require(static_cast<int64_t>(bias.shape(0)) == tensor.packed.n, "bias must have n entries");
-    Tensor made = tensor;
-    const size_t count = static_cast<size_t>(made.packed.row_blocks()) * 16;
-    auto* own = reinterpret_cast<float*>(made.arena->allocate(count * sizeof(float)));
+    Tensor copy = tensor;
+    const size_t count = static_cast<size_t>(copy.packed.row_blocks()) * 16;
+    auto* own = reinterpret_cast<float*>(copy.arena->allocate(count * sizeof(float)));
     std::copy(bias.data(), bias.data() + bias.shape(0), own);
-    made.packed.bias = own;
-    return made;
+    copy.packed.bias = own;
+    return copy;
 }
 
 int64_t bytes_packed(const std::string& kind, int64_t n, int64_t k, const std::string& quantize) {
@@ -186,7 +187,8 @@ nb::dict cpu_info() {
     return info;
 }
 
-// Milliseconds of work that crosses `barriers` barriers on every thread; the count each thread reached. For tests.
+// For tests: crosses 2 * `barriers` barriers on every thread. Returns for each thread how often another thread was not
+// at the same barrier.
 std::vector<int> pool_barriers(ThreadPool& pool, int barriers) {
     const nb::gil_scoped_release unlocked;
     std::vector<std::atomic<int>> reached(pool.size());

@@ -1,4 +1,4 @@
-// What the machine can do, measured in Python: memory read, and products.
+// Python bindings that measure the machine's limits: memory read bandwidth and multiply-accumulates.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@ using namespace nb::literals;
 namespace headrace {
 namespace {
 
-// Seconds that all threads of the pool take for f(thread), one figure per repeat.
+// Runs f(thread) on all threads of the pool; returns the seconds of each repeat.
 template <class F>
 std::vector<double> seconds_of(ThreadPool& pool, int repeats, F f) {
     std::vector<double> seconds;
@@ -33,7 +33,7 @@ std::vector<double> seconds_of(ThreadPool& pool, int repeats, F f) {
     return seconds;
 }
 
-// Bytes per second that the pool's threads read from `mebibytes` of memory, each its share; one figure per repeat.
+// Bytes per second that the threads read together from `mebibytes` MiB of memory, for each repeat.
 std::vector<double> read_bandwidth(ThreadPool& pool, int mebibytes, int repeats, const std::string& isa) {
     require(mebibytes >= pool.size() && repeats > 0, "at least one MiB a thread and one repeat");
     const ProbeKernels& probe = *kernels_named(isa).probe;
@@ -50,14 +50,14 @@ std::vector<double> read_bandwidth(ThreadPool& pool, int mebibytes, int repeats,
     return rates;
 }
 
-// Multiplications per second, each with its sum, of the pool's threads in registers; one figure per repeat.
+// Multiply-accumulates per second of all threads together, in registers, for each repeat.
 std::vector<double> dot_rate(ThreadPool& pool, const std::string& products, int repeats, const std::string& isa) {
     const ProbeKernels& probe = *kernels_named(isa).probe;
     require(products == "int8" || products == "bf16" || products == "f32",
             "products are int8, bf16 or f32, not " + products);
     require(repeats > 0, "at least one repeat");
     const auto run = products == "int8" ? probe.int8 : products == "bf16" ? probe.bf16 : probe.f32;
-    constexpr int64_t kRounds = 20000;  // a millisecond or less
+    constexpr int64_t kRounds = 20000;  // at most a millisecond
     const nb::gil_scoped_release unlocked;
     std::atomic<int64_t> count{0};
     std::vector<double> rates;

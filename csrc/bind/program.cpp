@@ -1,4 +1,4 @@
-// Programs in Python: building one phase by phase, and carrying out steps.
+// Python bindings of programs: building a program phase by phase, and running steps.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -99,7 +99,7 @@ void add_embed(Program& program, const BoundTensor& table, int out, float scale,
                  0, name});
 }
 
-// Rows that read a source have no k and v, nor have those that read what an earlier layer stored.
+// `k` and `v` are None for rows that read the K/V of a source or of an earlier layer.
 void add_attention(Program& program, int layer, int heads, At q, std::optional<At> k, std::optional<At> v, At out,
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
@@ -267,9 +267,9 @@ void bind_program(nb::module_& m) {
             "__init__",
             [](NormWeights* self, const std::string& kind, const FloatVector& weight,
                const std::optional<FloatVector>& bias, float eps) {
-                const NormKind made = choose<NormKind>(kind, {{"rms", NormKind::kRms}, {"layer", NormKind::kLayer}});
+                const NormKind norm = choose<NormKind>(kind, {{"rms", NormKind::kRms}, {"layer", NormKind::kLayer}});
                 require(!bias || bias->size() == weight.size(), "a norm has as many biases as weights");
-                new (self) NormWeights{made, copied(weight), copied(bias), eps};
+                new (self) NormWeights{norm, copied(weight), copied(bias), eps};
             },
             "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a);
     nb::class_<Program> program(m, "Program",

@@ -1,4 +1,4 @@
-// The sampler's face in Python: parameters and histories of sequences, and calls on rows of logits.
+// Python bindings of the sampler: parameters and histories of sequences, and calls on rows of logits.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -49,7 +49,7 @@ void check(bool ok, const char* message) {
     if (!ok) throw nb::value_error(message);
 }
 
-// One thread's sampler for one vocabulary, as Python sees it.
+// Python wrapper of the sampler of one thread for one vocabulary.
 class PySampler {
 public:
     PySampler(int vocab_size, const std::optional<std::string>& isa)

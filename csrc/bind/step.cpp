@@ -1,4 +1,4 @@
-// Sequences and steps in Python: what a step is fed, what is asked of it, and its answers.
+// Python bindings of sequences and steps: feeds, asks and answers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -42,7 +42,7 @@ Answer& answer_of(Step& step, int number) {
     return step.answers()[static_cast<size_t>(number)];
 }
 
-// A member function that nobody else's step may run beside.
+// Wraps a member function of Step so that it holds an exclusive lock on the step.
 template <class R, class... A>
 auto alone(R (Step::*method)(A...)) {
     return [method](Step& self, A... arguments) {
@@ -51,7 +51,7 @@ auto alone(R (Step::*method)(A...)) {
     };
 }
 
-// A part of an answer, copied while nobody fills it.
+// Getter for a part of an answer. It copies the part while it holds a lock, so that no thread changes the answer.
 template <class F>
 auto part_of_answer(F part) {
     return [part](Step& self, int number) {

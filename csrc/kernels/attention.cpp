@@ -1,4 +1,4 @@
-// Attention over the paged pool of one instruction set; attention_kernels.h says what each entry does.
+// Attention kernels of one instruction set; attention/kernels.h describes each.
 #include "attention/attention.inl"
 
 namespace headrace::HEADRACE_ISA {

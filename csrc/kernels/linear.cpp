@@ -1,4 +1,4 @@
-// Linear layers of one instruction set: cutting the work into blocks, panels for many rows, epilogues.
+// Linear kernels of one instruction set: runs a unit with direct kernels or panels, then its epilogue.
 #include "linear/bf16.inl"
 #include "linear/columns.inl"
 #include "linear/epilogue.inl"
@@ -7,14 +7,14 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// Input rows at a time.
+// Most input rows of one pass.
 constexpr int kMostRows = kTuning.direct_rows > kPanelRows ? kTuning.direct_rows : kPanelRows;
-constexpr int kMostBlocks = 4;                     // row blocks of a unit
+constexpr int kMostBlocks = 4;                     // row blocks per unit
 using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
 
-// What LinearTask::scratch holds.
 constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
 
+// Contents of LinearTask::scratch.
 struct Scratch {
     Panel panel;
     alignas(64) float sums[2][kStretchFloats];
@@ -23,8 +23,8 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
 
-// What pass number `pass` over a row block at `data` fetches, where the first fetches the weights before it comes to
-// them: later ones a piece of the list, the second, where there is none, the block that the next unit reads.
+// Distance from `data` to the memory that pass number `pass` over a row block prefetches. Pass 0 prefetches its own
+// weights. Later passes prefetch a piece of the fetch list; if it is empty, pass 1 prefetches the next unit's block.
 HEADRACE_INLINE int64_t fetched_ahead(const LinearTask& task, const PackedTensor& weight, int block, int pass,
                                       const uint8_t* data) {
     const uint8_t* piece = pass > 0 ? next_piece(task.fetch, row_block_bytes(weight.kind, weight.k)) : nullptr;
@@ -33,7 +33,8 @@ HEADRACE_INLINE int64_t fetched_ahead(const LinearTask& task, const PackedTensor
     return next ? task.unit_blocks * weight.stride : kPrefetchBytes;
 }
 
-// Row blocks [block, block + blocks) of one tensor, at most four, into y. pass: how often these weights were read.
+// Multiplies row blocks [block, block + blocks) of one tensor, at most four; result in y. `pass`: number of earlier
+// passes over these weights.
 static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
                      int pass, float* y) {
     const Segments& segments = *task.segments;
@@ -54,7 +55,7 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
     }
 }
 
-// The row blocks of a unit that exist.
+// Row blocks of a unit; the last unit may have fewer.
 HEADRACE_INLINE int blocks_of_unit(const LinearTask& task, int unit) {
     const int left = task.weight->row_blocks() - unit * task.unit_blocks;
     return left < task.unit_blocks ? left : task.unit_blocks;
@@ -71,7 +72,7 @@ HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int ro
     }
 }
 
-// Fetches what the products will be added to, which another core may have written.
+// Prefetches the outputs that kAdd reads: another core may have written them.
 HEADRACE_INLINE void fetch_sums(const LinearTask& task, int block, int row, int rows) {
     const float* out = task.epilogue.out + row * task.epilogue.stride + block * 16;
     for (int m = 0; m < rows; ++m) prefetch(out + m * task.epilogue.stride);
@@ -85,7 +86,7 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
         float* up = y + blocks * rows * 16;
         const bool gated = task.epilogue.kind == EpilogueKind::kGated;
         if (task.epilogue.kind == EpilogueKind::kAdd) fetch_sums(task, first, row, rows);
-        // Gate and up in the order in which they lie in memory; bfloat16 takes two blocks at a time.
+        // Gate and up in memory order (their row blocks are interleaved); bfloat16 processes two blocks at a time.
         const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
         for (int b = 0; b < blocks; b += step) {
             multiply(task, *task.weight, first + b, step, row, rows, pass, y + b * rows * 16);
@@ -97,12 +98,12 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
     }
 }
 
-// One panel for two row blocks, of `weight` or of up.
+// Runs one panel: two row blocks of the weight; gated: panel 0 is the gate and panel 1 is up.
 static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, Scratch& scratch) {
     const bool gated = task.epilogue.kind == EpilogueKind::kGated;
     const PackedTensor& weight = gated && index == 1 ? *task.up : *task.weight;
     const int first = unit * task.unit_blocks + (gated ? 0 : 2 * index), last = weight.row_blocks() - 1;
-    const int block[2] = {first, first < last ? first + 1 : first};  // a lone block twice: its copy is not used
+    const int block[2] = {first, first < last ? first + 1 : first};  // a single block: its second result is ignored
     const uint8_t* next[2] = {nullptr, nullptr};
     for (int c = 0; c < 2; ++c) {
         if (gated && index == 0) {

@@ -1,4 +1,5 @@
-// Linear kernels for few rows: one for each format and number of rows.
+// Direct linear kernels of one instruction set: one for each format and number of rows. A separate translation unit,
+// because it takes long to compile.
 #include "linear/direct.inl"
 #include "linear/internal.h"
 

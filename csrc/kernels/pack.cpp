@@ -1,4 +1,4 @@
-// Packing and unpacking of one instruction set.
+// Packing kernels of one instruction set.
 #include "pack/pack.inl"
 
 namespace headrace::HEADRACE_ISA {

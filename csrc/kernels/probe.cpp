@@ -1,4 +1,4 @@
-// What one instruction set can do at most.
+// Probe kernels of one instruction set.
 #include "kernels/probe.h"
 
 #include "vec/softmax.h"
@@ -22,10 +22,10 @@ static uint8_t read(const uint8_t* data, int64_t bytes) {
 
 constexpr int kSums = kTuning.probe_sums;
 
-// So that products are made anew: what `p` points to may have changed.
+// Makes the compiler assume that the memory at `p` changed, so that it computes the products again.
 HEADRACE_INLINE void look_again(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// Every loop over sums is unrolled, or they would lie in memory and not in registers.
+// All loops over sums are unrolled to keep the sums in registers.
 HEADRACE_INLINE int64_t give(int64_t count, const F32v* sums, float* sink) {
     F32v sum = sums[0];
 #pragma GCC unroll 12
@@ -35,10 +35,10 @@ HEADRACE_INLINE int64_t give(int64_t count, const F32v* sums, float* sink) {
 }
 
 static int64_t int8(int64_t rounds, float* sink) {
-    constexpr int kProducts = 8;  // in a sum, as of a group of 32 columns
+    constexpr int kProducts = 8;  // per DotSum, as in a group of 32 columns
     alignas(64) uint8_t bytes[64];
     for (int i = 0; i < 64; ++i) bytes[i] = (uint8_t)(i % 16);
-    int8_t quads[4 * kSums];  // another for each sum, or products would be shared
+    int8_t quads[4 * kSums];  // different for each sum, so that the compiler cannot share products
     for (int i = 0; i < 4 * kSums; ++i) quads[i] = (int8_t)(i % 2 ? -i : i);
     const U8v w = load_u8(bytes);
     I32v dots[kSums];

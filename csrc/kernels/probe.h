@@ -1,4 +1,4 @@
-// What a machine can do, measured as kernels use it: how fast memory is read, and how many products a second there are.
+// Kernels that measure the limits of a machine: memory read bandwidth and multiply-accumulates per second.
 #pragma once
 
 #include <stdint.h>
@@ -6,10 +6,10 @@
 namespace headrace {
 
 struct ProbeKernels {
-    // Reads `bytes` bytes (a multiple of 1024) as a kernel would, in order.
+    // Reads `bytes` bytes (a multiple of 1024) in order. Returns a checksum, so that the reads are not optimized away.
     uint8_t (*read)(const uint8_t* data, int64_t bytes);
-    // Products and their sums in registers, `rounds` times, of int8 (weights of 4 bits), bfloat16 and float32: how many
-    // multiplications that was. `sink` gets what came of them.
+    // `rounds` rounds of multiply-accumulates in registers: int8 (with 4-bit weights), bfloat16, float32. Returns the
+    // number of multiply-accumulates. `sink` [kLanes] receives the sums.
     int64_t (*int8)(int64_t rounds, float* sink);
     int64_t (*bf16)(int64_t rounds, float* sink);
     int64_t (*f32)(int64_t rounds, float* sink);

@@ -1,4 +1,4 @@
-// Norms, quantised activations and activation functions of one instruction set.
+// Norms, conversion of activations and activation functions of one instruction set.
 #include "linear/quantize_act.inl"
 
 namespace headrace::HEADRACE_ISA {

@@ -1,4 +1,4 @@
-// Scans of the vocabulary for the sampler; sample_kernels.h says what each does.
+// Sampling kernels of one instruction set: scans of the vocabulary. sample/kernels.h describes each.
 #include "sample/kernels.h"
 #include "sample/noise.inl"
 #include "vec/scan.h"
@@ -10,9 +10,9 @@ namespace {
 
 constexpr float kNever = -__builtin_inff();
 constexpr double kPoint = 0x1p40;
-constexpr double kFar = -40.0;        // e^-40 is 0 in fixed point, even times its logit
-constexpr float kShareless = -28.5f;  // nats below the best where exp rounds to 0 in fixed point
-// Adding it to |x| < 2^51 rounds x to an integer (nearest even), which the low bits then hold.
+constexpr double kFar = -40.0;        // e^-40 is 0 in fixed point, even when multiplied by the logit
+constexpr float kShareless = -28.5f;  // logits this far below the best have an exp of 0 in fixed point
+// Adding kRound to |x| < 2^51 rounds x to an integer (nearest even) in the low bits of the sum.
 constexpr double kRound = 0x1.8p52;
 
 struct Best {
@@ -22,8 +22,8 @@ struct Best {
 
 HEADRACE_INLINE int least(int a, int b) { return a < b ? a : b; }
 
-// Walks over the blocks whose best logit is `least` or more; a last, short block is filled with NaN, which no
-// comparison takes.
+// Iterates over the blocks whose largest scaled logit is at least `least`. A short last block is padded with NaN, for
+// which every comparison is false.
 class Blocks {
 public:
     HEADRACE_MEMBER Blocks(const LogitRow& row, float least) : row_(row), least_(least) {}
@@ -44,7 +44,7 @@ public:
     }
 
     int first = -kVocabBlock;  // id of the block's first token
-    const float* z = nullptr;  // its logits, not yet scaled
+    const float* z = nullptr;  // its logits, before the temperature
 
 private:
     const LogitRow& row_;
@@ -67,7 +67,7 @@ bool block_maxima(const float* z, int size, float* maxima) {
         for (; i + kLanes <= count; i += kLanes) {
             const F32v x = load_f32(z + first + i);
             best = max(x, best);
-            numbers = numbers + x;  // NaN stays NaN; inf - inf too, and is looked at again below
+            numbers = numbers + x;  // NaN if a value is NaN, or for inf - inf: the loop below decides
         }
         float top = max_lane(best);
         nan |= ~equal(numbers, numbers);
@@ -139,7 +139,7 @@ int ahead(const LogitRow& row, float value, int32_t id) {
         for (int i = 0; i < kVocabBlock; i += kLanes) {
             const F32v x = load_f32(block.z + i) / set_f32(row.temperature);
             uint32_t lanes = above(x, set_f32(value));
-            const int before = id - block.first - i;  // of equals, these many lanes come first
+            const int before = id - block.first - i;  // lanes with a lower id: equal values rank before `id`
             if (before > 0) lanes |= equal(x, set_f32(value)) & (before >= kLanes ? ~0u : (1u << before) - 1);
             found += __builtin_popcount(lanes);
         }
@@ -147,7 +147,7 @@ int ahead(const LogitRow& row, float value, int32_t id) {
     return found;
 }
 
-// e^x for x <= 0 (held to kFar and above), relative error 2e-14: less than fixed point holds.
+// e^x for x <= 0 (clamped to kFar), relative error 2e-14: below the resolution of the fixed point.
 HEADRACE_INLINE F64v exp_f64(F64v x) {
     constexpr double kTerms[10] = {1.0,
                                    1.0,
@@ -210,8 +210,8 @@ HEADRACE_INLINE void take(Best& best, float score, int32_t id) {
         best = {score, id};
 }
 
-// Words of this size and more give too little noise to lift `top` to `score`: noise is below -ln(word / 2^32), and
-// 2^-floor(g / ln 2) is at least e^-g. The margin covers the rounding of the sums.
+// Bound on random words: words from this value on give too little noise to raise `top` to `score`. The noise is below
+// -ln(word / 2^32), and 2^-floor(g / ln 2) is at least e^-g. The margin covers the rounding of the sums.
 HEADRACE_INLINE uint32_t useful_words(float top, float score) {
     const float size = (top < 0 ? -top : top) + (score < 0 ? -score : score);
     const float need = (score - top) - (size * 1e-6f + 1e-4f);
@@ -253,7 +253,8 @@ template <bool scaled>
 int draw_scaled(const LogitRow& row, TokenCut keep, const Noise& noise) {
     Best best{kNever, -1};
     const int blocks = (row.size + kVocabBlock - 1) / kVocabBlock;
-    const int likely = argmax(row.maxima, blocks) * kVocabBlock;  // first, so that most others are out of reach
+    // The most likely block first: with its high score, most other blocks can be skipped.
+    const int likely = argmax(row.maxima, blocks) * kVocabBlock;
     draw_block<scaled>(row, likely, keep, noise, best);
     for (int first = 0; first < row.size; first += kVocabBlock) {
         if (first != likely) draw_block<scaled>(row, first, keep, noise, best);

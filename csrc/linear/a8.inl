@@ -1,4 +1,4 @@
-// float32 to A8. Also what an epilogue or an attention kernel calls to leave its result quantised.
+// Conversion of float32 to A8. Epilogues and attention kernels also use it to write quantized results.
 #pragma once
 
 #include "linear/quantize_act_kernels.h"
@@ -6,13 +6,13 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// How a group of 32 becomes integers: by its largest value, or that of its row.
 struct GroupScale {
     float scale, inverse;
     bool finite;
 };
 
-// The largest size, as an integer: so sizes of floats are in order: finite ones, infinity, NaN.
+// Maximum of `sizes` and the absolute values of 32 floats, per lane, as bits. As integers these bits sort finite
+// values, then infinity, then NaN.
 HEADRACE_INLINE I32v sizes_of(const float* x, I32v sizes) {
     for (int i = 0; i < 32; i += kLanes) sizes = max(sizes, as_i32(load_f32(x + i)) & 0x7fffffff);
     return sizes;
@@ -28,7 +28,7 @@ HEADRACE_INLINE GroupScale scale_of_sizes(I32v sizes) {
 
 HEADRACE_INLINE GroupScale group_scale(const float* x) { return scale_of_sizes(sizes_of(x, set_i32(0))); }
 
-// x: 32 floats, columns [32 * half, 32 * half + 32) of the block.
+// Quantizes 32 floats x to columns [32 * half, 32 * half + 32) of the block.
 HEADRACE_INLINE void put_group(const float* x, const GroupScale& by, A8Block* block, int half) {
     constexpr int kVectors = 32 / kLanes;
     const F32v inverse = set_f32(by.inverse);
@@ -54,7 +54,7 @@ HEADRACE_INLINE void quantize_group(const float* x, A8Block* block, int half) {
     put_group(x, group_scale(x), block, half);
 }
 
-// k floats into `tiles` blocks; the rest is zero.
+// kGroup: quantizes k floats to `tiles` blocks, padded with zeros.
 HEADRACE_INLINE void quantize_row(const float* x, int k, A8Block* blocks, int tiles) {
     int g = 0;
     for (; (g + 1) * 32 <= k; ++g) quantize_group(x + g * 32, blocks + g / 2, g % 2);
@@ -65,14 +65,14 @@ HEADRACE_INLINE void quantize_row(const float* x, int k, A8Block* blocks, int ti
     }
 }
 
-// Columns [32 * g, 32 * g + 32) of a row of k: `padded` where the row ends among them.
+// Columns [32 * g, 32 * g + 32) of a row of k; copied to `padded` with zeros if the row ends among them.
 HEADRACE_INLINE const float* group_of(const float* x, int k, int g, float* padded) {
     if ((g + 1) * 32 <= k) return x + g * 32;
     for (int i = 0; i < 32; ++i) padded[i] = g * 32 + i < k ? x[g * 32 + i] : 0.0f;
     return padded;
 }
 
-// The same with one scale for the row.
+// kToken: the same with one scale for the row.
 HEADRACE_INLINE void quantize_token(const float* x, int k, A8Block* blocks, int tiles) {
     float padded[32];
     I32v sizes = set_i32(0);
@@ -81,7 +81,7 @@ HEADRACE_INLINE void quantize_token(const float* x, int k, A8Block* blocks, int 
     for (int g = 0; g < tiles * 2; ++g) put_group(group_of(x, k, g, padded), scale, blocks + g / 2, g % 2);
 }
 
-// The same with a scale that is given: x over it, what is beyond 127 cut off.
+// kTensor: the same with a given scale; x / scale is clamped to [-127, 127].
 HEADRACE_INLINE void quantize_given(const float* x, int k, float scale, A8Block* blocks, int tiles) {
     float padded[32], cut[32];
     const F32v unit = set_f32(scale), most = set_f32(127.0f);
@@ -99,7 +99,7 @@ HEADRACE_INLINE int32_t size_bits(const float* x) {
     return bits & 0x7fffffff;
 }
 
-// How many finite values have at least this size.
+// Number of finite values whose absolute value has at least the bits `least`.
 HEADRACE_INLINE int count_from(const float* x, int k, int32_t least) {
     int count = 0;
     for (int i = 0; i < k; ++i) count += size_bits(x + i) >= least && size_bits(x + i) < 0x7f800000;
@@ -108,14 +108,14 @@ HEADRACE_INLINE int count_from(const float* x, int k, int32_t least) {
 
 HEADRACE_INLINE void find_outliers(const float* x, int k, float threshold, Outliers& out) {
     int32_t least = size_bits(&threshold);
-    if (count_from(x, k, least) > kMostOutliers) {  // the largest size that as many as there is room for have
+    if (count_from(x, k, least) > kMostOutliers) {  // bisect the largest size that kMostOutliers values reach
         int32_t most = 0x7f800000;
         while (most - least > 1) {
             const int32_t middle = least + (most - least) / 2;
             (count_from(x, k, middle) >= kMostOutliers ? least : most) = middle;
         }
     }
-    int equal = kMostOutliers - count_from(x, k, least + 1);  // of those of the least size, the first
+    int equal = kMostOutliers - count_from(x, k, least + 1);  // number of values of the smallest size to keep
     out.count = 0;
     for (int i = 0; i < k; ++i) {
         const int32_t size = size_bits(x + i);
@@ -125,7 +125,7 @@ HEADRACE_INLINE void find_outliers(const float* x, int k, float threshold, Outli
     }
 }
 
-// Scales per 32 columns, of what is left of the row without its outliers.
+// kSplit: sets the row's outliers to 0 and quantizes the rest with a scale per 32 columns.
 HEADRACE_INLINE void quantize_split(const float* x, int k, float threshold, Outliers& out, A8Block* blocks, int tiles) {
     find_outliers(x, k, threshold, out);
     float left[32];

@@ -1,4 +1,4 @@
-// The activation functions by name.
+// Activation functions, selected by kind.
 #pragma once
 
 #include "linear/quantize_act_kernels.h"

@@ -1,12 +1,13 @@
-// bfloat16 weights and activations. A tile is 32 vectors of column pairs; even and odd pairs have a chain each.
+// Kernels for bfloat16 weights and activations. A tile is 32 vectors of column pairs. Even and odd pairs are summed in
+// separate chains.
 #pragma once
 
 #include "linear/tile.inl"
 
 namespace headrace::HEADRACE_ISA {
 
-// `columns` vectors of weights (w[c]: the row block's first tile at its part) times `rows` rows. y[c][m]: where the
-// result goes.
+// Multiplies `columns` vectors of weights (w[c]: first tile of the row block, at its part) by `rows` rows. The result
+// of row m is stored at y[c] + m * y_stride.
 template <int rows, int columns>
 static void bf16_rows(const uint8_t* const* w, const Segments& segments, const uint16_t* x, int64_t stride,
                       float* const* y, int64_t y_stride) {
@@ -49,7 +50,7 @@ static void bf16_rows(const uint8_t* const* w, const Segments& segments, const u
 using Bf16Kernel = void (*)(const uint8_t* const* w, const Segments& segments, const uint16_t* x, int64_t stride,
                             float* const* y, int64_t y_stride);
 
-// rows: from `least` to the most.
+// The kernel for `rows` rows, least <= rows <= kTuning.bf16_rows.
 template <int columns, int least = 1>
 HEADRACE_INLINE Bf16Kernel bf16_kernel(int rows) {
     if constexpr (least < kTuning.bf16_rows) {
@@ -58,7 +59,7 @@ HEADRACE_INLINE Bf16Kernel bf16_kernel(int rows) {
     return bf16_rows<least, columns>;
 }
 
-// Row blocks [block, block + blocks), one or two, times `rows` rows into y[block][rows][16].
+// Multiplies row blocks [block, block + blocks), one or two, by `rows` rows; result in y[block][rows][16].
 static void bf16_blocks(const PackedTensor& weight, int block, int blocks, const Segments& segments, const uint16_t* x,
                         int64_t stride, int rows, float* y) {
     const uint8_t* w[2 * kParts];

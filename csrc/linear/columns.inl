@@ -1,4 +1,4 @@
-// Single columns of packed weights, dequantised: what a row's outliers are multiplied with.
+// Products with outliers: single columns of packed weights are dequantized and multiplied in float32.
 #pragma once
 
 #include "linear/kernels.h"
@@ -6,7 +6,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// Integers of column 4j + i of a group for kLanes rows from row `part * kLanes` on, before the zero point is taken off.
+// Integers of column 4j + i of a group for kLanes rows from row `part * kLanes` on, with the offset `zero`.
 template <PackedKind kind>
 HEADRACE_INLINE I32v column_codes(const uint8_t* group, int j, int i, int part) {
     constexpr Layout layout = layout_of(kind);
@@ -39,7 +39,7 @@ HEADRACE_INLINE I32v column_codes(const uint8_t* group, int j, int i, int part) 
     }
 }
 
-// Column `column` of a row block at `data`: the very values of the format's own dequantisation.
+// Column `column` of the row block at `data`, with the same bits as the format's dequantization.
 template <PackedKind kind>
 HEADRACE_INLINE F32v load_column(const uint8_t* data, int column, int part) {
     constexpr Layout layout = layout_of(kind);
@@ -59,7 +59,7 @@ HEADRACE_INLINE F32v load_column(const uint8_t* data, int column, int part) {
     return product;
 }
 
-// Adds value * w(column) for a row's outliers to its sums y[16] of a row block, one after the other.
+// Adds value * w(column) of a row's outliers, in order, to its sums y[16] of a row block.
 template <PackedKind kind>
 static void add_outlier_columns(const uint8_t* data, const Outliers& outliers, float* y) {
     for (int part = 0; part < kParts; ++part) {
@@ -83,8 +83,8 @@ HEADRACE_INLINE void add_outlier_columns(PackedKind kind, const uint8_t* data, c
     }
 }
 
-// Rows [row, row + rows) of the input and row blocks [block, block + blocks), into y[block][rows][16]. What a row gets
-// is a matter of that row alone.
+// Adds the outliers of input rows [row, row + rows) for row blocks [block, block + blocks) to y[block][rows][16]. The
+// result of a row depends on that row alone.
 static void add_outliers(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
                          float* y) {
     if (!task.a8.outliers) return;

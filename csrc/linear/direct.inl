@@ -1,4 +1,4 @@
-// Few rows: a row block's integers are unpacked in registers and multiplied with all the rows at once, one pass over
+// Kernels for few rows: unpack a row block's integers in registers and multiply them with all rows, in one pass over
 // the weights.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// `later`: not to be read so soon that it should take room in L1.
+// `later`: the memory is used too late to keep it in L1, so prefetch to L2.
 template <int bytes, bool later>
 HEADRACE_INLINE void fetch(const uint8_t* from) {
     for (int i = 0; i < bytes; i += 64) later ? prefetch_l2(from + i) : prefetch(from + i);
@@ -14,17 +14,17 @@ HEADRACE_INLINE void fetch(const uint8_t* from) {
 
 constexpr int kTurnRows = kTuning.turn_rows, kTurnParts = kTuning.turn_parts;
 
-// Where a tile's integers (part after part of each quad) and scales come from: packed, or unpacked before.
+// Source of a tile's integers and scales: the packed block, or an unpacked copy.
 template <PackedKind kind>
 struct PackedTile {
     const uint8_t *block, *integers;
-    int inner;  // which tile of the block
+    int inner;  // number of the tile in the block
     U8v table;
 };
 
 struct UnpackedTile {
     U8v w[2 * 8][kParts];
-    F32v scale[4][kParts], min[4][kParts];  // by group
+    F32v scale[4][kParts], min[4][kParts];  // [group][part]
 };
 
 template <int quad, PackedKind kind>
@@ -74,8 +74,8 @@ HEADRACE_INLINE void unpack_tile(const PackedTile<kind>& from, UnpackedTile& to)
     }
 }
 
-// Quads [quad, end) of 32 columns, kTurnParts parts, times `rows` rows, which take turns, so that none waits for the
-// one before. x: the rows' blocks, of which `tile` is wanted.
+// Multiplies quads [quad, end) of 32 columns, kTurnParts parts, by block `tile` of each row of x. Interleaving the rows
+// keeps the products independent of each other.
 template <Form form, int rows, int quad, int end, class From>
 HEADRACE_INLINE void add_quads(const From& from, const A8Block* const* x, int tile, int half, int part,
                                DotSum (*sums)[rows]) {
@@ -91,7 +91,7 @@ HEADRACE_INLINE void add_quads(const From& from, const A8Block* const* x, int ti
     if constexpr (quad + 1 < end) add_quads<form, rows, quad + 1, end>(from, x, tile, half, part, sums);
 }
 
-// The same, with as many quads in a sum as it holds.
+// The same for any number of quads, form.step of them per DotSum.
 template <Form form, int rows, int quad, int end, class From>
 HEADRACE_INLINE void add_dots(const From& from, const A8Block* const* x, int tile, int half, int part,
                               I32v (*dots)[rows]) {
@@ -111,8 +111,8 @@ HEADRACE_INLINE void add_dots(const From& from, const A8Block* const* x, int til
     if constexpr (next < end) add_dots<form, rows, next, end>(from, x, tile, half, part, dots);
 }
 
-// Adds group s of the 32 columns `half` of a tile to the sums of `rows` rows, some at a time, kTurnParts parts from
-// `part` on, which have these scales.
+// Adds group s of the 32 columns `half` of a tile to the sums of `rows` rows, at most kTurnRows rows at a time, for
+// kTurnParts parts from `part` on. `scale`, `min`: [kTurnParts].
 template <Form form, int s, int rows, class From>
 HEADRACE_INLINE void add_columns(const From& from, const F32v* scale, const F32v* min, int zero_shift,
                                  const A8Block* const* x, int tile, int half, int part, F32v (*acc)[kParts]) {
@@ -139,7 +139,7 @@ HEADRACE_INLINE void add_columns(const From& from, const F32v* scale, const F32v
     }
 }
 
-// Adds group s of 32 columns of a tile.
+// Loads the scales of group s of 32 columns and adds the group.
 template <Form form, int s, int rows, PackedKind kind>
 HEADRACE_INLINE void add_group_of(const PackedTile<kind>& from, int zero_shift, const A8Block* const* x, int tile,
                                   int half, int part, F32v (*acc)[kParts]) {
@@ -173,24 +173,23 @@ HEADRACE_INLINE void add_tile(const From& from, int zero_shift, const A8Block* c
     }
 }
 
-// The same of what was unpacked, once for all formats and numbers of rows: inlined in each it would take long to
-// compile.
+// The same for an unpacked tile. Not inlined: inlining it into the kernels of all formats would take long to compile.
 template <Form form, int rows>
 static __attribute__((noinline)) void add_unpacked(const UnpackedTile& from, int zero_shift, const A8Block* const* x,
                                                    int tile, F32v (*__restrict acc)[kParts]) {
     add_tile<form, rows>(from, zero_shift, x, tile, acc);
 }
 
-// Fetches as many bytes as a tile has: a header, where one begins, and integers.
+// Prefetches a tile: its integers, and the block's header if `begins`.
 template <PackedKind kind, bool later>
 HEADRACE_INLINE void fetch_tile(const uint8_t* header, const uint8_t* integers, bool begins) {
     if (begins) fetch<layout_of(kind).header_bytes(), later>(header);
     fetch<layout_of(kind).tile_bytes(), later>(integers);
 }
 
-// Row block `data` times `rows` rows of x (each `stride` blocks after the one before) into y[row][16]: one pass over
-// the weights, all parts of a tile one after the other. As many bytes are fetched from data + ahead on. `values`: the
-// table of a table format.
+// Multiplies row block `data` by `rows` rows of x (`stride` blocks apart); result in y[row][16]. One pass over the
+// weights, all parts of a tile one after the other. Prefetches the same number of bytes from data + ahead on.
+// `values`: the table of a table format.
 template <PackedKind kind, int rows>
 static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, const Segments& segments,
                    const A8Block* x, int64_t stride, float* y) {
@@ -215,7 +214,7 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
                 fetch_tile<kind, true>(block + ahead, integers + ahead, inner == 0);
             }
             const PackedTile<kind> packed{block, integers, inner, table};
-            // Tiles of 2:4 take longer to unpack than to read back.
+            // Unpacking a 2:4 tile costs more than writing it to memory and reading it back.
             if constexpr (turn == rows || !(kTuning.unpacks || layout.sparse)) {
                 add_tile<form, rows>(packed, zero_shift, row, tile, acc);
             } else {

@@ -1,4 +1,5 @@
-// What happens to the sums of a unit: `rows` input rows from `row` on, y[block][rows][16].
+// Epilogues: they add the bias to the sums of a unit and write the result. The sums are y[block][rows][16], for `rows`
+// input rows from `row` on.
 #pragma once
 
 #include "linear/a8.inl"
@@ -31,8 +32,8 @@ static void finish_store(const LinearTask& task, int block, int blocks, int row,
     }
 }
 
-// 32 outputs of `rows` rows, columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also writes
-// the zeros up to a multiple of 64.
+// Writes 32 outputs of `rows` rows to columns [32 * unit, 32 * unit + 32) of the next layer's input. The last unit also
+// writes zeros up to a multiple of 64 columns.
 HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int rows, int n, const float (*value)[32]) {
     const int columns = n - 32 * unit < 32 ? n - 32 * unit : 32;
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
@@ -57,11 +58,10 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
     }
 }
 
-// y: the gate's sums; up: the other's.
+// y: sums of the gate; up: sums of up.
 static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
                          const float* up) {
-    // All activations, then all that follows: either way values that do not wait for each other stand next to each
-    // other.
+    // All activations first, then all quantization: in both loops consecutive operations are independent.
     alignas(64) float value[kTuning.direct_rows][32];
     if (blocks < 2) __builtin_memset(value, 0, sizeof value);
     for (int b = 0; b < blocks; ++b) {
@@ -85,7 +85,7 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
         Lanes16 largest;
         for (int part = 0; part < kParts; ++part) largest.part[part] = lowest;
         I32v sizes =
-            set_i32(0);  // without the sign, as integers: above those of infinity are the NaNs, which max forgets
+            set_i32(0);  // maximum of the absolute values' bits as integers: finds NaN, which the float max ignores
         for (int b = 0; b < blocks; ++b) {
             for (int part = 0; part < kParts; ++part) {
                 const int n = (unit * 4 + b) * 16 + part * kLanes,

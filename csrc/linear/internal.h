@@ -1,4 +1,4 @@
-// What the linear kernels' sources of one instruction set share.
+// Declarations shared by the translation units of the linear kernels (kernels/linear.cpp, kernels/linear_direct.cpp).
 #pragma once
 
 #include "linear/kernels.h"

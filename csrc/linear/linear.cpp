@@ -17,12 +17,12 @@ Segments segments_of(int k, int unit) {
     return segments;
 }
 
-// A layer's work as items: all units of all parts for one stretch of rows, then for the next.
+// Items of a layer. The rows are cut into stretches; the items of a stretch are the units of all parts.
 struct WorkSplit {
     int unit_blocks;
     bool panels;
     int units;
-    int rows;  // of a stretch
+    int rows;  // per stretch
     int items;
 
     WorkSplit(const LinearWork& work) {
@@ -33,7 +33,7 @@ struct WorkSplit {
         units = 0;
         for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
         if (!work.units.empty()) units = static_cast<int>(work.units.size());
-        // Few units and many rows: shorter stretches, though every one unpacks its panels anew.
+        // Few units and many rows: use shorter stretches for enough items, although each stretch unpacks its panels.
         const int wanted = work.threads > 1 ? (4 * work.threads + units - 1) / units : 1;
         const int needed = (work.rows + kStretchRows - 1) / kStretchRows, possible = std::max(1, work.rows / 48);
         const int stretches = std::max(panels ? std::min(wanted, possible) : 1, needed);
@@ -50,7 +50,7 @@ struct WorkSplit {
     }
 };
 
-// Units [first, last) of rows [row0, row1), part by part.
+// Runs units [first, last) for rows [row0, row1), part by part.
 void run_units(const LinearWork& work, const WorkSplit& split, int first, int last, int row0, int row1, void* scratch) {
     const PackedLinear& linear = *work.linear;
     LinearTask task{nullptr,
@@ -63,7 +63,7 @@ void run_units(const LinearWork& work, const WorkSplit& split, int first, int la
                     split.panels,
                     scratch,
                     work.fetch};
-    if (!work.units.empty()) {  // neighbours in one call
+    if (!work.units.empty()) {  // one call for consecutive units
         task.weight = &linear.parts()[0];
         for (int i = first, end; i < last; i = end) {
             const int unit = work.units[static_cast<size_t>(i)];
@@ -82,7 +82,7 @@ void run_units(const LinearWork& work, const WorkSplit& split, int first, int la
     }
 }
 
-// Items [first, last), stretch by stretch.
+// Runs items [first, last), stretch by stretch.
 void run_items(const LinearWork& work, const WorkSplit& split, int first, int last, void* scratch) {
     for (int item = first; item < last;) {
         const int stretch = item / split.units, start = stretch * split.units,
@@ -134,7 +134,7 @@ void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void
 int linear_items(const LinearWork& work) { return WorkSplit(work).items; }
 
 int linear_grain(const LinearWork& work) {
-    constexpr double kBytes = 30e3, kProducts = 300e3;  // in a microsecond: of weights read, and multiplied
+    constexpr double kBytes = 30e3, kProducts = 300e3;  // per microsecond: bytes of weights read, multiplications
     const PackedLinear& linear = *work.linear;
     const WorkSplit split(work);
     double bytes = 0;

@@ -1,4 +1,4 @@
-// Linear layers of packed tensors, and how the threads share one.
+// Linear layers of packed tensors, and the distribution of their work among threads.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,16 @@
 
 namespace headrace {
 
-// Several packed tensors with the same input: their rows one after the other (q, k, v), or gate and up of a gated MLP.
+// Packed tensors with the same input: outputs one after the other (for example q, k, v), or gate and up of a gated MLP.
 class PackedLinear {
 public:
-    // `segment_unit`: columns of one unit of the fixed segments (a multiple of 64), for layers whose k tensor
-    // parallelism cuts; 0: one sum. Throws std::invalid_argument for parts that do not belong together.
+    // `segment_unit`: columns per unit of the fixed segments (a multiple of 64), for layers that tensor parallelism
+    // cuts along k; 0: one sum. Throws std::invalid_argument if the parts do not fit together.
     PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit = 0);
 
     bool gated() const { return gated_; }
     bool bf16() const { return parts_.front().kind == PackedKind::kBf16; }
-    int n() const { return n_; }  // outputs: of all parts, or of the gate
+    int n() const { return n_; }  // outputs of all parts; gated: outputs of the gate
     int k() const { return parts_.front().k; }
     const std::vector<PackedTensor>& parts() const { return parts_; }
     const Segments& segments() const { return segments_; }
@@ -42,23 +42,23 @@ struct LinearWork {
     int rows;
     int threads;
     Epilogue epilogue;
-    // Rows above which panels are used: 0: as measured best (LinearKernels::direct_rows).
+    // Panels are used above this number of rows; 0: LinearKernels::direct_rows.
     int direct_rows = 0;
-    FetchList* fetch = nullptr;  // of the calling thread: what to fetch besides weights
-    // Of a head: the units (kVocabBlock outputs each) that are wanted, ascending. Empty: all.
+    FetchList* fetch = nullptr;  // the calling thread's list, or null
+    // Heads: the units (kVocabBlock outputs each) to compute, ascending. Empty: all.
     std::span<const int32_t> units{};
 };
 
-// Called by every thread with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the
-// counter, which is 0 before and anything after. Four fifths of the work are dealt out evenly in order, the rest in
-// turns, so that a thread that lost its CPU for a while does not hold up the others.
+// Every thread calls it with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the shared
+// counter `next`, which starts at 0. Four fifths of the items are distributed evenly, the rest on demand, so that a
+// descheduled thread delays the others less.
 void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch);
 
-// The same for callers that deal the work out themselves: into how many items it is cut, and items [first, last) on one
-// thread. Any thread may take any item.
+// For callers that distribute the items themselves: the number of items. Any thread may run any item.
 int linear_items(const LinearWork& work);
-// How many items take about a microsecond.
+// Number of items that take about a microsecond.
 int linear_grain(const LinearWork& work);
+// Runs items [first, last) on the calling thread.
 void run_linear_items(const LinearWork& work, int first, int last, void* scratch);
 
 }  // namespace headrace

@@ -1,6 +1,6 @@
-// Many rows: two row blocks are unpacked, a stretch of columns at a time, into a panel that stays in L1, and multiplied
-// with step after step of activation rows; the rows' sums wait in the scratch between two stretches. Meanwhile the next
-// stretch's packed weights are fetched. One kernel for all formats of a group size.
+// Kernels for many rows: unpack two row blocks, a stretch of columns at a time, into a panel that stays in L1, and
+// multiply it by one step of activation rows after the other. Between two stretches the sums are in the scratch. The
+// packed weights of the next stretch are prefetched meanwhile. Formats of one Form share a kernel.
 #pragma once
 
 #include "linear/tile.inl"
@@ -11,8 +11,8 @@ constexpr int kPanelRows = kTuning.panel_rows, kPanelTiles = kTuning.panel_tiles
 constexpr int kPanelGroups = 2 * kPanelTiles;
 constexpr int kStepFloats = 32 * kPanelRows;  // [2 row blocks][rows][16]
 
-// A group of 32 columns in the panel: bytes [quad][2 row blocks][64], then scales and, where the format has them,
-// minima as float [group of 16 or 32][2 row blocks][16].
+// Bytes of a group of 32 columns in the panel: integers [quad][2 row blocks][64], then scales and (if the format has
+// them) minima, each float [32 / group][2 row blocks][16].
 static constexpr int panel_group_bytes(int group, bool has_min) {
     return 1024 + 128 * (32 / group) * (has_min ? 2 : 1);
 }
@@ -21,9 +21,9 @@ struct Panel {
     alignas(64) uint8_t bytes[kPanelGroups * panel_group_bytes(16, true)];
 };
 
-constexpr int kAheadBytes = 256;  // fetched of either row block at every group of 32 columns
+constexpr int kAheadBytes = 256;  // prefetched of each row block per group of 32 columns
 
-// Fills column 0 or 1 of a panel with tiles [first, last) of a row block.
+// Unpacks tiles [first, last) of a row block to column 0 or 1 of a panel.
 template <PackedKind kind>
 static void fill_panel(const uint8_t* data, int first, int last, int column, Panel& panel) {
     constexpr Layout layout = layout_of(kind);
@@ -65,7 +65,7 @@ HEADRACE_INLINE void fill_panel(const PackedTensor& weight, int block, int first
     }
 }
 
-// Quads [quad, end) of a group of 32 columns in the panel, two vectors of each, times `rows` rows.
+// Multiplies quads [quad, end) of a group of 32 columns in the panel, two vectors of each, by `rows` rows.
 template <Form form, int rows, int quad, int end>
 HEADRACE_INLINE void add_panel_quads(const uint8_t* w, int vector, int half, const A8Block* const* x,
                                      DotSum (*sums)[2]) {
@@ -80,7 +80,7 @@ HEADRACE_INLINE void add_panel_quads(const uint8_t* w, int vector, int half, con
     if constexpr (quad + 1 < end) add_panel_quads<form, rows, quad + 1, end>(w, vector, half, x, sums);
 }
 
-// The same, with as many quads in a sum as it holds.
+// The same for any number of quads, form.step of them per DotSum.
 template <Form form, int rows, int quad, int end>
 HEADRACE_INLINE void add_panel_dots(const uint8_t* w, int vector, int half, const A8Block* const* x, I32v (*dots)[2]) {
     constexpr int next = quad + form.step;
@@ -96,7 +96,8 @@ HEADRACE_INLINE void add_panel_dots(const uint8_t* w, int vector, int half, cons
     if constexpr (next < end) add_panel_dots<form, rows, next, end>(w, vector, half, x, dots);
 }
 
-// One group of 32 columns, from part s of it on: `rows` rows times 2 vectors of weights. w: the group in the panel.
+// Adds a group of 32 columns, from its subgroup s on, to the sums of `rows` rows and two vectors of weights. w: the
+// group in the panel.
 template <Form form, int rows, int s = 0>
 HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shift, int half, const A8Block* const* x,
                                      F32v (*acc)[2]) {
@@ -105,7 +106,7 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
     I32v dots[rows][2];
 #pragma GCC unroll 6
     for (int m = 0; m < rows; ++m) {
-        // Shifted before it is copied to all lanes: a vector's shift takes a port that the products want.
+        // Shift before the broadcast: a vector shift would use an execution port that the products need.
         dots[m][0] = dots[m][1] = set_i32(form.zero ? negative_sum<group>(*x[m], half, s) << zero_shift : 0);
     }
     add_panel_dots<form, rows, s * quads, (s + 1) * quads>(w, vector, half, x, dots);
@@ -118,12 +119,12 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
             acc[m][c] = add_group<group, has_min>(acc[m][c], dots[m][c], scale, min, *x[m], half, s);
         }
     }
-    // One part after the other: the sums of two would not fit the registers.
+    // One subgroup after the other: the sums of two would not fit the registers.
     if constexpr (s + 1 < sub) add_panel_group<form, rows, s + 1>(w, vector, zero_shift, half, x, acc);
 }
 
-// What a panel kernel needs beside the panel: tiles [first, last) of the input rows. `sums` [2 row blocks][rows][16]
-// holds the running segment's sums from one stretch of columns to the next, `levels` those of the segments before.
+// Arguments of a panel kernel: tiles [first, last) of the input rows. Between stretches, `sums` [2 row
+// blocks][rows][16] holds the sums of the current segment, and `levels` the joined sums of earlier segments.
 struct PanelStep {
     const A8Block* x;
     int64_t stride;
@@ -132,10 +133,10 @@ struct PanelStep {
     int zero_shift;
     float* sums;
     float* levels;
-    const uint8_t* upcoming[2];  // packed weights that will be wanted soon
+    const uint8_t* upcoming[2];  // memory to prefetch
 };
 
-// Segment number `segment` is over: its sums join those before it. `levels`: [3][2 * rows] vectors.
+// Ends segment number `segment`: joins its sums with those of the segments before. `levels`: [3][2 * rows] vectors.
 template <int rows>
 HEADRACE_INLINE void join_panel_segment(int segment, float* levels, F32v (*acc)[2]) {
     constexpr int level_floats = 2 * rows * kLanes;
@@ -148,7 +149,7 @@ HEADRACE_INLINE void join_panel_segment(int segment, float* levels, F32v (*acc)[
     }
 }
 
-// Puts the joined sums by for the segments to come, and begins the next from zero.
+// Stores the joined sums in `levels` and sets the sums to zero for the next segment.
 template <int rows>
 HEADRACE_INLINE void leave_panel_segment(int segment, float* levels, F32v (*acc)[2]) {
     levels += 2 * rows * kLanes * __builtin_ctz(~segment);
@@ -160,7 +161,7 @@ HEADRACE_INLINE void leave_panel_segment(int segment, float* levels, F32v (*acc)
     }
 }
 
-// Adds the panel to the sums of two vectors of weights. `fetches`: what is upcoming, which the first two do for all.
+// Adds the panel to the sums of two vectors of weights. `fetches`: also prefetch step.upcoming.
 template <Form form, int rows, bool fetches>
 HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int vector) {
     constexpr int group_bytes = panel_group_bytes(form.group, form.has_min);
@@ -178,7 +179,7 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
         acc[m][1] = load_f32(y1 + m * 16);
     }
     int segment = 0, tile = step.first;
-    while (step.first > 0 && segments.end[segment] <= step.first) ++segment;  // joined at the end of the last stretch
+    while (step.first > 0 && segments.end[segment] <= step.first) ++segment;  // joined in the last stretch
     for (;;) {
         for (; segments.count > 1 && segment < kSegments && segments.end[segment] == tile; ++segment) {
             join_panel_segment<rows>(segment, levels, acc);
@@ -232,7 +233,7 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind) {
     }
 }
 
-// rows: from `least` to kPanelRows.
+// The kernel for `rows` rows, least <= rows <= kPanelRows.
 template <int least = 1>
 HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     if constexpr (least < kPanelRows) {
@@ -241,8 +242,8 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     return panel_kernel<least>(kind);
 }
 
-// Two row blocks of one tensor over all columns, times rows [row0, row1): sums of step i at sums + i * kStepFloats,
-// levels at levels + i * 3 * kStepFloats. `next`: where the blocks read after these begin, or null.
+// Multiplies two row blocks of one tensor, over all columns, by rows [row0, row1). The sums of step i are at sums + i *
+// kStepFloats, its levels at levels + i * 3 * kStepFloats. `next`: the row blocks that are read next, or null.
 static void multiply_panel(const LinearTask& task, const PackedTensor& weight, const int* block,
                            const uint8_t* const* next, int row0, int row1, Panel& panel, float* sums, float* levels) {
     const Layout layout = layout_of(weight.kind);
@@ -256,8 +257,8 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
             fill_panel(weight, block[c], first, last, c, panel);
             upcoming[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
         }
-        // What the steps fetch of either block until all of the next stretch is there; then what else is wanted, or the
-        // panel itself, at no cost.
+        // Bytes of each block that the steps still prefetch for the next stretch. After that they prefetch the fetch
+        // list or, at no cost, the panel itself.
         int wanted = kPanelTiles * tile_bytes;
         for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
             rows = step_rows(row1 - row, kPanelRows);

@@ -1,5 +1,5 @@
-// Norms and quantised activation rows. A row's result depends on that row alone, and its bits on no instruction set:
-// sums run over 16 lanes in one order (vec_math.h).
+// Norms and conversion of activation rows. A row's result depends on that row alone and has the same bits on every
+// instruction set: sums use 16 lanes in a fixed order (vec/vec_math.h).
 #pragma once
 
 #include "linear/a8.inl"
@@ -29,7 +29,7 @@ HEADRACE_INLINE float sum_row(const float* x, int k, float shift) {
         for (int p = 0; p < Lanes16::kParts; ++p) {
             const int left = k - i - p * kLanes;
             if (left <= 0) break;
-            // Lanes past the end hold `shift`, so that they add nothing.
+            // Lanes past the end hold `shift`, so they add 0.
             F32v v = set_f32(shift);
             if (left >= kLanes) {
                 v = load_f32(x + i + p * kLanes);

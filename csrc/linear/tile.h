@@ -1,28 +1,27 @@
-// Packed weights: tiles of 16 output rows x 64 columns, integers and scales kept exactly as the source has them.
+// Packed weights: tiles of 16 output rows x 64 columns, with exactly the integers and scales of the source format.
 //
-// A row block is 16 rows over all columns: one contiguous stream of blocks. A block covers `tiles` tiles (1, or 4 for
-// the formats with scales of scales per 256 columns): a header with the scales, then the integers. Integers are stored
-// unsigned, offset by `zero`, in planes. A plane of b bits holds a group of 32 columns in b vectors of 64 bytes; byte
-// 4n + i of a vector belongs to row n and column 4j + i of the group, and quad j = 0..7 sits in vector j % b at bits
-// [b * (j / b), b * (j / b) + b). A format's integer is low plane | high plane << low bits.
+// A row block is 16 rows over all columns: a contiguous sequence of blocks. A block covers `tiles` tiles (4 for formats
+// with scales of scales per 256 columns, 2 for scales per 128 columns, otherwise 1): a header with the scales, then the
+// integers. Integers are stored unsigned, with offset `zero`, in planes. A plane of b bits holds a group of 32 columns
+// in b vectors of 64 bytes. Byte 4n + i of a vector belongs to row n and column 4j + i of the group; quad j = 0..7 is
+// in vector j % b at bits [b * (j / b), b * (j / b) + b). A format's integer is low plane | high plane << low bits.
 //
-// 2:4 formats keep two of the four columns of every quad. A group has 16 kept integers (signed ones, of b bits), in b /
-// 2 vectors: byte 4n + i belongs to row n and kept column 4p + i, and kept quad p = 0..3, of the columns' quads 2p and
-// 2p + 1, sits in vector p % (b / 2) at bits [b * (p / (b / 2)), ...). Then one vector says which: bits [4j, 4j + 4) of
-// row n's 32 are those of kPatterns for quad j.
+// 2:4 formats keep two of the four columns of every quad. A group has 16 kept signed integers of b bits in b / 2
+// vectors: byte 4n + i belongs to row n and kept column 4p + i. Kept quad p = 0..3 holds the kept columns of quads 2p
+// and 2p + 1 and is in vector p % (b / 2) at bits [b * (p / (b / 2)), ...). One more vector holds 32 bits per row: bits
+// [4j, 4j + 4) are the index in kPatterns of quad j.
 //
-// Headers (each [16] is one value per row, f16 unless said):
+// Headers (each [16] is one value per row, f16 unless a type is given):
 //   kZero32     d[2][16]                              w = d * (q - zero)
 //   kMin32      d[2][16] m[2][16]                     w = d * q + m
 //   kSuper32    d[16] dmin[16] u8 sc[8][16] u8 m[8][16]    w = (d * sc) * q - dmin * m
 //   kSuper16    d[16] i8 sc[16][16]                   w = (d * sc) * (q - zero)
 //   kSuper16Min d[16] dmin[16] u8 (sc | m << 4)[16][16]    w = (d * sc) * q - dmin * m
 //   kSuperI8    d[16] i8 sc[8][16]                    w = (d * sc) * (q - zero)
-//   kPoint      d[s][16] u8 p[s][16]                  w = d * (q + p - zero), s = 2, or 1 of 128 columns; p = zero less
-//                                                     the zero point, so that q + p - zero is the format's integer
-//   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p), s as above; p the zero
-//   point:
-//                                                     q - p does not fit a byte, so that it is a minimum
+//   kPoint      d[s][16] u8 p[s][16]                  w = d * (q + p - zero); s = 2, or 1 for spans of 128 columns;
+//                                                     p = zero - zero point
+//   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p); s as above; p: zero point.
+//                                                     q - p does not fit a byte, so d * (zero - p) is a minimum
 //   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
 #pragma once
 
@@ -45,7 +44,7 @@ enum class PackedKind : int32_t {
     kIq4Nl,
     kIq4Xs,
     kBf16,
-    kMxfp4 = 15,  // 13 and 14 are floats of a source
+    kMxfp4 = 15,  // 13 and 14 are SourceKind::kF16 and kF32
     kNf4,
     kFp4,
     kS4,
@@ -56,23 +55,23 @@ enum class PackedKind : int32_t {
     kG8_128
 };
 
-// Those with kernels of their own.
+// Kinds with their own direct kernels.
 #define HEADRACE_DENSE_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
 #define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128) X(kG8_32) X(kG8_128)
 constexpr int kDenseKinds = 12, kKernelKinds = 18;
-// All but kBf16.
+// All kinds except kBf16.
 #define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
 enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kWidePoint, kNone };
 
 struct Layout {
     int low, high;  // bits of the two planes
-    bool table;     // the integer is an index into a table (table_of), whose entries are what is multiplied
+    bool table;     // the integer is an index into table_of, whose entries are multiplied
     Scales scales;
-    int zero;             // a power of two; 0 where the format has minima, but for kWidePoint
+    int zero;             // a power of two; 0 for formats with minima, except kWidePoint
     bool sparse = false;  // 2:4
-    int span = 32;        // columns of a scale: of kPoint and kWidePoint also 128
+    int span = 32;        // kPoint, kWidePoint: columns per scale, 32 or 128
 
     constexpr bool point() const { return scales == Scales::kPoint; }
     constexpr bool wide_point() const { return scales == Scales::kWidePoint; }
@@ -80,14 +79,14 @@ struct Layout {
         return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone && !point() &&
                !wide_point();
     }
-    constexpr int tiles() const { return super() ? 4 : span / 64 > 1 ? span / 64 : 1; }  // of a block
-    constexpr int spans() const { return 64 * tiles() / span; }                          // of a block
+    constexpr int tiles() const { return super() ? 4 : span / 64 > 1 ? span / 64 : 1; }  // per block
+    constexpr int spans() const { return 64 * tiles() / span; }                          // per block
     constexpr int group() const { return scales == Scales::kSuper16 || scales == Scales::kSuper16Min ? 16 : 32; }
     constexpr bool has_min() const {
         return scales == Scales::kMin32 || scales == Scales::kSuper32 || scales == Scales::kSuper16Min || wide_point();
     }
     constexpr bool wide() const { return table || low == 8; }  // multiplied bytes may be 128 or more
-    constexpr int most() const {                               // of the bytes that are multiplied
+    constexpr int most() const {                               // largest byte that is multiplied
         return wide() ? 255 : point() ? 2 * zero - 1 : (1 << (low + high)) - 1;
     }
     constexpr int header_bytes() const {
@@ -107,7 +106,7 @@ struct Layout {
                 return 320;
         }
     }
-    constexpr int group_bytes() const {  // integers of 32 columns, and where those of 2:4 stand
+    constexpr int group_bytes() const {  // integers of 32 columns; 2:4: and their patterns
         return sparse ? low * 32 + 64 : (low + high) * 64;
     }
     constexpr int tile_bytes() const { return scales == Scales::kNone ? 2048 : 2 * group_bytes(); }
@@ -160,10 +159,10 @@ static constexpr Layout layout_of(PackedKind kind) {
     }
 }
 
-// The two columns of a quad that 2:4 keeps, by pattern.
+// 2:4: the two kept columns of a quad, by pattern.
 static constexpr int kPatterns[6][2] = {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3}};
 
-// The pattern of 2-bit indices, the first one in the low bits; -1 unless they ascend.
+// The pattern of two 2-bit column indices, the first in the low bits; -1 unless they ascend.
 static constexpr int pattern_of(int indices) {
     for (int p = 0; p < 6; ++p) {
         if (indices == (kPatterns[p][0] | kPatterns[p][1] << 2)) return p;
@@ -171,8 +170,8 @@ static constexpr int pattern_of(int indices) {
     return -1;
 }
 
-// The sixteen values of a table format, offset by 128: of IQ4_NL and IQ4_XS; of E2M1 times 2; of bitsandbytes' NF4
-// times 123.26 and FP4 times 96, rounded.
+// The sixteen values of each table format, with offset 128: IQ4_NL and IQ4_XS; E2M1 times 2; bitsandbytes' NF4 times
+// 123.26 and FP4 times 96, both rounded.
 static constexpr uint8_t kIq4Table[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 static constexpr uint8_t kMxfp4Table[16] = {128, 129, 130, 131, 132, 134, 136, 140,
                                             128, 127, 126, 125, 124, 122, 120, 116};
@@ -186,8 +185,8 @@ static constexpr const uint8_t* table_of(PackedKind kind) {
                                       : kIq4Table;
 }
 
-// The place in HEADRACE_KERNEL_KINDS of the kind whose direct kernels multiply this one: those of one layout differ in
-// their table alone.
+// Index in HEADRACE_KERNEL_KINDS of the kind whose direct kernels this kind uses. Table formats of one layout share
+// their kernels, because the table is an argument.
 static constexpr int kernel_index(PackedKind kind) {
     if (kind >= PackedKind::kS4) return kDenseKinds + static_cast<int>(kind) - static_cast<int>(PackedKind::kS4);
     return static_cast<int>(kind > PackedKind::kBf16 ? PackedKind::kIq4Nl : kind);
@@ -196,7 +195,7 @@ static constexpr int kernel_index(PackedKind kind) {
 // n rows of k columns. Rows past n and columns past k are stored as zeros.
 struct PackedTensor {
     const uint8_t* data;  // row block b at data + b * stride, 64-byte aligned
-    int64_t stride;       // bytes from one row block to the next: row_block_bytes, or more where two tensors interleave
+    int64_t stride;       // bytes between row blocks: row_block_bytes, or more if two tensors are interleaved
     PackedKind kind;
     int32_t n, k;
     const float* bias;  // [row blocks * 16], or null

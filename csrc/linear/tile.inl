@@ -1,4 +1,4 @@
-// Reading tiles: integers of a group and their scales, as vectors of kLanes rows beginning at row `part * kLanes`.
+// Reading tiles: the integers and scales of a group, as vectors of kLanes rows from row `part * kLanes` on.
 #pragma once
 
 #include "linear/kernels.h"
@@ -7,12 +7,12 @@
 
 namespace headrace::HEADRACE_ISA {
 
-constexpr int kParts = 16 / kLanes;  // vectors of a row block
+constexpr int kParts = 16 / kLanes;  // vectors per row block
 constexpr int kPartBytes = 4 * kLanes;
 constexpr int kSegmentLevels = 3;
-constexpr int kPrefetchBytes = 8192;  // ahead of the reading, little enough for L1
+constexpr int kPrefetchBytes = 8192;  // prefetch distance in bytes; fits L1
 
-// The two planes' share of quad j, joined. `group`: the group's integers at the part. `values`: group_values.
+// Quad j from both planes. `group`: the group's integers at the part. `values`: from group_values.
 template <PackedKind kind, int j>
 HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v values) {
     if constexpr (layout_of(kind).sparse) return sparse_quad<kind, j>(group);
@@ -25,31 +25,32 @@ HEADRACE_INLINE U8v load_quad(const uint8_t* group, U8v values) {
     return layout_of(kind).wide() ? wide_bytes(w) : w;
 }
 
-// What load_quad looks wide bytes of table formats up in: a table's sixteen values.
+// The sixteen values of a table for load_quad, as wide bytes.
 HEADRACE_INLINE U8v load_values(const uint8_t* values) { return wide_bytes(load_table(values)); }
 
-// Quads [first, first + count) of a group.
+// Loads quads [first, first + count) of a group.
 template <PackedKind kind, int first, int count>
 HEADRACE_INLINE void load_quads(const uint8_t* group, U8v values, U8v* w) {
     w[0] = load_quad<kind, first>(group, values);
     if constexpr (count > 1) load_quads<kind, first + 1, count - 1>(group, values, w + 1);
 }
 
-// The points of sixteen rows in group g of 32 columns: what is added to their integers, or, of kWidePoint, taken off.
+// The bytes p (tile.h) of sixteen rows for group g of 32 columns. kPoint adds them to the integers; kWidePoint
+// subtracts them.
 template <PackedKind kind>
 HEADRACE_INLINE const uint8_t* points_of(const uint8_t* header, int g) {
     constexpr Layout layout = layout_of(kind);
     return header + 32 * layout.spans() + g * 32 / layout.span * 16;
 }
 
-// The row of every byte of a quad.
+// Row of each byte of a quad vector.
 alignas(64) static constexpr uint8_t kRowOfByte[64] = {0,  0,  0,  0,  1,  1,  1,  1,  2,  2,  2,  2,  3,  3,  3,  3,
                                                        4,  4,  4,  4,  5,  5,  5,  5,  6,  6,  6,  6,  7,  7,  7,  7,
                                                        8,  8,  8,  8,  9,  9,  9,  9,  10, 10, 10, 10, 11, 11, 11, 11,
                                                        12, 12, 12, 12, 13, 13, 13, 13, 14, 14, 14, 14, 15, 15, 15, 15};
 
-// What load_quad wants of group g of a block beside the integers: the table that they are looked up in (load_values),
-// or what is added to each row's.
+// The second operand of load_quad for group g of a block: the table (load_values), or for kPoint the byte to add to
+// each row's integers.
 template <PackedKind kind>
 HEADRACE_INLINE U8v group_values(const uint8_t* header, int g, int part, U8v table) {
     if constexpr (!layout_of(kind).point()) return table;
@@ -60,7 +61,7 @@ HEADRACE_INLINE F32v half_row(const uint8_t* header, int index, int part) {
     return load_f16((const uint16_t*)header + index * 16 + part * kLanes);
 }
 
-// The scale of group g of a block (of 16 or of 32 columns, as the format has it).
+// The scale of group g of a block; a group has layout.group() columns.
 template <PackedKind kind>
 HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
     constexpr Scales scales = layout_of(kind).scales;
@@ -77,7 +78,7 @@ HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
     }
 }
 
-// What is added per column of the group, for the formats that have a minimum.
+// The minimum of group g, for formats that have one: it is multiplied with the sum of the inputs.
 template <PackedKind kind>
 HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
     constexpr Scales scales = layout_of(kind).scales;
@@ -93,8 +94,8 @@ HEADRACE_INLINE F32v load_min(const uint8_t* header, int g, int part) {
     }
 }
 
-// What group s of 32 columns (half `half` of a tile; s is 0 unless groups are of 16) adds to one row's sums: the order
-// of operations that linear_kernels.h states.
+// Adds group s of 32 columns (half `half` of a tile; s is 0 unless groups have 16 columns) to one row's sums, in the
+// order of operations of linear/kernels.h.
 template <int group, bool has_min>
 HEADRACE_INLINE F32v add_group(F32v acc, I32v dot, F32v scale, F32v min, const A8Block& x, int half, int s) {
     const F32v x_scale = set_f32(x.scale[half]);
@@ -106,24 +107,24 @@ HEADRACE_INLINE F32v add_group(F32v acc, I32v dot, F32v scale, F32v min, const A
     return acc;
 }
 
-// Minus the sum of x over group s: the integer sums of the group start at this times the zero point.
+// Minus the sum of x over group s. Times the zero point, it is the initial value of the group's integer sums.
 template <int group>
 HEADRACE_INLINE int32_t negative_sum(const A8Block& x, int half, int s) {
     return group == 32 ? x.neg_sum32[half] : x.neg_sum16[2 * half + s];
 }
 
-// Of the vectors of a group, how many are multiplied into one sum: all, or a power of two of them.
+// Number of quads of a group that one DotSum can hold: all, or a power of two.
 static constexpr int quads_at_once(const Layout& layout) {
     const int all = layout.group() / 4, room = dot_room(layout.wide() && kWideZero ? kWideZero : layout.most());
     return room >= all ? all : room >= 4 ? 4 : room >= 2 ? 2 : 1;
 }
 
-// How a format's groups are multiplied: what the kernels that read unpacked weights are made for.
+// Properties of a format that the kernels for unpacked weights depend on. Formats of one Form share these kernels.
 struct Form {
     int group;
     bool has_min;
-    bool wide;  // bytes from wide_bytes, where these differ: the zero point is off
-    bool zero;  // the sums begin at minus the zero point times those of x
+    bool wide;  // bytes come from wide_bytes, which has subtracted the zero point (kWideZero != 0)
+    bool zero;  // integer sums start at -(zero point) * (sum of x)
     int step;   // quads_at_once
 };
 
@@ -134,8 +135,8 @@ static constexpr Form form_of(const Layout& layout) {
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
 
-// Sums of eight segments, joined in pairs as they come: level[l] holds a sum of 2^l segments. `acc` holds the sum of
-// segment number `segment`; after the last one, that of all.
+// Joins the sums of eight segments pairwise: level[l] holds a sum of 2^l segments. `acc` is the sum of segment number
+// `segment`; after the last segment it is the total.
 template <int count>
 HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) {
     int l = 0;
@@ -146,7 +147,7 @@ HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) 
     for (int i = 0; i < count; ++i) level[l][i] = acc[i];
 }
 
-// The next piece of a list that is to be fetched, or null. Pieces of a page may overlap.
+// The next piece of a fetch list, or null. Pieces of a page may overlap.
 HEADRACE_INLINE const uint8_t* next_piece(FetchList* list, int64_t bytes) {
     if (!list || list->at >= list->count) return nullptr;
     const uint8_t* page = list->base + list->pages[list->at] * list->page_bytes;
@@ -156,7 +157,7 @@ HEADRACE_INLINE const uint8_t* next_piece(FetchList* list, int64_t bytes) {
     return page + offset;
 }
 
-// Rows in steps of nearly equal size, none above `most`: 7 is 4 + 3, not 6 + 1.
+// Size of the next of several nearly equal steps that are at most `most` rows: 7 is 4 + 3, not 6 + 1.
 static constexpr int step_rows(int left, int most) {
     const int steps = (left + most - 1) / most;
     return (left + steps - 1) / steps;

@@ -1,7 +1,7 @@
-// Stored rows to integers and scales. Block layouts after the GGUF specification (ggml-org/ggml docs), but for NF4 and
-// FP4 (half d, then nibbles as IQ4_NL has them), S4 and S8 (half d, 2-bit indices, kept integers), G4_32, G4_128, G8_32
-// and G8_128 (half d, zero point, nibbles or bytes). A block's columns go to q[column], its scales into the header at
-// `row`.
+// Decoding of stored rows to integers and scales. Block layouts follow the GGUF specification (ggml-org/ggml docs).
+// Exceptions: NF4 and FP4 (half d, then nibbles in the order of IQ4_NL), S4 and S8 (half d, 2-bit indices, kept
+// integers), G4_32, G4_128, G8_32 and G8_128 (half d, zero point, nibbles or bytes). A decoder writes a block's columns
+// to q[row] and its scales to the header at index `row`.
 #pragma once
 
 #include "linear/tile.h"
@@ -10,8 +10,8 @@
 namespace headrace::HEADRACE_ISA {
 
 struct Staged {
-    uint8_t q[16][256];  // [row][column of the block], offset to unsigned
-    uint8_t* header;     // of the packed block
+    uint8_t q[16][256];  // [row][column of the block], unsigned with offset
+    uint8_t* header;     // header of the packed block
 };
 
 HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) {
@@ -20,7 +20,8 @@ HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) {
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 
-// 32 columns as 16 bytes: low nibbles first, then high ones. (As loops they become one byte at a time.)
+// 16 bytes to 32 columns: first the low nibbles, then the high ones. As vectors, because compilers turn the loop into
+// single-byte code.
 HEADRACE_INLINE void decode_nibbles(const uint8_t* src, uint8_t* q) {
     Bytes16 both;
     __builtin_memcpy(&both, src, 16);
@@ -29,8 +30,8 @@ HEADRACE_INLINE void decode_nibbles(const uint8_t* src, uint8_t* q) {
     __builtin_memcpy(q + 16, &high, 16);
 }
 
-// Bit 4 of 32 columns from a 32-bit word, eight columns at once: a byte in all eight places, of which each keeps its
-// bit.
+// Adds bit 4 of 32 columns from a 32-bit word, eight columns at once: copies a byte to eight bytes and keeps one bit in
+// each.
 HEADRACE_INLINE void add_fifth_bits(const uint8_t* src, uint8_t* q) {
     for (int i = 0; i < 4; ++i) {
         const uint64_t kept = (src[i] * 0x0101010101010101u) & 0x8040201008040201u;
@@ -42,7 +43,7 @@ HEADRACE_INLINE void add_fifth_bits(const uint8_t* src, uint8_t* q) {
     }
 }
 
-// Columns past the end keep scale 0: group 1 of a block when the row ends in its middle.
+// Formats of 32 columns per scale. If the row ends in the middle of a block, group 1 keeps scale 0.
 template <PackedKind kind>
 HEADRACE_INLINE void decode_legacy(const uint8_t* src, int row, int groups, Staged& to) {
     constexpr bool has_min = layout_of(kind).has_min(), fifth = kind == PackedKind::kQ5_0 || kind == PackedKind::kQ5_1;
@@ -61,14 +62,14 @@ HEADRACE_INLINE void decode_legacy(const uint8_t* src, int row, int groups, Stag
     }
 }
 
-// 2^(e - 128) as a half; NaN, which is refused, where there is none.
+// 2^(e - 128) as a half; NaN, which the scale check rejects, if a half cannot represent it.
 HEADRACE_INLINE uint16_t half_power(int e) {
     const int power = e - 128;
     if (power < -24 || power > 15) return 0x7e00;
     return (uint16_t)(power < -14 ? 1 << (power + 24) : (power + 15) << 10);
 }
 
-// A block of zeros may have any scale.
+// A block of zeros may have any scale, so it is stored with scale 0.
 HEADRACE_INLINE void decode_mxfp4(const uint8_t* src, int row, int groups, Staged& to) {
     for (int g = 0; g < groups; ++g, src += 17) {
         int any = 0;
@@ -79,8 +80,8 @@ HEADRACE_INLINE void decode_mxfp4(const uint8_t* src, int row, int groups, Stage
     }
 }
 
-// Two of every quad: their integers into q[0..16) of a group, signed, and the pattern of quad j into q[16 + j]. Indices
-// that do not ascend make the scale a NaN, which is refused.
+// 2:4 formats: writes the kept signed integers to q[0..16) of a group, and the pattern of quad j to q[16 + j]. If
+// indices do not ascend, the scale becomes NaN, which the scale check rejects.
 template <PackedKind kind>
 HEADRACE_INLINE void decode_sparse(const uint8_t* src, int row, int groups, Staged& to) {
     constexpr int kept = layout_of(kind).low * 2;
@@ -100,7 +101,8 @@ HEADRACE_INLINE void decode_sparse(const uint8_t* src, int row, int groups, Stag
     }
 }
 
-// Nibbles, and what makes a zero point the format's zero. One beyond that makes the scale a NaN, which is refused.
+// 4-bit formats with zero points: writes nibbles, and zero - zero point to the header. If the zero point is larger than
+// `zero`, the scale becomes NaN, which the scale check rejects.
 template <PackedKind kind>
 HEADRACE_INLINE void decode_points(const uint8_t* src, int row, int groups, Staged& to) {
     constexpr Layout layout = layout_of(kind);
@@ -115,7 +117,7 @@ HEADRACE_INLINE void decode_points(const uint8_t* src, int row, int groups, Stag
     }
 }
 
-// Bytes, and their zero points.
+// 8-bit formats with zero points: writes bytes, and the zero points to the header.
 template <PackedKind kind>
 HEADRACE_INLINE void decode_wide_points(const uint8_t* src, int row, int groups, Staged& to) {
     constexpr Layout layout = layout_of(kind);
@@ -127,7 +129,7 @@ HEADRACE_INLINE void decode_wide_points(const uint8_t* src, int row, int groups,
     }
 }
 
-// The eight 6-bit scales and minima of Q4_K and Q5_K, packed in 12 bytes.
+// Unpacks the eight 6-bit scales and minima of Q4_K and Q5_K from 12 bytes.
 HEADRACE_INLINE void decode_scales6(const uint8_t* src, int row, uint8_t* scales, uint8_t* mins) {
     for (int j = 0; j < 4; ++j) {
         scales[j * 16 + row] = src[j] & 63;
@@ -200,7 +202,7 @@ HEADRACE_INLINE void decode_iq4xs(const uint8_t* src, int row, Staged& to) {
     }
 }
 
-// Source bytes of a packed block's columns in one row.
+// Source bytes of one row of a packed block.
 static constexpr int source_block_bytes(PackedKind kind) {
     switch (kind) {
         case PackedKind::kQ4_0:
@@ -247,7 +249,8 @@ static constexpr int source_block_bytes(PackedKind kind) {
     }
 }
 
-// `groups`: groups of 32 columns the row still has; a block of 256 is always whole.
+// Decodes one row of a block. `groups`: remaining groups of 32 columns in the row; blocks of 256 columns are always
+// complete.
 template <PackedKind kind>
 HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Staged& to) {
     if constexpr (kind == PackedKind::kQ2K) {

@@ -1,6 +1,6 @@
-// Block layouts after the GGUF specification (ggml-org/ggml, docs/gguf.md), and of those that GGUF lacks (kinds.py).
-// Plain C++: the compiler vectorises it. Products and sums are rounded one by one (built with -ffp-contract=off), so
-// every machine gives the same bits.
+// Block layouts of the GGUF specification (ggml-org/ggml, docs/gguf.md), and of formats that GGUF lacks
+// (weights/kinds.py). Plain C++ that the compiler vectorizes. Every product and sum is rounded (-ffp-contract=off), so
+// all machines compute the same bits.
 #include "pack/dequant.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ void decode_bf16(const uint8_t* src, float* dst, size_t n) {
     for (size_t i = 0; i < n; ++i) dst[i] = std::bit_cast<float>(static_cast<uint32_t>(load_u16(src + 2 * i)) << 16);
 }
 
-// 32 elements: the low nibbles of 16 bytes are the first half, the high ones the second.
+// 32 elements in 16 bytes: the low nibbles are the first half, the high nibbles the second.
 
 void decode_q4_0(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 18, dst += 32) {
@@ -104,13 +104,13 @@ void decode_q8_0(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
-// K formats: 256 elements with a scale (and a minimum) for every 16 or 32, themselves integers times a half.
+// K formats: 256 elements with a scale (and a minimum) per 16 or 32. These are integers times a half-precision factor.
 
 void decode_q2_k(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 84, dst += 256) {
         const uint8_t *scales = src, *low = src + 16;
         const float d = load_half(src + 80), dmin = load_half(src + 82);
-        for (int group = 0; group < 16; ++group) {  // of 16 elements
+        for (int group = 0; group < 16; ++group) {  // 16 elements each
             const int half = group / 8, shift = group / 2 % 4 * 2;
             const float scale = d * static_cast<float>(scales[group] & 15);
             const float minimum = dmin * static_cast<float>(scales[group] >> 4);
@@ -141,7 +141,7 @@ struct ScaleMin {
     float scale, minimum;
 };
 
-// Scale and minimum of group 0..7, 6 bits each, of the 12 bytes that Q4_K and Q5_K share.
+// Scale and minimum of group 0..7, 6 bits each, from the 12 bytes that Q4_K and Q5_K have in common.
 ScaleMin scale_min(const uint8_t* scales, int group, float d, float dmin) {
     int scale, minimum;
     if (group < 4) {
@@ -157,7 +157,7 @@ ScaleMin scale_min(const uint8_t* scales, int group, float d, float dmin) {
 void decode_q4_k(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 144, dst += 256) {
         const float d = load_half(src), dmin = load_half(src + 2);
-        for (int group = 0; group < 8; ++group) {  // of 32 elements
+        for (int group = 0; group < 8; ++group) {  // 32 elements each
             const auto [scale, minimum] = scale_min(src + 4, group, d, dmin);
             const uint8_t* q = src + 16 + group / 2 * 32;
             const int shift = group % 2 * 4;
@@ -210,8 +210,8 @@ void decode_half_table(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 18, dst += 32) decode_table(values, src + 2, load_half(src), dst);
 }
 
-// 16 kept of 32: which ones, as 2-bit indices of two a quad, then the integers. Indices that do not ascend are no
-// number.
+// Writes 32 elements from 16 kept integers. `indices` has the 2-bit column indices of two kept integers per quad. A
+// quad whose indices do not ascend becomes NaN.
 void spread(const int* kept, const uint8_t* indices, float d, float* dst) {
     for (int quad = 0; quad < 8; ++quad, dst += 4) {
         const int two = indices[quad / 2] >> quad % 2 * 4 & 15, first = two & 3, second = two >> 2;
@@ -241,7 +241,7 @@ void decode_s8(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
-// A half, a zero point from 0 to 16 (any other is no number), and `groups` times 32 nibbles.
+// Block: a half d, a zero point 0 to 16 (a larger one gives NaN), and `groups` times 32 nibbles.
 template <int groups>
 void decode_g4(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 3 + 16 * groups) {
@@ -257,7 +257,7 @@ void decode_g4(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
-// A half, a zero point, and `groups` times 32 bytes.
+// Block: a half d, a zero point, and `groups` times 32 bytes.
 template <int groups>
 void decode_g8(const uint8_t* src, float* dst, size_t n) {
     for (; n--; src += 3 + 32 * groups, dst += 32 * groups) {
@@ -266,7 +266,7 @@ void decode_g8(const uint8_t* src, float* dst, size_t n) {
     }
 }
 
-// 2^(e - 128).
+// 2^(e - 128) as a float32; e = 0 and 1 are subnormal.
 float power_of_two(uint32_t e) { return std::bit_cast<float>(e < 2 ? 0x200000u << e : (e - 1) << 23); }
 
 void decode_mxfp4(const uint8_t* src, float* dst, size_t n) {
@@ -326,7 +326,7 @@ void dequantize(const Format& format, const uint8_t* src, float* dst, size_t blo
         const size_t begin = blocks * i / parts, end = blocks * (i + 1) / parts;
         format.decode(src + begin * format.block_bytes, dst + begin * format.block, end - begin);
     };
-    std::vector<std::future<void>> others;  // waited for by their destructors, also when one cannot start
+    std::vector<std::future<void>> others;  // the destructors wait, also if one cannot start
     for (size_t i = 1; i < parts; ++i) others.push_back(std::async(std::launch::async, part, i));
     part(0);
 }

@@ -1,4 +1,4 @@
-// GGUF blocks to float32. The numpy twin in src/headrace/weights/dequant.py gives the very same bits.
+// Decoding of GGUF blocks to float32. src/headrace/weights/dequant.py computes the same bits with numpy.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +9,15 @@ namespace headrace {
 
 struct Format {
     std::string_view name;
-    size_t block;        // elements of a block
-    size_t block_bytes;  // bytes of a block
+    size_t block;        // elements per block
+    size_t block_bytes;  // bytes per block
     void (*decode)(const uint8_t* src, float* dst, size_t blocks);
 };
 
-// The format of that name, or nullptr.
+// The format with this name, or nullptr.
 const Format* find_format(std::string_view name);
 
-// Decodes `blocks` blocks on up to `threads` threads; src and dst need no alignment beyond their own type's.
+// Decodes `blocks` blocks on up to `threads` threads. src: [blocks * block_bytes], dst: [blocks * block].
 void dequantize(const Format& format, const uint8_t* src, float* dst, size_t blocks, int threads);
 
 }  // namespace headrace

@@ -10,7 +10,7 @@
 namespace headrace {
 namespace {
 
-constexpr size_t kPieceBytes = size_t{2} << 20;  // that a thread packs at a time
+constexpr size_t kPieceBytes = size_t{2} << 20;  // packed bytes per piece of work
 
 struct SourceFormat {
     std::string_view name;
@@ -28,7 +28,7 @@ constexpr SourceFormat kSources[] = {
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
 
-// Whole row blocks of biases.
+// Padded to whole row blocks.
 size_t bias_bytes(const PackedTensor& tensor) { return static_cast<size_t>(tensor.row_blocks()) * 16 * sizeof(float); }
 
 void check(const PackRequest& request) {

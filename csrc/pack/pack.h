@@ -1,4 +1,4 @@
-// Packing tensors: checks, memory, threads. tile.h says what a packed tensor is.
+// Packing of tensors: checks, memory, threads. linear/tile.h describes the packed format.
 #pragma once
 
 #include <atomic>
@@ -15,53 +15,54 @@
 
 namespace headrace {
 
-// "Q4_0", "Q4_K", "IQ4_XS", "BF16", "F16", "F32" ... Throws std::invalid_argument for a kind that cannot be packed.
+// Names: "Q4_0", "Q4_K", "IQ4_XS", "BF16", "F16", "F32" ... Throws std::invalid_argument for a kind that cannot be
+// packed.
 SourceKind parse_source_kind(std::string_view name);
 std::string_view packed_kind_name(PackedKind kind);
 
-// Bytes of a source row of k columns; throws std::invalid_argument when k is not whole blocks.
+// Bytes of a source row of k columns. Throws std::invalid_argument unless k is a multiple of the block size.
 int64_t source_row_bytes(SourceKind kind, int64_t k);
 
-// What a source is packed as: itself; floats as bfloat16, or "int8" (kQ8_0) or "int4" (kQ4_0) where `quantize` says so.
-// Only floats can be quantised: throws std::invalid_argument for others.
+// Packed format of a source: the same format; floats become bfloat16, or with `quantize` "int8" kQ8_0 and with "int4"
+// kQ4_0. Throws std::invalid_argument for another `quantize`, or a source that is already quantized.
 PackedKind packed_kind(SourceKind kind, std::string_view quantize = "");
 
 struct PackRequest {
     PackSource source;
     PackedKind kind;
     int32_t n, k;
-    const float* bias = nullptr;  // [n]; copied
-    size_t mapped_bytes = 0;      // of the source, if it lies in a mapped file: its pages are let go once it is packed
+    const float* bias = nullptr;  // [n] or null; copied
+    size_t mapped_bytes = 0;      // size of a source in a mapped file: its pages are released after packing; 0: keep
 };
 
-// Packs tensors together: one is laid out when it is added and filled, with others, by `run`.
+// Packs several tensors on all threads: `add` allocates memory for a tensor, `run` fills the tensors.
 class Packer {
 public:
     explicit Packer(Arena& arena) : arena_(arena) {}
     Packer(const Packer&) = delete;
     Packer& operator=(const Packer&) = delete;
 
-    // What the request refers to must stay until it has been packed. Tensors are numbered from 0.
+    // The memory that the request points to must stay valid until `run` has packed it. Tensors are numbered from 0.
     PackedTensor add(const PackRequest& request, const Kernels& kernels);
-    // Two tensors of one size, row block by row block in turns: what a gated layer reads is one stream.
+    // Two tensors of the same size with interleaved row blocks, so that a gated layer reads one stream.
     std::pair<PackedTensor, PackedTensor> add_pair(const PackRequest& gate, const PackRequest& up,
                                                    const Kernels& kernels);
 
-    // Fills the next tensors, of `bytes` in all and one more, on all threads of the pool. Returns the numbers of those
-    // with values that are NaN or infinite.
+    // Fills the next tensors on all threads of the pool, until they have at least `bytes` bytes together. Returns the
+    // numbers of tensors with NaN or infinite scales or values.
     std::vector<int> run(ThreadPool& pool, size_t bytes = SIZE_MAX);
-    int waiting() const { return static_cast<int>(jobs_.size()); }  // tensors to be filled
+    int waiting() const { return static_cast<int>(jobs_.size()); }  // tensors that are not filled yet
 
 private:
     struct Job {
-        Job(const PackRequest& asked, const PackedTensor& made, const Kernels& table, int n)
-            : request(asked), tensor(made), kernels(table), number(n), left(made.row_blocks()) {}
+        Job(const PackRequest& source, const PackedTensor& packed, const Kernels& table, int n)
+            : request(source), tensor(packed), kernels(table), number(n), left(packed.row_blocks()) {}
 
         const PackRequest request;
         const PackedTensor tensor;
         const Kernels& kernels;
         const int number;
-        std::atomic<int> left;  // row blocks
+        std::atomic<int> left;  // row blocks that are not packed yet
         std::atomic<bool> finite{true};
     };
     struct Piece {
@@ -77,7 +78,7 @@ private:
     int added_ = 0;
 };
 
-// One tensor, or a pair, at once.
+// Packs one tensor, or a pair with interleaved row blocks.
 PackedTensor pack_tensor(const PackRequest& request, const Kernels& kernels, Arena& arena, ThreadPool& pool);
 std::pair<PackedTensor, PackedTensor> pack_pair(const PackRequest& gate, const PackRequest& up, const Kernels& kernels,
                                                 Arena& arena, ThreadPool& pool);

@@ -1,4 +1,5 @@
-// Rows to tiles and back. Compiled per instruction set only for speed: the bytes are the same on all.
+// Packing of rows into tiles, and unpacking of rows. Compiled per instruction set only for speed: the bytes are the
+// same on all.
 #pragma once
 
 #include "pack/decode.inl"
@@ -7,7 +8,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// The kept integers of a 2:4 block as planes of quads, and the patterns.
+// Stores the kept integers of a 2:4 block as planes of quads, then the patterns.
 template <PackedKind kind>
 HEADRACE_INLINE void store_sparse(const Staged& from, uint8_t* integers) {
     constexpr Layout layout = layout_of(kind);
@@ -24,7 +25,7 @@ HEADRACE_INLINE void store_sparse(const Staged& from, uint8_t* integers) {
     }
 }
 
-// A block's columns as quads, then as bit planes.
+// Stores a block's integers: arranges the columns as quads, then splits them into bit planes.
 template <PackedKind kind>
 HEADRACE_INLINE void store_block(const Staged& from, uint8_t* integers) {
     constexpr Layout layout = layout_of(kind);
@@ -80,7 +81,7 @@ static void pack_blocks(const PackSource& source, const PackedTensor& out, uint8
 
 static constexpr int element_bytes(SourceKind kind) { return kind == SourceKind::kF32 ? 4 : 2; }
 
-// `count` source values as float32, zeros up to 64.
+// Converts `count` source values to float32, padded with zeros to 64.
 HEADRACE_INLINE void load_floats(SourceKind kind, const uint8_t* src, int count, float* out) {
     uint8_t raw[256];
     if (count < 64) {
@@ -100,13 +101,13 @@ HEADRACE_INLINE void load_floats(SourceKind kind, const uint8_t* src, int count,
     }
 }
 
-// float32 to f16, nearest even, for scales: finite and not negative zero.
+// Converts a scale from float32 to f16, nearest even. x must not be negative zero.
 HEADRACE_INLINE uint16_t half_bits(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
     const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
     if (size >= 0x477ff000) return sign | (size > 0x7f800000 ? 0x7e00 : 0x7c00);  // rounds past 65504; NaN
-    if (size < 0x38800000) {                                                      // subnormal: units of 2^-24
+    if (size < 0x38800000) {                                                      // subnormal half, in units of 2^-24
         float units = 0;
         __builtin_memcpy(&units, &size, 4);
         units = units * 0x1p24f + 8388608.0f;  // the sum rounds to nearest even
@@ -137,7 +138,7 @@ HEADRACE_INLINE uint16_t quantize_int8(const float* w, uint8_t* q) {
     return half;
 }
 
-// The error of 32 weights at scale d, and their integers.
+// Quantizes 32 weights with scale d. Returns the squared error.
 HEADRACE_INLINE float quantize_int4_at(const float* w, float d, uint8_t* q) {
     const float inverse = d != 0 ? 1.0f / d : 0.0f;
     float error[32], sum = 0;
@@ -175,7 +176,7 @@ HEADRACE_INLINE void put_bf16(const float* w, int row, uint8_t* tile) {
     for (int v = 0; v < 32; ++v) __builtin_memcpy(tile + 64 * v + 4 * row, narrow + 2 * v, 4);
 }
 
-// Float sources: as bfloat16, or quantised to kQ8_0 or kQ4_0.
+// Packs a float source as bfloat16, or quantizes it to kQ8_0 or kQ4_0.
 template <PackedKind kind>
 static void pack_floats(const PackSource& source, const PackedTensor& out, uint8_t* data, int first, int last) {
     constexpr Layout layout = layout_of(kind);
@@ -222,7 +223,7 @@ static void pack(const PackSource& source, const PackedTensor& out, uint8_t* dat
     }
 }
 
-// Scale and addend of a row in 16 columns: w = scale * q + addend, in one group of a block (groups of 16).
+// Scale and addend of a row for 16 columns, group `group16` of a block: w = scale * q + addend.
 template <PackedKind kind>
 HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, float& scale, float& addend) {
     constexpr Scales scales = layout_of(kind).scales;
@@ -256,7 +257,7 @@ HEADRACE_INLINE int row_zero(const uint8_t* header, int group32, int row) {
     return layout.point() ? layout.zero - point : point;
 }
 
-// Quad j of a row in a group of 32: four integers as bytes.
+// Quad j of a row in a group of 32 columns: four integers as bytes.
 template <PackedKind kind>
 HEADRACE_INLINE void row_quad(const uint8_t* group, int j, int row, uint8_t* q) {
     constexpr int low = layout_of(kind).low, high = layout_of(kind).high;

@@ -5,7 +5,7 @@
 namespace headrace {
 namespace {
 
-// The f16 values at the beginning of a header.
+// Number of f16 values at the beginning of a header.
 int halves(const Layout& layout) {
     switch (layout.scales) {
         case Scales::kZero32:
@@ -26,7 +26,7 @@ int halves(const Layout& layout) {
     return 0;
 }
 
-// Whether one of n 16-bit floats has all bits of its exponent set.
+// Whether one of n 16-bit floats is NaN or infinite: all bits of its exponent are set.
 bool broken(const uint8_t* data, int n, uint16_t exponent) {
     bool found = false;
     for (int i = 0; i < n; ++i) {

@@ -21,7 +21,8 @@ size_t row_bytes(BufferKind kind, int width, int64_t stride, Rounding rounding) 
     return static_cast<size_t>(tiles_of(width)) * 64 * sizeof(uint16_t);
 }
 
-// Whole lines of floats, not a multiple of 2 KB: the same column of all rows would share a few sets of the cache.
+// Floats per row: whole cache lines, but no multiple of 2 KB, with which one column of all rows would map to a few
+// cache sets.
 int64_t stride_of(int width) {
     const int64_t stride = (int64_t{width} + 15) / 16 * 16;
     return stride % 512 == 0 ? stride + 16 : stride;
@@ -56,7 +57,7 @@ void Buffer::reserve(int rows) {
     memory_.reserve(static_cast<size_t>(rows) * row_bytes(kind_, width_, stride_, rounding_));
 }
 
-// As many rows as tiles at the most.
+// A local input has at most kLocalTiles tiles, so at most as many rows.
 size_t Buffer::local_bytes() const {
     const size_t row = kTileBytes + (rounding_ == Rounding::kSplit ? sizeof(Outliers) : 0);
     return (kLocalTiles * row + kLine - 1) / kLine * kLine;

@@ -1,4 +1,4 @@
-// Where a program keeps the values of a step: rows of one width, as many as the step has.
+// Buffers of a program: each holds the rows of one value of a step.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace headrace {
 
-// 64-byte aligned memory that grows, without keeping what was in it.
+// 64-byte aligned memory. Growing it discards the contents.
 class Memory {
 public:
     Memory() = default;
@@ -26,10 +26,10 @@ private:
     size_t bytes_ = 0;
 };
 
-// Floats, or the input of a linear layer: int8 with scales (A8), or bfloat16.
+// Element format. kA8 (int8 with scales) and kBf16 are inputs of linear layers.
 enum class BufferKind { kFloat, kA8, kBf16 };
 
-// A value of a phase: float columns [column, ...) of a buffer's rows.
+// The first column of a phase's operand in a buffer.
 struct Place {
     int buffer = -1;
     int column = 0;
@@ -39,9 +39,9 @@ class Buffer {
 public:
     static constexpr int kMostColumns = 1 << 28;
 
-    // `local`: an input that every thread may make for itself while it is small, instead of waiting for the others.
-    // Throws std::invalid_argument for a width that cannot be.
-    // `rounding`: how an A8 input becomes integers; `threshold`: as A8 has it.
+    // `width`: columns, 1 to kMostColumns. `local`: an input that each thread may compute for itself while it is small,
+    // instead of waiting for the others. `rounding`, `threshold`: see A8. Throws std::invalid_argument for a width out
+    // of range or a local float buffer.
     Buffer(BufferKind kind, int width, bool local, int threads, Rounding rounding = Rounding::kGroup,
            float threshold = 0.0f);
     void reserve(int rows);
@@ -49,22 +49,22 @@ public:
     BufferKind kind() const { return kind_; }
     Rounding rounding() const { return rounding_; }
     int width() const { return width_; }
-    int64_t stride() const { return stride_; }  // floats from row to row
+    int64_t stride() const { return stride_; }  // floats between the starts of two rows
     float* floats() const { return reinterpret_cast<float*>(memory_.data()); }
-    // Whether `rows` rows are made by every thread in memory of its own.
+    // Whether each thread computes `rows` rows in its own memory.
     bool is_local(int rows) const { return local_ && int64_t{rows} * tiles_of(width_) <= kLocalTiles; }
     bool local() const { return local_; }
-    // From now on all threads make it together, and wait until it is made.
+    // Makes the buffer shared: all threads compute it together and wait until it is complete.
     void make_together() { local_ = false; }
     A8 a8(int rows, int thread) const;
     Bf16Rows bf16(int rows, int thread) const;
 
 private:
-    // About where normalising and quantising a row once more costs what a barrier costs.
+    // Above about this size, computing the input once per thread costs more than a barrier.
     static constexpr int kLocalTiles = 32;
 
     uint8_t* input(int rows, int thread) const;
-    size_t local_bytes() const;  // of a thread
+    size_t local_bytes() const;  // per thread
 
     const BufferKind kind_;
     const int width_;
@@ -73,7 +73,7 @@ private:
     const float threshold_;
     bool local_;
     Memory memory_;
-    Memory own_;  // [threads] small inputs
+    Memory own_;  // [threads][local_bytes] local inputs
 };
 
 }  // namespace headrace

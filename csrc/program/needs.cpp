@@ -25,7 +25,7 @@ void check_norm(const NormWeights& norm, int64_t width) {
             "a norm of " + std::to_string(size) + " weights cannot be taken of " + std::to_string(width) + " columns");
 }
 
-// What is known of the program where a phase is.
+// Visitor that checks one phase and returns its accesses.
 struct NeedsOf {
     SegmentKind segment;
     const ProgramShape& shape;

@@ -1,4 +1,4 @@
-// What a phase reads and writes: what a program is checked by before it is run.
+// The buffer accesses of a phase. `Program::seal` checks a program with them before it runs.
 #pragma once
 
 #include <cstdint>
@@ -10,37 +10,37 @@
 
 namespace headrace {
 
-// A part of a buffer that a phase reads or writes.
+// Part of a buffer that a phase reads or writes.
 struct Access {
-    // Float columns, an input of a linear layer (whole: a8, bf16, either), or where attention and gated layers leave
-    // their result: float columns or an input that all threads have in common.
+    // kFloats: float columns. kA8, kBf16, kInput: a whole input of a linear layer in A8, bfloat16 or either format.
+    // kResult: output of attention or of a gated layer, float columns or an input shared by all threads.
     enum class Holds { kFloats, kA8, kBf16, kInput, kResult };
 
     Place place;
     int64_t width;
     Holds holds = Holds::kFloats;
     bool writes = false;
-    bool in_place = false;  // the very columns that the phase reads may be written
-    int piece = 32;         // of a result: columns that are written at once, whole groups of 32 where that is a8
+    bool in_place = false;  // the phase may write exactly the columns that it reads
+    int piece = 32;         // kResult: columns written at once; A8 needs a multiple of 32
 };
 
 enum class SegmentKind { kEmbed, kLayer, kHead };
 
-// What phases are looked at against.
+// The parts of a program that a phase's settings are checked against.
 struct ProgramShape {
     int hidden, vocab_size, taps;
     const KVPool& kv;
     const std::vector<Rope>& ropes;
     const std::vector<Buffer>& buffers;
 
-    // Throws std::invalid_argument for a number that no buffer has.
+    // Throws std::invalid_argument if there is no such buffer.
     const Buffer& buffer(int number) const;
 };
 
-// Throws std::invalid_argument where a phase's settings cannot be, by themselves or in such a program.
+// The accesses of a phase. Throws std::invalid_argument if its settings are invalid or do not fit the program.
 std::vector<Access> needs_of(const Phase& phase, SegmentKind segment, const ProgramShape& shape);
 
-// Throws std::invalid_argument with the message.
+// Throws std::invalid_argument with the message unless `ok`.
 void require(bool ok, const std::string& message);
 
 // "float columns [0, 64) of buffer 3"

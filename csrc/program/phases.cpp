@@ -37,7 +37,7 @@ void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float
     }
 }
 
-// The same of columns in another order, row by row: what is normalised, then gathered.
+// `quantize` for a phase with a column order: normalizes each row, gathers its columns, then quantizes it.
 void quantize_ordered(const QuantizePhase& phase, Worker& w, int first, int last, const A8& a8) {
     const Buffer& out = w.buffer(phase.out);
     const QuantizeKernels& kernels = *w.run.kernels.quantize;
@@ -59,7 +59,7 @@ void quantize_ordered(const QuantizePhase& phase, Worker& w, int first, int last
     }
 }
 
-// The phase's input, to be rounded as it says.
+// The A8 output of the phase. Rounding::kTensor without a scale becomes one scale per row.
 A8 input_of(const QuantizePhase& phase, const Worker& w) {
     A8 a8 = w.buffer(phase.out).a8(w.rows, w.thread);
     if (a8.rounding == Rounding::kTensor) {
@@ -69,7 +69,7 @@ A8 input_of(const QuantizePhase& phase, const Worker& w) {
     return a8;
 }
 
-// Quantises rows [first, last) of a phase's input, into this thread's own memory where that is where it is kept.
+// Quantizes rows [first, last) into the phase's output buffer, or into this thread's copy if the buffer is local.
 void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     const Buffer& out = w.buffer(phase.out);
     const QuantizeKernels& kernels = *w.run.kernels.quantize;
@@ -85,7 +85,7 @@ void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
     }
 }
 
-// Sines, then cosines, of the row's position.
+// Adds sin (first half) and cos (second half) of the row's position.
 void add_sinusoids(const Worker& w, int number, int r, float* row) {
     const Rope& rope = w.run.ropes[static_cast<size_t>(number)];
     const int half = rope.dim / 2;
@@ -123,7 +123,7 @@ void run(const NormPhase& phase, Worker& w) {
 
 void run(const QuantizePhase& phase, Worker& w) {
     const size_t out = static_cast<size_t>(phase.out);
-    // A small input is made by each thread for itself, once it has work to do with it.
+    // A small input is computed by each thread for itself, right before the first use: cheaper than a barrier.
     w.pending_input[out] = w.buffer(phase.out).is_local(w.rows) ? &phase : nullptr;
     if (!w.pending_input[out]) w.share(w.rows, [&](int first, int last) { quantize(phase, w, first, last); });
 }

@@ -1,4 +1,4 @@
-// The phases a program is made of: each is an op of the vocabulary, or several fused, that all threads run together.
+// The phases of a program. A phase is one recorded op, or several fused ops, that all threads run together.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace headrace {
 
-// A norm that owns its weights.
+// A norm with its own copy of the weights [width].
 struct NormWeights {
     NormKind kind = NormKind::kNone;
     std::vector<float> weight, bias;
@@ -24,10 +24,10 @@ struct NormWeights {
     Norm view() const { return {kind, weight.data(), bias.empty() ? nullptr : bias.data(), eps}; }
 };
 
-// Every activation of the vocabulary; the first two are also epilogues of linear layers.
+// All activations. Only the first two can be fused into a linear layer (Activation).
 enum class ActKind { kSilu, kGeluTanh, kGelu, kRelu };
 
-// cos and sin of every position [positions][dim / 2].
+// Rotary table: cos and sin of every position, [positions][dim / 2] each.
 struct Rope {
     std::vector<float> cos, sin;
     int dim;
@@ -36,15 +36,14 @@ struct Rope {
     int positions() const { return static_cast<int>(cos.size()) / (dim / 2); }
 };
 
-// Rows of `table` by id times `scale`, plus `offset`, plus rows of `positions` by position, plus the sines and then the
-// cosines of a rope at the position.
+// out = table[id] * scale + offset + [sin, cos] of the position + positions[position]. All but the table are optional.
 struct EmbedPhase {
     PackedTensor table;
     std::optional<PackedTensor> positions;
     float scale;
     int out;
     std::vector<float> offset{};  // [width] or empty
-    int sinusoids = -1;           // a rope; -1: none
+    int sinusoids = -1;           // number of a rope; -1: none
 };
 
 struct NormPhase {
@@ -53,9 +52,9 @@ struct NormPhase {
     int width;
 };
 
-// Floats (through a norm, unless its kind is kNone) into the input of a linear layer, whose column i is column order[i]
-// of the floats; empty: as they stand. `scale`: of all rows, where inputs are rounded by such (kTensor); 0: a row's
-// own.
+// Normalizes float rows (unless the norm is kNone) and converts them to the input format of a linear layer (A8 or
+// bfloat16). Input column i is float column order[i]; an empty order keeps the columns. `scale` is used with
+// Rounding::kTensor only: the scale of all rows, or 0 for one scale per row.
 struct QuantizePhase {
     NormWeights norm;
     Place in;
@@ -64,8 +63,8 @@ struct QuantizePhase {
     float scale = 0.0f;
 };
 
-// kStore and kAdd leave floats at `out`; kGated an input in buffer `out`, or floats where that is a float buffer;
-// kLogits the logits of the head in `out` and their block maxima in `maxima`.
+// kStore and kAdd write floats to `out`. kGated writes to buffer `out` in that buffer's format. kLogits writes the
+// logits to `out` and the maximum of each block of kVocabBlock logits to `maxima`.
 struct LinearPhase {
     PackedLinear linear;
     int in;
@@ -82,11 +81,11 @@ struct ActPhase {
     int width;
 };
 
-// act(gate) * up, of [gate | up] side by side.
+// out = act(gate) * up. The input row is [gate | up], each `width` columns.
 struct ActMulPhase {
     ActKind kind;
     Place in, out;
-    int width;  // of each
+    int width;
 };
 
 // out = x + norm(y); out may be x.
@@ -96,36 +95,36 @@ struct ResidualPhase {
     int width;
 };
 
-// The result goes to the float or input buffer of `out`. Rows that read a source, or what an
-// earlier layer stored, have no k and v.
+// Attention of one layer; the result is written in the format of the buffer of `out`. `k` and `v` are unused if the
+// rows read the K/V of a source or of an earlier layer (AttentionView::stores).
 struct AttentionPhase {
     int layer;
     AttentionView view;
     Place q, k, v, out;
     NormWeights q_norm, k_norm;  // kNone, or kRms with one eps
-    int rope;                    // -1: none
+    int rope;                    // number of a rope; -1: none
     float scale, softcap;
     std::vector<float> sinks;
     std::vector<float> k_shift;  // [kv heads * dim] or empty
-    std::vector<float> bias{};   // as DistanceBias has it, or empty
+    std::vector<float> bias{};   // DistanceBias::lines, or empty
     int bias_most = 0;
 };
 
-// K and V of all rows into the pool, nothing read: what a layer's rows will read as their source.
+// Stores K and V of all rows in the pool and reads nothing. Used for the cross-attention K/V of an encoder-decoder.
 struct StorePhase {
     int layer;
     Place k, v;
 };
 
-// Copies the rows out where the step asks for this tap.
+// Copies the rows to Step::taps[tap], if that is set.
 struct TapPhase {
     Place in;
     int width;
     int tap;
 };
 
-// Logits of some tokens (ids ascending) to their places among all of the vocabulary, -inf elsewhere, and the block
-// maxima.
+// Expands the logits of a reduced vocabulary: out[ids[i]] = in[i], -inf elsewhere, and computes the block maxima. `ids`
+// is ascending.
 struct ScatterPhase {
     int in, out, maxima;  // buffers
     std::vector<int32_t> ids;
@@ -143,14 +142,14 @@ using PhaseWork = std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase
 
 struct Phase {
     PhaseWork work;
-    uint8_t sublayer = 0;  // left out when the step skips one of these bits
+    uint8_t sublayer = 0;  // bits of the sublayers that contain it; skipped if Step::skips has one of them
     std::string name{};    // in profiles
-    bool fills = false;    // K and V need it: run by a step that only stores them
+    bool fills = false;    // K and V depend on it, so a fill step (Step::fill) runs it
 };
 
 class Step;
 
-// What the threads of a step have in common.
+// Shared state of the threads that run a step.
 struct StepRun {
     const Kernels& kernels;
     const std::vector<Buffer>& buffers;
@@ -161,25 +160,25 @@ struct StepRun {
     int threads;
 };
 
-// One thread on its way through a step. All threads come by the same turns in the same order.
+// State of one thread in a step. All threads pass the same turns in the same order.
 struct Worker {
     StepRun& run;
     int thread;
     uint8_t* scratch;
     std::vector<const QuantizePhase*>&
-        pending_input;  // [buffers] inputs to be made by this thread before it uses them, or null
-    int rows = 0;       // of the segment at hand
-    int turn = 0;
-    FetchList fetch{};                 // for linear layers to fetch
-    std::span<const int32_t> units{};  // of the head that are wanted, where not all are
-    double* busy = nullptr;            // where a profile wants the seconds in which this thread had work
+        pending_input;  // [buffers] the local input that this thread must compute before it reads the buffer, or null
+    int rows = 0;       // rows of the current segment
+    int turn = 0;       // number of the next turn
+    FetchList fetch{};  // memory that the next linear layer prefetches besides its weights
+    std::span<const int32_t> units{};  // blocks of the head to compute; empty: all
+    double* busy = nullptr;            // profiling: the seconds in which this thread ran items are added here
 
-    // f(first, last) for this thread's share of `items`. What was shared before is done.
+    // Turn::share of the next turn. All earlier turns are done.
     template <class F>
     void share(int items, F f, int grain = 1) {
         run.turns.at(turn++).share(items, thread, [&](int first, int last) { timed([&] { f(first, last); }); }, grain);
     }
-    // f(item, next) where items differ much.
+    // Turn::deal of the next turn.
     template <class F>
     void deal(int items, F f) {
         run.turns.at(turn++).deal(items, thread, [&](int item, int next) { timed([&] { f(item, next); }); });
@@ -197,12 +196,12 @@ struct Worker {
     int64_t stride(Place place) const { return buffer(place.buffer).stride(); }
 };
 
-// This thread's part of a phase; returns when the phase is done.
+// Runs this thread's part of a phase; returns when all threads' parts are done.
 void run_phase(const Phase& phase, Worker& worker);
-// The most turns a phase takes.
+// Maximum number of turns that a phase takes.
 int turns_of(const Phase& phase);
 
-// Bytes of scratch a thread needs for a phase, besides the attention's.
+// Bytes of scratch that a thread needs for a phase. Attention: see AttentionStep::scratch_floats.
 size_t scratch_bytes(const Phase& phase);
 
 }  // namespace headrace

@@ -5,7 +5,7 @@
 namespace headrace {
 namespace {
 
-// Bytes of one row of what an access touches.
+// Bytes of one row of an access.
 double row_bytes(const Access& access, const Buffer& buffer) {
     switch (buffer.kind()) {
         case BufferKind::kA8:
@@ -21,12 +21,12 @@ double tensor_bytes(const PackedTensor& tensor) {
     return static_cast<double>(row_block_bytes(tensor.kind, tensor.k)) * tensor.row_blocks();
 }
 
-// One row, of its tile's sixteen.
+// Bytes of one row; a packed row block has 16.
 double lookup_bytes(const PackedTensor& table) {
     return static_cast<double>(row_block_bytes(table.kind, table.k)) / 16;
 }
 
-// What is the phase's own: the rows that it touches are counted for all alike.
+// Visitor for the costs that depend on the kind of phase. `cost_of` adds the activations.
 struct CostOf {
     int rows;
     const ProgramShape& shape;
@@ -53,7 +53,7 @@ struct CostOf {
         switch (shape.kv.shape().type) {
             case KVType::kBf16:
                 return {"attention bf16", bytes, 0, macs, Products::kBf16};
-            case KVType::kInt8:  // a product with each of two bytes
+            case KVType::kInt8:  // queries and weights have two bytes, so two products for each
                 return {"attention int8", bytes, 0, 2 * macs, Products::kInt8};
             case KVType::kInt4:
                 return {"attention int4", bytes, 0, 2 * macs, Products::kInt8};
@@ -113,7 +113,7 @@ void Profile::end(int rows, double prepared, const ProgramShape& shape, const Ke
         ProfileEntry& entry = entries_[{rows, visit.phase ? visit.phase->name : visit.name, cost.kernel}];
         entry.calls += 1;
         entry.seconds += visit.seconds;
-        for (const auto& each : visits_) {  // a thread that missed the step was idle in all of it
+        for (const auto& each : visits_) {  // a thread that missed the step was idle all the time
             entry.idle += (i < each.size() ? each[i].seconds - each[i].busy : visit.seconds) / threads;
         }
         entry.weights += cost.weights;

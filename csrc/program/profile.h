@@ -1,4 +1,4 @@
-// Where the time of a program's steps goes, phase by phase, beside what each phase reads and multiplies.
+// Profile of a program: for each phase, the time, the bytes that it reads and writes, and its multiplications.
 #pragma once
 
 #include <chrono>
@@ -15,24 +15,24 @@ enum class Products { kNone, kInt8, kBf16, kF32 };
 // "", "int8", "bf16", "f32"
 const char* products_name(Products products);
 
-// What a phase touches in one step.
+// Memory traffic and multiplications of a phase in one step.
 struct PhaseCost {
     std::string kernel;  // "Q4_K direct", "Q8_0 panels", "attention bf16", "quantize" ...
     double weights = 0;  // bytes of weights, or of K and V
-    double rows = 0;     // bytes of the rows that it reads and writes
-    double macs = 0;     // multiplications, each with its sum
+    double rows = 0;     // bytes of activations read and written
+    double macs = 0;     // multiply-accumulates
     Products products = Products::kNone;
 };
 
-// What the accesses of a phase (needs_of), its weights, and the step's K and V say.
+// Computed from the accesses of the phase (needs_of), its weights, and the K and V that the step reads.
 PhaseCost cost_of(const Phase& phase, SegmentKind segment, int rows, const ProgramShape& shape, const Kernels& kernels,
                   AttentionStep& attention);
 
-// One kind of kernel under one name, in all steps of so many rows.
+// Totals of one kernel under one phase name, over all steps with the same number of rows.
 struct ProfileEntry {
     int64_t calls = 0;
-    double seconds = 0;  // as thread 0 saw them
-    double idle = 0;     // in which a thread had nothing to do: mean over the threads
+    double seconds = 0;  // measured by thread 0
+    double idle = 0;     // seconds without work, mean over the threads
     double weights = 0, rows = 0, macs = 0;
     Products products = Products::kNone;
 };
@@ -42,19 +42,20 @@ public:
     using Clock = std::chrono::steady_clock;
     using Key = std::tuple<int, std::string, std::string>;  // rows of the step, name, kernel
 
-    // One thread's way through one phase.
+    // One thread's time in one phase.
     struct Visit {
         const char* name;
-        const Phase* phase;  // null: what belongs to no phase
+        const Phase* phase;  // null: work outside the phases, listed under `name`
         SegmentKind segment;
         int rows;
         double seconds, busy;
     };
 
-    // A step that begins: at most so many visits.
+    // Starts a step. `visits`: maximum number of visits per thread.
     void begin(int threads, size_t visits);
     std::vector<Visit>& visits(int thread) { return visits_[static_cast<size_t>(thread)]; }
-    // Adds the visits of the threads; those that took part went the same way. `prepared`: seconds before they began.
+    // Adds the visits of a step to the totals. All threads that joined the step have the same sequence of visits.
+    // `prepared`: seconds that Program::prepare took.
     void end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels, AttentionStep& attention);
 
     void clear() { entries_.clear(); }

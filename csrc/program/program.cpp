@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The sequences of a step, read as long as this lasts.
+// Shared locks on the sequences of a step.
 class Readers {
 public:
     explicit Readers(std::span<const std::shared_ptr<const Sequence>> sequences) {
@@ -25,7 +25,7 @@ private:
     std::vector<Shared> held_;
 };
 
-// Those of the rows [first, last).
+// The elements with first <= row < last; `combined` is sorted by row.
 std::span<Combine> within(std::vector<Combine>& combined, int first, int last) {
     const auto before = [](const Combine& pair, int row) { return pair.row < row; };
     return {std::lower_bound(combined.begin(), combined.end(), first, before),
@@ -137,7 +137,7 @@ void Program::check(const Step& step) const {
     }
 }
 
-// Everything that must not be done by several threads: memory, layouts, what is asked about which rows.
+// The single-threaded part of a step: allocates memory, builds attention layouts, and groups the asks by head row.
 void Program::prepare(Step& step) {
     check(step);
     attention_.begin(step.feeds(), step.fill);
@@ -163,7 +163,7 @@ void Program::prepare(Step& step) {
     if (profiling) profile_.begin(pool_->size(), static_cast<size_t>(turns()));
 }
 
-// The most turns the step can take.
+// Maximum number of turns that the step can take.
 int Program::turns() const {
     const auto of = [](const Segment& segment) {
         int count = 0;
@@ -175,7 +175,7 @@ int Program::turns() const {
     return count;
 }
 
-// Cuts the rows of the head into chunks that split no draft tree, and the asks into items that share no row.
+// Cuts the head rows into chunks without splitting a draft tree, and groups asks that share rows into one item.
 void Program::plan_head(Step& step) {
     std::vector<Ask>& asks = step.asks();
     std::vector<int> order(asks.size());
@@ -278,7 +278,7 @@ void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
           [&] { answer_chunk(chunk, worker, step); });
 }
 
-// The rows of a chunk into the head's buffer.
+// Copies the hidden rows of a chunk into the head's buffer.
 void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step) {
     const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
     const Buffer* maxima = chunk.units.empty() ? nullptr : &buffers_[static_cast<size_t>(maxima_)];
@@ -288,13 +288,13 @@ void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step)
             std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(),
                         sizeof(float) * static_cast<size_t>(hidden_));
             if (!maxima) continue;
-            float* row_maxima = maxima->floats() + r * maxima->stride();  // units that are left out stay at -inf
+            float* row_maxima = maxima->floats() + r * maxima->stride();  // blocks that are not computed stay at -inf
             std::fill(row_maxima, row_maxima + maxima->stride(), -std::numeric_limits<float>::infinity());
         }
     });
 }
 
-// What was asked about the rows of a chunk, whose logits are there.
+// Answers the asks about a chunk from its logits.
 void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];

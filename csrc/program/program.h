@@ -1,8 +1,8 @@
-// A model as phases that all threads of a pool run together, one after the other: one call for each step.
+// A model as a list of phases. All threads of a pool run each phase together; one call runs one step.
 //
-// A program is built once, phase by phase, in segments: embed, one for each layer, head. Values are rows in buffers. A
-// step runs embed or starts from given hidden rows, runs some of the layers, and the head on chosen rows. A row's
-// result depends on that row alone, however the threads share the work and whatever else is in the step.
+// A program is built once, phase by phase, in segments: embed, one per layer, head. Values are rows in buffers. A step
+// runs embed or starts from given hidden rows, runs a range of layers, and runs the head on selected rows. The result
+// of a row depends on that row alone, not on the threads or on the other rows of the step.
 #pragma once
 
 #include <limits>
@@ -21,27 +21,28 @@ namespace headrace {
 
 class Program {
 public:
-    // `hidden`: width of the hidden rows. Buffer 0 holds those of the step, buffer 1 those that go through the head.
-    // `rounding`: how inputs of integer layers become integers; `threshold`: as A8 has it.
+    // `hidden`: width of the hidden rows. Buffer 0 holds the hidden rows of the step, buffer 1 those of the head.
+    // `rounding`, `threshold`: quantization of the inputs of integer layers, see A8.
     Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
             int vocab_size, Rounding rounding = Rounding::kGroup, float threshold = 0.0f);
 
-    // Building. What is wrong in a description is found when it is sealed, by the builder or by the first step: then
-    // std::invalid_argument names the phase. Nothing can be added after that.
+    // Building. `seal` checks the whole description and throws std::invalid_argument that names the phase; the first
+    // `run` seals a program that its builder did not. Nothing can be added to a sealed program.
     int add_buffer(BufferKind kind, int width, bool local = false);
     int add_rope(Rope rope);
-    // Pair i turns by frequencies[i] radians a position; angles, cos and sin are formed in float64.
+    // Pair i rotates by frequencies[i] radians per position; angles, cos and sin are computed in float64.
     int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved);
     int add_tap();
     int taps() const { return taps_; }
-    void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }  // e.g. an arena of weights
-    void begin(SegmentKind kind);                                                          // kLayer: a new one
+    // Keeps `owner`, for example the arena of the weights, alive as long as the program.
+    void keep(std::shared_ptr<const void> owner) { owners_.push_back(std::move(owner)); }
+    void begin(SegmentKind kind);  // starts a segment; kLayer adds a layer
     void add(Phase phase);
     void seal();
 
-    // Carries out a step and fills its answers. The program, its KV pool and the sequences are in use meanwhile, the
-    // step is the caller's. Throws std::runtime_error where another thread uses one of these, std::out_of_range,
-    // std::invalid_argument for a step that does not fit, ForkedError after a fork; then nothing was computed.
+    // Runs a step and fills its answers. Locks the program, its KV pool and the sequences; the caller locks the step.
+    // Throws, before anything is computed: std::runtime_error if another thread uses one of these, std::out_of_range or
+    // std::invalid_argument for a step that does not fit the program, ForkedError after a fork.
     void run(Step& step);
 
     int layers() const { return static_cast<int>(layers_.size()); }
@@ -52,7 +53,7 @@ public:
     int vocab_size() const { return vocab_size_; }
     KVPool& kv() const { return *kv_; }
 
-    // Gathered while `profiling` is set.
+    // Collected by steps while `profiling` is set.
     bool profiling = false;
     std::map<Profile::Key, ProfileEntry> profile() const {
         const Exclusive mine(in_use);
@@ -66,14 +67,14 @@ public:
 private:
     using Segment = std::vector<Phase>;
 
-    static constexpr int kHidden = 0, kHeadRows = 1;  // buffers
-    static constexpr int kMostHeadRows = 80;          // whose logits are held at once; more than a draft tree has
+    static constexpr int kHidden = 0, kHeadRows = 1;  // buffer numbers
+    static constexpr int kMostHeadRows = 80;          // rows of logits in memory at once; more than a draft tree has
 
-    // Some of the rows that go through the head, and the asks about them.
+    // Head rows [first, last), and the asks about them.
     struct Chunk {
         int first, last;
-        std::vector<std::vector<int>> items;  // asks that share rows, one after the other
-        std::vector<int32_t> units{};         // of the head that some mask allows, where all rows have one; or none
+        std::vector<std::vector<int>> items;  // each item: asks that share rows, answered one after the other
+        std::vector<int32_t> units{};         // wanted_units: vocabulary blocks to compute; empty: all
     };
 
     Exclusive building() const;
@@ -86,9 +87,9 @@ private:
     void plan_head(Step& step);
     void work(Worker& worker, Step& step);
     int turns() const;
-    // `fill`: of its phases those alone that K and V need.
+    // `fill`: runs only the phases that K and V depend on.
     void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill = false);
-    // Does something as a visit of the profile, where one is wanted.
+    // Calls f and, if `profiling`, records it as a visit.
     template <class F>
     void visit(Profile::Visit visit, Worker& worker, F f);
     void run_chunk(const Chunk& chunk, Worker& worker, Step& step);
@@ -103,23 +104,23 @@ private:
     const float threshold_;
     std::vector<std::shared_ptr<const void>> owners_;
     std::vector<Buffer> buffers_;
-    std::vector<bool> of_head_;  // buffers with a row for each row that goes through the head
+    std::vector<bool> of_head_;  // [buffers] whether the buffer has one row per head row instead of per step row
     std::vector<Rope> ropes_;
     Segment embed_, head_;
     std::vector<Segment> layers_;
     Segment* open_ = nullptr;
     bool sealed_ = false;
     int taps_ = 0;
-    int ids_ = std::numeric_limits<int>::max(), positions_ = ids_;  // that its tables have
+    int ids_ = std::numeric_limits<int>::max(), positions_ = ids_;  // rows of the smallest id and position table
     AttentionStep attention_;
     size_t scratch_bytes_ = 0;
     Turns turns_;
-    // Of each thread:
+    // One per thread:
     std::vector<Memory> scratch_;
     std::vector<std::vector<const QuantizePhase*>> pending_inputs_;
     std::vector<std::unique_ptr<Sampler>> samplers_;
     std::vector<Chunk> chunks_;
-    int logits_ = -1, maxima_ = -1;  // buffers of the head's results
+    int logits_ = -1, maxima_ = -1;  // buffer numbers of the head's results; -1: there is no head
     int logits_width_ = 0;
     Profile profile_;
 };

@@ -1,4 +1,5 @@
-// A program's description is looked at once, as a whole: what would crash or depend on timing is refused or put right.
+// Checks a program once, as a whole. Rejects descriptions that would crash; makes local inputs shared where their
+// result would depend on timing.
 #include <algorithm>
 #include <map>
 #include <stdexcept>
@@ -32,24 +33,24 @@ bool fits(const Access& access, const Buffer& buffer) {
         case Holds::kInput:
             return buffer.kind() != BufferKind::kFloat;
         case Holds::kResult:
-            // Who leaves an A8 piece by piece does not see the whole row.
+            // Written piece by piece, so the scale of a whole row is not known: only A8 with a scale per group works.
             return !buffer.local() && (buffer.kind() != BufferKind::kA8 ||
                                        (access.piece % 32 == 0 && buffer.rounding() == Rounding::kGroup));
     }
     return false;
 }
 
-// Inputs of a segment's linear layers, by buffer, from where they are made to where they are read.
+// Tracks the inputs of a segment's linear layers, by buffer, from the phase that computes them to those that read them.
 class Inputs {
 public:
     explicit Inputs(std::vector<Buffer>& buffers) : buffers_(buffers) {}
 
-    // A local input is made by each thread when it has come to work that reads it, which may be late: where its rows
-    // are written by then, all threads make it together instead, before anybody goes on.
+    // Each thread computes a local input when it reaches work that reads it, which may be late. If another phase may
+    // have overwritten the input's source rows by then, the buffer is made shared.
     void see(const Phase& phase, const std::vector<Access>& accesses) {
         for (const Access& access : accesses) {
             if (!access.writes) continue;
-            for (auto& [buffer, made] : made_) made.late |= made.local && overlap(access, made.source);
+            for (auto& [buffer, input] : made_) input.late |= input.local && overlap(access, input.source);
         }
         for (const Access& access : accesses) {
             if (!access.writes && is_input(access)) read(phase, access.place.buffer);
@@ -65,8 +66,8 @@ private:
     struct Made {
         uint8_t sublayer;
         bool local;
-        Access source;  // of a local one
-        bool late;      // its source has been written since
+        Access source;  // local: the rows that it is computed from
+        bool late;      // a later phase has overwritten `source`
     };
 
     bool is_input_buffer(int buffer) const {
@@ -142,7 +143,7 @@ void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind ki
     }
 }
 
-// What steps are checked against, and the memory they need.
+// Records the limits that steps are checked against, and the scratch size.
 void Program::note(const Phase& phase) {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
     if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))

@@ -101,10 +101,10 @@ int Step::ask(Ask ask, int rows) {
 
 int Step::draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu) {
     require(!mu || !std::isnan(*mu), kNoMu);
-    Ask made{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
-    made.mu = mu;
-    made.path = path_to(row);
-    return ask(std::move(made));
+    Ask question{Ask::Kind::kDraw, row, nullptr, std::move(keys), report};
+    question.mu = mu;
+    question.path = path_to(row);
+    return ask(std::move(question));
 }
 
 std::vector<int32_t> Step::path_to(int row) const {
@@ -118,11 +118,11 @@ std::vector<int32_t> Step::path_to(int row) const {
 
 int Step::verify(int row, NoiseKey key, Report report, std::optional<double> mu) {
     require(!mu || !std::isnan(*mu), kNoMu);
-    Ask made{Ask::Kind::kVerify, row, nullptr, {key}, report};
-    made.mu = mu;
+    Ask question{Ask::Kind::kVerify, row, nullptr, {key}, report};
+    question.mu = mu;
     require(head_row(row) == last_known_, "a draft is verified from the last known token on");
-    made.nodes = nodes_, made.parents = parents_;
-    return ask(std::move(made), 1 + static_cast<int>(nodes_.size()));
+    question.nodes = nodes_, question.parents = parents_;
+    return ask(std::move(question), 1 + static_cast<int>(nodes_.size()));
 }
 
 int Step::reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool block, Report report) {
@@ -131,15 +131,15 @@ int Step::reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool 
     }
     require(q.empty() || q.size() == nodes_.size(), "every drafted token needs what it was drawn from");
     const int number = verify(row, key, report, {});
-    Ask& made = asks_.back();
-    made.kind = Ask::Kind::kReject, made.q = std::move(q), made.block = block;
+    Ask& question = asks_.back();
+    question.kind = Ask::Kind::kReject, question.q = std::move(q), question.block = block;
     return number;
 }
 
 int Step::propose(int row, NoiseKey key) {
-    Ask made{Ask::Kind::kPropose, row, nullptr, {key}};
-    made.path = path_to(row);
-    return ask(std::move(made));
+    Ask question{Ask::Kind::kPropose, row, nullptr, {key}};
+    question.path = path_to(row);
+    return ask(std::move(question));
 }
 
 int Step::top(int row, int k) { return ask({Ask::Kind::kTop, row, nullptr, {}, {}, k}); }
@@ -169,7 +169,7 @@ void Step::combine(int row, Answer& amateur, Rule rule, float alpha, float beta)
 
 int Step::logits(int row) { return ask({Ask::Kind::kLogits, row, nullptr}); }
 
-// A table of every sequence, in lines of one width, which is returned.
+// Copies table `table` of all sequences to `lines` [sequences][width], padded with -1. Returns the width.
 int Step::line_up(size_t table, std::vector<int32_t>& lines) const {
     size_t width = 0;
     for (const auto& sequence : sequences_) width = std::max(width, sequence->tables[table].size());
@@ -211,15 +211,15 @@ void contrast_row(const Combine& pair, std::span<float> z, int shared, const flo
 }
 
 struct Softmax {
-    double best, sum;  // the largest logit; of exp(logit - best)
+    double best, sum;  // largest logit; sum of exp(logit - best)
     explicit Softmax(std::span<const float> z) : best(*std::max_element(z.begin(), z.end())), sum(0) {
-        for (const float one : z) sum += std::exp(one - best);
+        for (const float logit : z) sum += std::exp(logit - best);
     }
     double of(float logit) const { return std::exp(logit - best) / sum; }
     double most() const { return 1 / sum; }
 };
 
-// Whether the amateur, whose ids are the first of the own ones, is good enough here.
+// Whether the rule (kChow, kOpt) selects the amateur's row. The amateur's ids are the first ids of the own vocabulary.
 bool stands(const Combine& pair, std::span<const float> own, std::span<const float> amateur) {
     const Softmax q(amateur);
     if (pair.rule == Rule::kChow) return q.most() >= 1 - static_cast<double>(pair.alpha);
@@ -323,7 +323,7 @@ std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last
     for (const Ask& ask : asks) {
         if (ask.row < first || ask.row >= last) continue;
         const bool draws = ask.kind == Ask::Kind::kDraw || ask.kind == Ask::Kind::kVerify;
-        const bool whole = ask.report.k >= 0 && !ask.report.processed;  // log-probabilities of what the model said
+        const bool whole = ask.report.k >= 0 && !ask.report.processed;  // log-probabilities need all logits of the row
         const size_t rows = 1 + ask.nodes.size(), place = static_cast<size_t>(ask.place);
         const SampleParams& params = ask.sequence->params;
         const bool masked = ask.place >= 0 && ask.allowed && ask.allowed->size() >= words * (place + rows);

@@ -1,4 +1,4 @@
-// What one step computes: feeds of sequences, the rows of them whose logits are wanted, and what is asked of those.
+// One step: the feeds of its sequences, the rows whose logits it needs (head rows), and the asks about these rows.
 #pragma once
 
 #include <array>
@@ -17,47 +17,49 @@
 
 namespace headrace {
 
-// A sequence as a runner knows it between steps.
+// A sequence between steps; the runner owns it.
 struct Sequence {
     History history;
     SampleParams params;
-    std::array<std::vector<int32_t>, 2> tables{};  // block ids: of its tokens, of its source
-    int source = 0;                                // tokens of its source, whose K and V table 1 has; 0: it has none
-    NoiseKey key{};                                // of its next draw, where the call that asks for it names none
-    mutable InUse in_use{};                        // read by steps, changed by one caller
+    std::array<std::vector<int32_t>, 2> tables{};  // block ids: table 0 of its tokens, table 1 of its source
+    int source = 0;                                // tokens of its source; 0: there is no source
+    NoiseKey key{};                                // default key of its next draw
+    mutable InUse in_use{};                        // shared by steps, exclusive for the caller that changes it
 
-    // tables[table][start, ...) = blocks. Throws std::out_of_range for another table, or when start is beyond its end.
+    // Replaces tables[table] from `start` on by `blocks`. Throws std::out_of_range if there is no such table or `start`
+    // is beyond its end.
     void set_table(size_t table, size_t start, Ids blocks);
 };
 
-// A question about rows of logits; rows are counted over all rows of the step that go through the head.
+// A request for a result from rows of logits. Rows are numbered among the head rows of the step.
 struct Ask {
     enum class Kind { kDraw, kVerify, kReject, kPropose, kTop, kScore, kLogits };
 
     Kind kind;
     int row;
     std::shared_ptr<const Sequence> sequence;
-    std::vector<NoiseKey> keys{};  // kDraw: one token each; kVerify: one key
+    std::vector<NoiseKey> keys{};  // kDraw: one per token to draw; kVerify: one key
     Report report{};
-    int k = 0;                                // kTop, kScore: alternatives
-    int32_t token = -1;                       // kScore
-    std::vector<int32_t> nodes{}, parents{};  // kVerify: the tree whose rows follow `row`
-    std::optional<double> mu{};               // kDraw, kVerify: mirostat's state
+    int k = 0;                                // kTop, kScore: number of alternatives
+    int32_t token = -1;                       // kScore: the token to score
+    std::vector<int32_t> nodes{}, parents{};  // kVerify: the draft tree whose rows follow `row`
+    std::optional<double> mu{};               // kDraw, kVerify: state of mirostat
     std::shared_ptr<const std::vector<uint32_t>>
-        allowed{};                        // bits of the ids that may come after its feed's rows; or null
-    int place = 0;                        // of `row` among them: 0 = the last known token's
-    std::vector<std::vector<float>> q{};  // kReject: what the chain was drawn from, or nothing
-    bool block = false;                   // kReject: by the block rule
-    std::vector<int32_t> path{};          // kDraw, kPropose: the draft tokens between the known ones and this row
+        allowed{};                        // one bit mask of token ids per row of the feed (Step::mask), or null
+    int place = 0;                        // index of this row's mask; 0: row of the last known token
+    std::vector<std::vector<float>> q{};  // kReject: the draft distribution of each drafted token, or empty
+    bool block = false;                   // kReject: block verification
+    std::vector<int32_t> path{};          // kDraw, kPropose: draft tokens between the last known token and this row
 
     int last_row() const { return row + static_cast<int>(nodes.size()); }
 };
 
-// How a row of logits is combined with an amateur's of the same tokens; ops/contrast.py says what each means.
-// kContrast: (1 + beta) * own - beta * amateur where the own logit is at least its best + ln(alpha), -inf elsewhere.
-// The best is that of the ids that may come, so that one of them is left.
-// kChow: the amateur's row where its best probability is at least 1 - alpha, else the own.
-// kOpt: the amateur's where its best probability is at least the own best - alpha * total variation, else the own.
+// Rule that combines a row of logits with the amateur model's row for the same tokens. See ops/contrast.py.
+// kContrast: (1 + beta) * own - beta * amateur where own >= best own logit + ln(alpha), -inf elsewhere. Only allowed
+// ids count for the best, so at least one allowed id stays.
+// kChow: the amateur's row if its highest probability is at least 1 - alpha, otherwise the own row.
+// kOpt: the amateur's row if its highest probability is at least the own highest probability - alpha * total variation
+// distance, otherwise the own row.
 enum class Rule { kContrast, kChow, kOpt };
 
 struct Combine {
@@ -66,64 +68,63 @@ struct Combine {
     Rule rule;
     float alpha, beta;
     std::shared_ptr<const Sequence> sequence;
-    std::vector<int32_t> path;  // as in an ask
+    std::vector<int32_t> path;  // Ask::path
     std::shared_ptr<const std::vector<uint32_t>> allowed;
     int place;
-    std::string problem{};  // of the amateur's answer, which has no logits: all asks about the row get it
-    bool failed = false;    // combining threw halfway: the row is neither the model's nor the combined one
+    std::string problem{};  // error of the amateur's answer, copied to all asks about the row
+    bool failed = false;    // combining threw, so the row of logits is invalid
 };
 
 struct Answer {
     std::vector<TokenReport> reports;
     std::vector<int32_t> path;  // kVerify
-    std::vector<float> logits;  // kLogits; kPropose: what the token was drawn from
+    std::vector<float> logits;  // kLogits; kPropose: the distribution of the drawn token
     std::string error;
-    std::exception_ptr failure{};  // thrown while it was answered
+    std::exception_ptr failure{};  // exception thrown while answering
 
-    // What is wrong with it, one line; empty where nothing is.
+    // The error or the message of the failure, one line; empty if there is neither.
     std::string problem() const;
 };
 
-// Built feed by feed, run by a Program, then read; `clear` makes it new and keeps its memory.
+// Built feed by feed, run by a Program, then read. `clear` resets it and keeps its memory.
 class Step {
 public:
-    InUse in_use;  // of who builds it, runs it or reads its answers; not looked at by its own functions
+    InUse in_use;  // locked by the callers that build, run or read the step, not by its member functions
 
     void clear();
 
-    // Known tokens [start, start + count) of a sequence, then the nodes of a draft tree (parents[i] < i, -1: the token
-    // before KV index start + count). Nodes alone may lie beyond the known tokens. The last `logits` rows go through
-    // the head. `full`: each node sees all nodes. Throws std::invalid_argument.
+    // Adds the known tokens [start, start + count) of a sequence, then the nodes of a draft tree. parents[i] < i; -1
+    // stands for the token before KV index start + count. Only nodes may lie beyond the known tokens. The last `logits`
+    // rows become head rows. `full`: each node attends to all nodes. Throws std::invalid_argument.
     void feed(std::shared_ptr<const Sequence> sequence, int start, int count, Ids nodes, Ids parents, int logits,
               bool full = false);
 
-    // What may be drawn after the feed added last: a bit per token for its last known token and each node. All asks of
-    // the feed heed it but scores and logits.
+    // Allowed tokens of the feed added last: one bit per token, for its last known token and for each node. All asks
+    // about the feed apply it, except scores and logits.
     void mask(std::vector<uint32_t> words) {
         allowed_ = std::make_shared<const std::vector<uint32_t>>(std::move(words));
     }
 
-    // Of the feed added last; `row` counts from the first of its rows that go through the head. Each returns the number
-    // of its (first) answer.
-    int draw(int row, std::vector<NoiseKey> keys, Report report,
-             std::optional<double> mu);  // at a node: after its path
+    // Asks about the feed added last. `row` is the number among the feed's head rows. Each returns the number of its
+    // (first) answer. A draw at a node continues the path to that node.
+    int draw(int row, std::vector<NoiseKey> keys, Report report, std::optional<double> mu);
     int verify(int row, NoiseKey key, Report report, std::optional<double> mu);
-    // The draft must be a chain. `q`: a row for each of its tokens, or none.
+    // The draft must be a chain. `q`: the draft distribution of each of its tokens, or empty.
     int reject(int row, NoiseKey key, std::vector<std::vector<float>> q, bool block, Report report);
     int propose(int row, NoiseKey key);
     int top(int row, int k);
-    // Every row from `row` on scores the known token after it: one answer each, `count` of them.
+    // Each row from `row` on scores the known token that follows it. Sets `count` to the number of answers.
     int score(int row, int k, int& count);
     int logits(int row);
-    // Combines a row of logits with those that an amateur answered, before any ask reads it, and takes them from the
-    // answer. An error of that answer becomes the error of the asks about the row. Throws std::invalid_argument for
-    // another answer without logits.
+    // Combines a row of logits with the logits of the amateur's answer (moved out of it) before any ask reads the row.
+    // An error of the amateur's answer becomes the error of the asks about the row. Throws std::invalid_argument if the
+    // answer has neither logits nor an error.
     void combine(int row, Answer& amateur, Rule rule, float alpha, float beta);
 
     int rows() const { return static_cast<int>(ids_.size()); }
     std::span<const int32_t> ids() const { return ids_; }
     std::span<const int32_t> positions() const { return positions_; }
-    // What attention needs, tables included; the spans last until the step is changed.
+    // The feeds for attention, with their tables. The spans are valid until the step changes.
     StepFeeds feeds();
     std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
     std::vector<Ask>& asks() { return asks_; }
@@ -131,36 +132,36 @@ public:
     std::vector<Combine>& combined() { return combined_; }  // rows ascending
     std::span<const std::shared_ptr<const Sequence>> sequences() const { return sequences_; }
 
-    // What is run: layers [first_layer, last_layer) (-1: to the end), from the ids or from given hidden rows.
+    // Layers to run: [first_layer, last_layer); last_layer -1: to the end. They start from the ids or from `hidden`.
     int first_layer = 0, last_layer = -1;
-    const float* hidden = nullptr;  // [rows][hidden size]; null: the step starts with its ids
-    float* hidden_out = nullptr;    // [rows][hidden size] after the last layer; or null
-    bool fill = false;              // of each layer K and V alone, of the hidden rows as they are
-    std::vector<uint8_t> skips;     // per layer a bit for each sublayer that is left out; may be shorter
-    std::vector<float*> taps;       // per tap of the program where its rows go, or null; may be shorter
+    const float* hidden = nullptr;  // [rows][hidden size]; null: the step starts from its ids
+    float* hidden_out = nullptr;    // [rows][hidden size] output after the last layer; or null
+    bool fill = false;              // each layer only stores K and V, all from the same unchanged hidden rows
+    std::vector<uint8_t> skips;     // [layers] bits of the sublayers to skip; may be shorter
+    std::vector<float*> taps;       // [taps of the program] output rows of each tap, or null; may be shorter
 
 private:
-    // The place of row `row` of the last feed among all that go through the head, and of the `rows` - 1 after it.
-    // Throws std::invalid_argument where they are not rows of logits of that feed.
+    // Converts `row`, a head row of the last feed, to its number among all head rows. Throws std::invalid_argument
+    // unless it and the `rows` - 1 rows after it are head rows of that feed.
     int head_row(int row, int rows = 1) const;
     int ask(Ask ask, int rows = 1);
-    std::vector<int32_t> path_to(int row) const;  // the draft tokens between the last feed's known ones and a row of it
+    std::vector<int32_t> path_to(int row) const;  // draft tokens between the last feed's last known token and `row`
     int line_up(size_t table, std::vector<int32_t>& lines) const;
 
     std::vector<int32_t> ids_, positions_, row_start_{0}, kv_start_, known_, tables_, head_rows_;
-    std::vector<int32_t> sources_, source_tables_;  // of the sequences; nothing where none has a source
+    std::vector<int32_t> sources_, source_tables_;  // of the sequences; empty if no sequence has a source
     std::vector<uint64_t> masks_;
     std::vector<std::shared_ptr<const Sequence>> sequences_;
-    // Of the last feed:
+    // State of the last feed:
     std::vector<int32_t> nodes_, parents_;
     std::shared_ptr<const std::vector<uint32_t>> allowed_;
-    int first_head_row_ = 0, last_known_ = 0;  // head rows: its first, and that of its last known token
+    int first_head_row_ = 0, last_known_ = 0;  // number of its first head row, and of its last known token's
     std::vector<Ask> asks_;
     std::vector<Answer> answers_;
     std::vector<Combine> combined_;
 };
 
-// Rows of logits and their block maxima, the first of which is head row `base`.
+// Rows of logits and their block maxima. The first row is head row `base`.
 struct Logits {
     float* values;
     int64_t stride;
@@ -168,19 +169,18 @@ struct Logits {
     int64_t maxima_stride;
     int base;
     int vocab_size;
-    std::span<const Combine> combined{};  // rows that were
+    std::span<const Combine> combined{};  // the combined rows among them
 };
 
-// The blocks of kVocabBlock tokens in which a mask or the allowed ids let a token come, ascending, for head rows
-// [first, last): no other is read. Empty, which stands for all of them, where a row is not limited or its whole row is
-// wanted.
+// Numbers, ascending, of the blocks of kVocabBlock tokens that contain an allowed token of head rows [first, last). The
+// asks read no other block. Empty (all blocks) if a row has no limit or an ask needs the whole row.
 std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last, int vocab_size);
 
-// Changes a row of logits and its block maxima; where that cannot be done, asks about the row fail.
+// Replaces a row of logits and its block maxima by the combined row. On an exception the asks about the row fail.
 void combine(Combine& pair, const Logits& logits, const SampleKernels& kernels) noexcept;
 
-// Carries out one ask. Asks that share rows take turns: logits are changed for a while. What goes wrong, memory that is
-// not there above all, is in the answer: the other requests of the step have theirs.
+// Answers one ask. Changes the logits temporarily, so asks that share rows must not run at the same time. Stores
+// exceptions, such as std::bad_alloc, in the answer, so that the other asks of the step succeed.
 void answer(Sampler& sampler, const Ask& ask, Answer& out, const Logits& logits) noexcept;
 
 }  // namespace headrace

@@ -22,8 +22,8 @@ void Turns::begin(int turns, int threads) {
     if (peers_.size() != static_cast<size_t>(threads)) peers_ = std::vector<Turn::Peer>(static_cast<size_t>(threads));
     threads_ = threads, turns_ = turns;
     const size_t lines =
-        static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one to look ahead to
-    if (++step_ == 0) lines_.clear(), step_ = 1;  // its counts could be taken for those of this step
+        static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one more for Turn::arrive
+    if (++step_ == 0) lines_.clear(), step_ = 1;  // the step number wrapped: counters of old steps would look current
     if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);
     for (int turn = 0; turn < turns; ++turn) {
         Turn::Line* line = lines_.data() + turn * Turn::lines(threads);

@@ -1,8 +1,8 @@
-// How the threads of a step share its work, phase after phase.
+// Work distribution among the threads of a step. A step is a sequence of turns; each phase takes one or two.
 //
-// A turn ends when all of its items are done, not when all threads have arrived. A thread that lost its CPU between two
-// items delays nothing: the others do its part, and it passes the finished turns when it is back. A thread that lost
-// its CPU inside an item delays the turn, because no other thread can finish that item.
+// A turn ends when all its items are done, not when all threads have arrived. A thread that is descheduled between two
+// items delays nothing: the other threads process its items, and it skips the finished turns when it runs again. A
+// thread that is descheduled inside an item delays the turn, because no other thread can finish that item.
 #pragma once
 
 #include <algorithm>
@@ -12,34 +12,34 @@
 
 namespace headrace {
 
-// One piece of work for all threads. Four fifths of the items lie in a queue for each thread, the rest in a queue for
-// all. A thread that has nothing left to do takes over the queues of the threads that have not arrived.
+// One parallel loop over items. Each thread has its own queue; together these queues hold four fifths of the items. The
+// rest is in a queue shared by all threads. A thread that runs out of items takes items from the queues of the others.
 class Turn {
 public:
-    static constexpr int kLooks = 1000;   // 10 to 50 microseconds
-    static constexpr int kFewLooks = 64;  // before a thread without patience yields
+    static constexpr int kLooks = 1000;   // polls, 10 to 50 microseconds
+    static constexpr int kFewLooks = 64;  // polls before a thread with patience 0 yields
 
-    // A count, and in the high half the step that it belongs to. A count of an earlier step stands for 0.
+    // A counter in the low half and its step number in the high half. A counter of an earlier step counts as 0.
     struct alignas(64) Line {
         std::atomic<uint64_t> count{0};
     };
-    // Lines of a turn: the rest and the items that are done, which are of this step, then the threads' queues.
+    // Lines of a turn: the shared queue, the number of finished items, then one queue per thread. `Turns::begin` resets
+    // the first two at each step; a thread's queue is reset by its first use.
     static constexpr int lines(int threads) { return 2 + threads; }
 
-    // A thread of the step, from turn to turn.
+    // State of one thread, kept across turns.
     struct alignas(64) Peer {
-        std::atomic<uint64_t> place{0};  // the step, and in the low half the turn that it has reached
-        // Looks until it does the others' work or yields: kLooks, or 0 once another thread has lost its CPU, until
-        // that one takes part again.
+        std::atomic<uint64_t> place{0};  // step in the high half, in the low half the turn that the thread has reached
+        // Polls before the thread takes items of others or yields: kLooks, or 0 while another thread is descheduled.
         int patience = kLooks;
     };
 
     Turn(Line* lines, Peer* peers, int threads, uint32_t step, int number)
         : lines_(lines), peers_(peers), threads_(threads), step_(uint64_t{step} << 32), number_(number) {}
 
-    // f(first, last) for this thread's share of `items`, in any order. Returns when all items are done by whichever
-    // thread; what they wrote is visible then. `grain`: the fewest items worth one access to a queue, which may lie in
-    // another core's cache.
+    // Calls f(first, last) for this thread's share of `items`, in any order. Returns when all items are done, whichever
+    // thread ran them; their writes are visible then. `grain`: smallest number of items to take from a queue at once,
+    // because the queue's cache line may be in another core's cache.
     template <class F>
     void share(int items, int thread, F f, int grain = 1) {
         grain = std::clamp(items / (4 * threads_), 1, grain);
@@ -65,8 +65,9 @@ public:
             patience = kLooks;
     }
 
-    // The same for items that differ much: f(item, next) one by one. A thread takes its own items in turn, then those
-    // that other threads have not taken. `next`: the item that the thread takes next, or -1.
+    // Like `share`, for items of very different cost: calls f(item, next) for one item at a time. A thread takes its
+    // own items in order, then the remaining items of the other threads. `next`: the item that it will probably take
+    // next, or -1.
     template <class F>
     void deal(int items, int thread, F f) {
         arrive(thread);
@@ -83,22 +84,22 @@ public:
         wait(items, thread, [](bool) { return false; });
     }
 
-    // Marks every item as done, so that no thread waits for one that threw.
+    // Marks every item as done, so that no thread waits for a thread that threw an exception.
     void give_up() { done().store(step_ | kGivenUp, std::memory_order_release); }
 
 private:
-    static constexpr int kGivenUp = 1 << 30;  // more than there are items
+    static constexpr int kGivenUp = 1 << 30;  // above any number of items
 
     std::atomic<uint64_t>& rest() { return lines_[0].count; }
     std::atomic<uint64_t>& done() { return lines_[1].count; }
     std::atomic<uint64_t>& queue(int thread) { return lines_[2 + thread].count; }
 
-    // A line's count in this step.
+    // The line's counter, or 0 if it is of an earlier step.
     int value(const std::atomic<uint64_t>& line, std::memory_order order = std::memory_order_relaxed) const {
         const uint64_t seen = line.load(order);
         return seen >> 32 == step_ >> 32 ? static_cast<int>(seen & 0xffffffff) : 0;
     }
-    // Adds to it; returns the count before.
+    // Adds to the line's counter and returns the counter before.
     int add(std::atomic<uint64_t>& line, int count) {
         constexpr auto relaxed = std::memory_order_relaxed;
         uint64_t seen = line.load(relaxed);
@@ -113,7 +114,7 @@ private:
     }
     void arrive(int thread) {
         peers_[thread].place.store(step_ + static_cast<uint32_t>(number_), std::memory_order_relaxed);
-        // The thread's queue in the next turn.
+        // Prefetch for writing: the thread's queue of the next turn.
         __builtin_prefetch(lines_ + lines(threads_) + 2 + thread, 1);
     }
     bool arrived(int thread) const {
@@ -127,8 +128,8 @@ private:
         return true;
     }
 
-    // Waits until all items are done. Once the thread's patience is over it helps, as long as there is something to do,
-    // then it yields. Returns the number of looks.
+    // Polls until all items are done and returns the number of polls. After `patience` polls the thread processes items
+    // of the other threads; when none remains it yields between polls.
     template <class F>
     int wait(int items, int thread, F help) {
         const int patience = peers_[thread].patience;
@@ -143,7 +144,7 @@ private:
         return looks;
     }
 
-    // Takes pieces of [start, start + size) until none is left; returns the number of items.
+    // Takes pieces of [start, start + size) from the queue until it is empty; returns the number of items taken.
     template <class F>
     int take(std::atomic<uint64_t>& next, int start, int size, int piece, F& f) {
         int count = 0;
@@ -163,20 +164,20 @@ private:
     Line* const lines_;
     Peer* const peers_;  // [threads]
     const int threads_;
-    const uint64_t step_;  // in the high half
-    const int number_;     // of the turn
+    const uint64_t step_;  // step number, in the high half
+    const int number_;     // turn number within the step
 };
 
-// The turns of a step, all new at its beginning. What threads learned about each other stays.
+// The turns of a step. `begin` resets them; the threads' patience is kept across steps.
 class Turns {
 public:
     void begin(int turns, int threads);
     Turn at(int turn) {
         return Turn(lines_.data() + turn * Turn::lines(threads_), peers_.data(), threads_, step_, turn);
     }
-    // Looks that a thread waits for others before it does their work. For tests.
+    // Current patience of a thread (Peer::patience). For tests.
     int waits(int thread) const { return peers_[static_cast<size_t>(thread)].patience; }
-    // Called by a thread that threw: the others reach the end of the step, whose results are void.
+    // Called by a thread that threw an exception: the others reach the end of the step, whose results are invalid.
     void give_up() {
         for (int turn = 0; turn < turns_; ++turn) at(turn).give_up();
     }

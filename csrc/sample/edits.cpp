@@ -9,7 +9,7 @@
 namespace headrace {
 namespace {
 
-constexpr float kLargest = 1e30f;  // beyond this a logit is broken, and below it no stage overflows
+constexpr float kLargest = 1e30f;  // larger logits are an error; up to this size no later stage overflows
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 std::vector<int32_t> joined(const SampleRow& row) {
@@ -18,7 +18,7 @@ std::vector<int32_t> joined(const SampleRow& row) {
     return tokens;
 }
 
-// The ids that would complete a word (a sequence of tokens) if they came next.
+// Appends the ids that as the next token would complete a word (a sequence of tokens).
 void completed_words(const std::vector<int32_t>& tokens, const std::vector<std::vector<int32_t>>& words,
                      std::vector<int32_t>& out) {
     for (const std::vector<int32_t>& word : words) {
@@ -30,7 +30,7 @@ void completed_words(const std::vector<int32_t>& tokens, const std::vector<std::
     }
 }
 
-// The ids that would repeat an n-gram of `tokens` if they came next.
+// Appends the ids that as the next token would repeat an n-gram of `tokens`.
 void repeated_ngrams(const std::vector<int32_t>& tokens, int n, std::vector<int32_t>& out) {
     const int starts = static_cast<int>(tokens.size()) - n + 1;
     if (starts < 1) return;
@@ -51,7 +51,7 @@ std::vector<int32_t> banned(const SampleRow& row) {
     return out;
 }
 
-// DRY: what each token costs that would go on with a repetition; headrace.ops.penalties.dry says it in full.
+// DRY penalty of each token that would continue a repetition. See headrace.ops.penalties.dry.
 std::unordered_map<int32_t, float> dry_costs(const SampleRow& row) {
     constexpr int kLongest = 64;
     constexpr double kDearest = 1e4;
@@ -64,7 +64,7 @@ std::unordered_map<int32_t, float> dry_costs(const SampleRow& row) {
     };
     std::unordered_map<int32_t, float> costs;
     if (tokens.empty() || breaks(tokens.back())) return costs;
-    std::unordered_map<int32_t, int> longest;  // by next token
+    std::unordered_map<int32_t, int> longest;  // next token -> length of the longest repetition
     const int last = static_cast<int>(tokens.size()) - 1;
     for (int end = 0; end < last; ++end) {
         const int32_t next = tokens[static_cast<size_t>(end) + 1];
@@ -173,7 +173,8 @@ void RowEdits::begin() {
     maxima_.assign(raw_maxima_, raw_maxima_ + blocks_);
 }
 
-// Builds the row anew from the allowed ids; blocks without any keep a maximum of -inf and are never read.
+// Copies the allowed logits to masked_. Blocks without an allowed id keep a maximum of -inf, so they are never read and
+// need no values.
 void RowEdits::allow(const SampleRow& row) {
     masked_.resize(static_cast<size_t>(size_));
     z_ = masked_.data();
@@ -237,13 +238,13 @@ void RowEdits::set(int32_t id, float value) {
     if (z_ == row_) {
         edits_.push_back({id, z_[id]});
     } else if (maxima_[static_cast<size_t>(block)] == kNever) {
-        return;  // all of a masked block is -inf already
+        return;  // a block without an allowed id: it is not in the row
     }
     z_[id] = value;
     touched_.push_back(block);
 }
 
-// The maxima of blocks that were edited.
+// Recomputes the maxima of the edited blocks.
 void RowEdits::refresh() {
     std::sort(touched_.begin(), touched_.end());
     touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());

@@ -1,4 +1,4 @@
-// What is done to a row of logits before temperature: biases, ids that may not come, penalties.
+// Edits of a row of logits before the temperature: biases, banned ids, penalties.
 #pragma once
 
 #include <string>
@@ -9,16 +9,17 @@
 
 namespace headrace {
 
-// A row before and after its edits. Few ids are edited, so that is done in place, the block maxima follow, and
-// `restore` puts the row back; only where most ids are masked is the row built anew.
+// A row before and after its edits. Most edits change few ids, so they are made in place, the block maxima are updated,
+// and `restore` undoes them. Only a mask copies the allowed logits to a separate row.
 class RowEdits {
 public:
     RowEdits(const SampleKernels& kernels, int vocab_size);
 
-    // Looks at a row: the reason why its logits are broken, or "".
+    // Selects a row. Returns an error if its logits are NaN or too large, otherwise "".
     std::string open(const SampleRow& row);
-    // Edits it: an error, or "".
+    // Applies the edits. Returns an error or "".
     std::string apply(const SampleRow& row);
+    // Undoes the edits of the caller's row.
     void restore();
 
     LogitRow raw() const { return {row_, raw_maxima_, size_, 1.0f}; }
@@ -43,15 +44,15 @@ private:
     const int size_, blocks_;
     float* row_ = nullptr;
     const float* raw_maxima_ = nullptr;
-    float* z_ = nullptr;  // the row as edited: row_, or masked_
+    float* z_ = nullptr;  // the edited row: row_ or masked_
     bool changed_ = false;
     std::vector<float> found_, maxima_, masked_;
     std::vector<Edit> edits_;
-    std::vector<int32_t> touched_;  // blocks
+    std::vector<int32_t> touched_;  // numbers of the edited blocks
 };
 
-// The largest of the first `size` logits of a row among the ids that may come: allowed, in the mask, not banned. -inf
-// where there is none.
+// Largest of the first `size` logits of a row, among the ids that may be drawn (allowed, in the mask, not banned). -inf
+// if there is no such id.
 float best_permitted(const SampleRow& row, int size);
 
 }  // namespace headrace

@@ -11,13 +11,13 @@ namespace headrace {
 namespace {
 
 constexpr double kPoint = 0x1p40;
-constexpr double kSlack = 0x1p-20;  // a sum this close to its goal has reached it: float32 logits are no finer
-constexpr double kWeightless = 41;  // nats below the best where exp is 0 in fixed point, even times its logit
+constexpr double kSlack = 0x1p-20;  // relative tolerance of a goal, about the precision of float32 logits
+constexpr double kWeightless = 41;  // logits this far below the best have weight 0 in fixed point, even times the logit
 constexpr int32_t kLastId = std::numeric_limits<int32_t>::max();
 constexpr int kBins = 4096;
-constexpr double kBinsPerNat = 64;  // twice the largest distance of two keys that matter still fits
+constexpr double kBinsPerNat = 64;  // kBins bins hold twice the largest distance between keys with a weight
 
-// weight * 2^40 to the nearest integer (of two the even one): adding 1.5 * 2^52 leaves it in the low bits.
+// weight * 2^40, rounded to the nearest even integer: adding 1.5 * 2^52 leaves the integer in the low bits.
 int64_t fixed(double weight) {
     constexpr double kRound = 0x1.8p52;
     return std::bit_cast<int64_t>(weight * kPoint + kRound) - std::bit_cast<int64_t>(kRound);
@@ -57,7 +57,7 @@ void Candidates::top_p(double p) {
     const int64_t all_shares = total(), goal = goal_of(all_shares, p);
     const bool was_listed = listed_;
     if (!was_listed) {
-        // Tokens whose share is at most this are too few, all together, to be needed for the goal.
+        // Tokens with at most this share are never needed: together they have at most all_shares - goal.
         const double spare = static_cast<double>(all_shares - goal) / row_.size / kPoint;
         const double reach = spare > 0 ? std::min(-std::log(spare), kWeightless) : kWeightless;
         collect(std::max(cut_.value, static_cast<float>(best_ - reach - 1e-3)));
@@ -70,8 +70,7 @@ void Candidates::top_p(double p) {
     cut_ = {static_cast<float>(-edge.key), edge.id};
 }
 
-// Meister et al., 2023: the tokens whose surprise is closest to the entropy. -log p - H is the mean logit less the
-// logit.
+// Meister et al., 2023: keeps the tokens whose surprise is closest to the entropy H. -log p - H = mean logit - logit.
 void Candidates::typical(double p) {
     if (!listed_) collect(std::max(cut_.value, static_cast<float>(best_ - kWeightless)));
     weigh();
@@ -88,11 +87,11 @@ void Candidates::typical(double p) {
 
 void Candidates::min_p(double p) { keep_within(std::log(p) - kSlack); }
 
-// Tang et al., 2024: sigma is taken over all possible tokens; nothing was cut before.
+// Tang et al., 2024. Sigma is computed over all tokens that are not masked: this must be the first filter.
 void Candidates::top_n_sigma(double n) {
     int64_t count = 0, sum = 0, squares = 0;
     for (int first = 0; first < row_.size; first += kVocabBlock) {
-        if (row_.maxima[first / kVocabBlock] == kNever) continue;  // a masked block holds nothing
+        if (row_.maxima[first / kVocabBlock] == kNever) continue;  // a masked block has no values
         for (int i = first; i < std::min(first + kVocabBlock, row_.size); ++i) {
             if (row_.z[i] == kNever) continue;
             const float x = row_.temperature == 1.0f ? row_.z[i] : row_.z[i] / row_.temperature;
@@ -131,11 +130,11 @@ void Candidates::surprise(double most) {
     keep_within(std::min(norm - most * std::numbers::ln2 - kSlack, 0.0));
 }
 
-// The tokens whose logit is at most -limit below the best.
+// Keeps the tokens with logit - best() >= limit.
 void Candidates::keep_within(double limit) {
-    if (limit == -std::numeric_limits<double>::infinity()) return;  // nothing is that far
-    if (!(limit < 0)) limit = 0;                                    // where it is no number, too: the best stays
-    float least = static_cast<float>(best_ + limit);                // within a rounding of the smallest that is kept
+    if (limit == -std::numeric_limits<double>::infinity()) return;  // keeps all tokens
+    if (!(limit < 0)) limit = 0;                                    // also if it is NaN: keeps the best
+    float least = static_cast<float>(best_ + limit);                // smallest kept logit, up to a rounding error
     const auto kept = [&](float x) { return static_cast<double>(x) - best_ >= limit; };
     while (kept(std::nextafter(least, kNever))) least = std::nextafter(least, kNever);
     while (!kept(least)) least = std::nextafter(least, -kNever);
@@ -208,7 +207,7 @@ void Candidates::key_by_logit() {
     for (size_t i = 0; i < ids_.size(); ++i) keys_[i] = -static_cast<double>(values_[i]);
 }
 
-// Narrows the list to the keys up to the edge.
+// Removes the tokens after the edge from the list.
 void Candidates::keep_to(Edge edge) {
     size_t kept = 0;
     best_ = kNever;
@@ -222,7 +221,7 @@ void Candidates::keep_to(Edge edge) {
     values_.resize(kept);
 }
 
-// A logit that at least k tokens reach: as many block maxima do.
+// A lower bound of the k-th largest logit: at least k block maxima reach it.
 float Candidates::least_of_best(int k) const {
     const int blocks = (row_.size + kVocabBlock - 1) / kVocabBlock;
     if (k > blocks / 2) return kNever;
@@ -240,11 +239,12 @@ float Candidates::least_of_best(int k) const {
     return low / row_.temperature;
 }
 
-// The smallest prefix, in ascending order of keys_, whose shares_ reach the goal; of all where they do not.
+// Last token of the smallest prefix, in ascending order of keys_, whose shares_ sum to the goal; all tokens if they do
+// not. `origin`: a lower bound of the keys.
 Candidates::Edge Candidates::prefix(int64_t goal, double origin) {
     const size_t n = ids_.size();
     places_.resize(n);
-    size_t crossing = n;  // places of the bin where the goal is reached
+    size_t crossing = n;  // number of tokens in the bin that reaches the goal
     int64_t sum = 0;
     if (n <= 256) {
         std::iota(places_.begin(), places_.end(), 0);

@@ -1,4 +1,4 @@
-// Which tokens may be drawn: top-n-sigma, top-k, typical, top-p, min-p, XTC, mirostat on logits after temperature.
+// Filters on logits after the temperature: top-n-sigma, top-k, typical, top-p, min-p, XTC, mirostat.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,14 @@
 
 namespace headrace {
 
-// The kept tokens of one row. While all filters so far keep a prefix of the falling order, a cut says it all and the
-// vocabulary is not listed; after top-k or typical the tokens are listed, ids ascending.
+// The tokens of one row that the filters keep. As long as all filters keep a prefix of the descending order, a cut
+// (TokenCut) represents them without listing the vocabulary. After top-k, typical or XTC they are a list, ids
+// ascending.
 class Candidates {
 public:
     explicit Candidates(const SampleKernels& kernels) : kernels_(kernels) {}
 
-    // Keeps every token of the row, whose largest logit is above -inf and finite.
+    // Keeps all tokens of the row. `best`: its largest logit after the temperature; it must be finite.
     void reset(const LogitRow& row, float best);
     // Applies the filters of `params` in their order.
     void filter(const SampleParams& params);
@@ -24,30 +25,30 @@ public:
     void top_p(double p);
     void min_p(double p);
     void top_n_sigma(double n);
-    // XTC: of the tokens this likely, only the least likely stays.
+    // XTC: removes all tokens with a probability of at least the threshold, except the least likely of them.
     void exclude_top(double threshold);
-    // Mirostat: the best token, and those of at most so many bits of surprise.
+    // Mirostat: keeps the best token and the tokens with at most `most` bits of surprise (-log2 p).
     void surprise(double most);
 
-    // argmax of logit + noise over what is kept.
+    // argmax of logit + noise over the kept tokens.
     int32_t draw(const Noise& noise);
 
     const LogitRow& row() const { return row_; }
     bool all() const { return !listed_ && cut_.value == kNever; }
-    // Turns a cut into a list: what is kept, ids ascending.
+    // Turns a cut into a list, ids ascending.
     void list();
     const std::vector<int32_t>& ids() const { return ids_; }
     const std::vector<float>& values() const { return values_; }
     float best() const { return best_; }
-    // Sum of exp(logit - best()) over what is kept, in fixed point (2^-40).
+    // Sum of exp(logit - best()) over the kept tokens, in fixed point (2^-40).
     int64_t total();
 
-    // The places of the k first of the list in falling order.
+    // Indices in the list of the k largest logits, in descending order.
     std::vector<int> order(int k) const;
 
 private:
     static constexpr float kNever = -__builtin_inff();
-    struct Edge {  // of an ascending order of keys, of equals the lowest id first: the last that is kept
+    struct Edge {  // the last kept token, in ascending order of (key, id)
         double key;
         int32_t id;
     };

@@ -1,5 +1,5 @@
-// Sampling noise: Philox4x32-10 (Salmon et al., SC'11) and Gumbel values, bit for bit those of headrace.ops.noise.
-// Products and sums are rounded one by one (-ffp-contract=off); a fused one changes what seeds give.
+// Sampling noise: Philox4x32-10 (Salmon et al., SC'11) and Gumbel values, with the bits of headrace.ops.noise. Every
+// product and sum is rounded (-ffp-contract=off): fused operations would change the tokens of a seed.
 #pragma once
 
 #include "sample/kernels.h"
@@ -7,7 +7,7 @@
 
 namespace headrace::HEADRACE_ISA {
 
-// Ten rounds on kHalf counters in 64-bit lanes, of which only the low words count.
+// Ten rounds on kHalf counters in 64-bit lanes. Only the low words are used.
 HEADRACE_INLINE void philox(U64v (&c)[4], const Noise& noise) {
     const U64v m0 = set_u64(0xD2511F53), m1 = set_u64(0xCD9E8D57);
     uint32_t k0 = noise.key[0], k1 = noise.key[1];
@@ -30,10 +30,10 @@ HEADRACE_INLINE void set_counter(U64v (&c)[4], U64v groups, const Noise& noise) 
     c[3] = set_u64(0);
 }
 
-// Which of kLanes counters sits in lane p, so that transposing the words within 128 bits puts tokens in order.
+// Index of the counter in lane p of kLanes, so that transposing the words within 128 bits puts the tokens in order.
 constexpr uint64_t counter_of(int p) { return static_cast<uint64_t>(kLanes / 4 * (p % 4) + p / 4); }
 
-// The words of 4 * kLanes tokens from `first`, a multiple of 4 * kLanes, in the order of their ids.
+// Random words of 4 * kLanes tokens from id `first` (a multiple of 4 * kLanes) on, in order of their ids.
 HEADRACE_INLINE void noise_words(U32v (&w)[4], int first, const Noise& noise) {
     U64v even = {}, odd = {};
     for (int i = 0; i < kHalf; ++i) even[i] = counter_of(2 * i), odd[i] = counter_of(2 * i + 1);
@@ -52,7 +52,7 @@ HEADRACE_INLINE void noise_words(U32v (&w)[4], int first, const Noise& noise) {
     w[3] = interleave<true, 2>(hi01, hi23);
 }
 
-// x = 2^e (1 + f), 1 + f between sqrt(1/2) and sqrt(2)
+// Splits x = 2^e (1 + f) with 1 + f between sqrt(1/2) and sqrt(2).
 HEADRACE_INLINE void split(F32v x, F32v& f, I32v& e) {
     const I32v bits = as_i32(x);
     e = (bits - 0x3f3504f3) >> 23;
@@ -69,9 +69,9 @@ HEADRACE_INLINE F32v ln(F32v f, I32v e) {
     return (((f * f) * q + exponent * set_f32(-0x1.bd0106p-13f)) + f) + exponent * set_f32(0.693359375f);
 }
 
-// Gumbel(0, 1) of kLanes words; falls as the word grows, and is below -ln(word / 2^32).
+// Gumbel(0, 1) noise of kLanes words. It decreases as the word grows, and is below -ln(word / 2^32).
 HEADRACE_INLINE F32v gumbel(U32v word) {
-    const U32v high = (U32v)((word >> 30) != 0);  // ones where the word is 2^30 or more
+    const U32v high = (U32v)((word >> 30) != 0);  // all ones if the word is at least 2^30
     const F32v y = unsigned_f32(word ^ high) * set_f32(0x1p-32f) + set_f32(0x1p-33f);
     F32v f;
     I32v e;

@@ -1,4 +1,4 @@
-// What a request says about its tokens, and what its sequence has been so far: plain data of the sampler.
+// Inputs of the sampler: parameters of a request, tokens of its sequence, and a row of logits.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace headrace {
 
 using Ids = std::span<const int32_t>;
 
-// The part of headrace.data.params.SamplingParams that decides which token comes; neutral as it is.
+// The part of headrace.data.params.SamplingParams that the sampler needs. The defaults change nothing.
 struct SampleParams {
     float temperature = 1.0f;  // below 0.01: greedy
     int top_k = 0;             // 0: off
@@ -27,16 +27,16 @@ struct SampleParams {
     double mirostat_tau = 0.0, mirostat_eta = 0.1;
     std::vector<std::pair<int32_t, float>> bias;
     std::vector<std::vector<int32_t>> bad_words;
-    std::vector<int32_t> stop_ids;  // cannot come before min_tokens
+    std::vector<int32_t> stop_ids;  // banned until the output has min_tokens tokens
     std::vector<int32_t> allowed;
     bool only_allowed = false;
-    bool constrained = false;  // by a grammar: nothing is drawn without its mask
+    bool constrained = false;  // by a grammar: a draw without its mask is an error
 
     bool greedy() const { return temperature < 0.01f; }
     bool penalties() const { return repetition != 1.0f || frequency != 0.0f || presence != 0.0f; }
 };
 
-// The tokens of one sequence, and how often each is in its output.
+// The tokens of one sequence, and the count of each in its output.
 class History {
 public:
     explicit History(Ids prompt = {});
@@ -44,7 +44,7 @@ public:
 
     const std::vector<int32_t>& tokens() const { return tokens_; }
     int prompt_length() const { return prompt_length_; }
-    // Every id of prompt and output, with its number in the output.
+    // Every id of the prompt and the output -> its count in the output.
     const std::unordered_map<int32_t, int32_t>& counts() const { return counts_; }
 
 private:
@@ -53,15 +53,15 @@ private:
     int prompt_length_;
 };
 
-// One row of logits and what is known of its sequence. The logits are changed while a call lasts and put back.
+// One row of logits and its sequence. A call may change the logits, but restores them before it returns.
 struct SampleRow {
     float* logits;
-    const float* maxima;  // of blocks of kVocabBlock (a block that holds NaN must not hide it), or null
+    const float* maxima;  // block maxima (NaN if a logit of the block is NaN), or null
     const SampleParams* params;
     const History* history;
     Ids path = {};                   // draft tokens between the history and this row
-    const uint32_t* mask = nullptr;  // a bit per token, 1 = allowed; or null
-    std::optional<double> mu = {};   // mirostat: the most surprise allowed, in bits; none at the beginning of an output
+    const uint32_t* mask = nullptr;  // one bit per token, 1 = allowed; or null
+    std::optional<double> mu = {};   // mirostat: most surprise in bits; empty for the first token of an output
 
     int position() const { return static_cast<int>(history->tokens().size() + path.size()); }
 };

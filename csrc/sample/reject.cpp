@@ -1,6 +1,5 @@
-// Speculative sampling by rejection (Leviathan et al. 2022; card F1) and by blocks (Sun et al. 2024): what
-// headrace.ops.rejection says in torch, on rows of logits where they are. p and q are processed alike, as a draw's
-// candidates are.
+// Speculative sampling by rejection (Leviathan et al. 2022) and by block verification (Sun et al. 2024). Decides like
+// headrace.ops.rejection in torch. p and q are the distributions after all filters of a draw.
 #include <algorithm>
 #include <cmath>
 
@@ -9,14 +8,14 @@
 namespace headrace {
 namespace {
 
-// What a token was drawn from gives it; tokens beyond the row have nothing.
+// The probability of `token` in the draft distribution of chain position `at`.
 double q_of(const DraftChain& chain, size_t at, int32_t token) {
     if (chain.q.empty()) return token == chain.tokens[at] ? 1.0 : 0.0;
     const std::vector<float>& row = chain.q[at];
     return static_cast<size_t>(token) < row.size() ? row[static_cast<size_t>(token)] : 0.0;
 }
 
-// max(0, share p - q) of every token that p has; their sum.
+// Computes max(0, share * p - q) of every token of p; returns the sum.
 double residual(const Distribution& p, double share, const DraftChain& chain, size_t at, std::vector<double>* out) {
     double sum = 0;
     if (out) out->resize(p.ids.size());
@@ -60,7 +59,7 @@ std::string Sampler::propose(const SampleRow& row, NoiseKey key, int32_t& token,
     return "";
 }
 
-// argmax of log share + noise at a row, over what is left of p once q has had its part, or over p itself.
+// Draws from the residual distribution `left` (unnormalized, for the ids of p): argmax of log(left) + noise.
 int32_t Sampler::draw_left(const Distribution& p, const std::vector<double>& left, NoiseKey key, uint32_t position) {
     std::vector<float> noise(p.ids.size() + 16);
     kernels_.gumbel(p.ids.data(), static_cast<int>(p.ids.size()), {{key.k0, key.k1}, position, kResidual},
@@ -88,9 +87,9 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
     };
     const uint32_t position = static_cast<uint32_t>(first.position());
     std::vector<Distribution> p(chain.tokens.size() + 1);
-    size_t end = chain.tokens.size(), read = 0;  // where the chain ends; rows in p
+    size_t end = chain.tokens.size(), read = 0;  // end of the chain; number of rows read into p
     std::string error;
-    const auto read_to = [&](size_t last) {  // a row that cannot be drawn from ends the chain before it
+    const auto read_to = [&](size_t last) {  // a row without a token to draw ends the chain before it
         for (; read <= std::min(last, end) && error.empty(); ++read) {
             error = distribution(row_at(read), key, p[read]);
             if (!error.empty()) end = read;
@@ -100,7 +99,7 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
     read_to(0);
     if (end == 0 && !error.empty()) return error;
     size_t accepted = 0;
-    double share = 1, kept = 1;  // of the chain so far, and of what is accepted of it
+    double share = 1, kept = 1;  // block verification: weight of the chain so far, and at the last accepted token
     for (size_t at = 0; at < end; ++at) {
         const double ratio = p[at].of(chain.tokens[at]) / q_of(chain, at, chain.tokens[at]);
         const double thrown = coin(key, position + static_cast<uint32_t>(at), kAccept);
@@ -119,7 +118,7 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
         if (thrown < chance) accepted = at + 1, kept = share;
     }
     std::vector<int32_t> tokens(chain.tokens.begin(), chain.tokens.begin() + static_cast<ptrdiff_t>(accepted));
-    const bool drawn = accepted < end || error.empty();  // else the last accepted token is the walk's last one
+    const bool drawn = accepted < end || error.empty();  // otherwise the last accepted token ends the walk
     for (size_t at = 0; at + !drawn < accepted; ++at) out.path.push_back(static_cast<int32_t>(at));
     if (drawn) {
         std::vector<double> left = p[accepted].shares;
@@ -127,14 +126,14 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
         tokens.push_back(draw_left(p[accepted], left, key, position + static_cast<uint32_t>(accepted)));
     }
     for (size_t at = 0; at < tokens.size(); ++at) {
-        TokenReport& one = out.reports.emplace_back();
-        one.id = tokens[at];
+        TokenReport& drawn_token = out.reports.emplace_back();
+        drawn_token.id = tokens[at];
         if (report.k < 0) continue;
         error = choose_with_coin(row_at(at), key);
         if (!error.empty()) return error;
-        if (report.processed) describe_kept(report.k, {&one, 1});
+        if (report.processed) describe_kept(report.k, {&drawn_token, 1});
         edits_.restore();
-        if (!report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, {&one, 1});
+        if (!report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, {&drawn_token, 1});
     }
     return "";
 }

@@ -25,7 +25,7 @@ int argmax(const SampleKernels& kernels, const LogitRow& row) {
 
 }  // namespace
 
-// One word of Philox4x32-10.
+// The first word of Philox4x32-10.
 double coin(NoiseKey key, uint32_t position, uint32_t purpose) {
     uint32_t c[4] = {position, 0, purpose, 0};
     for (int round = 0; round < 10; ++round) {
@@ -95,9 +95,9 @@ std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, 
     if (report.k >= 0 && report.processed) describe_kept(report.k, out);
     if (tau > 0) {
         const LogitRow edited = edits_.edited(row.params->temperature);
-        for (TokenReport& one : out) {
-            const double bits = (norm - edited.z[one.id] / edited.temperature) / std::numbers::ln2;
-            one.mu = mu - row.params->mirostat_eta * (bits - tau);
+        for (TokenReport& drawn : out) {
+            const double bits = (norm - edited.z[drawn.id] / edited.temperature) / std::numbers::ln2;
+            drawn.mu = mu - row.params->mirostat_eta * (bits - tau);
         }
     }
     edits_.restore();
@@ -105,14 +105,14 @@ std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, 
     return "";
 }
 
-// XTC's coin makes what each key may draw differ.
+// With XTC each key has its own coin, so the kept tokens differ from key to key.
 std::string Sampler::draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
                                  std::span<TokenReport> out, uint32_t purpose) {
-    std::vector<TokenReport> one;
+    std::vector<TokenReport> drawn;
     for (size_t i = 0; i < keys.size(); ++i) {
-        std::string error = draw(row, keys.subspan(i, 1), report, one, purpose);
+        std::string error = draw(row, keys.subspan(i, 1), report, drawn, purpose);
         if (!error.empty()) return error;
-        out[i] = one.front();
+        out[i] = drawn.front();
     }
     return "";
 }
@@ -133,7 +133,7 @@ std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowSt
         std::string error = draw(row, {&key, 1}, report, reports);
         if (!error.empty()) {
             if (out.path.empty()) return error;
-            out.path.pop_back();  // the walk ends before a node behind which nothing can be drawn
+            out.path.pop_back();  // no token can follow this node: its token is the last of the walk
             return "";
         }
         out.reports.push_back(reports.front());
@@ -150,7 +150,7 @@ std::string Sampler::verify(const SampleRow& first, const DraftTree& tree, RowSt
 std::string Sampler::top(const SampleRow& row, int k, TokenReport& out) {
     out = {};
     std::string error = edits_.open(row);
-    std::optional<double> norm;  // a mask says which tokens may come, not how likely they are
+    std::optional<double> norm;  // a mask must not change log-probabilities: use the norm without it
     if (error.empty() && row.mask) norm = norm_of(edits_.raw());
     if (error.empty()) error = edits_.apply(row);
     if (!error.empty()) return error;
@@ -173,8 +173,8 @@ std::string Sampler::score(const SampleRow& row, int32_t token, int k, TokenRepo
     return "";
 }
 
-// Log-probabilities under a norm, that of log-softmax over a whole row: of each report's token (where it has one) and
-// of the k best.
+// Fills the log-probabilities of each report's token (if any) and of the k best tokens. `norm`: log of the sum of
+// exp(logit) over the row.
 void Sampler::describe(const LogitRow& row, double norm, int k, std::span<TokenReport> out) {
     std::vector<int32_t> ids;
     std::vector<float> logprobs;
@@ -199,7 +199,7 @@ void Sampler::describe(const LogitRow& row, double norm, int k, std::span<TokenR
     }
 }
 
-// The same over what was kept.
+// The same over the kept tokens.
 void Sampler::describe_kept(int k, std::span<TokenReport> out) {
     if (kept_.all()) return describe(kept_.row(), norm_of(kept_.row()), k, out);
     kept_.list();

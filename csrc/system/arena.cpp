@@ -92,16 +92,16 @@ void Arena::provide_page(Block& block, size_t page) {
     const bool small = pages_ == Pages::kQuickest && page_size_.small();
     if (small) os::prefer(os::Pages::kSmall, memory, kHugePage);
     const double before = os::thread_seconds();
-    // Where the system cannot, pages come when they are first written.
+    // If the system does not support it, it provides the pages when they are first written.
     if (os::provide(memory, kHugePage)) page_size_.took(small, os::thread_seconds() - before);
     state.store(kThere, std::memory_order_release);
 }
 
 Arena::Block& Arena::add_block(size_t bytes) {
-    const size_t mapped = bytes + kHugePage;  // room to begin on a 2 MB boundary
+    const size_t mapped = bytes + kHugePage;  // space to align the base to 2 MB
     void* mapping = os::reserve(mapped);
     auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
-    os::prefer(os::Pages::kLarge, base, bytes);  // where huge pages are off, small ones serve
+    os::prefer(os::Pages::kLarge, base, bytes);  // the system may still use small pages
     blocks_.push_back({base, bytes, 0, mapping, mapped, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
     return blocks_.back();
 }

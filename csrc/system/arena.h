@@ -1,4 +1,4 @@
-// Memory for packed weights and KV pools: large blocks on 2 MB pages, given back all at once.
+// Memory for packed weights and KV pools: large blocks on 2 MB pages, all released together.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,16 @@
 
 namespace headrace {
 
-// Whether 2 MB of memory are to be asked for as one page or as small ones, learned from what they cost.
+// Chooses between one 2 MB page and small pages, from their measured cost.
 //
-// A page of 2 MB takes 0.1 to 0.5 ms, mostly to clear it. In a virtual machine that has given its free memory back, the
-// host must find all of it anew, for 5 ms or more, while small pages come from memory that is in pieces and still held.
-// So once a few pages have been slow, small ones are tried once, and kept where they take less than half as long.
+// A 2 MB page takes 0.1 to 0.5 ms, mostly to clear it. In a virtual machine that has returned its free memory, the host
+// must allocate it again, which takes 5 ms or more; small pages come from fragmented memory that the machine still has.
+// So after a few slow 2 MB pages, small pages are tried once, and used from then on if they take less than half the
+// time.
 class PageSize {
 public:
-    bool small();                           // how the next 2 MB are to be asked for
-    void took(bool small, double seconds);  // what they cost, in time of the CPU
+    bool small();                           // whether the next 2 MB use small pages
+    void took(bool small, double seconds);  // records the CPU time that 2 MB took
 
 private:
     enum class Trial { kNone, kRunning, kOver };
@@ -32,17 +33,17 @@ private:
     std::mutex lock_;
     Trial trial_ = Trial::kNone;
     int slow_ = 0;
-    double slow_seconds_ = 0;  // of all slow pages
+    double slow_seconds_ = 0;  // total time of the slow pages
     bool small_ = false;
 };
 
 class Arena {
 public:
-    // What is provided comes in pages of 2 MB, or in small ones where those are much quicker to get and a little slower
-    // to use.
+    // Page size. kLarge: 2 MB. kQuickest: chosen by PageSize; small pages can be much faster to get, but are a little
+    // slower to use.
     enum class Pages { kQuickest, kLarge };
 
-    // Blocks of `block_bytes` (rounded up to 2 MB) are mapped as they are needed; pages cost memory once written.
+    // Maps blocks of `block_bytes` bytes (rounded up to 2 MB) on demand. A page uses memory once it is written.
     explicit Arena(size_t block_bytes = size_t{256} << 20, Pages pages = Pages::kQuickest);
     ~Arena();
     Arena(const Arena&) = delete;
@@ -51,11 +52,11 @@ public:
     // Zeroed, 64-byte aligned, valid as long as the arena. Throws std::bad_alloc.
     uint8_t* allocate(size_t bytes);
 
-    // Has the system provide memory of the arena before it is written. Threads may ask for the same page: one of them
-    // provides it and the others wait. (Two that meet in a new page would both clear one.) What was provided before
-    // costs nothing. Not while another thread allocates.
+    // Makes the system provide memory of the arena before it is written. If several threads need the same page, one
+    // provides it and the others wait; otherwise each of them would clear a page. Costs nothing for pages that were
+    // provided before. Must not run while another thread allocates.
     void provide(std::span<const uint8_t> part);
-    // The same, on all threads of the pool. Throws ForkedError.
+    // The same on all threads of the pool. Throws ForkedError.
     void provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts);
 
     size_t used() const { return used_; }
@@ -67,13 +68,13 @@ private:
         uint8_t* base;
         size_t bytes;
         size_t used;
-        void* mapping;  // what munmap takes: begins before `base`
+        void* mapping;  // start of the mapping, at or before `base`
         size_t mapped;
-        std::unique_ptr<std::atomic<Page>[]> pages;  // of 2 MB
+        std::unique_ptr<std::atomic<Page>[]> pages;  // state of each 2 MB page
     };
 
     Block& add_block(size_t bytes);
-    // f(block, page) for each page of a part.
+    // Calls f(block, page) for each 2 MB page of a part.
     template <class F>
     void each_page(std::span<const uint8_t> part, F f);
     void provide_page(Block& block, size_t page);

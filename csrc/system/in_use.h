@@ -1,4 +1,4 @@
-// An error where two threads would be in one object at once: steps run without Python's lock.
+// Detects concurrent use of an object. Steps run without the GIL, so two Python threads could use one object at once.
 #pragma once
 
 #include <atomic>
@@ -6,7 +6,7 @@
 
 namespace headrace {
 
-// Who is in an object: several that read it, or one that changes it. A copy begins with nobody.
+// Users of an object: several readers or one writer. A copy starts without users.
 class InUse {
 public:
     InUse() = default;
@@ -21,15 +21,15 @@ private:
         throw std::runtime_error("this model is in a step of another thread; let one thread use it at a time");
     }
 
-    std::atomic<int> users_{0};  // -1: one that changes the object
+    std::atomic<int> users_{0};  // number of readers; -1: one writer
 };
 
-// Each lasts as long as its scope, and throws std::runtime_error instead of waiting for the other thread.
+// Scoped locks for a writer (Exclusive) and a reader (Shared). They throw std::runtime_error instead of waiting.
 class Exclusive {
 public:
     explicit Exclusive(InUse& of) : users_(of.users_) {
-        int nobody = 0;
-        if (!users_.compare_exchange_strong(nobody, -1, std::memory_order_acquire)) InUse::refuse();
+        int free = 0;
+        if (!users_.compare_exchange_strong(free, -1, std::memory_order_acquire)) InUse::refuse();
     }
     ~Exclusive() { users_.store(0, std::memory_order_release); }
     Exclusive(const Exclusive&) = delete;

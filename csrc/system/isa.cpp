@@ -30,7 +30,7 @@ Registers cpuid(uint32_t leaf, uint32_t subleaf) {
     return r;
 }
 
-// The register files that the operating system saves (XCR0).
+// Register state that the operating system saves (XCR0).
 uint64_t saved_state() {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -47,7 +47,7 @@ bool has(uint32_t word, std::initializer_list<int> bits) {
 std::vector<Isa> detect() {
     std::vector<Isa> found{Isa::kPlain};
     const Registers one = cpuid(1, 0), seven = cpuid(7, 0), more = cpuid(7, 1);
-    if (!has(one.c, {27})) return found;  // OSXSAVE: without it xgetbv may not be asked
+    if (!has(one.c, {27})) return found;  // OSXSAVE: without it xgetbv is illegal
     const uint64_t saved = saved_state();
     const bool ymm = (saved & 0x06) == 0x06, zmm = (saved & 0xe6) == 0xe6;
     // FMA, AVX, F16C; AVX2, BMI1, BMI2
@@ -62,7 +62,7 @@ std::vector<Isa> detect() {
 }
 #elif defined(HEADRACE_ARM)
 std::vector<Isa> detect() {
-    constexpr unsigned long kDotProduct = 1UL << 20, kInt8Products = 1UL << 13;  // of AT_HWCAP, of AT_HWCAP2
+    constexpr unsigned long kDotProduct = 1UL << 20, kInt8Products = 1UL << 13;  // bits of AT_HWCAP and of AT_HWCAP2
     std::vector<Isa> found{Isa::kPlain};
     const os::Features has = os::features();
     if (!(has.first & kDotProduct)) return found;

@@ -1,4 +1,4 @@
-// Which instruction sets the core is built for, which of them this CPU runs, and which one is used.
+// Instruction sets that the core is built for, and detection of those that this CPU runs.
 #pragma once
 
 #include <string_view>
@@ -8,14 +8,14 @@ namespace headrace {
 
 enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kNeon, kI8mm };
 
-// "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI) or "avx512" (with VNNI and BF16);
-// on Arm "neon" (with the dot product) or "i8mm" (with that of unsigned by signed bytes).
+// "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI) or "avx512" (with VNNI and BF16); on
+// Arm "neon" (with the dot product of signed bytes) or "i8mm" (with the dot product of unsigned and signed bytes).
 std::string_view isa_name(Isa isa);
 
-// Throws std::invalid_argument, one line, for a name that is none of the above.
+// Throws std::invalid_argument for an unknown name.
 Isa parse_isa(std::string_view name);
 
-// Those that the CPU and the operating system support and the core was built with, the best first.
+// Instruction sets that the CPU and the operating system support and the core is built for, the best first.
 const std::vector<Isa>& supported_isas();
 
 }  // namespace headrace

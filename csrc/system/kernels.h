@@ -32,11 +32,12 @@ struct Kernels {
     const SampleKernels* sample;
 };
 
-// The table in use: the best the CPU has, or what the environment variable HEADRACE_ISA names.
-// Throws std::invalid_argument when that is unknown or not supported here. Read once, at the first call.
+// The table in use: of the best instruction set of this CPU, or of the one in the environment variable HEADRACE_ISA.
+// Chosen at the first call. Throws std::invalid_argument if HEADRACE_ISA is unknown or not supported here.
 const Kernels& kernels();
 
-// The table of one instruction set (tests run several in one process); throws when the CPU lacks it.
+// The table of one instruction set; tests run several in one process. Throws std::invalid_argument if the CPU does not
+// support it.
 const Kernels& kernels_for(Isa isa);
 
 }  // namespace headrace

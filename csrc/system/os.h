@@ -1,5 +1,5 @@
-// The operating system: all that the core asks of it. One source per system (os_linux.cpp); no other file includes a
-// header of the system.
+// Functions of the operating system that the core uses. One source per system (os_linux.cpp); no other file includes a
+// system header.
 #pragma once
 
 #include <cstddef>
@@ -10,48 +10,48 @@
 
 namespace headrace::os {
 
-// CPU numbers of this process's affinity mask, ascending. `ask` fills a mask of so many bytes, or fails with EINVAL if
-// that is fewer than the system has CPUs; another one is for tests.
+// CPU numbers in this process's affinity mask, ascending. `ask` fills a mask of `bytes` bytes, or fails with EINVAL if
+// the mask is too small for the system's CPUs. Tests pass another `ask`.
 using AskAffinity = int (*)(size_t bytes, void* mask);
 int ask_affinity(size_t bytes, void* mask);
 std::vector<int> allowed_cpus(AskAffinity ask = ask_affinity);
 
-// How many cores those are: two hyperthreads are one.
+// Number of cores of these CPUs; two hyperthreads are one core.
 int cores(const std::vector<int>& cpus);
 
-// CPUs' worth of time the control group grants (cgroup v2 cpu.max, v1 cfs quota), up the whole path; 0: no limit.
-// The arguments are for tests.
+// CPU quota of the control group in CPUs (cgroup v2 cpu.max, v1 cfs quota): the smallest on the path to the root; 0: no
+// limit. Tests pass other arguments.
 inline constexpr const char* kMembership = "/proc/self/cgroup";
 inline constexpr const char* kControlGroups = "/sys/fs/cgroup";
 double quota(const std::string& membership = kMembership, const std::string& root = kControlGroups);
 
 void pin(std::thread& thread, int cpu);
 
-// CPU time of the calling thread.
+// CPU time of the calling thread in seconds.
 double thread_seconds();
 
-// Calls `f`, once more for each call of this function, in every child that the process forks.
+// Registers `f` to be called in every child that the process forks.
 void on_fork(void (*f)());
 
-// Address space whose pages come when they are written. Throws std::bad_alloc.
+// Reserves address space; the system provides its pages when they are first written. Throws std::bad_alloc.
 void* reserve(size_t bytes);
 void release(void* memory, size_t bytes);
 
 enum class Pages { kLarge, kSmall };
-// A hint for pages that are not there yet.
+// Hint for the page size of pages that the system has not provided yet.
 void prefer(Pages pages, void* memory, size_t bytes);
 
-// Lets all pages come now; false where the system cannot.
+// Makes the system provide all pages now. Returns false if it does not support this.
 bool provide(void* memory, size_t bytes);
 
-// Gives back the pages of a mapped file that hold these bytes. A later read fetches them from the file again, also a
-// read of neighbours on the first and the last page.
+// Releases the pages of a mapped file that contain these bytes. A later read of these pages, also of other bytes on the
+// first and last page, loads them from the file again.
 void forget(const void* mapped, size_t bytes);
 
-// The start of the page that holds an address. Pages have 4, 16 or 64 KB on Arm.
+// Start of the page that contains the address. On Arm, pages have 4, 16 or 64 KB.
 constexpr uintptr_t page_start(uintptr_t address, uintptr_t page_bytes) { return address / page_bytes * page_bytes; }
 
-// What the CPU has, where only the system can say: the words of AT_HWCAP and AT_HWCAP2 on Arm, else 0.
+// CPU features that only the system reports: AT_HWCAP and AT_HWCAP2 on Arm, otherwise 0.
 struct Features {
     unsigned long first, second;
 };

@@ -1,4 +1,4 @@
-// Linux.
+// Implementation for Linux.
 #include <pthread.h>
 #include <sched.h>
 #include <sys/auxv.h>
@@ -23,7 +23,7 @@
 namespace headrace::os {
 namespace {
 
-constexpr size_t kMostMasks = 1 << 10;  // of 1024 CPUs: a million
+constexpr size_t kMostMasks = 1 << 10;  // masks of 1024 CPUs each
 
 std::string first_line(const std::string& path) {
     std::ifstream file(path);
@@ -48,7 +48,7 @@ double cfs_quota(const std::string& folder) {
     return q > 0 && p > 0 ? q / p : 0;
 }
 
-// The least limit of a group and of all groups above it.
+// Smallest limit of a control group and all groups above it.
 double limit_on_path(const std::string& root, std::string path, double (*limit)(const std::string&)) {
     double least = 0;
     for (;;) {
@@ -65,7 +65,7 @@ int ask_affinity(size_t bytes, void* mask) { return sched_getaffinity(0, bytes, 
 
 std::vector<int> allowed_cpus(AskAffinity ask) {
     std::vector<int> cpus;
-    std::vector<cpu_set_t> mask(1);  // of 1024 CPUs each
+    std::vector<cpu_set_t> mask(1);  // 1024 CPUs per element
     while (ask(mask.size() * sizeof(cpu_set_t), mask.data()) != 0) {
         if (errno != EINVAL || mask.size() > kMostMasks) return cpus;
         mask.assign(2 * mask.size(), {});

@@ -27,7 +27,7 @@ void pause() {
 constexpr int kPausesPerLook = 32;
 constexpr int kSleepFactor = 6;
 
-// Forks between the first pool's process and this one.
+// Number of forks since the first pool was created.
 std::atomic<unsigned>& forks() {
     static std::atomic<unsigned> count{0};
     static const bool registered = (os::on_fork([] { forks().fetch_add(1); }), true);
@@ -35,7 +35,7 @@ std::atomic<unsigned>& forks() {
     return count;
 }
 
-// Spins, and yields once another thread must have lost its CPU. Never sleeps.
+// Spins, then yields: after 500 spins the other thread is probably descheduled. Never sleeps.
 void wait_for(const std::atomic<uint32_t>& word, uint32_t value) {
     for (int spins = 0; word.load(std::memory_order_acquire) != value; ++spins) {
         if (spins < 500) {
@@ -86,7 +86,7 @@ ThreadPool::ThreadPool(int threads, bool pin)
 
 ThreadPool::~ThreadPool() {
     if (forked()) {
-        workers_.release();  // threads of another process: neither to be joined nor to be freed
+        workers_.release();  // threads of the parent: joining or freeing them is invalid
         return;
     }
     stop();
@@ -125,7 +125,7 @@ void ThreadPool::run(Job job, void* context, Crew crew) {
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-// This thread's part of the job.
+// Runs this thread's part of the job; keeps its exception.
 void ThreadPool::call(int thread) {
     try {
         job_(context_, thread);
@@ -157,7 +157,7 @@ void ThreadPool::work(int thread) {
     }
 }
 
-// Joins the open job, unless this worker already did.
+// Joins the open job, unless this worker has joined it before.
 bool ThreadPool::join(uint32_t& joined) {
     uint64_t gate = gate_.load(std::memory_order_acquire);
     do {

@@ -1,4 +1,4 @@
-// The threads of the native core: the caller and n - 1 workers that run one job together.
+// Thread pool of the core: the caller and n - 1 workers run one job together.
 #pragma once
 
 #include <atomic>
@@ -14,27 +14,27 @@
 
 namespace headrace {
 
-// The process was forked: the pool's workers are in the parent only.
+// The process was forked: the pool's workers exist only in the parent.
 struct ForkedError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The system did not start all threads of a pool.
+// The system refused to start all threads of a pool.
 struct ThreadsError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// One thread for each core in the affinity mask, at most the whole CPUs of the quota. A rest of 0.75 CPUs or more
-// counts as one: a thread that has less is stopped for most of each period, and the others wait for it. At least 1.
+// One thread for each core in the affinity mask, but not more than the quota in CPUs, and at least 1. A fraction of
+// 0.75 CPUs or more counts as a CPU; with less, a thread would be stopped for most of each period and delay the others.
 int default_threads(double quota = os::quota());
 
 class ThreadPool {
 public:
     using Job = void (*)(void* context, int thread);
 
-    // `threads` counts the caller. Throws std::invalid_argument unless 1 <= threads <= 1024, and ThreadsError if one of
-    // them cannot be started. It ends those that were started: the rest of the process may need the last ones.
-    // `pin` binds worker i to the i-th CPU this process may use (the caller is left alone).
+    // `threads` includes the caller. `pin` binds worker i to the i-th CPU that this process may use; the caller is not
+    // pinned. Throws std::invalid_argument unless 1 <= threads <= 1024. Throws ThreadsError if a thread cannot be
+    // started, and ends the started ones, so that the rest of the process can use them.
     explicit ThreadPool(int threads, bool pin = false);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -42,35 +42,36 @@ public:
 
     int size() const { return size_; }
 
-    // Who runs a job. kAll: every thread, each once. kAvailable: the caller, and the workers that the system schedules
-    // before the caller's part ends; the others miss the job. Such a job must be complete when any one of its threads
-    // is.
+    // Threads that run a job. kAll: every thread, once. kAvailable: the caller, and the workers that the system
+    // schedules before the caller's part ends; the others miss the job. When one thread of such a job returns, all work
+    // of the job must have been taken.
     enum class Crew { kAll, kAvailable };
 
-    // Runs job(context, thread) for thread = 0 .. size() - 1, number 0 on the caller, and returns when all threads that
-    // take part are done. An exception of a thread is thrown here once the others are done, the first if there are
-    // several; a job in which threads wait for each other must not wait for one that threw. The job must not call run.
-    // Calls from several threads take turns. Throws ForkedError after a fork.
+    // Runs job(context, thread) for thread = 0 .. size() - 1, thread 0 on the caller, and returns when all threads of
+    // the job are done. Rethrows the first exception of a thread after the others are done. If threads of a job wait
+    // for each other, they must not wait for a thread that threw. The job must not call run. Concurrent calls run one
+    // after the other. Throws ForkedError after a fork.
     void run(Job job, void* context, Crew crew = Crew::kAll);
 
-    // The same for anything callable as f(thread).
+    // The same for a callable f(thread).
     template <class F>
     void run(F&& f, Crew crew = Crew::kAll) {
         void* context = const_cast<void*>(static_cast<const void*>(&f));
         run([](void* held, int thread) { (*static_cast<std::remove_reference_t<F>*>(held))(thread); }, context, crew);
     }
 
-    // Inside a job of kAll: returns when every thread of the pool has called it. Writes before it are visible after it.
+    // Only in a job of kAll: returns when every thread of the pool has called it. Writes before it are visible after
+    // it.
     void barrier(int thread);
 
-    // Time for which an idle worker spins; then it yields, and after six times this time it sleeps. A long time keeps
-    // workers awake across the gap between two steps.
+    // Time for which an idle worker spins. Then it yields, and after six times this time it sleeps. A long time keeps
+    // the workers awake between two steps.
     void set_spin(int microseconds) { spin_us_.store(microseconds, std::memory_order_relaxed); }
     static constexpr int kSpinMicroseconds = 50;
 
 private:
     struct alignas(64) Slot {
-        std::atomic<uint32_t> arrived{0};  // barriers this thread has reached
+        std::atomic<uint32_t> arrived{0};  // number of barriers that this thread has reached
     };
 
     void stop();
@@ -81,20 +82,21 @@ private:
     bool forked() const;
 
     const int size_;
-    const unsigned generation_;  // of the process, counted in forks
+    const unsigned generation_;  // number of forks when the pool was created
     std::mutex turn_;
     Job job_ = nullptr;
     void* context_ = nullptr;
     Crew crew_ = Crew::kAll;
     std::mutex failure_turn_;
-    std::exception_ptr failure_;  // of the job
+    std::exception_ptr failure_;  // first exception of the job
     bool stop_ = false;
-    alignas(64) std::atomic<uint32_t> epoch_{0};  // jobs started
-    // The job that can be joined: its number in the high half, kOpen, and how many workers joined it. 0: none.
+    alignas(64) std::atomic<uint32_t> epoch_{0};  // number of jobs started
+    // The job that workers can join: its number in the high half, kOpen, and the number of workers that joined. 0:
+    // none.
     static constexpr uint64_t kOpen = 1 << 16;
     alignas(64) std::atomic<uint64_t> gate_{0};
-    alignas(64) std::atomic<uint32_t> finished_{0};  // workers that joined the job and are done
-    alignas(64) std::atomic<uint32_t> released_{0};  // barriers passed
+    alignas(64) std::atomic<uint32_t> finished_{0};  // workers that have finished the job
+    alignas(64) std::atomic<uint32_t> released_{0};  // number of barriers passed
     std::atomic<int> spin_us_{kSpinMicroseconds};
     std::vector<Slot> slots_;
     std::unique_ptr<std::vector<std::thread>> workers_;

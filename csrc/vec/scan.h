@@ -1,4 +1,4 @@
-// What scans of the vocabulary need beyond the shim: masks of lanes as bits, words, and 64-bit lanes (half as many).
+// Vector functions for scans of the vocabulary: comparisons as bit masks, unsigned words, and 64-bit lanes (kHalf).
 #pragma once
 
 #include "vec/vec.h"
@@ -10,14 +10,14 @@ typedef uint64_t U64v __attribute__((vector_size(4 * kLanes)));
 typedef int64_t I64v __attribute__((vector_size(4 * kLanes)));
 typedef double F64v __attribute__((vector_size(4 * kLanes)));
 
-//   at_least above equal below    lanes of the comparison, as bits
-//   min_u32 unsigned_f32          of words; the conversion rounds once
+//   at_least above equal below    one bit per lane of the comparison
+//   min_u32 unsigned_f32          minimum of words; words to floats, rounded once
 //   widen_low widen_high          floats to doubles
-//   fma_f64                       a * b + c, rounded once where the CPU can
+//   fma_f64                       a * b + c, rounded once if the CPU has fma
 //   mul_low(x, y)                 64-bit products of the low words
 //   even_low(x, y)                the low words: lane 2i from x, lane 2i + 1 from y
-//   interleave<high, width>(x, y) words or pairs of words of x and y in turn, from one half of each 128 bits
-//   compress_f32 compress_i32     the chosen lanes side by side (room for kLanes)
+//   interleave<high, width>(x, y) alternating words (width 1) or pairs (2) of x and y, from one half of each 128 bits
+//   compress_f32 compress_i32     stores the selected lanes contiguously (p needs space for kLanes)
 
 #if HEADRACE_LANES == 16
 
@@ -52,7 +52,7 @@ HEADRACE_INLINE void compress_i32(int32_t* p, uint32_t lanes, I32v x) {
 
 #else
 
-// Products of 16-bit halves are exact in float and their sum is rounded once.
+// Both 16-bit halves are exact in float, so only their sum is rounded.
 HEADRACE_INLINE F32v unsigned_f32(U32v x) {
     return to_f32((I32v)(x >> 16)) * set_f32(65536.0f) + to_f32((I32v)(x & 0xffff));
 }

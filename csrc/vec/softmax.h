@@ -1,11 +1,11 @@
-// What attention needs beyond the shim: powers of two, choice of lanes by bits.
+// Vector functions for attention: powers of two, selection of lanes by bits.
 #pragma once
 
 #include "vec/vec.h"
 
 namespace headrace::HEADRACE_ISA {
 
-// a * b + c, rounded once where the CPU can: fma in software costs a call a vector.
+// a * b + c. Rounded once if the CPU has fma; in software, fma would cost a call per vector.
 HEADRACE_INLINE F32v multiply_add(F32v a, F32v b, F32v c) {
 #ifdef HEADRACE_SOFT_FMA
     return a * b + c;
@@ -25,7 +25,7 @@ HEADRACE_INLINE F32v add_pairs(F32v sum, U8v w, const uint16_t* x) {
 #endif
 }
 
-// y where the lane's bit is set, else z.
+// Per lane: y if the lane's bit is set, otherwise z.
 HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
 #if HEADRACE_LANES == 16
     return _mm512_mask_blend_ps((__mmask16)bits, z, y);
@@ -37,7 +37,7 @@ HEADRACE_INLINE F32v choose(uint32_t bits, F32v y, F32v z) {
 #endif
 }
 
-// The largest of sixteen lanes; which way they are compared changes nothing.
+// The largest of sixteen lanes. The order of the comparisons does not matter, so each shim uses its fastest.
 HEADRACE_INLINE float top_lane(const Lanes16& x) {
 #if HEADRACE_LANES == 16
     return _mm512_reduce_max_ps(x.part[0]);
@@ -51,7 +51,7 @@ HEADRACE_INLINE float top_lane(const Lanes16& x) {
 #endif
 }
 
-// Stores x as bfloat16 and adds what was stored to the sum, in any lanes.
+// Stores x as bfloat16 and adds the stored values to the lanes of `sum`, in any order of lanes.
 HEADRACE_INLINE F32v store_and_sum(uint16_t* p, F32v x, F32v sum) {
 #if HEADRACE_IS(avx512)
     const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(x);
@@ -63,11 +63,11 @@ HEADRACE_INLINE F32v store_and_sum(uint16_t* p, F32v x, F32v sum) {
 #endif
 }
 
-// 2^x for x up to about 0, relative error 1e-7; exactly 1 at 0, 0 at -inf; NaN stays NaN.
+// 2^x for x up to about 0, relative error 1e-7. Exactly 1 at 0, and 0 at -inf. NaN stays NaN.
 HEADRACE_INLINE F32v exp2(F32v x) {
     constexpr float kTerms[6] = {1.0f, 0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba12p-10f};
 #if HEADRACE_LANES == 16
-    const F32v r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // x less the nearest integer; 0 at -inf
+    const F32v r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);  // x minus the nearest integer; 0 at -inf
 #else
     const F32v held = max(set_f32(-127.0f), x);
     const I32v n = round_i32(held);

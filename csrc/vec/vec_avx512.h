@@ -45,7 +45,7 @@ HEADRACE_INLINE F32v to_f32(I32v x) { return _mm512_cvtepi32_ps(raw(x)); }
 HEADRACE_INLINE I32v round_i32(F32v x) { return (I32v)_mm512_cvtps_epi32(x); }
 HEADRACE_INLINE F32v as_f32(I32v x) { return _mm512_castsi512_ps(raw(x)); }
 HEADRACE_INLINE I32v as_i32(F32v x) { return (I32v)_mm512_castps_si512(x); }
-// Stores 32 values as bytes; the sums of either 16.
+// Stores 32 values as bytes; sums[2]: the sum of each 16.
 HEADRACE_INLINE void store_i8_sums(int8_t* p, const I32v* x, int32_t* sums) {
     const __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8(raw(x[1])), _mm512_cvtepi32_epi8(raw(x[0])));
     _mm256_storeu_si256((__m256i*)p, bytes);
@@ -73,8 +73,8 @@ HEADRACE_INLINE F32v load_bf16(const uint16_t* p) {
     return as_f32((I32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 HEADRACE_INLINE void store_bf16(uint16_t* p, F32v x) {
-    // Nearest even: half of the last kept bit, less one when that bit is 0. A NaN stays one. (vcvtneps2bf16 would turn
-    // subnormals into zeros.)
+    // Round to nearest even: add half of the last kept bit, minus one if that bit is 0. NaN stays NaN. vcvtneps2bf16 is
+    // not used: it turns subnormals into zeros.
     const U32v bits = (U32v)as_i32(x), rounded = bits + 0x7fff + ((bits >> 16) & 1);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     const __m512i kept = _mm512_mask_or_epi32((__m512i)rounded, nan, (__m512i)bits, _mm512_set1_epi32(0x400000));

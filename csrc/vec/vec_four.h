@@ -1,10 +1,10 @@
-// 4 lanes on the compiler's vectors, any CPU (little-endian): what vec_plain.h and vec_neon.h have in common.
+// 4 lanes with the compiler's vector extensions, for any little-endian CPU. Common part of vec_plain.h and vec_neon.h.
 #pragma once
 
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 4;
-// Plain kernels take long to compile; neon and i8mm were not yet tuned on a machine.
+// Small sizes, because plain kernels take long to compile. neon and i8mm have not been tuned on hardware yet.
 constexpr Tuning kTuning = {
     .direct_rows = 2,
     .turn_rows = 2,
@@ -45,14 +45,14 @@ HEADRACE_INLINE void store_f32(float* p, F32v x, int n) {
     for (int i = 0; i < n; ++i) p[i] = x[i];
 }
 HEADRACE_INLINE F32v set_f32(float x) { return F32v{x, x, x, x}; }
-HEADRACE_INLINE F32v max(F32v a, F32v b) { return a > b ? a : b; }  // the second one where either is NaN, as x86 does
+HEADRACE_INLINE F32v max(F32v a, F32v b) { return a > b ? a : b; }  // b if either is NaN, like x86
 HEADRACE_INLINE F32v min(F32v a, F32v b) { return a < b ? a : b; }
 
 HEADRACE_INLINE I32v load_i32(const int32_t* p) { return load_as<I32v>(p); }
 HEADRACE_INLINE I32v set_i32(int32_t x) { return I32v{x, x, x, x}; }
 HEADRACE_INLINE I32v shift_left(I32v x, int count) { return x << count; }
 HEADRACE_INLINE F32v to_f32(I32v x) { return __builtin_convertvector(x, F32v); }
-HEADRACE_INLINE I32v round_i32(F32v x) {  // |x| below 2^22: the sum's last bit is a one
+HEADRACE_INLINE I32v round_i32(F32v x) {  // |x| < 2^22: the last bit of the sum is 1
     const F32v magic = set_f32(12582912.0f);
     return as_i32(x + magic) - as_i32(magic);
 }
@@ -105,7 +105,7 @@ HEADRACE_INLINE I32v pick(const int32_t* eight, I32v index) {
     return I32v{eight[index[0] & 7], eight[index[1] & 7], eight[index[2] & 7], eight[index[3] & 7]};
 }
 
-// Products of bytes are added to their int32 lanes at once.
+// Byte products are added directly to their int32 lanes.
 typedef I32v DotSum;
 static constexpr int dot_room(int) { return 1 << 20; }
 HEADRACE_INLINE DotSum dot_begin(I32v acc) { return acc; }

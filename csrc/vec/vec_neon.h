@@ -1,5 +1,5 @@
-// Arm's NEON: 4 lanes. Compiled twice: with the dot product of signed bytes (neon) and with that of unsigned by signed
-// ones (i8mm).
+// Arm NEON: 4 lanes. Compiled twice: with the dot product of signed bytes (neon), and with the dot product of unsigned
+// and signed bytes (i8mm).
 #pragma once
 
 #include <arm_neon.h>
@@ -32,7 +32,7 @@ HEADRACE_INLINE DotSum dot_lane(DotSum sum, U8v w, Inputs inputs) {
     return (I32v)vusdotq_laneq_s32((int32x4_t)sum, (uint8x16_t)w, inputs, lane);
 }
 #else
-constexpr int kWideZero = 128;  // other bytes are below 128: as signed ones they are the same
+constexpr int kWideZero = 128;  // bytes that are not wide are below 128, so they have the same value as signed bytes
 HEADRACE_INLINE U8v wide_bytes(U8v w) { return w ^ 0x80; }
 template <bool wide>
 HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {

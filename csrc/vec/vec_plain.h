@@ -1,12 +1,12 @@
-// Plain C++: 4 lanes, any CPU.
+// Plain C++: 4 lanes, for any CPU.
 #pragma once
 
 #include "vec/vec_four.h"
 
 namespace headrace::HEADRACE_ISA {
 
-// a * b + c rounded once. Where the CPU cannot: the product is exact in double; the sum, rounded to odd there, rounds
-// to the right float (Boldo and Melquiond 2008).
+// a * b + c rounded once. Without a fast fma, the product is exact in double, and the sum is rounded to odd in double
+// and then to float, which gives the correctly rounded float (Boldo and Melquiond 2008).
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
 HEADRACE_INLINE F32v fma(F32v a, F32v b, F32v c) {
     return F32v{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
@@ -25,7 +25,7 @@ HEADRACE_INLINE F64pair fma_odd(F64pair a, F64pair b, F64pair c) {
     return (F64pair)(bits + ((inward | 1) & inexact & even));
 }
 
-// Not inline: a product and a sum would be forty instructions in many hundred places.
+// Not inlined: it has about forty instructions and many hundred uses.
 __attribute__((noinline, unused)) static F32v fma(F32v a, F32v b, F32v c) {
     const F64pair low = fma_odd(F64pair{a[0], a[1]}, F64pair{b[0], b[1]}, F64pair{c[0], c[1]});
     const F64pair high = fma_odd(F64pair{a[2], a[3]}, F64pair{b[2], b[3]}, F64pair{c[2], c[3]});
@@ -46,7 +46,7 @@ constexpr int kWideZero = 0;
 HEADRACE_INLINE U8v wide_bytes(U8v w) { return w; }
 template <bool wide>
 HEADRACE_INLINE DotSum dot_add(DotSum sum, U8v w, const int8_t* a) {
-    // Bytes at even and at odd places as words: a product fits one, and the two of a lane are added.
+    // Even and odd bytes as 16-bit words: each product fits a word; then the products of a lane are added.
     typedef int16_t I16v __attribute__((vector_size(16)));
     typedef uint16_t U16v __attribute__((vector_size(16)));
     int32_t quad;

@@ -1,5 +1,4 @@
-// The memory of packed weights and KV pools, as a program: which pages are asked for, and that providing them changes
-// nothing written.
+// Tests of Arena and KVPool memory: the choice of the page size, and that `provide` keeps written data.
 #include "system/arena.h"
 
 #include <sys/mman.h>
@@ -15,7 +14,7 @@ using namespace headrace::test;
 
 namespace {
 
-// How many of the next pieces of 2 MB are asked for as small pages, where they cost so many seconds.
+// Number of the next `pieces` pieces of 2 MB that use small pages, if 2 MB cost `huge` or `small` seconds.
 int small_ones(PageSize& size, int pieces, double huge, double small) {
     int count = 0;
     for (int i = 0; i < pieces; ++i) {
@@ -33,7 +32,7 @@ void page_sizes() {
     require(small_ones(both_slow, 100, 5e-3, 4e-3) == 1, "small pages that are no quicker are tried once");
     require(small_ones(late, 50, 0.2e-3, 0.7e-3) == 0 && small_ones(late, 50, 5e-3, 0.7e-3) == 46,
             "it does not learn late");
-    // One thread tries; what the other has asked for meanwhile does not count as the trial.
+    // One thread runs the trial; 2 MB that another thread requested before the trial do not count.
     PageSize shared;
     small_ones(shared, 4, 5e-3, 0);
     require(shared.small() && !shared.small(), "two trials at once");
@@ -51,7 +50,7 @@ void provided(int threads) {
     for (int i = 0; i < 12; ++i) {
         const size_t bytes = static_cast<size_t>(1 + below(rng, i % 4 == 3 ? 5 << 20 : 3 << 19));
         uint8_t* memory = arena.allocate(bytes);
-        // Every thread asks for all of it: none may go on before it is there, none may clear what another has written.
+        // Every thread provides all of it: none may continue before it is complete or clear data of another thread.
         std::vector<std::atomic<int>> wrong(threads);
         pool.run([&](int thread) {
             arena.provide({memory, bytes});
@@ -79,13 +78,13 @@ bool resident(const uint8_t* at) {
 
 bool can_provide() {
     void* page = mmap(nullptr, kSmallPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    // MADV_POPULATE_WRITE, since Linux 5.14; qemu-user takes it and does nothing.
+    // MADV_POPULATE_WRITE, since Linux 5.14; qemu-user accepts it and does nothing.
     const bool can = madvise(page, kSmallPage, 23) == 0 && resident(static_cast<const uint8_t*>(page));
     munmap(page, kSmallPage);
     return can;
 }
 
-// Only the pages of what was asked for come, and all of them.
+// `provide` provides exactly the pages of its part.
 void provided_in_part(int threads) {
     ThreadPool pool(threads);
     Arena arena(8 * kHugePage);
@@ -102,7 +101,7 @@ void provided_in_part(int threads) {
     }
 }
 
-// The first blocks of every layer, and what they hold is kept when more are asked for.
+// `provide` provides the first blocks of every layer; providing more blocks keeps their data.
 void blocks_provided(int threads) {
     constexpr int kLayers = 3, kBlocks = 4096;
     ThreadPool pool(threads);

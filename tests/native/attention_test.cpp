@@ -1,6 +1,6 @@
-// Attention and its pool, as a program: what the sanitizers run. Random feeds, draft trees, chunkings and common
-// prefixes on every instruction set and kind of pool, on several threads; rows must have the bits they have when fed at
-// once, and alone.
+// Tests of attention and the KV pool, also run under the sanitizers. Random feeds, draft trees, chunks and common
+// prefixes on every instruction set and K/V type, on several threads. Rows must have the same bits as in one feed and
+// alone.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 struct Layer {
     int heads, kv_heads, dim, window;
     float softcap;
-    int most = -1;  // of the distances that add to scores; below 0: none do
+    int most = -1;  // DistanceBias::most; below 0: no bias
     int width() const { return (heads + 2 * kv_heads) * dim; }
 };
 
@@ -41,7 +41,7 @@ void run_threads(ThreadPool& threads, AttentionStep& step, AttentionLayout& layo
     });
 }
 
-// One sequence over one pool, fed step by step.
+// One sequence in one pool, fed step by step.
 class Runner {
 public:
     Runner(const Kernels& kernels, KVType type, const Layer& layer, int tokens, ThreadPool& threads, unsigned seed)
@@ -129,7 +129,7 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
               "a chunk has other bits");
         at += count;
     }
-    // A tree in which nodes 1, 3, 5 ... are the true path, each with a wrong sibling before it.
+    // A tree in which nodes 1, 3, 5 ... are the correct path, each with a wrong sibling before it.
     Fed draft{known, 0, {}, {}};
     for (int depth = 0; depth < 12; ++depth) {
         for (int wrong = 1; wrong >= 0; --wrong) {
@@ -151,12 +151,12 @@ void check(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& 
           "a moved path has other bits");
 }
 
-// Sources in one pool, stored by jobs and nothing else, and rows that read them: together, and each alone.
+// Cross-attention: sources are stored by append jobs alone; rows read them together and each alone.
 void check_sources(const Kernels& kernels, KVType type, ThreadPool& threads, std::mt19937& rng) {
     constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kWidth = kKvHeads * kDim, kBlocks = 48, kTable = 40;
     KVPool pool(type, 1, kBlocks, 16, kKvHeads, kDim);
     AttentionStep step(kernels, pool, threads.size());
-    const std::vector<int32_t> lengths{5, 600, 17, 600};  // the last reads what the second does
+    const std::vector<int32_t> lengths{5, 600, 17, 600};  // the last feed reads the source of the second
     std::vector<int32_t> tables(lengths.size() * kTable, -1);
     for (size_t s = 0, next = 0; s + 1 < lengths.size(); ++s) {
         for (int i = 0; i < (lengths[s] + 15) / 16; ++i)
@@ -220,10 +220,10 @@ void check_sources(const Kernels& kernels, KVType type, ThreadPool& threads, std
     if (!throws([&] { step.layout({kHeads, 0, true, true}); })) fail("rows read a source that is not there");
 }
 
-// Sequences over one pool that begin with the same blocks.
+// Sequences in one pool that start with the same blocks.
 class Family {
 public:
-    static constexpr int kWidth = 80;  // blocks of a table
+    static constexpr int kWidth = 80;  // blocks per table
 
     Family(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& threads, std::mt19937& rng)
         : layer_(layer),
@@ -232,7 +232,8 @@ public:
           pool_(type, 1, 1500, 16, layer.kv_heads, layer.dim),
           step_(kernels, pool_, threads.size()) {}
 
-    // One that begins with `tokens` tokens of another (a multiple of 16; -1: of none) and has `more` of its own.
+    // Adds a sequence that starts with `tokens` tokens of sequence `parent` (a multiple of 16; parent -1: none) and has
+    // `more` own tokens.
     int add(int parent, int tokens, int more) {
         std::vector<int32_t> table(kWidth, 0);
         const int shared = parent < 0 ? 0 : tokens / 16;
@@ -245,7 +246,7 @@ public:
         return one;
     }
 
-    // A sequence that holds the same tokens in the same blocks, but for one block that is its own.
+    // Adds a sequence with the blocks of `other`, except for one own block.
     int add_changed(int other, int block) {
         tables_.push_back(tables_[static_cast<size_t>(other)]),
             lengths_.push_back(lengths_[static_cast<size_t>(other)]);
@@ -255,7 +256,7 @@ public:
         return one;
     }
 
-    // The next rows of these in one step, and of each alone: the same bits, with less to read.
+    // Feeds the next rows of the members in one step and each alone: same bits, and fewer bytes read if `shares`.
     void check(const std::vector<int>& members, const std::vector<int>& rows, bool shares) {
         std::vector<int> starts;
         for (const int one : members) starts.push_back(lengths_[static_cast<size_t>(one)]);
@@ -315,8 +316,8 @@ private:
     std::vector<std::vector<int32_t>> tables_;
     std::vector<int> lengths_;
     std::vector<float> x_;
-    const float* given_ = nullptr;  // rows to be used again
-    int32_t next_ = 0;              // a block that is free
+    const float* given_ = nullptr;  // rows to use again
+    int32_t next_ = 0;              // next free block
 };
 
 void check_families(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& threads, std::mt19937& rng) {
@@ -324,7 +325,7 @@ void check_families(const Kernels& kernels, KVType type, const Layer& layer, Thr
     const int root = family.add(-1, 0, 800);
     const int stranger = family.add(-1, 0, 700);
     std::vector<int> all{root, stranger}, rows{1, 1};
-    for (int child = 0; child < 20; ++child) {  // some of them share more with each other than with the others
+    for (int child = 0; child < 20; ++child) {  // some children share more blocks with each other than with the rest
         const int one = family.add(root, 16 * (33 + static_cast<int>(rng() % 10)), 1 + static_cast<int>(rng() % 40));
         const int other = child % 3 ? one : family.add(one, 528, 300);
         all.push_back(other), rows.push_back(1 + static_cast<int>(rng() % 3));
@@ -337,14 +338,14 @@ void check_families(const Kernels& kernels, KVType type, const Layer& layer, Thr
     std::vector<int> members, counts;
     for (const size_t at : order) members.push_back(all[at]), counts.push_back(rows[at]);
     family.check(members, counts, layer.window == 0);
-    // The control: one block in the middle differs, so neither split may be read together.
+    // Control: different blocks in both splits, so neither split may be read together.
     const int left = family.add(-1, 0, 592);
     const int right = family.add_changed(family.add_changed(family.add_changed(left, 5), 25), 37);
     family.check({left, right}, {1, 1}, false);
 }
 
-// Attention's sums are rounded as the instruction set does it: all that have an fma alike, but for AVX-512's products
-// of bfloat16, which take subnormal numbers for 0, and plain C++ on x86-64, which has none.
+// Name of the reference hash: attention has the same bits on all instruction sets with fma. Exceptions: AVX-512, whose
+// bfloat16 products treat subnormals as 0, and plain C++ on x86-64, which has no fma.
 std::string rounding_of(Isa isa) {
 #ifndef __aarch64__
     if (isa == Isa::kPlain) return "attention-twice";
@@ -352,7 +353,7 @@ std::string rounding_of(Isa isa) {
     return isa_name(isa) == "avx512" ? "attention-avx512" : "attention-once";
 }
 
-// Of 300 rows fed in two steps.
+// Hash of the results of 300 rows fed in two steps.
 uint64_t fingerprint(const Kernels& kernels, KVType type, const Layer& layer, ThreadPool& threads) {
     std::mt19937 rng(11);
     Runner runner(kernels, type, layer, 300, threads, 3);

@@ -1,4 +1,5 @@
-// Bits that every machine and instruction set gives: those of bits.txt, where each line is "NAME NUMBER HASH".
+// Reference hashes of results that have the same bits on every machine and instruction set. Each line of bits.txt is
+// "NAME NUMBER HASH".
 #pragma once
 
 #include <cstdint>
@@ -11,14 +12,14 @@
 
 namespace headrace::test {
 
-// Numbers in sixteenths, so that no machine's way of drawing normal numbers matters.
+// Random multiples of 1/16, because normal distributions differ between C++ libraries.
 inline std::vector<float> even_floats(std::mt19937& rng, size_t count) {
     std::vector<float> values(count);
     for (float& value : values) value = static_cast<float>(below(rng, 257) - 128) / 16.0f;
     return values;
 }
 
-// FNV-1a of all that is added.
+// FNV-1a hash of the added data.
 class Hash {
 public:
     template <class T>
@@ -46,13 +47,13 @@ public:
         for (uint64_t hash = 0; file >> name >> std::dec >> number >> std::hex >> hash;) wanted_[{name, number}] = hash;
     }
 
-    // `of(isa)`: the hash of what an instruction set makes.
+    // `of(isa)`: the hash of an instruction set's result.
     template <class F>
     void compare(const std::string& name, int number, F of) {
         for (const Isa isa : supported_isas()) compare(name, number, isa, of(isa));
     }
 
-    // What differs is printed as the file has it.
+    // Prints a different hash in the format of the file.
     void compare(const std::string& name, int number, Isa isa, uint64_t got) {
         if (holds(name, number, got)) return;
         const auto hash = static_cast<unsigned long long>(got);

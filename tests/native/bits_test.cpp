@@ -1,5 +1,4 @@
-// What lies around the linear layers, with the bits that every machine gives: norms, rounded rows, activations, packed
-// floats, noise, drawn tokens.
+// Tests of reference hashes (bits.txt): norms, converted rows, activations, packed floats, noise, drawn tokens.
 #include "bits.h"
 
 #include <optional>
@@ -16,7 +15,7 @@ namespace {
 
 constexpr int kRows = 3, kColumns = 321;
 
-// Rows, and a norm's weights and biases.
+// Input rows, and weights and biases of a norm.
 struct Input {
     std::vector<float> x, weight, bias;
 
@@ -43,7 +42,7 @@ uint64_t rounded(const Input& in, Rounding rounding, Isa isa) {
     kernels_for(isa).quantize->to_a8(in.x.data(), kColumns, 0, kRows, kColumns, norm, scratch.data(), a8);
     Hash hash;
     hash.add(a8.blocks, static_cast<size_t>(kRows) * a8.tiles);
-    for (int row = 0; a8.outliers && row < kRows; ++row) {  // past the count nothing is written
+    for (int row = 0; a8.outliers && row < kRows; ++row) {  // entries past the count are not written
         const Outliers& out = a8.outliers[row];
         const auto count = static_cast<size_t>(out.count);
         hash.add(&out.count, 1).add(out.column, count).add(out.value, count);
@@ -69,7 +68,7 @@ uint64_t activated(const Input& in, Activation kind, Isa isa) {
     return Hash().add(out).add(gated).value();
 }
 
-// Floats as bfloat16, "int8" and "int4", read back.
+// Hash of floats packed as bfloat16, "int8" or "int4" and unpacked.
 uint64_t packed(const Input& in, const char* quantize, Isa isa) {
     constexpr int kWidth = 320;
     ThreadPool pool(1);
@@ -93,7 +92,7 @@ uint64_t noise(uint32_t purpose, Isa isa) {
     return Hash().add(out).value();
 }
 
-// Tokens drawn of a row by ten keys.
+// Hash of the tokens drawn from a row with ten keys.
 uint64_t drawn(const SampleParams& params, Isa isa) {
     constexpr int kVocab = 1000;
     std::mt19937 rng(17);

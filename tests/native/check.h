@@ -1,4 +1,4 @@
-// What the test programs share.
+// Checks for the test programs.
 #pragma once
 
 #include <cmath>
@@ -53,7 +53,7 @@ To bits_of(From x) {
     return to;
 }
 
-// Of the same bits, or both NaN.
+// Same bits, or both NaN.
 template <class T>
 bool same(T a, T b) {
     if constexpr (std::is_floating_point_v<T>) {

@@ -1,6 +1,6 @@
-// Packing and linear layers, as a program: what the sanitizers run. All kinds of weights on every instruction set, at
-// sizes that fill neither a tile nor a unit, in buffers that end where the data ends, fetching from a list meanwhile.
-// All must agree bit for bit, and with the sum in double.
+// Tests of packing and linear layers, also run under the sanitizers. All kinds of weights on every instruction set,
+// with sizes that do not fill a tile or a unit, in buffers that end with the data, and with a fetch list. All results
+// must have equal bits and agree with the sum in double.
 #include "linear/linear.h"
 
 #include <algorithm>
@@ -14,9 +14,9 @@ using namespace headrace::test;
 
 namespace {
 
-constexpr int kMost = 33;  // rows
+constexpr int kMost = 33;  // most rows
 
-// Memory of exactly so many bytes, aligned as a program's buffers are.
+// Memory of exactly the given size, aligned like a program's buffers.
 template <class T>
 class Exact {
 public:
@@ -35,18 +35,19 @@ struct Case {
     int n, k;
 };
 
-// Rows of any kind whose scales are finite: no half or float with an exponent above 1.
+// Random rows of a kind with finite scales: no half or float has an exponent above 1.
 std::vector<uint8_t> some_rows(const Case& which, std::mt19937& rng) {
     std::vector<uint8_t> rows(static_cast<size_t>(which.n) *
                               static_cast<size_t>(source_row_bytes(which.kind, which.k)));
     for (uint8_t& byte : rows) byte = static_cast<uint8_t>(rng() & 0x3b);
     if (which.kind == static_cast<SourceKind>(PackedKind::kMxfp4)) {
-        for (size_t at = 0; at < rows.size(); at += 17) rows[at] |= 0x68;  // halves hold 2^(e - 128)
+        for (size_t at = 0; at < rows.size(); at += 17) rows[at] |= 0x68;  // so that a half can represent 2^(e - 128)
     }
     const size_t block = which.kind == static_cast<SourceKind>(PackedKind::kG4_32)    ? 19
                          : which.kind == static_cast<SourceKind>(PackedKind::kG4_128) ? 67
                                                                                       : 0;
-    for (size_t at = 2; block && at < rows.size(); at += block) rows[at] = static_cast<uint8_t>(rng() % 17);  // zeros
+    for (size_t at = 2; block && at < rows.size(); at += block)
+        rows[at] = static_cast<uint8_t>(rng() % 17);  // zero points
     const size_t kept = which.kind == static_cast<SourceKind>(PackedKind::kS4)   ? 8
                         : which.kind == static_cast<SourceKind>(PackedKind::kS8) ? 16
                                                                                  : 0;
@@ -77,7 +78,7 @@ struct Layer {
     const PackedLinear plain, gated;
 };
 
-// What one layer gives for some rows, all its kinds of results.
+// The results of one layer for some rows, with all epilogues.
 struct Results {
     std::vector<float> stored, added, gated, logits, maxima;
     std::vector<uint8_t> a8;
@@ -89,7 +90,7 @@ struct Results {
                same_bits(bf16, other.bf16);
     }
 
-    // The first `rows` of them.
+    // The first `rows` rows.
     Results first(int rows, int of) const {
         const auto cut = [&](const auto& all) {
             return std::decay_t<decltype(all)>(all.begin(),
@@ -101,7 +102,7 @@ struct Results {
 
 std::atomic<int> pages_fetched{0};
 
-// Threads fetch what a list says meanwhile, each its own two pages, in pieces; that must change no result.
+// Runs a layer on all threads, each with a fetch list of two pages. Prefetching must not change a result.
 void run(LinearWork work, ThreadPool& pool) {
     const Exact<uint8_t> pages(6 * 4096);
     const int32_t order[6] = {3, 0, 5, 1, 4, 2};
@@ -117,7 +118,7 @@ void run(LinearWork work, ThreadPool& pool) {
     });
 }
 
-// The first and the last unit of a head alone: their results are those of the whole head, and others stay untouched.
+// Only the first and the last unit of a head: they have the results of the full head, and the others are not written.
 void some_units(LinearWork work, const std::vector<float>& logits, const std::vector<float>& maxima, ThreadPool& pool) {
     const int n = work.linear->n(), units = (n + 63) / 64;
     std::vector<float> part(logits.size(), -7.0f), tops(maxima.size(), -7.0f);
@@ -181,7 +182,7 @@ Results results(const Layer& layer, const float* x, int m, int direct_rows, cons
     return got;
 }
 
-// What the layer sees of its input, rounded to int8 or to bfloat16.
+// The layer's input after rounding to int8 or bfloat16.
 std::vector<double> seen(const Layer& layer, const Kernels& kernels, const float* x, int m) {
     const int k = layer.plain.k(), tiles = tiles_of(k);
     const Exact<A8Block> blocks(static_cast<size_t>(m * tiles));
@@ -200,8 +201,8 @@ std::vector<double> seen(const Layer& layer, const Kernels& kernels, const float
     return values;
 }
 
-// Whether the results are sums in double over what is packed and what is seen of x, but for rounding of the sum: four
-// millionths of the sizes that are added, where a column of average size among 321 is three thousandths.
+// Whether the results equal sums in double of the packed weights and the rounded inputs, up to the rounding of the sum:
+// 4e-6 of the sum of absolute values. An average column of 321 is 3e-3 of it.
 bool are_sums(const Layer& layer, const Kernels& kernels, const std::vector<double>& x, const std::vector<float>& bias,
               const Results& got) {
     const int n = layer.plain.n(), k = layer.plain.k(), m = static_cast<int>(got.stored.size()) / n;
@@ -222,7 +223,8 @@ bool are_sums(const Layer& layer, const Kernels& kernels, const std::vector<doub
 
 std::atomic<int> columns_left_out{0};
 
-// The sums, and as a control that they are none without a column whose weight in row 0 is of average size.
+// Checks the results against the sums. Control: without a column whose weight in row 0 has at least the average size,
+// the check must fail.
 void compare(const Layer& layer, const Kernels& kernels, const float* x, const std::vector<float>& bias, int m,
              const Results& got) {
     const std::vector<double> all = seen(layer, kernels, x, m);
@@ -233,7 +235,8 @@ void compare(const Layer& layer, const Kernels& kernels, const float* x, const s
     double mean = 0;
     for (const float weight : row) mean += std::abs(weight) / static_cast<float>(k);
     for (int column = 0; column < k; column += 7) {
-        if (std::abs(row[static_cast<size_t>(column)]) < std::max(mean, 1e-3)) continue;  // or nothing beside the bias
+        if (std::abs(row[static_cast<size_t>(column)]) < std::max(mean, 1e-3))
+            continue;  // tiny weights: only the bias would count
         std::vector<double> fewer = all;
         for (int i = 0; i < m; ++i) fewer[static_cast<size_t>(i * k + column)] = 0;
         require(!are_sums(layer, kernels, fewer, bias, got), "a column that is left out does not show");
@@ -253,7 +256,7 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
         Arena arena(size_t{1} << 21);
         const Layer layer(which, rows, bias, kernels, arena, pool);
         for (const int m : {kMost, 1, 2, 3, 6, 7, 16, 17}) {
-            // The input's rows in memory of their own, so that a read past the last one is seen.
+            // The rows in their own memory, so that the sanitizers find a read past the last row.
             const std::vector<float> some(x.begin(), x.begin() + static_cast<ptrdiff_t>(m) * which.k);
             for (const int direct_rows : {1 << 30, -1}) {
                 const Results got = results(layer, some.data(), m, direct_rows, kernels, pool);
@@ -267,7 +270,7 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
     }
 }
 
-// Of all results of nine rows of one kind of weights.
+// Hash of all results of nine rows for one kind of weights.
 uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool) {
     std::mt19937 rng(static_cast<unsigned>(source));
     const Case which{source, 33, 768};

@@ -1,4 +1,4 @@
-// Allocations that fail on demand. Included by one source of a program: it replaces operator new.
+// Allocations that fail on demand. Only one source of a program may include it, because it replaces operator new.
 #pragma once
 
 #include <atomic>
@@ -7,7 +7,7 @@
 
 namespace headrace::test {
 
-// Allocations until one fails, of any thread. Below 0: none fails.
+// Number of allocations, on any thread, before one fails. Below 0: none fails.
 inline std::atomic<int> left_to_allocate{-1};
 inline std::atomic<int> failed{0};
 

@@ -1,5 +1,5 @@
-// A small model as a program, with what the sanitizers look at: sequences in one batch, in chunks and as a draft tree,
-// on several threads and from two programs that share a pool.
+// Tests of a small model as a program, also run under the sanitizers: sequences in one batch, in chunks and as a draft
+// tree, on several threads and from two programs that share a pool.
 #include "program/program.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ constexpr int kHidden = 96, kHeads = 3, kDim = 32, kFfn = 160, kVocab = 301, kLa
               kMax = 200, kSource = 20;
 constexpr int kQkv = (kHeads + 2) * kDim;
 
-// `reads`: its rows also attend to a source, whose K and V `storing` stores of hidden rows.
+// `reads`: the rows also attend to a source; the program `storing` stores its K and V from hidden rows.
 class Model {
 public:
     Model(std::shared_ptr<ThreadPool> pool, const Kernels& kernels, KVType type, bool reads = false)
@@ -134,11 +134,11 @@ std::shared_ptr<Sequence> sequence(const std::vector<int32_t>& tokens, int first
     std::iota(blocks.begin(), blocks.end(), first_block);
     made->set_table(0, 0, blocks);
     made->source = kSource;
-    made->set_table(1, 0, std::span(blocks).last(2));  // its tokens take fewer
+    made->set_table(1, 0, std::span(blocks).last(2));  // more blocks than its tokens need
     return made;
 }
 
-// K and V of the sources of all sequences, of random rows.
+// Stores K and V of the sources of all sequences, from random rows.
 void store_sources(Program& storing, unsigned seed) {
     std::mt19937 rng(seed);
     std::vector<float> rows = normal_floats(rng, static_cast<size_t>(3 * kSource * kHidden));
@@ -154,7 +154,7 @@ void store_sources(Program& storing, unsigned seed) {
 
 std::vector<float> row(Step& step, int answer) { return step.answers()[static_cast<size_t>(answer)].logits; }
 
-// Three sequences: whole in one step; in chunks, mixed; and the last tokens as a draft with wrong branches.
+// Three sequences: in one step; in mixed chunks; and with the last tokens as a draft with wrong branches.
 void check(Program& program, unsigned seed) {
     std::mt19937 rng(seed);
     std::vector<std::shared_ptr<Sequence>> sequences;
@@ -191,7 +191,7 @@ void check(Program& program, unsigned seed) {
     for (size_t i = 0; i < 3; ++i) {
         const std::vector<int32_t>& tokens = sequences[i]->history.tokens();
         const size_t end = tokens.size();
-        // The last three as nodes 0, 2, 4, a wrong token beside each.
+        // The last three tokens as nodes 0, 2, 4, with a wrong token next to each.
         const std::vector<int32_t> nodes{tokens[end - 3], 1, tokens[end - 2], 2, tokens[end - 1]},
             parents{-1, -1, 0, 0, 2};
         step.clear();
@@ -204,7 +204,7 @@ void check(Program& program, unsigned seed) {
     }
 }
 
-// From hidden rows, with a sublayer left out, and what does not fit.
+// Steps from hidden rows and with a skipped sublayer, and invalid steps.
 void parts(Program& program) {
     std::vector<float> hidden(static_cast<size_t>(5 * kHidden)), between = hidden, whole = hidden, again = hidden;
     const auto tokens = sequence({1, 2, 3, 4, 5}, 0);
@@ -240,7 +240,7 @@ std::vector<uint32_t> mask_of(const std::vector<std::vector<int32_t>>& rows) {
     return words;
 }
 
-// Draws that masks or allowed ids limit: which blocks of the vocabulary are wanted, and the tokens of the whole head.
+// Draws with masks or allowed ids: the computed blocks of the vocabulary, and the same tokens as with the full head.
 void limited(Program& program) {
     const auto tokens = sequence({1, 2, 3, 4, 5}, 0), few = sequence({1, 2, 3, 4, 5}, 0);
     few->params.only_allowed = true, few->params.allowed = {300, 65, 70};
@@ -273,7 +273,7 @@ void limited(Program& program) {
     require(units(few, {}, {}, true, other).empty() && one == other, "allowed ids draw another token");
     require(units(tokens, {}, {}, false, one).empty(), "nothing limits this row");
     require(units(tokens, {all}, {}, false, one).empty(), "everything is allowed");
-    // Two rows in one step: what either wants; with one that nothing limits, all.
+    // Two rows in one step: the blocks of both; if one row has no limit, all blocks.
     for (const bool free : {false, true}) {
         Step step;
         step.feed(tokens, 0, 5, {}, {}, 1);
@@ -290,8 +290,8 @@ void limited(Program& program) {
     }
 }
 
-// A step with asks of every kind, in which each allocation fails in its turn: an error of the step or of some answers,
-// the other answers as ever, and what follows as if nothing had been.
+// A step with asks of every kind, run again with each allocation failing once. The step or some answers have an error,
+// the other answers are correct, and later steps are not affected.
 void without_memory(Program& program) {
     std::mt19937 rng(7);
     std::vector<std::shared_ptr<Sequence>> sequences;
@@ -355,7 +355,7 @@ void without_memory(Program& program) {
         require(same(step.answers()[i], whole.answers()[i]), "a step without memory spoilt the next");
 }
 
-// While a step is under way, another of the same program is refused, and so is what it reads.
+// While a step runs, another step of the same program and changes of its inputs are refused.
 void busy(Program& program) {
     const auto tokens = sequence({1, 2, 3}, 0);
     Step step;
@@ -386,7 +386,7 @@ void busy(Program& program) {
     require(same_bits(row(step, 0), wanted), "a refusal left something behind");
 }
 
-// Other sources, other logits; the same again, the same; and rows without a source are refused.
+// Different sources give different logits, equal sources equal ones; rows without a source are refused.
 void sources(Model& model) {
     const auto tokens = sequence({1, 2, 3}, 0);
     std::vector<std::vector<float>> seen;

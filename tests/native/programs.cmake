@@ -1,4 +1,4 @@
-# The C++ test programs: one source each; they end with 0 where all is well. Target `programs` builds them all.
+# The C++ test programs, one source each. They exit with 0 if all checks pass. Target `programs` builds all of them.
 enable_testing()
 set(HEADRACE_PROGRAMS arena attention bits linear program sample threads vec)
 foreach(name IN LISTS HEADRACE_PROGRAMS)
@@ -12,7 +12,7 @@ foreach(name IN LISTS HEADRACE_PROGRAMS)
 endforeach()
 add_custom_target(programs DEPENDS ${HEADRACE_PROGRAM_TARGETS})
 
-# What vec_test asks of each instruction set, compiled as the kernels are.
+# The vector functions of each instruction set for vec_test, compiled with the flags of the kernels.
 foreach(isa IN LISTS HEADRACE_ISAS)
   add_library(headrace_shim_${isa} OBJECT EXCLUDE_FROM_ALL tests/native/vec_shim.cpp)
   target_include_directories(headrace_shim_${isa} PRIVATE csrc)

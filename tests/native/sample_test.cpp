@@ -1,4 +1,4 @@
-// The sampler, as a program: what the sanitizers run. Random settings on every instruction set, which must agree.
+// Tests of the sampler, also run under the sanitizers: random parameters; all instruction sets must agree.
 #include "sample/sample.h"
 
 #include "check.h"

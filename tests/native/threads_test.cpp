@@ -1,4 +1,4 @@
-// Thread pools and the turns of a step, as a program: what the sanitizers run, the thread sanitizer above all.
+// Tests of thread pools and the turns of a step, also run under the sanitizers.
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ using namespace headrace::test;
 
 namespace {
 
-// What a thread wrote before a barrier every thread reads after it, without atomics.
+// Every thread reads after a barrier the values that others wrote before it, without atomics.
 void barriers(int threads) {
     ThreadPool pool(threads);
     std::vector<int> written(static_cast<size_t>(threads));
@@ -42,7 +42,7 @@ void barriers(int threads) {
     require(wrong == 0, "a barrier lets a thread through too early");
 }
 
-// Turns: each item once, and what was done in a turn is seen in the next, also by a thread that came late.
+// Turns run each item once. The next turn sees the results, also on a thread that joined late.
 void turns(int threads, bool late) {
     ThreadPool pool(threads);
     Turns turns;
@@ -81,7 +81,7 @@ void turns(int threads, bool late) {
     }
 }
 
-// Callers on several threads take turns on one pool.
+// Concurrent callers of one pool run one after the other.
 void callers() {
     ThreadPool pool(2);
     int inside = 0, jobs = 0;
@@ -99,7 +99,7 @@ void callers() {
     require(jobs == 60, "a job was lost");
 }
 
-// Workers that sleep wake for the next job, and pools come and go.
+// Sleeping workers wake up for the next job; pools can be created and destroyed repeatedly.
 void sleepers() {
     ThreadPool pool(3);
     pool.set_spin(1);
@@ -114,28 +114,28 @@ void sleepers() {
             "a pool of a size that cannot be");
 }
 
-// What a thread throws comes to the caller when the others are done, and the next job is as if nothing had been.
+// The caller gets the exception of a thread after the others are done; the next job is not affected.
 void failures(int threads) {
     ThreadPool pool(threads);
     for (int thrower = 0; thrower < threads; ++thrower) {
         std::atomic<int> done{0};
-        bool said = false;
+        bool reported = false;
         try {
             pool.run([&](int thread) {
                 if (thread == thrower) throw std::runtime_error("no more");
                 ++done;
             });
         } catch (const std::runtime_error& error) {
-            said = std::string(error.what()) == "no more";
+            reported = std::string(error.what()) == "no more";
         }
-        require(said && done == threads - 1, "a job's exception did not reach its caller");
+        require(reported && done == threads - 1, "a job's exception did not reach its caller");
         done = 0;
         pool.run([&](int) { ++done; });
         require(done == threads, "a job that threw spoilt the next");
     }
 }
 
-// A thread that throws within a turn: the others do not wait for what it had taken.
+// If a thread throws within a turn, the others do not wait for the items that it took.
 void abandoned(int threads) {
     ThreadPool pool(threads);
     Turns turns;
@@ -161,20 +161,20 @@ void abandoned(int threads) {
     }
 }
 
-// A child says that it has no workers instead of waiting for them, and may make a pool of its own.
+// After a fork, the parent's pool throws ForkedError in the child instead of waiting; the child can create a pool.
 void forks() {
     auto pool = std::make_unique<ThreadPool>(2);
     pool->run([](int) {});
     const pid_t child = fork();
     if (child == 0) {
-        bool said = false;
+        bool reported = false;
         try {
             pool->run([](int) {});
         } catch (const ForkedError&) {
-            said = true;
+            reported = true;
         }
         pool.reset();
-        _exit(said ? 0 : 1);
+        _exit(reported ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
@@ -193,8 +193,8 @@ void stop_here(int) {
     while (!go_on) sched_yield();
 }
 
-// A worker that the system does not run: jobs that can do without it end, turn by turn, and the caller learns not to
-// wait for it. Once it runs, it takes part again.
+// The system does not schedule a worker: kAvailable jobs end without it, and the caller's patience becomes 0. When the
+// worker runs again, it takes part again.
 void without_a_worker() {
     constexpr int kItems = 100, kTurns = 50;
     ThreadPool pool(2);
@@ -222,7 +222,7 @@ void without_a_worker() {
     for (int i = 0; i < 3; ++i) require(step() == 0, "a stopped worker took part");
     require(turns.waits(0) == 0, "the caller did not learn that its worker is away");
     go_on = true;
-    while (turns.waits(0) == 0) {  // both are at work in one turn
+    while (turns.waits(0) == 0) {  // until both threads work in the same turn
         std::atomic<bool> there{false};
         turns.begin(1, 2);
         pool.run([&](int thread) {
@@ -237,24 +237,24 @@ void without_a_worker() {
 
 #endif
 
-// No thread may be started where memory for it is missing: the same error as where the system refuses it.
+// Out of memory while starting threads gives the same error as a refusal by the system.
 void without_memory() {
     for (const int at : {1, 2, 3, 5, 8}) {
         left_to_allocate = at;
-        bool said = false;
+        bool reported = false;
         try {
             ThreadPool pool(8);
         } catch (const ThreadsError& error) {
-            said = std::string(error.what()).find("could be started (out of memory)") != std::string::npos;
+            reported = std::string(error.what()).find("could be started (out of memory)") != std::string::npos;
         } catch (const std::bad_alloc&) {
-            said = at <= 3;  // of the pool itself
+            reported = at <= 3;  // the pool's own memory
         }
         left_to_allocate = -1;
-        require(said, "a thread without memory is not said to be one");
+        require(reported, "a thread without memory is not said to be one");
     }
 }
 
-// A machine of more CPUs than a cpu_set_t has bits.
+// A machine with more CPUs than a cpu_set_t has bits.
 int ask_large_machine(size_t bytes, void* mask) {
     if (bytes < 512) {
         errno = EINVAL;
@@ -271,7 +271,7 @@ void large_machines() {
             "a page does not start at a multiple of its size");
 }
 
-// Workers run where the mask lets them, and no more threads than it and the quota allow.
+// Pinned workers run on allowed CPUs; default_threads respects the affinity mask and the quota.
 void limits() {
     const std::vector<int> allowed = os::allowed_cpus();
     require(!allowed.empty(), "no CPU is allowed");

@@ -32,7 +32,7 @@ static void move_field(const uint8_t* x, uint8_t* out) {
     for (int i = 0; i < 64; i += 4 * kLanes) store_u8(out + i, field<bits, from, to>(load_u8(x + i)));
 }
 
-// One of the fields numbered bits * 64 + from * 8 + to, up to `code`.
+// Runs field number bits * 64 + from * 8 + to, searched from `code` down.
 template <int code>
 static void find_field(int wanted, const uint8_t* x, uint8_t* out) {
     constexpr int bits = code / 64, from = code / 8 % 8, to = code % 8;
@@ -100,7 +100,7 @@ static void interleaved(const uint32_t* x, const uint32_t* y, uint32_t* out) {
         return bits;                                                     \
     }
 
-// Not in vec_shim itself: the functions of a variable that others see would be weak symbols.
+// A separate static variable: lambdas in the extern variable vec_shim would be weak symbols.
 static constexpr VecShim kFunctions = {
     .lanes = kLanes,
     .wide_zero = kWideZero,

@@ -1,5 +1,5 @@
-// One instruction set's vectors (csrc/vec) as functions on arrays, for vec_test.cpp. vec_shim.cpp is compiled as the
-// kernels are, once per instruction set, and keeps their rules: plain data only.
+// The vectors of one instruction set (csrc/vec) as functions on arrays, for vec_test.cpp. vec_shim.cpp is compiled once
+// per instruction set and follows the rules of kernels (vec/vec.h).
 #pragma once
 
 #include <stddef.h>
@@ -7,7 +7,7 @@
 
 namespace headrace {
 
-// Arrays have n values, n a multiple of 16, where nothing else is said. Results stand where their lanes' inputs stood.
+// Arrays have n values, n a multiple of 16, unless a comment gives another size. A result has the index of its input.
 struct VecShim {
     int lanes;
     int wide_zero;  // kWideZero
@@ -39,16 +39,17 @@ struct VecShim {
     int32_t (*max_i32)(const int32_t* x);  // of one vector
     int32_t (*sum_i32)(const int32_t* x);
     void (*store_i8)(const int32_t* x, int n, int8_t* out);
-    void (*store_i8_sums)(const int32_t* x, int8_t* out, int32_t* sums);  // 32 values, 2 sums; null but on AVX-512
+    void (*store_i8_sums)(const int32_t* x, int8_t* out,
+                          int32_t* sums);  // 32 values, 2 sums; AVX-512 only, otherwise null
 
     // vec.h: bytes, 64 of them
     void (*copy_bytes)(const uint8_t* x, uint8_t* out);
     void (*field)(int bits, int from, int to, const uint8_t* x, uint8_t* out);
     void (*lookup)(const uint8_t* table, const uint8_t* index, uint8_t* out);
     void (*pick)(const int32_t* eight, const int32_t* index, int32_t* out);  // 16
-    // 16 sums; `count` products in one of the shim's sums, w 64 bytes of each, a 4 of each
+    // 16 sums of `count` products in one DotSum; each product has 64 bytes of w and 4 of a
     void (*dot)(bool wide, int count, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
-    // 16 sums; four products of one load of 16 inputs, w 64 bytes of each
+    // 16 sums of four products with one load of 16 inputs; each product has 64 bytes of w
     void (*dot_lanes)(bool wide, const int32_t* acc, const uint8_t* w, const int8_t* a, int32_t* out);
     void (*dot_bf16)(const float* acc, const uint16_t* w, const uint16_t* x, float* out);  // 16 sums, 32 of w
     void (*prefetch)(const void* p);
@@ -82,7 +83,7 @@ struct VecShim {
     void (*mul_low)(const uint64_t* x, const uint64_t* y, uint64_t* out);
     void (*even_low)(const uint64_t* x, const uint64_t* y, uint32_t* out);  // 8 and 8 -> 16
     void (*interleave)(bool high, int width, const uint32_t* x, const uint32_t* y, uint32_t* out);
-    int (*compress_f32)(uint32_t lanes, const float* x, float* out);  // vector by vector; returns how many
+    int (*compress_f32)(uint32_t lanes, const float* x, float* out);  // vector by vector; returns the count
     int (*compress_i32)(uint32_t lanes, const int32_t* x, int32_t* out);
     void (*set_words)(uint32_t x, uint32_t* out, uint64_t y, uint64_t* out64, double z, double* out_f64);  // one vector
     float (*max_lane)(const float* x);  // of one vector

@@ -1,5 +1,5 @@
-// Every function of csrc/vec, of each instruction set this CPU has, against plain scalar code: random values and
-// extremes in all lanes. What must have the same bits everywhere is compared by bits.
+// Tests every function of csrc/vec, for each instruction set of this CPU, against scalar code: random values and
+// extremes in all lanes. Results that must be equal on all instruction sets are compared by bits.
 #include <algorithm>
 #include <cfloat>
 #include <cstdint>
@@ -43,7 +43,7 @@ std::vector<int32_t> random_words(std::mt19937& rng, size_t count) {
     return random_ints<int32_t>(rng, count, {0, 1, -1, INT32_MAX, INT32_MIN, 1 << 24, (1 << 24) + 1, 127, -128});
 }
 
-// Floats of any bits, numbers of everyday sizes, and extremes.
+// Floats with random bits, floats of ordinary size, and extremes.
 std::vector<float> random_floats(std::mt19937& rng, size_t count = kMany) {
     const float extremes[] = {
         0.0f, -0.0f, 1.0f, -1.0f, FLT_MIN, -FLT_MIN, FLT_TRUE_MIN, -FLT_TRUE_MIN, FLT_MAX,   -FLT_MAX,
@@ -64,7 +64,7 @@ std::vector<float> floats(F run, const In&... in) {
     return out;
 }
 
-// Nearest even, in arithmetic of doubles; a NaN keeps its upper bits and is quiet.
+// Rounds to nearest even, computed in double. NaN keeps its upper bits and becomes quiet.
 uint16_t to_bf16(float x) {
     const uint32_t bits = bits_of<uint32_t>(x);
     if (std::isnan(x)) return static_cast<uint16_t>((bits | 0x400000) >> 16);
@@ -72,7 +72,7 @@ uint16_t to_bf16(float x) {
     if (!(bits & 0xffff)) return down;
     const auto value = [](uint16_t half) {
         const double wide = bits_of<float>(static_cast<uint32_t>(half) << 16);
-        return std::isinf(wide) ? std::copysign(0x1p128, wide) : wide;  // what rounds there
+        return std::isinf(wide) ? std::copysign(0x1p128, wide) : wide;  // for values that round to infinity
     };
     const double below = std::abs(x - value(down)), above = std::abs(value(up) - x);
     return below < above || (below == above && !(down & 1)) ? down : up;
@@ -90,16 +90,16 @@ void check_floats(const VecShim& v, std::mt19937& rng) {
     std::vector<int32_t> words(kMany);
     equal(floats(v.copy, x), [&](size_t i) { return x[i]; }, "copy");
     equal(floats(v.fma, x, y, z), [&](size_t i) { return std::fmaf(x[i], y[i], z[i]); }, "fma");
-    // Where a product and what is added cancel, or meet in a tie, rounding twice shows.
+    // Values for which rounding twice changes the result: product and addend cancel or make a tie.
     std::vector<float> near = x, other = y;
     for (size_t i = 0; i < near.size(); ++i) {
         other[i] = 1.0f + std::ldexp(static_cast<float>(rng() % 8), -23);
         near[i] = -std::ldexp(static_cast<float>(rng() % 16), i % 2 ? -24 : -47) - (i % 4 < 2 ? 1.0f : 0.0f);
     }
     equal(floats(v.fma, other, other, near), [&](size_t i) { return std::fmaf(other[i], other[i], near[i]); }, "fma");
-    std::vector<float> twice(near.size());  // the control
+    std::vector<float> twice(near.size());  // control: rounded twice
     for (size_t i = 0; i < near.size(); ++i) {
-        const volatile float product = other[i] * other[i];  // volatile: no compiler may make it an fma
+        const volatile float product = other[i] * other[i];  // volatile, so that the compiler makes no fma
         twice[i] = product + near[i];
     }
     require(!same_bits(twice, floats(v.fma, other, other, near)), "rounding twice does not show");
@@ -112,7 +112,7 @@ void check_floats(const VecShim& v, std::mt19937& rng) {
     require(same_bits(back, x), "as_f32");
     for (int count = 0; count <= v.lanes; ++count) {
         std::vector<float> in(x.begin(), x.begin() + count), out(static_cast<size_t>(v.lanes), 7.0f);
-        v.load_part(in.data(), count, out.data());  // memory that ends where the lanes end
+        v.load_part(in.data(), count, out.data());  // memory that ends with the lanes
         equal(out, [&](size_t i) { return i < in.size() ? in[i] : 0.0f; }, "load_f32 of some");
         std::vector<float> some(static_cast<size_t>(count));
         v.store_part(x.data(), count, some.data());
@@ -131,7 +131,7 @@ void check_conversions(const VecShim& v, std::mt19937& rng) {
     v.to_f32(words.data(), kMany, out.data());
     equal(out, [&](size_t i) { return static_cast<float>(words[i]); }, "to_f32");
 
-    std::vector<float> x(kMany);  // up to 2^22: ties, and what lies next to them
+    std::vector<float> x(kMany);  // up to 2^22: ties and their neighbours
     for (size_t i = 0; i < x.size(); ++i) {
         const float whole = static_cast<float>(below(rng, i % 2 ? 300 : 1 << 21)) + (rng() % 2 ? 0.5f : 0.0f);
         x[i] = std::nextafterf(whole, rng() % 3 == 0 ? 0.0f : rng() % 2 ? whole : kInf) * (rng() % 2 ? 1.0f : -1.0f);
@@ -141,7 +141,8 @@ void check_conversions(const VecShim& v, std::mt19937& rng) {
     equal(rounded, [&](size_t i) { return static_cast<int32_t>(std::nearbyint(double{x[i]})); }, "round_i32");
 
     std::vector<uint16_t> halves(65536);
-    for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i * 40503);  // all, in any lane
+    for (size_t i = 0; i < halves.size(); ++i)
+        halves[i] = static_cast<uint16_t>(i * 40503);  // all halves, in all lanes
     std::vector<float> wide(halves.size());
     v.load_f16(halves.data(), 65536, wide.data());
     equal(wide, [&](size_t i) { return static_cast<float>(half_value(halves[i])); }, "load_f16");
@@ -150,7 +151,7 @@ void check_conversions(const VecShim& v, std::mt19937& rng) {
         require(bits_of<uint32_t>(wide[i]) == static_cast<uint32_t>(halves[i]) << 16, "load_bf16");
     }
     std::vector<float> numbers = random_floats(rng);
-    for (size_t i = 0; i < numbers.size(); i += 3) {  // ties, and what lies next to them
+    for (size_t i = 0; i < numbers.size(); i += 3) {  // ties and their neighbours
         const uint32_t tie = (static_cast<uint32_t>(rng()) & 0xffff0000) | 0x8000;
         numbers[i] = bits_of<float>(tie + static_cast<uint32_t>(below(rng, 3)) - 1);
     }
@@ -231,10 +232,10 @@ void check_bytes(const VecShim& v, std::mt19937& rng) {
         v.pick(eight.data(), places.data(), picked.data());
         equal(picked, [&](size_t i) { return eight[places[i] & 7]; }, "pick");
     }
-    v.prefetch(nullptr);  // of an address that is not there: nothing
+    v.prefetch(nullptr);  // an invalid address has no effect
 }
 
-// What `count` products added in one of the shim's sums must be.
+// The exact result of `count` products in one DotSum.
 std::vector<int32_t> exact_dots(const VecShim& v, bool wide, const std::vector<int32_t>& acc,
                                 const std::vector<uint8_t>& w, const std::vector<int8_t>& a) {
     std::vector<int32_t> sums = acc;
@@ -246,7 +247,7 @@ std::vector<int32_t> exact_dots(const VecShim& v, bool wide, const std::vector<i
     return sums;
 }
 
-// Bytes up to `most`, as many products in a sum as it holds, or `count`.
+// Products of bytes up to `most`, with as many products as a DotSum can hold.
 void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
     const bool wide = most > 127;
     const int room = v.dot_room(wide && v.wide_zero ? v.wide_zero : most), largest = std::min(room, 8);
@@ -260,7 +261,7 @@ void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
         std::vector<int32_t> acc = random_words(rng, 16), out(16);
         for (int32_t& each : acc) each >>= 1;
         if (round %
-            2) {  // the extremes: the largest bytes, or the smallest, times 127 and -127, of all signs, in all lanes
+            2) {  // extremes: the largest or the smallest bytes times 127 and -127, with all signs, in all lanes
             for (size_t i = 0; i < a.size(); ++i) a[i] = round >> (i % 4 + 1) & 1 ? 127 : -127;
             if (round % 4 == 3) std::fill(w.begin(), w.end(), static_cast<uint8_t>(round & 64 ? most : 0));
         }
@@ -271,7 +272,7 @@ void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
         require(out == exact_dots(v, wide, acc, w, a), "dot of lanes");
     }
     if (room >= 16) return;
-    // The control: of the largest bytes one product more than there is room for does not fit.
+    // Control: with the largest bytes, one product more than dot_room does not fit.
     const size_t count = static_cast<size_t>(room) + 1;
     const std::vector<uint8_t> w(64 * count, static_cast<uint8_t>(wide ? 0 : most));
     const std::vector<int8_t> a(4 * count, 127);
@@ -283,7 +284,7 @@ void check_dots_of(const VecShim& v, std::mt19937& rng, int most) {
 
 void check_dots(const VecShim& v, std::mt19937& rng) {
     for (const int most : {1, 3, 7, 15, 31, 63, 127, 255}) check_dots_of(v, rng, most);
-    // As many as the int8 pool adds up at 512 dimensions, all of one sign; 128 times that is still no overflow.
+    // As many products as the int8 pool sums for 512 dimensions, all of one sign; 128 times that does not overflow.
     for (const int8_t sign : {int8_t{127}, int8_t{-127}}) {
         const std::vector<uint8_t> w(64, 255);
         const std::vector<int8_t> a(4, sign);
@@ -292,7 +293,7 @@ void check_dots(const VecShim& v, std::mt19937& rng) {
         equal(acc, [&](size_t) { return 512 * (255 - v.wide_zero) * sign; }, "dots of 512 dimensions");
         static_assert(int64_t{512} * 255 * 127 * 128 <= INT32_MAX);
     }
-    // bfloat16 pairs; numbers that are neither too small nor too large for a sum to be normal.
+    // bfloat16 pairs, with values for which the sums are normal numbers.
     for (int round = 0; round < 4000; ++round) {
         std::vector<uint16_t> w(32), x(2);
         for (auto* each : {&w, &x}) {
@@ -317,7 +318,7 @@ void check_dots(const VecShim& v, std::mt19937& rng) {
     }
 }
 
-// The largest error of `got`, relative to what is right (and absolute below `tiny`).
+// The largest error of `got`: relative to the exact value, absolute if that is below `tiny`.
 template <class F>
 double error_of(const std::vector<float>& x, const std::vector<float>& got, F right, double tiny = 1e-37) {
     double most = 0;
@@ -384,7 +385,7 @@ void check_softmax(const VecShim& v, std::mt19937& rng) {
         const size_t at = static_cast<size_t>(below(rng, kMany - 16));
         const uint32_t bits = round == 0   ? 0
                               : round == 1 ? 0xffff
-                                           : static_cast<uint32_t>(rng());  // bits above: unread
+                                           : static_cast<uint32_t>(rng());  // the upper bits are not used
         std::vector<float> out(16);
         v.choose(bits, &any[at], &x[at], out.data());
         for (size_t i = 0; i < 16; ++i) {
@@ -399,7 +400,7 @@ void check_softmax(const VecShim& v, std::mt19937& rng) {
     double sum = 0, wanted = 0;
     for (const float lane : lanes) sum += lane;
     for (const uint16_t half : stored) wanted += bits_of<float>(static_cast<uint32_t>(half) << 16);
-    require(std::abs(sum - wanted) < 1e-4 * wanted, "the sum of store_and_sum");  // in float, lane by lane
+    require(std::abs(sum - wanted) < 1e-4 * wanted, "the sum of store_and_sum");  // summed in float, per lane
 
     std::vector<float> down(kMany);
     for (size_t i = 0; i < down.size(); ++i) down[i] = static_cast<float>(rng()) * -0x1p-32f * (i % 2 ? 124.0f : 3.0f);
@@ -414,7 +415,7 @@ void check_softmax(const VecShim& v, std::mt19937& rng) {
         const float right = out;
         equal(floats(v.exp2, std::vector<float>(kMany, in)), [&](size_t) { return right; }, "exp2");
     }
-    for (const float edge : {-124.5f, -125.5f, -126.6f, -126.9f, -127.5f, -130.0f, -149.5f}) {  // subnormal, or nothing
+    for (const float edge : {-124.5f, -125.5f, -126.6f, -126.9f, -127.5f, -130.0f, -149.5f}) {  // subnormal or 0
         const double right = std::exp2(double{edge});
         for (const float got : floats(v.exp2, std::vector<float>(kMany, edge))) {
             require(got == 0 || std::abs(got - right) <= 1e-6 * right + 0x1p-148, "exp2 of the smallest");
@@ -449,7 +450,7 @@ void check_scan(const VecShim& v, std::mt19937& rng) {
         for (const int width : {1, 2}) {
             for (const bool high : {false, true}) {
                 v.interleave(high, width, a, b, least.data());
-                const auto wanted = [&](size_t i) {  // words in turn, `width` of each
+                const auto wanted = [&](size_t i) {  // alternating words, `width` of each
                     const size_t w = static_cast<size_t>(width), lane = i % 4, piece = lane / w;
                     const uint32_t* from = piece % 2 ? b : a;
                     return from[i - lane + (high ? 2 : 0) + piece / 2 * w + lane % w];
@@ -480,7 +481,7 @@ void check_scan(const VecShim& v, std::mt19937& rng) {
         v.max_f64(a.data(), b.data(), doubles.data());
         equal(doubles, [&](size_t i) { return a[i] > b[i] ? a[i] : b[i]; }, "max_f64");
         v.fma_f64(a.data(), b.data(), c.data(), doubles.data());
-        for (size_t i = 0; i < 16; ++i) {  // rounded once or twice
+        for (size_t i = 0; i < 16; ++i) {  // may be rounded once or twice
             volatile double product = a[i] * b[i];
             require(same(doubles[i], std::fma(a[i], b[i], c[i])) || same(doubles[i], product + c[i]), "fma_f64");
         }
