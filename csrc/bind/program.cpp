@@ -290,7 +290,7 @@ void bind_program(nb::module_& m) {
              "layers K and V alone, of `hidden` as it is.")
         .def_rw("profiling", &Program::profiling)
         .def_prop_ro("profile", &profile,
-                     "What the steps since then took, a dict for each phase; see program_profile.h.")
+                     "What the steps since then took, a dict for each phase; see program/profile.h.")
         .def("clear_profile", &Program::clear_profile)
         .def("seal", &Program::seal,
              "Look at the whole description, once: ValueError for what cannot be, with the phase. Nothing can be added "
