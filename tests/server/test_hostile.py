@@ -144,9 +144,9 @@ def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatc
     for _ in range(2):
         said = server.post("/v1/chat/completions", body).json()
         assert "context" in said["error"]["message"]  # the tiny model's, which ends before what is said of tools
-        assert [one for one in asked if one[0] == "look"] == [
-            ("look", "model", "open_objects", "schemas"),
-            ("look", "model", "spec"),
+        assert [one for one in asked if one[0] == "inspect_constraint"] == [
+            ("inspect_constraint", "model", "open_objects", "schemas"),
+            ("inspect_constraint", "model", "spec"),
         ]
     body = {"model": "tiny", "messages": TALK, **as_tool({"$ref": "#/none"})}
     assert "tools: number 0: the JSON schema refers to" in server.post("/v1/chat/completions", body).json()["error"]["message"]

@@ -19,7 +19,7 @@ def task(path: Path, *, remembered: bool) -> Task:
     return Task(__name__, "inspect_constraint", str(path.absolute()), seconds=SECONDS, memory=MEMORY, remembered=remembered)
 
 
-def look(question: dict[str, Any]) -> dict[str, Any]:
+def inspect_constraint(question: dict[str, Any]) -> dict[str, Any]:
     """`constraint_check.inspect_constraint`, and for a grammar also its compilation: "bytes" is the memory that it takes,
     "seconds" its CPU time. "model" is the path of the model."""
     answer = constraint_check.inspect_constraint({name: value for name, value in question.items() if name != "model"})
@@ -47,4 +47,4 @@ def _grammars(path: str) -> Grammars:
 def warm(path: str) -> None:
     """Load everything that a question needs: the libraries and the vocabulary."""
     constraint_check.warm("")
-    look({"model": path, "spec": {"regex": "[0-9]"}})
+    inspect_constraint({"model": path, "spec": {"regex": "[0-9]"}})
