@@ -79,27 +79,22 @@ def fields_of(request: Any) -> list[str]:
 CASES = [(request, name) for request in (ChatRequest, CompletionRequest) for name in fields_of(request)]
 
 
-def server_problem(body: dict[str, Any], chat: bool) -> str:
+def server_problem(body: dict[str, Any], is_chat: bool) -> str:
     """The server's objection to a request that needs no model, empty if it has none."""
     from headrace.server.http.body_limits import read_body
-    from headrace.server.protocols import chat_fields, chat_messages, completions
+    from headrace.server.protocols import chat, chat_messages, completions
     from headrace.server.protocols.sampling import sampling_params
     from headrace.server.protocols.structured import asked_form
     from headrace.server.settings import Limits
 
-    class OneModel:
-        limits = Limits()
-
     try:
-        request: Any = read_body(json.dumps(body).encode(), ChatRequest if chat else CompletionRequest)
-        if chat:
-            chat_fields.check_fields(request)
-            chat_messages.check_ending(request)
-            chat_fields.template_variables(request)
-        else:
-            completions._check(OneModel(), request)  # type: ignore[arg-type]
+        request: Any = read_body(json.dumps(body).encode(), ChatRequest if is_chat else CompletionRequest)
+        if is_chat:
+            chat_messages.check_ending(request.messages, request.continue_final_message, request.add_generation_prompt)
+            chat.read_conversation(request).variables()
+        read = chat.read(request) if is_chat else completions.read(request)
         sampling_params(request, {}, Limits())
-        asked_form(request)
+        asked_form(request, read.response_format)
     except ApiError as error:
         return error.message
     return ""

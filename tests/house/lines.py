@@ -1,19 +1,16 @@
-"""A protocol: a text in, lines of plain text out, one an answer."""
+"""A protocol: a text in; one line of plain text for each answer out, or server-sent events with the parts of the lines."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from msgspec import Meta
-from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.server.engines.inflight import Ticket, deltas
-from headrace.server.engines.service import Service
-from headrace.server.http.api_error import bad
 from headrace.server.protocols.fields import Sampling
-from headrace.server.protocols.sampling import not_built, sampling_params
-from headrace.server.protocols.stream import unless_gone
-from headrace.server.protocols.structured import asked_form
-from headrace.weights.defaults import values
+from headrace.server.protocols.generation import Answer, AnswerEvent, GenerationRequest, TextProtocol, Writer
+from headrace.server.protocols.logprobs import Written
+from headrace.server.protocols.prompts import Texts
+from headrace.server.protocols.sampling import check_stream_options
 
 
 class LinesRequest(Sampling, kw_only=True):
@@ -22,25 +19,23 @@ class LinesRequest(Sampling, kw_only=True):
     prompt: Annotated[str, Meta(max_length=10_000)]
 
 
-async def lines(service: Service, request: LinesRequest, http: Request, salt: bytes) -> Response:
-    if request.stream_options is not None and not request.stream:
-        raise bad("stream_options goes with stream: true", "stream_options")
-    not_built(bool(request.stream), "stream", "lines come when they are whole")
-    not_built(asked_form(request) is not None, "structured_outputs", "a line is free")
-    params = sampling_params(request, values(service.llm.opened.defaults), service.limits, max_tokens=request.max_tokens)
-    prompts = await service.llm.encode_all([request.prompt])
-    if not prompts[0]:
-        raise bad("prompt is empty; give a text", "prompt")
-    tickets = service.llm.submit(prompts, params, salt=salt, deadline=service.deadline(request.deadline))
-    try:
-        texts = await unless_gone(http, _texts(tickets, params.n))
-    finally:
-        service.llm.abort(tickets)
-    return Response("\n".join(texts), media_type="text/plain")
+def read(body: LinesRequest) -> GenerationRequest:
+    check_stream_options(body)
+    return GenerationRequest(body, Texts(body.prompt), max_tokens=body.max_tokens, form_field="structured_outputs")
 
 
-async def _texts(tickets: list[Ticket], count: int) -> list[str]:
-    texts = [""] * count
-    async for _, delta in deltas(tickets):
-        texts[delta.index] += " ".join(delta.text.splitlines())
-    return texts
+def one_line(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+class LinesWriter(Writer):
+    """Each event of a stream has the number of its answer and the new text."""
+
+    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+        yield f"data: {event.index} {one_line(event.text)}\n\n".encode()
+
+    def complete(self, answers: list[Answer]) -> Response:
+        return Response("\n".join(one_line(answer.text) for answer in answers), media_type="text/plain")
+
+
+LINES = TextProtocol(read, LinesWriter)

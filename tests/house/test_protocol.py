@@ -1,4 +1,4 @@
-"""A protocol of the server is one file and a row: a toy that is held to what all others are held to."""
+"""A protocol of the server is one file and a row: an example that passes the tests that all protocols pass."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 
 from headrace.server import app
 from headrace.server.settings import Limits
-from tests.house.lines import LinesRequest, lines
+from tests.house.lines import LINES, LinesRequest, LinesWriter, one_line
 from tests.server.harness import Running
 from tests.server.test_bad_inputs import BOTH, check
 from tests.server.test_fuzz import SMALL, _ask, _fuzz, _strategies
@@ -22,9 +22,10 @@ from tests.tiny_files import write_tiny_gguf
 from tests.unit.test_imports import SOURCES, wrong_imports
 
 PATH, KEY = "/v1/lines", "secret-of-lines"
-ROW = app.Protocol(PATH, LinesRequest, lines, "prompt", {"text/plain": {"schema": {"type": "string"}}})
+ROW = app.Protocol(PATH, LinesRequest, LINES, "prompt", {"text/plain": {"schema": {"type": "string"}}})
 BODY = {"model": "tiny", "prompt": "The mill", "max_tokens": 6, "n": 3, "seed": 1}
-FEW = 6  # of each kind: that requests of this protocol are made up at all; tests/server/test_fuzz.py makes up more
+# Requests of each kind. They show that requests of this protocol can be generated; tests/server/test_fuzz.py sends more.
+FEW = 6
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,34 +46,54 @@ def served(tiny: Path) -> Iterator[Running]:
         yield running
 
 
-def test_it_could_lie_in_the_room_of_the_server() -> None:
+def test_it_may_be_a_module_of_the_package_server() -> None:
     source, module = Path(__file__).with_name("lines.py").read_text(), "headrace.server.lines"
     assert wrong_imports(module, source, {*SOURCES, module}) == []
-    assert wrong_imports("headrace.text.lines", source, {*SOURCES, module}), "any room would do"
+    assert wrong_imports("headrace.text.lines", source, {*SOURCES, module}), "no import rule applies"
 
 
-def test_it_answers_as_the_others_do(served: Running) -> None:
+def test_it_has_the_text_of_a_completion(served: Running) -> None:
     answer = served.post(PATH, BODY)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
     choices = served.post("/v1/completions", BODY).json()["choices"]
-    assert answer.text.split("\n") == [" ".join(one["text"].splitlines()) for one in choices]
+    assert answer.text.split("\n") == [one_line(choice["text"]) for choice in choices]
     assert len(set(answer.text.split("\n"))) > 1
     described = served.http.get("/openapi.json").json()["paths"][PATH]["post"]["responses"]["200"]
     assert set(described["content"]) == {"text/plain"}
 
 
+def streamed(served: Running) -> list[str]:
+    """The text of each answer, put together from the events of a stream."""
+    texts = [""] * BODY["n"]
+    *events, done, rest = served.post(PATH, {**BODY, "stream": True}).text.split("\n\n")
+    for event in events:
+        index, text = event.removeprefix("data: ").split(" ", 1)
+        texts[int(index)] += text
+    assert (done, rest) == ("data: [DONE]", "")
+    return texts
+
+
+def test_a_stream_has_the_text_of_the_complete_answer(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a writer that drops the last event of each answer."""
+    complete = served.post(PATH, BODY).text.split("\n")
+    assert streamed(served) == complete
+    chunks = LinesWriter.chunks
+    monkeypatch.setattr(LinesWriter, "chunks", lambda *given: () if given[1].finish_reason else chunks(*given))
+    assert streamed(served) != complete
+
+
 @pytest.mark.parametrize(("field", "value", "says"), BOTH)
-def test_what_others_refuse_it_refuses(served: Running, field: str, value: Any, says: str) -> None:
+def test_it_refuses_what_other_protocols_refuse(served: Running, field: str, value: Any, says: str) -> None:
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
     check(served, PATH, body | {field: value}, field, says)
 
 
-def test_its_body_is_bounded() -> None:
+def test_its_fields_are_bounded() -> None:
     is_bounded(LinesRequest)
     tells_the_first(LinesRequest)
 
 
-def test_it_lies_behind_the_guard() -> None:
+def test_it_needs_a_key_and_small_bodies() -> None:
     with Running("no-model", begin=False, key=KEY, limits=Limits(body=2000)) as locked:
         needs_the_key(locked, "POST", PATH)
         assert locked.http.post(PATH, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
@@ -81,7 +102,7 @@ def test_it_lies_behind_the_guard() -> None:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_meets_a_mistake_of_the_server(tiny: Path, mode: GenerationMode) -> None:
+def test_no_generated_request_causes_an_internal_error(tiny: Path, mode: GenerationMode) -> None:
     seen: list[int] = []
     with Running(tiny, limits=SMALL, max_model_len=64) as small, requests.Session() as session:
         session.trust_env = False
@@ -95,7 +116,7 @@ def test_no_request_meets_a_mistake_of_the_server(tiny: Path, mode: GenerationMo
     assert mode is GenerationMode.NEGATIVE or 200 in seen
 
 
-def test_without_its_row_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_row_the_path_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "PROTOCOLS", app.PROTOCOLS[:-1])
     with Running("no-model", begin=False) as without:
         answer = without.post(PATH, BODY)

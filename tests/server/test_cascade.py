@@ -20,7 +20,8 @@ from headrace.server.engines.supervision import State
 from headrace.server.http.api_error import MODEL_UNUSABLE, ApiError
 from headrace.server.http.errors import ENGINE_LOST, UNFIT
 from headrace.server.protocols import cascade as module
-from headrace.server.protocols.fields import ChatRequest, CompletionRequest
+from headrace.server.protocols import chat
+from headrace.server.protocols.fields import ChatRequest
 from headrace.server.serving import Chosen, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
 from headrace.workflows.cascade import Settled, Tier, answer
@@ -256,16 +257,16 @@ def test_an_answer_that_a_context_cut_off_does_not_stand(
 
 def test_an_answer_that_is_not_of_its_form_is_for_the_next(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is a next one: a form that no mask can hold answers to is looked at when they are whole."""
-    begin, right = module.WAYS[CompletionRequest]
+    right = module.answer
     unfit: list[str] = []
 
-    async def answered(job: Any, http: Any) -> Any:
-        if job.trial.model in unfit:
-            job.service.llm.abort(job.tickets)
+    async def answered(generation: Any, write: Any, http: Any) -> Any:
+        if generation.attempt.model in unfit:
+            generation.abort()
             raise ApiError(422, "not of its form", code=UNFIT)
-        return await right(job, http)
+        return await right(generation, write, http)
 
-    monkeypatch.setitem(module.WAYS, CompletionRequest, (begin, answered))
+    monkeypatch.setattr(module, "answer", answered)
     body = {"model": "always", "prompt": "The mill", **ASK}
     unfit.append("small")
     assert [one["model"] for one in server.post("/v1/completions", body).json()["usage"]["tiers"]] == ["small", "large"]
@@ -274,9 +275,9 @@ def test_an_answer_that_is_not_of_its_form_is_for_the_next(server: Running, monk
 
 
 def test_tiers_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = ChatRequest(model="both", messages=[], deadline=10.0)
+    request = chat.read(ChatRequest(model="both", messages=[], deadline=10.0))
     monkeypatch.setattr(module.time, "monotonic", lambda: 107.0)
-    assert module._within(request, 110.0).deadline == 3.0
+    assert module._within(request, 110.0).sampling.deadline == 3.0
     assert module._within(request, None) is request
     with pytest.raises(DeadlineError):
         module._within(request, 107.0)

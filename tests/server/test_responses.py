@@ -10,8 +10,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from headrace.server.protocols import responses
 from headrace.server.settings import Limits
+from headrace.server.storage import responses
 from headrace.server.storage.store import Store
 from tests.server.harness import Running
 
@@ -231,7 +231,7 @@ def test_responses_are_kept_up_to_so_many_bytes() -> None:
         items = [{"role": "user", "content": "a", "unread": "x" * 1000}]
         for number in range(5):
             response = {"id": f"resp_{number}", "created_at": number}
-            await responses._Keeper(store, response, items, Limits(response_bytes=3500))()
+            await responses.keep_response(store, response, items, Limits(response_bytes=3500))
         kept = await store.run(lambda db: db.execute("SELECT id, bytes FROM responses ORDER BY number").fetchall())
         assert [name for name, _ in kept] == ["resp_2", "resp_3", "resp_4"]
         assert sum(size for _, size in kept) > 3000

@@ -10,10 +10,9 @@ import pytest
 from headrace.server.access.principals import PRINCIPAL, Principal
 from headrace.server.access.queueing import Queue, QueueFullError
 from headrace.server.http.api_error import ApiError
-from headrace.server.protocols import responses
 from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
-from headrace.server.storage import batch_rows, batches, files, store_schema
+from headrace.server.storage import batch_rows, batches, files, responses, store_schema
 from headrace.server.storage.store import Store
 from tests.server.batching import answering, ended, keep, lines, run, working, written
 from tests.server.harness import Running, in_thread, until
@@ -166,7 +165,7 @@ def test_one_principals_responses_do_not_push_out_anothers() -> None:
 
         async def put(owner: str, name: str) -> None:
             with as_(several(owner)):
-                await responses._Keeper(store, {"id": name, "created_at": 1}, [], limits)()
+                await responses.keep_response(store, {"id": name, "created_at": 1}, [], limits)
 
         for at in range(3):
             await put("b", f"b{at}")

@@ -78,15 +78,13 @@ ROOMS = {
     "startup.encoding startup.exits startup.opening engine decoding weights confined host data",
     "server.http": "server.engines server.access server.settings server.http.api_error server.http.ids "
     "server.http.proxies server.logs decoding text confined data",
-    "server.storage.store": "server.storage.store_schema server.http.api_error",
-    "server.storage.store_schema": "",
-    "server.protocols": "server.storage.store server.http server.engines server.access server.settings "
+    "server.protocols": "server.http server.engines server.access server.settings "
     "server.http.api_error server.http.ids startup.compiling startup.exits decoding "
     "text stats weights confined data",
     "server.page": "server.protocols server.http confined",
-    "server.storage": "server.protocols server.storage.store_schema server.storage.store server.http server.engines "
+    "server.storage": "server.protocols server.http server.engines "
     "server.access server.settings server.http.api_error server.http.ids confined",
-    "server": "server.storage server.page server.protocols server.storage.store server.http server.engines "
+    "server": "server.storage server.page server.protocols server.http server.engines "
     "server.access server.settings server.http.api_error server.logs startup.rules startup.memory "
     "decoding text weights confined host data",
     "cli": "server server.settings server.http.proxies "
@@ -108,7 +106,7 @@ STOREYS = (
     "llm",
     "training compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
-    "server.http.api_error server.protocols server.page server.storage server.storage.store server.storage.store_schema",
+    "server.http.api_error server.protocols server.page server.storage",
     "workflows",
     "bench bench.kv bench.profile bench.cascade bench.token_cascade bench.exits bench.audit bench.leaving bench.workers.ours",
     "cli",

@@ -37,10 +37,12 @@ from headrace.server.http.guard import Guard
 from headrace.server.http.limits_check import Strict
 from headrace.server.page import files as page_files
 from headrace.server.page.routes import add_page, file_routes
-from headrace.server.protocols import chat, completions, embeddings
 from headrace.server.protocols import classify as classes
+from headrace.server.protocols import embeddings
 from headrace.server.protocols import tokenize as tokens
 from headrace.server.protocols.cascade import Cascade
+from headrace.server.protocols.chat import CHAT
+from headrace.server.protocols.completions import COMPLETIONS
 from headrace.server.protocols.fields import (
     ChatRequest,
     ClassifyRequest,
@@ -50,13 +52,14 @@ from headrace.server.protocols.fields import (
     ResponseRequest,
     TokenizeRequest,
 )
+from headrace.server.protocols.generation import TextProtocol
 from headrace.server.protocols.openai_types import Calibrated, Exit, Model, TokenCascade
 from headrace.server.protocols.openapi import document
 from headrace.server.protocols.routes import Api, Call, as_response
 from headrace.server.protocols.schemas import (
-    CHAT,
+    CHAT_ANSWER,
     CLASSES,
-    COMPLETION,
+    COMPLETION_ANSWER,
     EMBEDDINGS,
     HEALTH,
     MODEL,
@@ -107,8 +110,8 @@ class Protocol:
 
 
 PROTOCOLS = (
-    Protocol("/v1/completions", CompletionRequest, completions.complete, "prompt", COMPLETION),
-    Protocol("/v1/chat/completions", ChatRequest, chat.chat, "messages", CHAT),
+    Protocol("/v1/completions", CompletionRequest, COMPLETIONS, "prompt", COMPLETION_ANSWER),
+    Protocol("/v1/chat/completions", ChatRequest, CHAT, "messages", CHAT_ANSWER),
     Protocol("/v1/embeddings", EmbeddingRequest, embeddings.embed, "input", EMBEDDINGS),
     Protocol("/v1/classify", ClassifyRequest, classes.classify, "input", CLASSES),
 )
@@ -170,8 +173,8 @@ def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> 
 def _asker(models: Models, cascades: Mapping[str, Cascade], protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
     async def ask(call: Call) -> Any:
         body, salt = call.body, (call.body.cache_salt or "").encode()
-        if body.model in cascades and isinstance(body, ChatRequest | CompletionRequest):
-            return await cascades[body.model].ask(body, call.http, salt)
+        if body.model in cascades and isinstance(text := protocol.answer, TextProtocol):
+            return await cascades[body.model].generate(text.read(body), text.write, call.http)
         async with models.use(body.model) as service:
             # as a response here, so that the model is in use until it is made
             return as_response(await protocol.answer(service, body, call.http, salt))

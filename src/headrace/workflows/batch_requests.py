@@ -154,7 +154,7 @@ def _openai_request(number: int, request_id: RequestId, fields: dict[str, Any]) 
     if other := next((name for name in PROMPTS if body.get(name) is not None and name != BODY_PROMPT[kind]), None):
         raise LineError(f"a body for {url} has {BODY_PROMPT[kind]!r}, not {other!r}")
     try:
-        read = batch_bodies.read(body, chat=kind == CHAT)
+        read = batch_bodies.read(body, is_chat=kind == CHAT)
     except batch_bodies.BodyError as error:
         raise LineError(str(error)) from None
     return BatchRequest(

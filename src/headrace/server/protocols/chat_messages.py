@@ -5,7 +5,6 @@ from typing import Any
 
 from headrace.data.spelling import did_you_mean
 from headrace.server.http.api_error import ApiError, bad
-from headrace.server.protocols.fields import ChatRequest
 
 Message = dict[str, Any]
 CONTINUE = "continue_final_message"
@@ -60,14 +59,15 @@ def check_keys(where: str, record: Message, known: frozenset[str], param: str) -
         raise ApiError(400, f"{where} has the unknown key {name[:100]!r}; {question}", param=param, code="unknown_field")
 
 
-def check_ending(request: ChatRequest) -> None:
-    """A final message of the assistant is continued if `continue_final_message` is true; otherwise a new one follows it.
+def check_ending(messages: list[Message], continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
+    """With `continue_final_message` the answer continues the last message, which must be a text of the assistant.
 
-    Raises ApiError."""
-    if not request.continue_final_message:
+    Raises ApiError.
+    """
+    if not continue_final_message:
         return
-    last = request.messages[-1] if request.messages else {}
-    if request.add_generation_prompt:
+    last = messages[-1] if messages else {}
+    if add_generation_prompt:
         raise bad(f"{CONTINUE} begins no new turn; leave add_generation_prompt out, or set it to false", CONTINUE)
     if last.get("role") != "assistant":
         raise bad(f"{CONTINUE}: the last message is not the assistant's; end with one of the assistant", CONTINUE)

@@ -15,24 +15,20 @@ from headrace.text.tokenizer import Tokenizer
 FLOOR = -9999.0  # stands for minus infinity, which JSON has not
 TOGETHER = 256  # tokens that are written in one turn
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-Written = dict[str, list[bytes]]  # by list: its entries in JSON, some at a time
+# Log-probabilities in JSON, which takes far less room than objects. By list: its entries, one or several in each element.
+Written = dict[str, list[bytes]]
+_encode = msgspec.json.encode
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob], top: int) -> dict[str, Any]:
-    """One object a token: text, bytes, log-probability, and the `top` best tokens of that place."""
-    return {
-        "content": [
-            {
-                **_token(tokenizer, entry.token, entry.logprob),
-                "top_logprobs": [
-                    _token(tokenizer, token, value)
-                    for token, value in zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
-                ],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None], top: int) -> Written:
+    """One object for each token: text, bytes, log-probability, and the `top` best tokens of that place."""
+    return {"content": [_encode(_entry(tokenizer, entry, top)) for entry in entries if entry is not None]}
+
+
+def _entry(tokenizer: Tokenizer, entry: TokenLogprob, top: int) -> dict[str, Any]:
+    best = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+    own = _token(tokenizer, entry.token, entry.logprob)
+    return {**own, "top_logprobs": [_token(tokenizer, token, value) for token, value in best]}
 
 
 def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit]:

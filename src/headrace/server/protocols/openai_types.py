@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.server.engines.inflight import Ticket
+from headrace.text.dialects.call_parser import new_call_id
 
 
 class TierUsage(msgspec.Struct):
@@ -72,6 +73,11 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
     id: str | None = None
     type: str | None = None
     index: int | None = None
+
+
+def new_call(name: str, index: int | None = None) -> ToolCall:
+    """A call of the function `name`, whose arguments follow."""
+    return ToolCall(ToolFunction("", name), new_call_id(), "function", index)
 
 
 class ChatMessage(msgspec.Struct):
@@ -168,7 +174,7 @@ class Model(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Trial:
+class CascadeAttempt:
     """A tier's try at a request to a cascade, which clients know as `name`."""
 
     name: str
@@ -184,11 +190,11 @@ class Trial:
         return own
 
 
-def usage(tickets: Sequence[Ticket], generated: int, trial: Trial | None = None) -> Usage:
+def usage(tickets: Sequence[Ticket], generated: int, attempt: CascadeAttempt | None = None) -> Usage:
     """Tokens of these prompts and of `generated` answer tokens, with those of the tiers before. Cached tokens are counted under
     a salt only: without one the number would show what others have asked."""
-    if trial is not None:
-        return _together([*trial.before, trial.usage(tickets, generated)])
+    if attempt is not None:
+        return _together([*attempt.before, attempt.usage(tickets, generated)])
     prompt = sum(len(ticket.prompt) for ticket in tickets)
     cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
     own = all(ticket.salted for ticket in tickets)

@@ -5,6 +5,7 @@ from typing import Any
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.ids import new_id
 from headrace.server.protocols.chat_messages import check_keys, without_nulls
+from headrace.server.protocols.openai_types import ToolCall
 
 ROLES = ("user", "assistant", "system", "developer")
 Item = dict[str, Any]
@@ -149,29 +150,18 @@ def chat_format(text: Item | None) -> Any:
     return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
 
 
-def message_item(text: str, logprobs: list[Any], name: str | None = None, status: str = "completed") -> Item:
-    """An answer's text."""
+def message_item(text: str, logprobs: Any, status: str = "completed") -> Item:
+    """The text of an answer. `logprobs`: a list of entries, or its JSON."""
     part = text_part(text, logprobs)
-    return {"id": name or new_id("msg"), "type": "message", "status": status, "role": "assistant", "content": [part]}
+    return {"id": new_id("msg"), "type": "message", "status": status, "role": "assistant", "content": [part]}
 
 
-def text_part(text: str, logprobs: list[Any]) -> Item:
+def text_part(text: str, logprobs: Any) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def call_item(call: Item, name: str | None = None, status: str = "completed") -> Item:
-    """A tool's call, from one of /v1/chat/completions."""
-    function = call["function"]
+def call_item(call: ToolCall, status: str = "completed") -> Item:
     return {
-        "id": name or new_id("fc"), "type": "function_call", "status": status, "call_id": call["id"],
-        "name": function["name"], "arguments": function["arguments"],
+        "id": new_id("fc"), "type": "function_call", "status": status, "call_id": call.id,
+        "name": call.function.name, "arguments": call.function.arguments,
     }  # fmt: skip
-
-
-def output_items(message: Item, logprobs: Item | None) -> list[Item]:
-    """The items of a whole answer: its text, where there is any, then its calls."""
-    calls = message.get("tool_calls") or []
-    items = [call_item(call) for call in calls]
-    if message.get("content") or not calls:
-        items.insert(0, message_item(message.get("content") or "", (logprobs or {}).get("content") or []))
-    return items

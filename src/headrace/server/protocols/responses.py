@@ -1,159 +1,93 @@
-"""/v1/responses: a chat in items. Responses are stored, and a later request continues one by its id."""
+"""/v1/responses: a chat in items. `storage.responses` stores responses and continues them."""
 
-import contextlib
-import logging
-import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
-from headrace.decoding.tools import ToolError
-from headrace.server.access.principals import PRINCIPAL
-from headrace.server.http.api_error import ApiError, bad
-from headrace.server.http.body_limits import read_json
+from headrace.decoding.tools import ToolChoice
+from headrace.server.http.api_error import bad
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.chat_messages import without_nulls
-from headrace.server.protocols.fields import BRIEFLY, ChatRequest, InputTokensRequest, ResponseRequest, StreamOptions
-from headrace.server.protocols.openai_types import Chat
-from headrace.server.protocols.response_events import Events, chunks, ending, usage
+from headrace.server.protocols.fields import BRIEFLY, ResponseRequest, Sampling
+from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, Writer
+from headrace.server.protocols.logprobs import Written, chat_logprobs, joined
+from headrace.server.protocols.openai_types import Usage, new_call
+from headrace.server.protocols.prompts import Conversation, check_effort
 from headrace.server.protocols.response_items import (
     Item,
-    as_items,
+    call_item,
     chat_choice,
     chat_format,
     chat_tools,
+    message_item,
     messages,
-    output_items,
+    text_part,
 )
-from headrace.server.protocols.sampling import not_built
-from headrace.server.protocols.stream import EventStream
-from headrace.server.settings import Limits
-from headrace.server.storage.store import StorageError, Store, listing
+from headrace.server.protocols.sampling import check_top_logprobs, not_built
+from headrace.text.dialects.call_parser import Piece
 
-log = logging.getLogger("headrace.server")
-
-# Fields that mean the same in a chat.
-SAME = (
-    *BRIEFLY,
-    "seed",
-    "deadline",
-    "parallel_tool_calls",
-    "allow_repeated_tool_calls",
-    "open_objects",
-    "chat_template_kwargs",
-    "cache_salt",
-)
-RENAMED = {
+# Fields that have the same name and meaning in `Sampling`.
+SHARED = (*BRIEFLY, "model", "stream", "seed", "deadline", "open_objects", "cache_salt")
+NAMES = {
     "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "response_format": "text",
-    "reasoning_effort": "reasoning",
 }
-# What may be asked for besides; the second is of reasoning items, which no answer here has.
+# Valid values of `include`. The second one is about reasoning items, which no answer here has.
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 REASONING = ("effort", "summary", "generate_summary")
-MAX_ITEMS = 10_000
-Answer = Callable[[ChatRequest, Request, bytes], Awaitable[Any]]  # a model's to a chat, or a cascade's
 
 
-async def respond(chat: Answer, limits: Limits, store: Store, request: ResponseRequest, http: Request, salt: bytes) -> Any:
-    """Answer a request by `chat`, streamed or whole, and store the response. A response that cannot be stored is delivered
-    with `store` false and a warning. Raises the errors that `as_api_error` knows, and ClientGoneError."""
-    _check(request)
-    items = await _items(store, limits, request)
-    asked = _as_chat(request, messages(items, request.instructions))
-    response = _new(request)
-    with _renamed():
-        answer = await chat(asked, http, salt)
-    keep = _Keeper(store, response, items, limits) if request.store is not False else None
-    if isinstance(answer, EventStream):
-        events = Events(response)
-        return EventStream(events.begin(), _events(events, answer, keep), answer.on_end, done=b"")
-    assert isinstance(answer, Chat)
-    (choice,) = answer.choices
-    response["output"] = output_items(msgspec.to_builtins(choice.message), choice.logprobs)
-    response["usage"] = usage(msgspec.to_builtins(answer.usage))
-    response |= ending(str(choice.finish_reason))
-    if keep is not None:
-        await keep()
-    return response
-
-
-async def count_input(
-    prompt_of: Callable[[ChatRequest], Awaitable[list[int]]], limits: Limits, store: Store, request: InputTokensRequest
-) -> dict[str, Any]:
-    """The number of tokens in the prompt of a response. Raises the errors that `as_api_error` knows."""
-    asked = ResponseRequest(**msgspec.structs.asdict(request))
-    _check(asked)
-    items = await _items(store, limits, asked)
-    with _renamed():
-        tokens = await prompt_of(_as_chat(asked, messages(items, request.instructions)))
-    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
-
-
-async def _items(store: Store, limits: Limits, request: ResponseRequest) -> list[Item]:
-    """The conversation of a request, the history of `previous_response_id` first. Raises ApiError."""
-    items = [*await _history(store, request.previous_response_id, limits.body), *as_items(request.input)]
-    if len(items) > MAX_ITEMS:
-        raise bad(f"a conversation has at most {MAX_ITEMS} items; begin a new one", "input")
-    return items
-
-
-@contextlib.contextmanager
-def _renamed() -> Iterator[None]:
-    """Errors about a field of a chat name the field of the response."""
-    try:
-        yield
-    except (ApiError, ToolError) as error:
-        made = error if isinstance(error, ApiError) else ApiError(400, str(error), param=error.param, code=error.code)
-        raise made.renamed(made.param or "", RENAMED.get(made.param or "", made.param or "")) from None
-
-
-def _check(request: ResponseRequest) -> None:
-    not_built(bool(request.background), "background", "answers are given at once; a batch waits")
-    not_built(request.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
-    not_built(request.prompt is not None, "prompt", "there are no prompt templates here")
-    not_built(request.moderation is not None, "moderation", "this server does not moderate")
+def check_fields(body: ResponseRequest) -> None:
+    """Raises ApiError for fields that contradict each other, or that ask for something not built."""
+    not_built(bool(body.background), "background", "answers are given at once; a batch waits")
+    not_built(body.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
+    not_built(body.prompt is not None, "prompt", "there are no prompt templates here")
+    not_built(body.moderation is not None, "moderation", "this server does not moderate")
     counted = "there are no built-in tools, whose calls it would count; parallel_tool_calls: false allows one call"
-    not_built(request.max_tool_calls is not None, "max_tool_calls", counted)
-    not_built(request.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
-    for name in request.include or []:
+    not_built(body.max_tool_calls is not None, "max_tool_calls", counted)
+    not_built(body.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
+    for name in body.include or []:
         if name not in INCLUDES:
             raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")
-    if unknown := without_nulls(request.reasoning or {}).keys() - set(REASONING):
+    if unknown := without_nulls(body.reasoning or {}).keys() - set(REASONING):
         raise bad(f"unknown field reasoning.{min(unknown)[:40]}; remove it", "reasoning")
-    if not isinstance((request.reasoning or {}).get("effort"), str | None):
+    if not isinstance((body.reasoning or {}).get("effort"), str | None):
         raise bad("reasoning.effort must be text", "reasoning")
-    if request.stream_options is not None and not request.stream:
+    if body.stream_options is not None and not body.stream:
         raise bad("stream_options goes with stream: true", "stream_options")
-    if not request.input:
+    if not body.input:
         raise bad("input is empty; give a text or items", "input")
 
 
-def _as_chat(request: ResponseRequest, talk: list[Item]) -> ChatRequest:
-    given = {name: getattr(request, name) for name in SAME}
-    wants = request.top_logprobs is not None or "message.output_text.logprobs" in (request.include or [])
-    return ChatRequest(
-        **given,
-        model=request.model,
-        messages=talk,
-        max_completion_tokens=request.max_output_tokens,
-        stream=request.stream,
-        stream_options=StreamOptions(include_usage=True) if request.stream else None,
-        logprobs=wants or None,
-        top_logprobs=request.top_logprobs,
-        tools=chat_tools(request.tools),
-        tool_choice=chat_choice(request.tool_choice),
-        response_format=chat_format(request.text),
-        reasoning_effort=(request.reasoning or {}).get("effort"),
+def check_answer_fields(body: ResponseRequest) -> None:
+    """The same for fields that the count of input tokens ignores."""
+    check_effort((body.reasoning or {}).get("effort"), "reasoning")
+    check_top_logprobs(body.top_logprobs)
+
+
+def read(body: ResponseRequest, items: list[Item]) -> GenerationRequest:
+    """`items`: the conversation, with the responses before. Raises ApiError."""
+    wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or [])
+    talk, tools = messages(items, body.instructions), chat_tools(body.tools)
+    choice, form = chat_choice(body.tool_choice), chat_format(body.text)
+    effort = (body.reasoning or {}).get("effort")
+    asked = ToolChoice(tools, choice, body.parallel_tool_calls, body.allow_repeated_tool_calls, body.open_objects)
+    return GenerationRequest(
+        Sampling(**{name: getattr(body, name) for name in SHARED}),
+        Conversation(talk, asked, body.chat_template_kwargs, effort),
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        response_format=form,
+        names=NAMES,
     )
 
 
-def _new(request: ResponseRequest) -> dict[str, Any]:
-    """The response as it is when it begins."""
+def new_response(body: ResponseRequest) -> dict[str, Any]:
+    """The response object before the first token."""
     return {
         "id": new_id("resp"),
         "object": "response",
@@ -162,125 +96,171 @@ def _new(request: ResponseRequest) -> dict[str, Any]:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": request.metadata or {},
-        "model": request.model,
+        "metadata": body.metadata or {},
+        "model": body.model,
         "output": [],
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
-        "store": request.store is not False,
-        "temperature": request.temperature,
-        "text": {"format": (request.text or {}).get("format") or {"type": "text"}},
-        "tool_choice": request.tool_choice if request.tool_choice is not None else "auto",
-        "tools": request.tools or [],
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": request.user,
+        "user": body.user,
     }
 
 
-async def _events(events: Events, answer: EventStream, keep: "_Keeper | None") -> AsyncIterator[bytes]:
-    try:
-        async for chunk in chunks(answer.parts()):
-            for event in events.take(chunk):
-                yield event
-        if keep is not None:
-            await keep()
-        yield events.event(f"response.{events.response['status']}", response=events.response)
-    except Exception as error:
-        known = as_api_error(error)
-        if known is None:
-            raise
-        code = known.code or "server_error"
-        events.response |= {"status": "failed", "error": {"code": "server_error", "message": known.message}}
-        yield events.event("error", code=code, message=known.message, param=known.param)
-        yield events.event("response.failed", response=events.response)
+class ResponseWriter(Writer):
+    """The answer as items of `response`, which grows as events come. `keep` stores the response once it is complete."""
 
+    done = b""
 
-class _Keeper:
-    """Stores a response when it is complete."""
+    def __init__(
+        self, generation: Generation, response: dict[str, Any], keep: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        super().__init__(generation)
+        self._response, self._keep = response, keep
+        self._items: list[Item] = response["output"]
+        self._number = -1  # of the last event of the stream
+        self._open: int | None = None  # index of the item that is being written
+        self._calls: dict[int, int] = {}  # number of a call -> index of its item
 
-    def __init__(self, store: Store, response: dict[str, Any], items: list[Item], limits: Limits) -> None:
-        self._store, self._response, self._items, self._limits = store, response, items, limits
+    async def logprobs(self, event: AnswerEvent) -> Written | None:
+        top = self.generation.request.logprobs
+        return None if top is None else chat_logprobs(self.tokenizer, event.logprobs, top)
 
-    async def __call__(self) -> None:
-        """Store the response. If the store refuses, the response says so, and is delivered all the same."""
+    async def stream(self) -> AsyncIterator[bytes]:
+        """An error after the first event ends the stream with the events `error` and `response.failed`."""
+        started = False
         try:
-            await self._insert()
-        except StorageError as error:
-            log.warning("response %s was not stored: %s", self._response["id"], error.message)
-            why = f"this response was not stored and cannot be continued by its id: {error.message}"
-            self._response |= {"store": False, "warnings": [{"code": error.code, "message": why}]}
+            async for event in self.generation.events():
+                if not started:
+                    started = True
+                    yield self._event("response.created", response=self._response) + self._event(
+                        "response.in_progress", response=self._response
+                    )
+                for part in self.chunks(event, await self.logprobs(event)):
+                    yield part
+            self._response["usage"] = _usage(self.generation.usage)
+            if self._keep is not None:
+                await self._keep()
+            yield self._event(f"response.{self._response['status']}", response=self._response)
+        except Exception as error:
+            known = as_api_error(error)
+            if known is None or not started:
+                raise
+            self._response |= {"status": "failed", "error": {"code": "server_error", "message": known.message}}
+            yield self._event("error", code=known.code or "server_error", message=known.message, param=known.param)
+            yield self._event("response.failed", response=self._response)
 
-    async def _insert(self) -> None:
-        response, items = (msgspec.json.encode(one).decode() for one in (self._response, self._items))
-        size, owner = len(response) + len(items), PRINCIPAL.get().name
-        row = (self._response["id"], self._response["created_at"], size, response, items, owner)
+    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+        entries = [msgspec.Raw(entry) for entry in (logprobs or {}).get("content", [])]
+        for piece in event.pieces:
+            if piece.call is not None:
+                yield from self._call(piece, piece.call)
+            elif piece.text:
+                # Log-probabilities go with the last piece.
+                yield from self._text(piece.text, entries if piece is event.pieces[-1] else [])
+        if event.finish_reason is not None:
+            if not self._items:
+                yield from self._begin_text()
+            yield from self._close()
+            self._response |= _ending(event.finish_reason)
 
-        def work(db: sqlite3.Connection) -> None:
-            db.execute("INSERT INTO responses (id, created, bytes, object, input, owner) VALUES (?, ?, ?, ?, ?, ?)", row)
-            while _over(db, self._limits):
-                share = "sum(bytes) / :bytes + count(*) / :count"
-                biggest = f"SELECT owner FROM responses GROUP BY owner ORDER BY {share} DESC LIMIT 1"
-                oldest = f"SELECT min(number) FROM responses WHERE owner = ({biggest})"
-                limits = {"bytes": float(self._limits.response_bytes), "count": float(self._limits.responses)}
-                db.execute(f"DELETE FROM responses WHERE number = ({oldest})", limits)
+    def complete(self, answers: list[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        if answer.text or not answer.calls:
+            logprobs = joined(answer.logprobs)["content"] if answer.logprobs else []
+            self._items.append(message_item(answer.text, logprobs))
+        self._items += map(call_item, answer.calls)
+        self._response["usage"] = _usage(self.generation.usage)
+        self._response |= _ending(str(answer.finish_reason))
+        return self._response
 
-        await self._store.run(work)
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    def _text(self, text: str, logprobs: list[msgspec.Raw]) -> Iterable[bytes]:
+        if self._open is None or self._items[self._open]["type"] != "message":
+            yield from self._begin_text()
+        assert self._open is not None
+        item = self._items[self._open]
+        item["content"][0]["text"] += text
+        item["content"][0]["logprobs"] += logprobs
+        where = _place(item, self._open)
+        yield self._event("response.output_text.delta", **where, content_index=0, delta=text, logprobs=logprobs)
+
+    def _begin_text(self) -> Iterable[bytes]:
+        yield from self._close()
+        item = message_item("", [], status="in_progress")
+        where = _place(item, len(self._items))
+        yield self._add(item, {**item, "content": []})
+        yield self._event("response.content_part.added", **where, content_index=0, part=text_part("", []))
+
+    def _call(self, piece: Piece, number: int) -> Iterable[bytes]:
+        """The first piece of a call has its name, the others have its arguments."""
+        if piece.name is not None:
+            yield from self._close()
+            item = call_item(new_call(piece.name), status="in_progress")
+            self._calls[number] = len(self._items)
+            yield self._add(item, item)
+        elif piece.text:
+            index = self._calls[number]
+            item = self._items[index]
+            item["arguments"] += piece.text
+            yield self._event("response.function_call_arguments.delta", **_place(item, index), delta=piece.text)
+
+    def _add(self, item: Item, shown: Item) -> bytes:
+        self._open = len(self._items)
+        self._items.append(item)
+        return self._event("response.output_item.added", output_index=self._open, item=shown)
+
+    def _close(self) -> Iterable[bytes]:
+        """Complete the open item, if there is one."""
+        if self._open is None:
+            return
+        item = self._items[self._open]
+        item["status"], where = "completed", _place(item, self._open)
+        if item["type"] == "message":
+            part = item["content"][0]
+            text, logprobs = part["text"], part["logprobs"]
+            yield self._event("response.output_text.done", **where, content_index=0, text=text, logprobs=logprobs)
+            yield self._event("response.content_part.done", **where, content_index=0, part=part)
+        else:
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **where, **call)
+        yield self._event("response.output_item.done", output_index=self._open, item=item)
+        self._open = None
 
 
-def _over(db: sqlite3.Connection, limits: Limits) -> bool:
-    """Whether more is kept than may be; the oldest of whoever has the most make room."""
-    count, size = db.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM responses").fetchone()
-    return bool(count > limits.responses or size > limits.response_bytes)
+def _place(item: Item, index: int) -> dict[str, Any]:
+    return {"item_id": item["id"], "output_index": index}
 
 
-async def _history(store: Store, name: str | None, most: int) -> list[Item]:
-    """The items before a request that goes on from another: at most as much as one request may say."""
-    if name is None:
-        return []
-    response, items = await _load(store, name, "previous_response_id")
-    try:
-        if len(response) + len(items) <= most:
-            return [*read_json(items), *read_json(response)["output"]]
-    except ApiError:
-        pass  # too many values
-    raise bad("the conversation holds more than one request may; begin a new one", "previous_response_id")
+def _ending(reason: str) -> dict[str, Any]:
+    """Fields of a response whose answer ended with this finish_reason."""
+    if reason not in ("length", "content_filter"):
+        return {"status": "completed"}
+    cause = "max_output_tokens" if reason == "length" else reason
+    return {"status": "incomplete", "incomplete_details": {"reason": cause}}
 
 
-async def _load(store: Store, name: str, param: str | None = None) -> tuple[bytes, bytes]:
-    """A response and the items that it answers, in JSON."""
-    query, given = "SELECT object, input FROM responses WHERE id = ? AND owner = ?", (name, PRINCIPAL.get().name)
-    row = await store.read(lambda db: db.execute(query, given).fetchone())
-    if row is None:
-        raise ApiError(404, f"there is no response {name[:100]!r}; was it stored?", param=param, code="response_not_found")
-    return str(row[0]).encode(), str(row[1]).encode()
-
-
-async def find(store: Store, name: str) -> msgspec.Raw:
-    return msgspec.Raw((await _load(store, name))[0])
-
-
-async def input_items(store: Store, name: str, after: str | None, limit: int, order: str) -> dict[str, Any]:
-    """What was said to the model, the answers before included."""
-    _, encoded = await _load(store, name)
-    items: list[Item] = msgspec.json.decode(encoded)
-    named = [{"id": f"item_{number}", "type": "message", **item} for number, item in enumerate(items)]
-    return listing(named if order == "asc" else named[::-1], after, limit)
-
-
-async def cancel(store: Store, name: str) -> dict[str, Any]:
-    """Raises ApiError: 404 for an unknown response, 400 for any other, as none runs in the background."""
-    await _load(store, name)
-    raise ApiError(400, "only a response made with background: true can be cancelled; close the connection to end a stream")
-
-
-async def delete(store: Store, name: str) -> dict[str, Any]:
-    await _load(store, name)  # which is its owner's
-    await store.run(lambda db: db.execute("DELETE FROM responses WHERE id = ?", (name,)))
-    return {"id": name, "object": "response", "deleted": True}
+def _usage(counted: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": counted.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counted.prompt_tokens_details["cached_tokens"], "cache_write_tokens": 0},
+        "output_tokens": counted.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted.total_tokens,
+        **({} if counted.tiers is msgspec.UNSET else {"tiers": counted.tiers}),
+    }

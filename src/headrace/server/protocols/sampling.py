@@ -8,7 +8,6 @@ from headrace.server.access.principals import PRINCIPAL
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import blamed
 from headrace.server.protocols.fields import DRAWING, Sampling
-from headrace.server.protocols.openai_types import Trial
 from headrace.server.settings import Limits
 
 WIDTHS = ("n", "best_of", "beam_width")
@@ -27,7 +26,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     try:
         params = params_of(asked, own)
     except ParamError as error:
-        raise bad(str(error), blamed(str(error), request.__struct_fields__, None)) from None
+        raise bad(str(error), blamed(str(error), (*request.__struct_fields__, "logprobs"), None)) from None
     if request.stream and (params.beam or params.best_of):
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")
@@ -51,11 +50,6 @@ def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
         raise bad("return_exits goes with exit_threshold or cascade_threshold", "return_exits")
     given |= _beams(request)
     return given
-
-
-def tried(params: SamplingParams, trial: Trial | None) -> SamplingParams:
-    """The same, with log-probabilities where an answer is scored by them."""
-    return params.replace(logprobs=0) if trial is not None and trial.scored and params.logprobs is None else params
 
 
 def _beams(request: Sampling) -> dict[str, Any]:
@@ -108,6 +102,16 @@ def _token(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
         raise bad(f'the keys of logit_bias are token ids, as in {{"42": -5}}, not {name[:40]!r}', "logit_bias")
     return int(name)
+
+
+def check_stream_options(request: Sampling) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad("stream_options goes with stream: true", "stream_options")
+
+
+def check_top_logprobs(value: int | None) -> None:
+    if value is not None and value < 0:
+        raise bad(f"top_logprobs must be 0 or more, not {value}", "top_logprobs")
 
 
 def not_built(condition: bool, name: str, what: str) -> None:

@@ -103,7 +103,7 @@ def plain(kind: str) -> dict[str, Any]:
     return {kind: {"schema": {"type": "string"}}}
 
 
-COMPLETION, CHAT = content(ref(Completion), streams=True), content(ref(Chat), streams=True)
+COMPLETION_ANSWER, CHAT_ANSWER = content(ref(Completion), streams=True), content(ref(Chat), streams=True)
 EMBEDDINGS = content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
 CLASSES = content(_object("list", {"data": _array(CLASSIFICATION), "model": TEXT, "usage": {"type": "object"}}))
 MODEL, MODELS = content(ref(Model)), content(_list(ref(Model)))

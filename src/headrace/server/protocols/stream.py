@@ -71,12 +71,6 @@ class EventStream(Response):
         self._done = done
         self.on_end = on_end
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """The events, for whoever makes others of them in place of sending these."""
-        yield self._first
-        async for data in self._events:
-            yield data
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGoneError):
@@ -109,14 +103,14 @@ def _no_short_way(data: bytes) -> bool:
     return False
 
 
-async def begun(events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None]) -> EventStream:
+async def begun(events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None], done: bytes = DONE) -> EventStream:
     """A stream whose first event is there. Raises what `events` raises before that, or ClientGoneError, after `on_end`."""
     try:
         first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
     except BaseException:
         on_end()
         raise
-    return EventStream(first, events, on_end)
+    return EventStream(first, events, on_end, done)
 
 
 async def _part(send: Send, data: bytes) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -16,18 +16,20 @@ from headrace.server.engines.messages import Grammar
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import UNFIT
-from headrace.server.protocols.fields import ChatRequest, Sampling
+from headrace.server.protocols.fields import Sampling
 from headrace.startup import compiling
 
 SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-Request = TypeVar("Request", bound=Sampling)
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def asked_form(request: Sampling) -> StructuredOutputs | None:
-    """The one constraint of a request, None where its answers are free. Raises ApiError."""
+def asked_form(request: Sampling, response_format: Any = None, open_objects: bool | None = None) -> StructuredOutputs | None:
+    """The format that a request asks of its answers; None if they are free.
+
+    Raises ApiError for an invalid format, or for more than one.
+    """
     formats: list[tuple[str, dict[str, Any]]] = []
-    if isinstance(request, ChatRequest) and (form := _response_format(request.response_format)) is not None:
+    if (form := _response_format(response_format)) is not None:
         formats.append(("response_format", form))
     if request.structured_outputs is not None:
         formats.append(("structured_outputs", request.structured_outputs))
@@ -40,8 +42,8 @@ def asked_form(request: Sampling) -> StructuredOutputs | None:
     name, fields = formats[0]
     if len(formats) > 1:
         raise bad(f"{name} and {formats[1][0]} both say what an answer must be; give one", formats[1][0])
-    if request.open_objects is not None:
-        fields = {"open_objects": request.open_objects, **fields}
+    if open_objects is not None:
+        fields = {"open_objects": open_objects, **fields}
     try:
         return StructuredOutputs.of(fields)
     except ConstraintError as error:
@@ -59,14 +61,14 @@ def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Checked:
     """A constraint that the engine can compile. `late`: keywords of its schema that are checked on the finished answer."""
 
     grammar: Grammar | None = None
     late: tuple[str, ...] = ()
 
 
-async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> Looked:
+async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> Checked:
     """Rewrite and compile a constraint in a confined process. Raises ApiError if answers cannot be constrained by it."""
     try:
         answer = await _look(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
@@ -80,14 +82,7 @@ async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool
             param=param,
             code="unsupported",
         )
-    return Looked(Grammar(answer["grammar"], answer["bytes"], answer["seconds"]), late)
-
-
-def with_defaults(service: Service, request: Request) -> Request:
-    """A request with the server's own setting of open objects, unless it has one."""
-    if request.open_objects is not None:
-        return request
-    return msgspec.structs.replace(request, open_objects=service.settings.open_objects)
+    return Checked(Grammar(answer["grammar"], answer["bytes"], answer["seconds"]), late)
 
 
 async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:

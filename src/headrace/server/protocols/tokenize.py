@@ -4,7 +4,7 @@ from typing import Any
 
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
-from headrace.server.protocols.chat import prompt_of
+from headrace.server.protocols import chat
 from headrace.server.protocols.fields import ChatRequest, DetokenizeRequest, TokenizeRequest
 from headrace.server.protocols.time_slices import TOKENS, decoded, pieces
 
@@ -25,7 +25,8 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         if request.add_special_tokens:
             raise bad("the chat template writes the special tokens; leave add_special_tokens out", "add_special_tokens")
         given = {name: getattr(request, name) for name in CHAT_FIELDS}
-        tokens = await prompt_of(service, ChatRequest(model=service.name, messages=request.messages, **given))
+        body = ChatRequest(model=service.name, messages=request.messages, **given)
+        tokens = await chat.read(body).prompt_tokens(service)
     found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
     found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
     if request.return_token_strs:

@@ -9,9 +9,9 @@ from starlette.responses import StreamingResponse
 
 from headrace.server.engines.models import Models
 from headrace.server.http.limits_check import Name, Strict
-from headrace.server.protocols import chat, responses
 from headrace.server.protocols.cascade import Cascade
 from headrace.server.protocols.fields import BatchRequest, InputTokensRequest, ResponseRequest
+from headrace.server.protocols.generation import generate
 from headrace.server.protocols.routes import Api, Call
 from headrace.server.protocols.schemas import (
     BATCH,
@@ -27,7 +27,7 @@ from headrace.server.protocols.schemas import (
     plain,
 )
 from headrace.server.settings import Limits
-from headrace.server.storage import batches, files, uploads
+from headrace.server.storage import batches, files, responses, uploads
 from headrace.server.storage.batch_worker import BatchWorker
 from headrace.server.storage.store import Store
 
@@ -131,17 +131,16 @@ def add_responses(api: Api, models: Models, cascades: Mapping[str, Cascade], sto
     @api.post("/v1/responses", RESPONSES, ResponseRequest)
     async def respond(call: Call) -> Any:
         body: ResponseRequest = call.body
-        salt = (body.cache_salt or "").encode()
         limits = models.settings.limits
         if body.model in cascades:
-            return await responses.respond(cascades[body.model].ask, limits, store, body, call.http, salt)
+            return await responses.respond(cascades[body.model].generate, limits, store, body, call.http)
         async with models.use(body.model) as service:
-            return await responses.respond(partial(chat.chat, service), limits, store, body, call.http, salt)
+            return await responses.respond(partial(generate, service), limits, store, body, call.http)
 
     @api.post("/v1/responses/input_tokens", INPUT_TOKENS, InputTokensRequest)
     async def count(call: Call) -> Any:
         async with models.use(call.body.model) as service:
-            return await responses.count_input(partial(chat.prompt_of, service), models.settings.limits, store, call.body)
+            return await responses.count_input(service, models.settings.limits, store, call.body)
 
     @api.post("/v1/responses/{name}/cancel", content(RESPONSE))
     async def cancel(call: Call) -> Any:
