@@ -23,7 +23,7 @@ def replace(old, new):
     right(old, new)
 os.replace = replace
 from headrace.training import run
-run.Run.go.__defaults__ = (*run.Run.go.__defaults__[:2], 0.0)
+run.Run.checkpoint_seconds = 0.0
 runpy.run_module("headrace", run_name="__main__")
 """
 
@@ -36,7 +36,7 @@ def each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings write a checkpoint after every step."""
     from headrace.training import run
 
-    monkeypatch.setattr(run.Run.go, "__defaults__", (*run.Run.go.__defaults__[:2], 0.0))  # type: ignore[index]
+    monkeypatch.setattr(run.Run, "checkpoint_seconds", 0.0)
 
 
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:

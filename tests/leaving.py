@@ -40,7 +40,7 @@ from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.head_kinds import begin
+from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import Teacher, read_teacher
 from tests.e2e.test_draft_model import Torch
 from tests.tiny import VOCAB, finish, tokens_of
@@ -62,7 +62,7 @@ def exit_heads(layers: int = LAYERS) -> Heads:
     """An exit that says something else than the whole model often enough, and is sure of it now and then."""
     model: Any = native_model(num_layers=layers)
     table, norm = model.tokens.weight.detach().bfloat16(), model.norm.weight.detach().float()
-    tensors = {name: x.bfloat16() for name, x in begin(EXIT, Teacher(model.config, table, norm, table), 1).items()}
+    tensors = {name: x.bfloat16() for name, x in initial_tensors(EXIT, Teacher(model.config, table, norm, table), 1).items()}
     tensors["vocab"] = torch.arange(3, VOCAB, dtype=torch.int32)
     tensors["sure.0.weight"] = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16() / 8
     tensors["sure.0.bias"] = torch.zeros(1).bfloat16()
@@ -193,7 +193,7 @@ def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT, ids
     opened = open_model(model)
     ids = range(opened.config.vocab_size) if ids is None else ids
     vocab = torch.arange(ids.start, ids.stop, dtype=torch.int32)
-    tensors = begin(kind, read_teacher(opened, vocab.long()), 1)
+    tensors = initial_tensors(kind, read_teacher(opened, vocab.long()), 1)
     layers = (after,) if kind == EXIT else ()
     files.save(folder, Heads(kind, 1, tensors | {"vocab": vocab}, layers, after if layers else 0), opened, {})
     return folder

@@ -8,7 +8,7 @@ from headrace.data.params import RefineParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
-from headrace.training.masked import Played
+from headrace.training.masked import TrainableModel
 from headrace.training.masked_batches import Batch, whole
 
 Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of an open block behind known tokens
@@ -16,7 +16,7 @@ Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of
 
 def dense(model: Model, source: list[int] | None = None) -> Forward:
     """By a matrix that says who sees whom. `source`: what an encoder-decoder writes from."""
-    played = Played.of(model)
+    played = TrainableModel.of(model)
 
     @torch.no_grad()
     def forward(known: list[int], block: list[int]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_model
 from headrace.training.exit_heads import Weights
-from headrace.training.head_kinds import begin
+from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import read_teacher
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
@@ -42,7 +42,7 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two exits that read the rows as they are, and classifiers of random weights."""
     place, opened = tmp_path_factory.mktemp("exits"), open_model(model)
     vocab = torch.arange(opened.config.vocab_size, dtype=torch.int32)
-    tensors = begin(EXIT, read_teacher(opened, vocab.long()), 2) | {"vocab": vocab}
+    tensors = initial_tensors(EXIT, read_teacher(opened, vocab.long()), 2) | {"vocab": vocab}
     for number in range(2):
         random = torch.Generator().manual_seed(number)
         tensors[f"sure.{number}.weight"] = torch.randn(opened.config.hidden_size, generator=random)

@@ -13,8 +13,8 @@ import pytest
 from headrace.compress.export import CONFIG
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.training.distil import Recipe, Stopped, distil
-from headrace.training.run import Budget
+from headrace.training.distil import DistilConfig, distil
+from headrace.training.run import Budget, Interrupt
 from tests.cli_shell import Shell, check_bar
 from tests.killed import command_killed_at, forgetful, killed_at
 from tests.tiny_files import Tensors, write_tiny_gguf
@@ -78,7 +78,7 @@ def test_a_student_is_trained_and_runs(shell: Shell, model: Path, text: Path, tm
 
 def test_a_student_that_is_its_teacher_is_always_accepted(model: Path, text: Path, tmp_path: Path) -> None:
     more = {"as_draft": True, "rate": 1e-7, "threads": 1, "backend": "torch"}
-    recipe = Recipe("depth=3", Budget(steps=1), texts=str(text), window=24, batch=1, **more)
+    recipe = DistilConfig("depth=3", Budget(steps=1), texts=str(text), window=24, batch=1, **more)
     result = distil(model, tmp_path / "same", recipe)
     assert result.losses == [0.0]
     assert result.drafting is not None
@@ -90,15 +90,17 @@ def test_a_student_that_is_its_teacher_is_always_accepted(model: Path, text: Pat
 
 
 def test_a_stopped_training_ends_in_the_same_model(model: Path, text: Path, tmp_path: Path) -> None:
-    recipe = Recipe("layers:0,2", Budget(steps=4), texts=str(text), window=24, batch=1, losses=("features", "kl"), threads=1)
+    config = DistilConfig(
+        "layers:0,2", Budget(steps=4), texts=str(text), window=24, batch=1, losses=("features", "kl"), threads=1
+    )
 
     @contextmanager
     def after_two() -> Iterator[Callable[[], bool]]:
         asked = iter((False, True))
         yield lambda: next(asked)
 
-    def weights(name: str, interrupt: Stopped | None = None) -> bytes:
-        distil(model, tmp_path / name, recipe, interrupt=interrupt)
+    def weights(name: str, interrupt: Interrupt | None = None) -> bytes:
+        distil(model, tmp_path / name, config, interrupt=interrupt)
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     whole = weights("whole")

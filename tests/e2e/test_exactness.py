@@ -40,7 +40,7 @@ from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
 from headrace.startup.recipe import BLOCK_SIZE
-from headrace.training.head_kinds import KINDS, begin
+from headrace.training.head_kinds import KINDS, initial_tensors
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import Text, hidden_rows
 from headrace.weights.loader import load_model
@@ -155,7 +155,7 @@ def exits() -> Heads:
         texts.append(Text(torch.tensor(tokens), len(prompt), hidden_rows(runner, tokens, layers)))
     norm, table = model.norm.weight.float(), model.tokens.weight.bfloat16()
     teacher = Teacher(model.config, table, norm, table)
-    tensors = begin(EXIT, teacher, len(layers))
+    tensors = initial_tensors(EXIT, teacher, len(layers))
     KINDS[EXIT].fit(tensors, teacher, texts)
     return Heads(EXIT, len(layers), with_vocab(tensors, model.config.vocab_size), layers, layers[1])
 
@@ -290,7 +290,7 @@ def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str], after: int = 
     companions = [draft, *parts]
     if after:
         teacher = read_teacher(llm.opened, torch.arange(16))
-        tensors = with_vocab(begin(EXIT, teacher, 1), llm.model_config.vocab_size)
+        tensors = with_vocab(initial_tensors(EXIT, teacher, 1), llm.model_config.vocab_size)
         sizes = {"num_blocks": llm.memory_plan.num_blocks, "block_size": BLOCK_SIZE, "max_positions": 1024, "threads": 1}
         head = NativeHeads(Heads(EXIT, 1, tensors, (after,), after), target, llm.opened.source, **sizes)
         companions += [Exit(Span(after), head), WHOLE]

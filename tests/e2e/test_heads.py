@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from headrace.training.train import loss_of
 
 from headrace.backends.eager import step
 from headrace.backends.eager.heads import EagerHeads
@@ -27,10 +28,9 @@ from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affin
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from headrace.training.feature_layer import FeatureLayer, norm, shifted
-from headrace.training.head_kinds import begin
+from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
-from headrace.training.train import loss_of
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of
 from tests.tiny_native import BLOCK, MAX_LEN, native_alone, native_model, native_program, source_of
@@ -54,7 +54,9 @@ def heads(kind: str, trained: bool, native: bool = False, exits: tuple[int, ...]
     random_ = torch.Generator().manual_seed(5)
     exits = exits if kind == EXIT else ()
     count = len(exits) or COUNT
-    tensors = {name: x + 0.05 * torch.randn(x.shape, generator=random_) for name, x in begin(kind, teacher(), count).items()}
+    tensors = {
+        name: x + 0.05 * torch.randn(x.shape, generator=random_) for name, x in initial_tensors(kind, teacher(), count).items()
+    }
     if trained:
         tensors = {name: x.clone().requires_grad_() for name, x in tensors.items()}
         adam = torch.optim.Adam(tensors.values(), lr=0.01)

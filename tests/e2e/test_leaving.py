@@ -22,7 +22,7 @@ from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_files
 from headrace.stats.text_similarity import rouge_l
-from headrace.training.early_exit_calibration import Task, calibrated
+from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
 from headrace.training.overlap import hashes
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
@@ -324,8 +324,8 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     prompts = [[5 + number, 9, 30 + number] for number in range(30)]
     tried: list[tuple[float, float]] = []
     with LLM(model, exits=exits, threads=1, device="cpu", backend="native") as llm:
-        task = Task(max_tokens=8, delta=0.5)
-        rule, found = calibrated(llm, prompts, task, lambda *one: tried.append(one), (1.01, 0.9, 0.0))
+        config = CalibrationConfig(max_tokens=8, delta=0.5)
+        rule, found = calibrate_threshold(llm, prompts, config, lambda *one: tried.append(one), (1.01, 0.9, 0.0))
         whole = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=8))]
         params = GREEDY.replace(max_tokens=8, exit_threshold=tried[-1][0])
         left = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
@@ -425,7 +425,7 @@ def test_prompts_that_trained_the_exits_do_not_calibrate_them(
     assert code == 1
     assert "all 8 prompts trained the exits" in err
     monkeypatch.setattr(
-        "headrace.training.early_exit_calibration.calibrated.__defaults__", ((1.01,),)
+        "headrace.training.early_exit_calibration.calibrate_threshold.__defaults__", ((1.01,),)
     )  # a confidence that no token has
     assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in asked([])[1]
 

@@ -12,7 +12,7 @@ from headrace.bench.exits import Predictions, calibration_errors, confusion, ove
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO
-from headrace.training.classifier import Labelled, calibrated, fit, grid_of, read_labelled
+from headrace.training.classifier import LabelledTexts, calibrated, fit, grid_of, read_labelled
 from headrace.training.overlap import split
 from tests.cli_shell import Shell
 from tests.tiny_bert import LAYERS, write_tiny_bert
@@ -151,8 +151,8 @@ def test_a_split_keeps_phrases_with_their_sentence(tmp_path: Path) -> None:
 def test_files_with_a_header_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text('sentence\tlabel\nthe "mill\t1\n')
     (tmp_path / "a.csv").write_text('text,label\n"the mill, turning",1\n')
-    assert read_labelled(tmp_path / "a.tsv") == Labelled(['the "mill'], ["1"])
-    assert read_labelled(tmp_path / "a.csv") == Labelled(["the mill, turning"], ["1"])
+    assert read_labelled(tmp_path / "a.tsv") == LabelledTexts(['the "mill'], ["1"])
+    assert read_labelled(tmp_path / "a.csv") == LabelledTexts(["the mill, turning"], ["1"])
 
 
 def test_a_fit_finds_the_line() -> None:

@@ -15,11 +15,11 @@ from headrace.llm import LLM
 from headrace.runner.heads import affine
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.exit_heads import left
-from headrace.training.head_kinds import KINDS, begin
-from headrace.training.heads import Recipe
+from headrace.training.exit_heads import unchecked_exit
+from headrace.training.head_kinds import KINDS, initial_tensors
+from headrace.training.heads import HeadsConfig
 from headrace.training.overlap import hashes
-from headrace.training.run import begin as start
+from headrace.training.run import record_job
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Shards, Text, open_writer, write_texts
 from tests.cli_shell import Shell, check_bar
@@ -96,11 +96,11 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
 def test_exits_elsewhere_are_another_training(tmp_path: Path) -> None:
     """As many, after other layers: the texts that are there have the rows of those."""
     opened = open_model(write_tiny_gguf(tmp_path / "deep.gguf", layers=4))
-    first, other = (Recipe("exit", exits=exits).about(opened) for exits in ((1, 2), (1, 3)))
-    start(tmp_path / "work", first)
-    start(tmp_path / "work", first)
+    first, other = (HeadsConfig("exit", exits=exits).job(opened) for exits in ((1, 2), (1, 3)))
+    record_job(tmp_path / "work", first)
+    record_job(tmp_path / "work", first)
     with pytest.raises(ValueError, match=r"holds another training \(exits: \[1, 2\] then, \[1, 3\] now\)"):
-        start(tmp_path / "work", other)
+        record_job(tmp_path / "work", other)
 
 
 def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
 def test_an_exit_that_no_token_takes_has_no_agreement() -> None:
     none, both = torch.zeros(4, dtype=torch.bool), torch.tensor([True, False, True, False])
     right = torch.tensor([True, True, False, True])
-    assert _agreement(left(0.99, none, right, 0.5, 0.1)) == "no token"
-    assert _agreement(left(0.99, both, right, 0.5, 0.1)) == "50.0%"
+    assert _agreement(unchecked_exit(0.99, none, right, 0.5, 0.1)) == "no token"
+    assert _agreement(unchecked_exit(0.99, both, right, 0.5, 0.1)) == "50.0%"
 
 
 def test_a_ridge_finds_the_map(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_ridge_finds_the_map(tmp_path: Path) -> None:
     true, shift = torch.randn(width, width, generator=random) * width**-0.5, torch.randn(width, generator=random) * 0.1
     after = torch.nn.functional.rms_norm(before @ true.T + shift, (width,))
     teacher = Teacher(config, torch.zeros(1, width), torch.ones(width), torch.zeros(1, width))
-    tensors = begin("exit", teacher, 1)
+    tensors = initial_tensors("exit", teacher, 1)
     text = Text(torch.zeros(400, dtype=torch.int64), 1, torch.cat((before, after), 1))
 
     def error() -> float:
@@ -222,7 +222,7 @@ def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
 
     opened = open_model(model)
     vocab = torch.arange(64, dtype=torch.int32)
-    tensors = begin("heads", read_teacher(opened, vocab.long()), 2)
+    tensors = initial_tensors("heads", read_teacher(opened, vocab.long()), 2)
     files.save(folder, Heads("heads", 2, tensors | {"vocab": vocab}), opened, {})
     if changes:
         stored = load_file(folder / files.WEIGHTS)

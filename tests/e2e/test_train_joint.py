@@ -2,7 +2,6 @@
 
 import json
 import random
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +10,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from headrace.compress.export import CONFIG
+from headrace.data.progress import Silent
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows
 from headrace.runner.classifier import _pool
 from headrace.startup.exits import INFO
 from headrace.startup.opening import open_model
-from headrace.training import sequence_forward as whole
-from headrace.training.classifier import Recipe, exit_logits, read_labelled, train
-from headrace.training.joint_classifier import WORK, Learnt, Schedule, _batches, learn, loss_of, pooled
+from headrace.training import sequence_forward
+from headrace.training.classifier import ClassifierConfig, exit_logits, read_labelled, train
+from headrace.training.joint_classifier import WORK, JointConfig, JointModel, _batches, learn, loss_of, pooled
 from headrace.weights.loader import load_model
 from tests.cli_shell import Shell
 from tests.killed import each_step, forgetful, killed_at
@@ -49,13 +49,13 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
 def test_texts_fed_together_are_those_fed_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: texts on the same blocks read each other's K and V."""
     model = load_model(open_model(bert).source)
-    alone = torch.cat([whole.fed(model, text, (0, 2)).after[0] for text in TEXTS])
-    together = whole.fed_together(model, TEXTS, (0, 2))
+    alone = torch.cat([sequence_forward.run_sequence(model, text, (0, 2)).after[0] for text in TEXTS])
+    together = sequence_forward.run_sequences(model, TEXTS, (0, 2))
     assert len(together.after) == 2
     assert torch.allclose(together.after[0], alone, atol=1e-5)
     assert torch.equal(together.after[1], together.rows)
-    monkeypatch.setattr(whole, "FeedRows", lambda tokens, blocks: FeedRows(tokens, range(len(blocks))))
-    assert not torch.allclose(whole.fed_together(model, TEXTS, (0, 2)).after[0], alone, atol=1e-3)
+    monkeypatch.setattr(sequence_forward, "FeedRows", lambda tokens, blocks: FeedRows(tokens, range(len(blocks))))
+    assert not torch.allclose(sequence_forward.run_sequences(model, TEXTS, (0, 2)).after[0], alone, atol=1e-3)
 
 
 @pytest.mark.parametrize("pooling", ["first", "last", "mean", "both"])
@@ -72,7 +72,7 @@ def test_later_exits_count_more(bert: Path) -> None:
     weight, bias = torch.randn(LAYERS, 2, HIDDEN, generator=random_), torch.randn(LAYERS, 2, generator=random_)
     each = []
     for exit in range(LAYERS):
-        rows = [whole.fed(model, text, (exit,)).after[0].mean(0) for text in TEXTS]
+        rows = [sequence_forward.run_sequence(model, text, (exit,)).after[0].mean(0) for text in TEXTS]
         each.append(cross_entropy(torch.stack(rows) @ weight[exit].T + bias[exit], torch.tensor(classes)))
     for x in model.parameters():
         x.requires_grad_()
@@ -84,10 +84,10 @@ def test_later_exits_count_more(bert: Path) -> None:
 
 def test_every_text_once_an_epoch() -> None:
     texts = [[1] * (1 + at % 7) for at in range(50)]
-    batches = _batches(texts, Schedule(batch=8), 0)
+    batches = _batches(texts, JointConfig(batch=8), 0)
     assert sorted(at for batch in batches for at in batch) == list(range(50))
-    assert batches != _batches(texts, Schedule(batch=8), 1)
-    assert batches == _batches(texts, Schedule(batch=8), 0)
+    assert batches != _batches(texts, JointConfig(batch=8), 1)
+    assert batches == _batches(texts, JointConfig(batch=8), 0)
 
 
 def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path) -> None:
@@ -120,14 +120,13 @@ def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path)
 
 
 def learnt(
-    bert: Path, work: Path, schedule: Schedule, texts: list[list[int]] = TEXTS, layers: tuple[int, ...] = (3,)
-) -> Learnt:
-    never = nullcontext(lambda: False)
-    return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, lambda *_: None, work, never)
+    bert: Path, work: Path, schedule: JointConfig, texts: list[list[int]] = TEXTS, layers: tuple[int, ...] = (3,)
+) -> JointModel:
+    return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, Silent(), work, None)
 
 
 def test_the_same_training_comes_to_the_same_weights(bert: Path, tmp_path: Path) -> None:
-    opened, schedule = open_model(bert), Schedule(batch=2, rate=1e-3)
+    opened, schedule = open_model(bert), JointConfig(batch=2, rate=1e-3)
     made = [learnt(bert, tmp_path / name, schedule, layers=(1, 3)) for name in "ab"]
     assert np.array_equal(made[0].weight, made[1].weight)
     assert made[0].weight.shape == (2, 2, HIDDEN)
@@ -142,11 +141,11 @@ def test_killed_anywhere_the_same_command_goes_on(bert: Path, tmp_path: Path, mo
     state of the optimiser, and comes elsewhere."""
     each_step(monkeypatch)
     data = read_labelled(write_pairs(tmp_path / "train.jsonl", 48, 1))
-    recipe = Recipe(delta=0.4, threads=1, joint=Schedule(batch=8, rate=1e-3))
+    config = ClassifierConfig(delta=0.4, threads=1, joint=JointConfig(batch=8, rate=1e-3))
 
     def trained(name: str) -> dict[str, bytes]:
         out = tmp_path / name / "model"
-        train(str(bert), data, out, recipe, lambda *_: None)
+        train(str(bert), data, out, config)
         return {file.name: file.read_bytes() if file.is_file() else b"" for file in sorted(out.iterdir())}
 
     whole = trained("whole")
@@ -163,9 +162,9 @@ def test_killed_anywhere_the_same_command_goes_on(bert: Path, tmp_path: Path, mo
 
 def test_what_cannot_be_learnt_is_refused(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a text has 65 tokens and the model takes 64"):
-        learnt(bert, tmp_path, Schedule(), [[2] * 65, *TEXTS[1:]])
+        learnt(bert, tmp_path, JointConfig(), [[2] * 65, *TEXTS[1:]])
     with pytest.raises(ValueError, match="epochs and batch are 1 or more"):
-        learnt(bert, tmp_path, Schedule(epochs=0))
-    learnt(bert, tmp_path, Schedule())
+        learnt(bert, tmp_path, JointConfig(epochs=0))
+    learnt(bert, tmp_path, JointConfig())
     with pytest.raises(ValueError, match=r"holds another training \(epochs: 1 then, 2 now\)"):
-        learnt(bert, tmp_path, Schedule(epochs=2))
+        learnt(bert, tmp_path, JointConfig(epochs=2))

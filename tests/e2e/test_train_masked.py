@@ -14,22 +14,22 @@ from benchmarks import refine as benchmark
 from benchmarks.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
-from headrace.training.masked import Recipe, make, train
+from headrace.training.masked import MaskedConfig, train, train_masked
 from headrace.training.masked_batches import block_causal, make_batch
-from headrace.training.masked_tasks import TASKS, Numbers, Reverse, Text, task_named
+from headrace.training.masked_tasks import TASKS, Numbers, Reverse, TextFile, task_named
 from headrace.weights.loader import load_model
 from headrace.weights.safetensors import SafetensorsFolder
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import logits
 
-SMALL = Recipe(block=4, layers=2, width=64, steps=350, batch=32, threads=1)
+SMALL = MaskedConfig(block=4, layers=2, width=64, steps=350, batch=32, threads=1)
 
 
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked") / "numbers"
-    make(Numbers(2), SMALL, folder, lambda *told: None)
+    train_masked(Numbers(2), SMALL, folder)
     return folder
 
 
@@ -135,7 +135,7 @@ def test_tasks_know_their_answers(name: str) -> None:
 def translated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Numbers to words by an encoder-decoder of two and two layers."""
     folder = tmp_path_factory.mktemp("masked") / "translated"
-    make(Numbers(2), replace(SMALL, encoder=2, steps=450), folder, lambda *told: None)
+    train_masked(Numbers(2), replace(SMALL, encoder=2, steps=450), folder)
     return folder
 
 
@@ -169,9 +169,9 @@ def test_others_read_the_encoder_decoder(translated: Path) -> None:
     assert (logits(ours, source, ids) - expected).abs().max() < 1e-5
 
 
-def test_a_training_is_the_same_twice() -> None:
-    recipe = Recipe(layers=1, width=16, heads=2, steps=3, batch=4, threads=1)
-    twins = [list(train(Reverse(), recipe, lambda *told: None).parameters()) for _ in range(2)]
+def test_a_training_is_the_same_twice(tmp_path: Path) -> None:
+    config = MaskedConfig(layers=1, width=16, heads=2, steps=3, batch=4, threads=1)
+    twins = [list(train(Reverse(), config, tmp_path / name).parameters()) for name in ("a", "b")]
     assert all(torch.equal(a, b) for a, b in zip(*twins, strict=True))
 
 
@@ -183,7 +183,7 @@ def test_from_a_text_to_figures(tmp_path: Path, shell: Shell) -> None:
     small = ("--steps", "3", "--layers", "1", "--width", "16", "--batch", "2", "--threads", "1")
     code, _, err = shell("train-masked", text, "-o", out, *small)
     assert code == 0, err
-    assert isinstance(task_named(str(text)), Text)
+    assert isinstance(task_named(str(text)), TextFile)
     arguments = (
         "-i",
         out / "prompts.jsonl",

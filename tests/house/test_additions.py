@@ -29,10 +29,12 @@ from headrace.server.protocols.fields import http_fields, made_of
 from tests import parameters
 from tests.e2e.test_verification import BACKENDS, Make
 from tests.house.dimming import Dimming
+from tests.house.line_trainer import LineConfig, train_line
 from tests.house.repeat_last import RepeatLast
 from tests.house.scale import scale, scale_cases
 from tests.house.scaled_llama import scaled_llama
 from tests.house.second_best import SecondBest
+from tests.killed import each_step, forgetful, killed_at
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 from tests.tiny_native import native_model, native_program
 from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
@@ -46,6 +48,7 @@ TOYS = {
     "parallel": "models",
     "loud_llama": "models",
     "dimming": "data",
+    "line_trainer": "training",
 }
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [40, 40, 40])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -238,3 +241,27 @@ def test_a_field_that_is_not_declared_is_refused_by_its_name() -> None:
     refused = CliRunner().invoke(command_of(SamplingParams, []), ["--dimming", "0.5"])
     assert (refused.exit_code, "No such option: --dimming" in refused.output) == (2, True)
     assert not any("dimming" in row for row in parameters.rows(SamplingParams))
+
+
+# -- a trainer: a config and a step on `training.run.Run` --------------------------------------------------------------------
+
+
+def test_a_trainer_resumes_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed training ends with the bytes of one that ran through. Control: without the optimizer's state it does not."""
+    each_step(monkeypatch)
+    points = [0.0, 1.0, 2.0], [1.0, 3.0, 5.0]
+
+    def trained(name: str, **settings: Any) -> bytes:
+        train_line(*points, tmp_path / name, LineConfig(seed=5, threads=1, **settings))
+        return (tmp_path / name / "line.safetensors").read_bytes()
+
+    whole = trained("whole")
+    for count in (1, 7):
+        killed_at("checkpoint.safetensors", count, lambda: trained("killed"))
+    killed_at("line.safetensors", 1, lambda: trained("killed"))
+    assert trained("killed") == whole
+    with pytest.raises(ValueError, match=r"holds another training \(steps: 12 then, 13 now\)"):
+        trained("killed", steps=13)
+    killed_at("checkpoint.safetensors", 7, lambda: trained("forgetful"))
+    forgetful(monkeypatch)
+    assert trained("forgetful") != whole

@@ -14,7 +14,7 @@ from headrace.compress.layer_pass import LayerPass
 from headrace.compress.pruning import prune_rows
 from headrace.compress.work_folder import WorkFolder
 from headrace.models.base import Model
-from headrace.training.sequence_forward import fed
+from headrace.training.sequence_forward import run_sequence
 from headrace.weights.loader import load_model
 from headrace.weights.source import WeightSource
 from tests.models.zoo import pieces
@@ -64,7 +64,7 @@ def rounded(source: WeightSource, format: str, magnitude: str | None = None) -> 
 @torch.inference_mode()
 def predictions(model: Model, text: list[int], count: int) -> torch.Tensor:
     """Log-probabilities [count, vocabulary] of a text's last tokens."""
-    rows: torch.Tensor = model.head(fed(model, text).rows[-count - 1 : -1])
+    rows: torch.Tensor = model.head(run_sequence(model, text).rows[-count - 1 : -1])
     return rows.log_softmax(-1)
 
 

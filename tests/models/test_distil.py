@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from headrace.startup.opening import open_model
 from headrace.text.tokenizer import Tokenizer
 from headrace.training import losses
 from headrace.training.examples import LABEL, REASON, Example, batch_of, held_apart, reasoned, windows
-from headrace.training.losses import LOSSES, Lesson
-from headrace.training.run import Budget, Run, begin, rate_at
-from headrace.training.sequence_forward import Passed, attention_map, fed
+from headrace.training.losses import LOSSES, DistillationLoss
+from headrace.training.run import Budget, Run, rate_at, record_job
+from headrace.training.sequence_forward import SequenceOutput, attention_map, run_sequence
 from headrace.training.students import Student, ends, kept_layers, narrowed, spread, student_of
 from headrace.training.teacher_forward import BACKENDS, NativeForward, TorchForward, backend_of
 from headrace.weights.gguf import GGUFFile
@@ -83,9 +84,9 @@ def test_kl_at_a_high_temperature_compares_logits() -> None:
 def test_a_student_that_is_its_teacher_loses_nothing(name: str) -> None:
     teacher, other = tiny_model(), tiny_model(seed=3)
     said = TorchForward(teacher, maps=name == "attention")
-    assert abs(Lesson(said, student(teacher), [name], 2.0, 0.5).loss(Example(TEXT)).item()) < 1e-12
-    assert Lesson(said, student(other), [name], 2.0, 0.5).loss(Example(TEXT)).item() > 0.01
-    judged = Lesson(said, student(teacher), [name], 2.0, 0.5).judge(windows([TEXT]))
+    assert abs(DistillationLoss(said, student(teacher), [name], 2.0, 0.5).loss(Example(TEXT)).item()) < 1e-12
+    assert DistillationLoss(said, student(other), [name], 2.0, 0.5).loss(Example(TEXT)).item() > 0.01
+    judged = DistillationLoss(said, student(teacher), [name], 2.0, 0.5).judge(windows([TEXT]))
     assert (judged.kl, judged.same_choice) == (0.0, 1.0)
 
 
@@ -93,9 +94,9 @@ def test_exits_count_by_their_number() -> None:
     """One third of the first exit's loss and two of the whole student's; a student that is its teacher still has the first."""
     teacher, other = tiny_model(), tiny_model(seed=3)
     for model in (other, teacher):
-        loss = Lesson(TorchForward(teacher), student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
-        passed, rows = fed(model, TEXT, (0,)), slice(0, -1)
-        truth = teacher.head(fed(teacher, TEXT).rows[rows])
+        loss = DistillationLoss(TorchForward(teacher), student(model), ["exits"], 2.0, 0.5, (1,)).loss(Example(TEXT)).item()
+        passed, rows = run_sequence(model, TEXT, (0,)), slice(0, -1)
+        truth = teacher.head(run_sequence(teacher, TEXT).rows[rows])
         early, late = (losses.softened_kl(model.head(x[rows]), truth, 2.0).item() for x in (passed.after[0], passed.rows))
         assert loss == pytest.approx((early + 2 * late) / 3, abs=1e-12)
         assert early > 0.01
@@ -110,11 +111,11 @@ def test_gradients_pass_through_the_model_file(architecture: str) -> None:
     mix = drawn(len(TEXT), VOCAB, seed=5)
 
     def value() -> float:
-        return (model.head(fed(model, TEXT).rows) * mix).sum().item()
+        return (model.head(run_sequence(model, TEXT).rows) * mix).sum().item()
 
     for x in weights.values():
         x.requires_grad_()
-    (model.head(fed(model, TEXT).rows) * mix).sum().backward()
+    (model.head(run_sequence(model, TEXT).rows) * mix).sum().backward()
     for name, x in weights.items():
         assert x.grad is not None, name
         place = tuple(int(at) for at in torch.unravel_index(x.grad.abs().argmax(), x.shape))
@@ -135,7 +136,7 @@ def test_a_pool_that_cuts_gradients_is_found(monkeypatch: pytest.MonkeyPatch) ->
     for pool, into in ((FreshPool, kept), (Cut, cut)):
         monkeypatch.setattr("headrace.training.sequence_forward.FreshPool", pool)
         weight.grad = None
-        model.head(fed(model, TEXT).rows).sum().backward()
+        model.head(run_sequence(model, TEXT).rows).sum().backward()
         into.append(weight.grad.clone())
     keys = slice(32, 64)  # rows of k and v
     assert kept[0][keys].abs().max() > 1e-3
@@ -146,7 +147,7 @@ def test_a_pool_that_cuts_gradients_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_whole_texts_are_the_paged_ones(architecture: str) -> None:
     model = tiny_model(tiny_config(architecture))
     with torch.no_grad():
-        whole = model.head(fed(model, TEXT).rows)
+        whole = model.head(run_sequence(model, TEXT).rows)
     for mode in ("whole", "tokens"):
         (paged,) = feed(model, [TEXT], mode, DOUBLE)
         assert torch.allclose(whole, paged, atol=1e-10)
@@ -155,7 +156,7 @@ def test_whole_texts_are_the_paged_ones(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 def test_attention_maps_are_what_attention_does(architecture: str) -> None:
     model = tiny_model(tiny_config(architecture))
-    plain, watched = fed(model, TEXT), fed(model, TEXT, recording=record(model, embeds=False))
+    plain, watched = run_sequence(model, TEXT), run_sequence(model, TEXT, recording=record(model, embeds=False))
     assert torch.equal(plain.rows, watched.rows)
     assert [tuple(one.shape) for one in watched.maps] == [(4, len(TEXT), len(TEXT))] * 2
     layer = model.config.layers[0]
@@ -173,9 +174,9 @@ def test_attention_maps_are_what_attention_does(architecture: str) -> None:
 def test_a_prompt_is_not_learned() -> None:
     """The loss is of the tokens after it; one that counts the prompt, too, is another."""
     teacher, ours = tiny_model(), tiny_model(seed=3)
-    lesson = Lesson(TorchForward(teacher), student(ours), ["steps"], 2.0, 0.5)
+    lesson = DistillationLoss(TorchForward(teacher), student(ours), ["steps"], 2.0, 0.5)
     found = lesson.loss(Example(TEXT, first=9)).item()
-    logs = log_softmax(ours.head(fed(ours, TEXT).rows), -1)
+    logs = log_softmax(ours.head(run_sequence(ours, TEXT).rows), -1)
     expected = -sum(logs[at - 1, TEXT[at]].item() for at in range(9, len(TEXT))) / (len(TEXT) - 9)
     assert found == pytest.approx(expected, abs=1e-12)
     assert lesson.loss(Example(TEXT)).item() != pytest.approx(expected, abs=1e-3)
@@ -185,7 +186,7 @@ def test_losses_are_mixed_as_asked() -> None:
     teacher, ours = tiny_model(), tiny_model(seed=3)
     both = {}
     for names in (["kl"], ["ce"], ["kl", "ce"], ["cosine"], ["kl", "cosine"]):
-        lesson = Lesson(TorchForward(teacher), student(ours), names, 2.0, 0.25)
+        lesson = DistillationLoss(TorchForward(teacher), student(ours), names, 2.0, 0.25)
         both[",".join(names)] = lesson.loss(Example(TEXT)).item()
     assert both["kl,ce"] == pytest.approx(0.25 * both["kl"] + 0.75 * both["ce"], abs=1e-12)
     assert both["kl,cosine"] == pytest.approx(both["kl"] + both["cosine"], abs=1e-12)
@@ -203,12 +204,12 @@ def test_w42_rationales_are_learned_beside_labels(tmp_path: Path) -> None:
     assert tokenizer.decode(label.tokens[label.first : -1]) == " Four"
     assert (label.tokens[-1], reason.tokens[-1]) == (7, 7)
     teacher = tiny_model(tiny_config(vocab_size=512))
-    lesson = Lesson(TorchForward(teacher), student(tiny_model(teacher.config, seed=3)), ["steps"], 2.0, 0.5)
+    lesson = DistillationLoss(TorchForward(teacher), student(tiny_model(teacher.config, seed=3)), ["steps"], 2.0, 0.5)
     for x in lesson.tensors.values():
         x.requires_grad_()
     wanted = lesson.loss(label).item() + 0.5 * lesson.loss(reason).item()
-    assert lesson.learn([(label, reason)]) == pytest.approx(wanted, abs=1e-12)
-    assert lesson.learn([(label,)]) != pytest.approx(wanted, abs=1e-3)  # labels alone
+    assert lesson.backward([(label, reason)]) == pytest.approx(wanted, abs=1e-12)
+    assert lesson.backward([(label,)]) != pytest.approx(wanted, abs=1e-3)  # labels alone
     for line, match in (("{", "line 1 is not JSON"), ('{"prompt": "a", "rationale": "b"}', 'no text in "answer"')):
         path.write_text(line)
         with pytest.raises(ValueError, match=match):
@@ -247,7 +248,8 @@ def test_a_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
             loss.backward()
             return loss.item()
 
-        run.go(learn, stopped=lambda: kill is not None and kill < 0 and run.steps == -kill, every=0.0)
+        run.checkpoint_seconds = 0.0
+        run.train(learn, interrupt=nullcontext(lambda: kill is not None and kill < 0 and run.steps == -kill))
         return {name: x.detach() for name, x in tensors.items()}
 
     whole = trained(tmp_path / "whole")
@@ -273,15 +275,15 @@ def test_a_loss_that_is_no_number_ends_a_training(tmp_path: Path) -> None:
         return math.nan if step else 1.0
 
     with pytest.raises(ValueError, match="the loss of step 1 is no number"):
-        run.go(learn)
+        run.train(learn)
     assert (run.steps, bool(x.isfinite().all())) == (1, True)
 
 
 def test_what_a_folder_was_begun_for(tmp_path: Path) -> None:
-    begin(tmp_path, {"student": "depth=2", "losses": ("kl",)})
-    begin(tmp_path, {"student": "depth=2", "losses": ("kl",)})
+    record_job(tmp_path, {"student": "depth=2", "losses": ("kl",)})
+    record_job(tmp_path, {"student": "depth=2", "losses": ("kl",)})
     with pytest.raises(ValueError, match="another training .student: depth=2 then, depth=3 now"):
-        begin(tmp_path, {"student": "depth=3", "losses": ("kl",)})
+        record_job(tmp_path, {"student": "depth=3", "losses": ("kl",)})
     with pytest.raises(ValueError, match="takes steps or minutes"):
         Budget()
     assert rate_at(0.0, 1.0) == pytest.approx(0.05)
@@ -313,14 +315,14 @@ def test_students_of_a_teacher(tmp_path: Path) -> None:
             student_of(text, opened)
     wide = tiny_model(tiny_config(heads=8, kv_heads=8, head_dim=4))
     with pytest.raises(ValueError, match="attention maps are compared head by head"):
-        Lesson(TorchForward(tiny_model()), student(wide), ["attention"], 2.0, 0.5)
+        DistillationLoss(TorchForward(tiny_model()), student(wide), ["attention"], 2.0, 0.5)
 
 
-class Shuffled(Lesson):
+class Shuffled(DistillationLoss):
     """The teacher's rows stand at other tokens."""
 
-    def _both(self, tokens: list[int]) -> tuple[Passed, Passed]:  # type: ignore[override]
-        theirs, ours = super()._both(tokens)
+    def _run_both(self, tokens: list[int]) -> tuple[SequenceOutput, SequenceOutput]:  # type: ignore[override]
+        theirs, ours = super()._run_both(tokens)
         theirs.rows = theirs.rows[torch.randperm(len(theirs.rows), generator=torch.Generator().manual_seed(1))]
         return theirs, ours
 
@@ -330,7 +332,7 @@ def test_a_teacher_on_the_native_core_says_what_it_says_in_torch(tmp_path: Path)
     tokens, and of another layer."""
     opened, threads = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", layers=3)), torch.get_num_threads()
     exact, native = TorchForward(load_model(opened.source)), NativeForward(opened, len(TEXT), threads=1)
-    theirs, ours, again = exact.passed(TEXT, (1, 2)), native.passed(TEXT, (1, 2)), native.passed(TEXT)
+    theirs, ours, again = exact.run(TEXT, (1, 2)), native.run(TEXT, (1, 2)), native.run(TEXT)
     assert torch.get_num_threads() == threads
     assert torch.equal(ours.rows, again.rows)
     assert torch.equal(ours.rows, ours.after[1])
@@ -363,7 +365,7 @@ def test_a_student_learns_what_its_teacher_does(tmp_path: Path) -> None:
     texts = torch.randint(0, 6, (40, 16), generator=generator).tolist()
     learned, held = windows(texts[8:]), windows(texts[:8])
     before, after = {}, {}
-    for kind in (Lesson, Shuffled):
+    for kind in (DistillationLoss, Shuffled):
         hurt = tiny_model(dtype=torch.float32)
         noise = torch.Generator().manual_seed(9)
         for x in hurt.parameters():
@@ -371,8 +373,8 @@ def test_a_student_learns_what_its_teacher_does(tmp_path: Path) -> None:
         lesson = kind(TorchForward(tiny_model(dtype=torch.float32)), student(hurt), ["kl"], 2.0, 0.5)
         before[kind] = lesson.judge(held)
         run = Run(lesson.tensors, tmp_path / kind.__name__, Budget(steps=40), 5e-3)
-        run.go(lambda step, by=lesson: by.learn(batch_of(learned, step, 2, 0)))  # type: ignore[misc]
+        run.train(lambda step, by=lesson: by.backward(batch_of(learned, step, 2, 0)))  # type: ignore[misc]
         after[kind] = lesson.judge(held)
-    assert after[Lesson].kl < 0.5 * before[Lesson].kl
-    assert after[Lesson].same_choice > before[Lesson].same_choice + 0.08
+    assert after[DistillationLoss].kl < 0.5 * before[DistillationLoss].kl
+    assert after[DistillationLoss].same_choice > before[DistillationLoss].same_choice + 0.08
     assert after[Shuffled].same_choice < before[Shuffled].same_choice

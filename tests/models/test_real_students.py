@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.training.distil import Recipe, distil
+from headrace.training.distil import DistilConfig, distil
 from headrace.training.run import Budget
 from tests.places import data_path, default_model
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.weights, pytest.mark.slow]
 def test_a_student_learns_to_draft(student: str, rate: float, times: float, more: float, least: float, tmp_path: Path) -> None:
     """Of SmolLM2's layers, on wikitext-2: so many times what is accepted before, so much more, and at least so much."""
     texts = str(data_path("wikitext2") / "valid.txt")
-    recipe = Recipe(student, Budget(steps=30), texts=texts, batch=2, rate=rate, as_draft=True, threads=1)
+    recipe = DistilConfig(student, Budget(steps=30), texts=texts, batch=2, rate=rate, as_draft=True, threads=1)
     drafting = distil(default_model(), tmp_path / "out", recipe).drafting
     assert drafting is not None
     assert drafting.after >= max(times * drafting.before, drafting.before + more, least)

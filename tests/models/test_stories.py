@@ -10,10 +10,10 @@ from headrace.models.base import Model
 from headrace.runner.heads import EXIT, affine
 from headrace.training.examples import batch_of, windows
 from headrace.training.feature_layer import norm
-from headrace.training.head_kinds import KINDS, begin
-from headrace.training.losses import Lesson
+from headrace.training.head_kinds import KINDS, initial_tensors
+from headrace.training.losses import DistillationLoss
 from headrace.training.run import Budget, Run
-from headrace.training.sequence_forward import Passed, fed
+from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.students import Student
 from headrace.training.teacher import Teacher
 from headrace.training.teacher_forward import TorchForward
@@ -55,8 +55,8 @@ def agreement(model: Model, texts: list[list[int]]) -> float:
     return float(torch.cat(same).float().mean())
 
 
-def passes(model: Model, texts: list[list[int]]) -> list[Passed]:
-    return [fed(model, text, (0,)) for text in texts]
+def passes(model: Model, texts: list[list[int]]) -> list[SequenceOutput]:
+    return [run_sequence(model, text, (0,)) for text in texts]
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def fitted(model: Model, learned: list[list[int]], fresh: list[list[int]]) -> fl
     """The same of an exit that was fitted to a model which stays as it is."""
     table = model.tokens.weight
     teacher = Teacher(model.config, table, model.norm.weight, table)
-    tensors = begin(EXIT, teacher, 1)
+    tensors = initial_tensors(EXIT, teacher, 1)
     rows = [torch.cat((passed.after[0], passed.rows), 1) for passed in passes(model, learned)]
     KINDS[EXIT].fit(tensors, teacher, [Text(torch.tensor(text), 1, x) for text, x in zip(learned, rows, strict=True)])
     same = []
@@ -82,10 +82,10 @@ def test_a_model_that_learns_with_its_exit_leaves_more_often(tmp_path: Path) -> 
     teacher = load_model(source)
     learned, fresh = texts_of(teacher, 128, 1), texts_of(teacher, 16, 10_001)
     student = Student(load_model(source), None, list(range(5)))  # type: ignore[arg-type]  # nothing is written
-    lesson = Lesson(TorchForward(teacher), student, ["exits"], 1.0, 0.5, (1,))
-    run = Run(lesson.tensors, tmp_path, Budget(steps=80), 2e-3)
+    loss = DistillationLoss(TorchForward(teacher), student, ["exits"], 1.0, 0.5, (1,))
+    run = Run(loss.tensors, tmp_path, Budget(steps=80), 2e-3)
     items = windows(learned)
-    run.go(lambda step: lesson.learn(batch_of(items, step, 4, 0)))
+    run.train(lambda step: loss.backward(batch_of(items, step, 4, 0)))
     frozen, joint = fitted(teacher, learned, fresh), agreement(student.model, fresh)
     assert joint >= 0.30
     assert frozen <= joint - 0.1

@@ -15,7 +15,7 @@ from headrace.decoding.processors import History
 from headrace.runner.heads import Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
-from headrace.training.head_kinds import begin
+from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import read_teacher
 from tests.leaving import write_exits
 from tests.tiny_files import write_tiny_gguf
@@ -92,7 +92,7 @@ class Files:
     def _trained(self, kind: str) -> Path:
         opened, folder = open_model(self.decoder), self.place / kind
         vocab = torch.arange(opened.config.vocab_size, dtype=torch.int32)
-        tensors = begin(kind, read_teacher(opened, vocab.long()), 3)
+        tensors = initial_tensors(kind, read_teacher(opened, vocab.long()), 3)
         files.save(folder, Heads(kind, 3, tensors | {"vocab": vocab}), opened, {})
         return folder
 

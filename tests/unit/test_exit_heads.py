@@ -8,9 +8,17 @@ import torch
 from headrace.runner.heads import EXIT, HeadInputs, Heads
 from headrace.startup.opening import open_model
 from headrace.stats.calibration import calibration_error
-from headrace.training.exit_heads import Rated, check, classifiers, confidences, default_exits, read_weights, seen_share
-from headrace.training.head_kinds import begin
-from headrace.training.heads import Trained
+from headrace.training.exit_heads import (
+    ExitReport,
+    check,
+    confidences,
+    default_exits,
+    seen_share,
+    train_classifiers,
+    weight_bytes,
+)
+from headrace.training.head_kinds import initial_tensors
+from headrace.training.heads import TrainedHeads
 from headrace.training.teacher import Teacher
 from headrace.training.texts import Text
 from tests.tiny import tiny_config
@@ -44,12 +52,12 @@ def test_what_a_draft_step_reads(tmp_path: Path) -> None:
     for exit in (1, 2):
         for vocab in (config.vocab_size, config.vocab_size // 2):
             read = layers * exit / 3 + head * vocab / config.vocab_size + own
-            assert read_weights(opened).share(exit, vocab) == pytest.approx(read / (layers + head))
+            assert weight_bytes(opened).share(exit, vocab) == pytest.approx(read / (layers + head))
 
 
 def test_no_promise_beyond_what_the_bytes_allow() -> None:
     def promise(agreement: float, cost: float) -> float:
-        return Rated(1, 0.0, agreement, 0.0, 1.0, cost).promise
+        return ExitReport(1, 0.0, agreement, 0.0, 1.0, cost).promise
 
     assert promise(0.0, 0.5) == pytest.approx(1 / 1.5)
     assert promise(1.0, 0.5) == pytest.approx(6 / 3.5)
@@ -73,7 +81,7 @@ def test_an_exit_that_is_given_the_last_row_agrees() -> None:
     teacher = Teacher(config, table.bfloat16(), torch.ones(width), table.bfloat16())
     last, other = (torch.randn(30, width, generator=random) for _ in range(2))
     text = Text(torch.zeros(30, dtype=torch.int64), 6, torch.cat((last, other, last), 1).bfloat16())
-    sure, right = confidences(begin("exit", teacher, 2), teacher, [text])
+    sure, right = confidences(initial_tensors("exit", teacher, 2), teacher, [text])
     assert sure.shape == right.shape == (2, 25)
     assert bool(right[0].all())
     assert float(right[1].float().mean()) < 0.2
@@ -97,8 +105,8 @@ def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
 
     def judged(learned: torch.Tensor) -> float:
         text = Text(torch.zeros(len(learned), dtype=torch.int64), 1, learned)
-        made = Trained(Heads(EXIT, 1, begin(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [text], [])
-        inputs = HeadInputs(Heads(EXIT, 1, classifiers(made), (1,), 1))
+        made = TrainedHeads(Heads(EXIT, 1, initial_tensors(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [text], [])
+        inputs = HeadInputs(Heads(EXIT, 1, train_classifiers(made), (1,), 1))
         fresh, right = rows(100)
         sure = torch.tensor([inputs.sure(0, row.double().numpy()) for row in fresh[:, :width]])
         return float(((sure > 0.5) == right).float().mean())

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.runner.heads import EXIT, HEADS
-from headrace.training import classifier, distil, heads, masked
-from headrace.training import exit_heads as exits
-from headrace.training.classifier import Labelled
+from headrace.training import classifier, distil, exit_heads, heads, masked
+from headrace.training.classifier import LabelledTexts
 from headrace.training.masked_tasks import task_named
 from headrace.training.run import Budget
 from headrace.weights.atomic_file import file_lock
@@ -17,22 +16,18 @@ from headrace.weights.atomic_file import file_lock
 NOWHERE = "no-such-model.gguf"
 
 
-def silent(*_: object) -> None:
-    """No progress."""
-
-
 def train_classifier(out: Path) -> None:
     classifier.train(
-        NOWHERE, Labelled([f"text {place:02}" for place in range(16)], ["1", "0"] * 8), out, classifier.Recipe(), silent
+        NOWHERE, LabelledTexts([f"text {place:02}" for place in range(16)], ["1", "0"] * 8), out, classifier.ClassifierConfig()
     )
 
 
 TRAININGS: dict[str, Callable[[Path], object]] = {
-    "heads": lambda out: heads.distil(NOWHERE, out, heads.Recipe(HEADS), silent),
-    "exits": lambda out: exits.distil_exits(NOWHERE, out, heads.Recipe(EXIT), silent),
-    "distil": lambda out: distil.distil(NOWHERE, out, distil.Recipe("depth=1", Budget(steps=1))),
+    "heads": lambda out: heads.train_heads(NOWHERE, out, heads.HeadsConfig(HEADS)),
+    "exits": lambda out: exit_heads.train_exits(NOWHERE, out, heads.HeadsConfig(EXIT)),
+    "distil": lambda out: distil.distil(NOWHERE, out, distil.DistilConfig("depth=1", Budget(steps=1))),
     "classifier": train_classifier,
-    "masked": lambda out: masked.make(task_named("reverse"), masked.Recipe(steps=1), out, silent),
+    "masked": lambda out: masked.train_masked(task_named("reverse"), masked.MaskedConfig(steps=1), out),
 }
 
 

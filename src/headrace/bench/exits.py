@@ -14,7 +14,7 @@ from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, leave_at, probabilities
 from headrace.startup.exits import Pair
 from headrace.stats.calibration import calibration_error
-from headrace.training.classifier import Labelled, exit_logits, grid_of
+from headrace.training.classifier import LabelledTexts, exit_logits, grid_of
 
 BATCHES = (1, 8, 32)
 ROUNDS = 5
@@ -41,7 +41,7 @@ class Predictions:
         return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
 
 
-def ask(llm: LLM, data: Labelled) -> Predictions:
+def ask(llm: LLM, data: LabelledTexts) -> Predictions:
     """All exits about all texts. Raises ValueError for labels that the classifier does not know."""
     assert llm.classifier is not None
     number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
@@ -130,7 +130,9 @@ def _timed(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def measure(llm: LLM, data: Labelled, criterion: str | None, threshold: float | None, rounds: int = ROUNDS) -> dict[str, Any]:
+def measure(
+    llm: LLM, data: LabelledTexts, criterion: str | None, threshold: float | None, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """The figures of a classifier by one rule (default: as it was calibrated). Raises ValueError."""
     assert llm.classifier is not None
     rule = llm.classifier.rule(criterion, threshold)

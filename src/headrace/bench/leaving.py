@@ -22,8 +22,8 @@ from headrace.runner.heads import Heads
 from headrace.startup.rules import load
 from headrace.stats.calibration import calibration_error
 from headrace.stats.text_similarity import rouge_l
-from headrace.training.exit_heads import BINS, Weights, left, read_weights
-from headrace.training.heads import asked_tokens
+from headrace.training.exit_heads import BINS, WeightBytes, unchecked_exit, weight_bytes
+from headrace.training.heads import prompt_tokens
 from headrace.workflows.prompts import Prompt, tokens_of
 
 BATCHES = (1, 2, 4, 8)
@@ -79,13 +79,13 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of a decoder's exits, on its own greedy answers to prompts and on the prompts' own words. `rule` is what is
     timed; curves are drawn without a decay and with this one. Raises ValueError."""
-    asked = [asked_tokens(llm, prompt) for prompt in prompts]
+    asked = [prompt_tokens(llm, prompt) for prompt in prompts]
     plain = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=2)
     answers = whole(llm.generate(asked, plain))
     texts = [Text(one.prompt_token_ids, one.outputs[0].token_ids) for one in answers]
     votes = audit(llm, heads, texts, criteria_of(heads))
     words = audit(llm, heads, _own_words(llm, prompts), ("max_prob",))
-    weights = read_weights(llm.opened)
+    weights = weight_bytes(llm.opened)
     return {
         "machine": machine(),
         "backend": llm.backend,
@@ -109,7 +109,7 @@ def _own_words(llm: LLM, prompts: Sequence[Prompt]) -> list[Text]:
     return [Text(tokens[:1], tokens[1:]) for tokens in found if len(tokens) > 2]
 
 
-def _of_exit(votes: Votes, at: int, weights: Weights, heads: Heads, max_tokens: int, decay: float) -> dict[str, Any]:
+def _of_exit(votes: Votes, at: int, weights: WeightBytes, heads: Heads, max_tokens: int, decay: float) -> dict[str, Any]:
     """One exit's figures: `agreement` at every token, by criterion its curves without the decay and with it."""
     layers, agree = int(votes.layers[at]), votes.agree[at]
     bytes_ = weights.share(layers, len(heads.vocab)), weights.share(0, len(heads.vocab))
@@ -144,7 +144,7 @@ def thresholds(sure: np.ndarray) -> list[float]:
 def _point(
     threshold: float, gone: np.ndarray, agree: np.ndarray, bytes_: tuple[float, float], layers: tuple[int, int]
 ) -> dict[str, Any]:
-    made = left(threshold, torch.from_numpy(gone), torch.from_numpy(agree), *bytes_)
+    made = unchecked_exit(threshold, torch.from_numpy(gone), torch.from_numpy(agree), *bytes_)
     mean = made.share * layers[0] + (1 - made.share) * layers[1]
     agreement = made.agreement if made.share else None
     return {"threshold": threshold, "share": made.share, "agreement": agreement, "layers": mean, "bytes": made.cost}
@@ -175,7 +175,7 @@ def perturbed(llm: LLM, answers: Sequence[RequestOutput], plain: SamplingParams)
     return made
 
 
-def checks(weights: Weights, heads: Heads, layers: int) -> dict[str, float]:
+def checks(weights: WeightBytes, heads: Heads, layers: int) -> dict[str, float]:
     """The weights that a token reads where it is looked for after every layer whether it may leave, as CALM's paper does, and
     never leaves; as a share of a plain step's: by the whole head, and by a head of the exits' tokens; and of one exit."""
     own, short = weights.head / weights.total, weights.share(0, len(heads.vocab))
@@ -183,7 +183,7 @@ def checks(weights: Weights, heads: Heads, layers: int) -> dict[str, float]:
 
 
 def _clock(
-    llm: LLM, heads: Heads, asked: Sequence[list[int]], rule: Rule, weights: Weights, sizes: tuple[int, int, int]
+    llm: LLM, heads: Heads, asked: Sequence[list[int]], rule: Rule, weights: WeightBytes, sizes: tuple[int, int, int]
 ) -> dict[str, float]:
     """Time of the whole model divided by that with tokens that leave, in turns, and the same by the bytes of both."""
     batch, max_tokens, rounds = sizes
@@ -201,7 +201,7 @@ def _clock(
     return {"batch": batch, "share": share, "bytes": 1 / bytes_a_step(exits, heads, weights)} | found
 
 
-def bytes_a_step(exits: Sequence[Sequence[Exited]], heads: Heads, weights: Weights) -> float:
+def bytes_a_step(exits: Sequence[Sequence[Exited]], heads: Heads, weights: WeightBytes) -> float:
     """What a step reads on average of a batch whose rows left so, as a share of a plain step's. The layers above the exit are
     read where a row has not left, or lags as far as one may, and the model's head where a row has not left."""
     below, short = weights.share(heads.drafts, len(heads.vocab)), weights.share(0, len(heads.vocab))

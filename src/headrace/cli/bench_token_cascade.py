@@ -58,14 +58,14 @@ def token_cascade(
     from headrace.bench import token_cascade as bench
     from headrace.bench.plots import about, draw
     from headrace.cli.opening import open_llm
-    from headrace.training.heads import asked_tokens
+    from headrace.training.heads import prompt_tokens
     from headrace.workflows.prompts import read_prompts
 
     texts = read_prompts(source, prompts)
     llm: Any = open_llm(model, replace(options, draft=options.cascade, amateur=options.cascade, speculate="draft"))
     status().start("measuring")
     each = bench.ways(max_tokens, threshold or bench.THRESHOLDS, defer or bench.DEFER)
-    found = bench.measure(llm, [asked_tokens(llm, text) for text in texts], each, batch=batch, rounds=rounds, say=say)
+    found = bench.measure(llm, [prompt_tokens(llm, text) for text in texts], each, batch=batch, rounds=rounds, say=say)
     llm.close()
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")

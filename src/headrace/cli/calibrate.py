@@ -70,8 +70,8 @@ def calibrate(
 
     from headrace.startup.rules import keep
     from headrace.stats.calibration import minimum_n
-    from headrace.training.early_exit_calibration import Task, calibrated
-    from headrace.training.heads import asked_tokens
+    from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
+    from headrace.training.heads import prompt_tokens
     from headrace.workflows.prompts import read_prompts
 
     prompts = _untrained(read_prompts(source), options.exits)
@@ -82,11 +82,11 @@ def calibrate(
     llm = open_llm(model, options)
     lost: Literal["text", "token"] = "text" if loss is Loss.TEXT else "token"
     cascade = options.cascade is not None
-    task = Task(str(criterion), decay, max_tokens, lost, delta, epsilon, cascade)
-    rule, found = calibrated(
+    config = CalibrationConfig(str(criterion), decay, max_tokens, lost, delta, epsilon, cascade)
+    rule, found = calibrate_threshold(
         llm,
-        [asked_tokens(llm, prompt) for prompt in prompts],
-        task,
+        [prompt_tokens(llm, prompt) for prompt in prompts],
+        config,
         lambda threshold, mean: say(f"{criterion} {threshold:g}: {mean:.4f} lost"),
     )
     rows = [(f"{one.threshold:g}", f"{one.risk:.4f}", f"{one.p_value:.2g}") for one in found.tried]

@@ -1,4 +1,4 @@
-"""distil: a smaller model that learns from a larger one."""
+"""Command distil: train a smaller model on the outputs of a larger one."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ import typer
 from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.inputs import layers_of
-from headrace.cli.interrupt import Interrupt
+from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass
 class LossOptions:
-    """What a student learns by: fields of training.distil.Recipe."""
+    """Losses of a distillation and their settings: fields of training.distil.DistilConfig."""
 
     temperature: Annotated[float, _of_loss("kl: what logits are divided by.", min=0.01)] = 2.0
     share: Annotated[float, _of_loss("kl beside ce, sequence or steps: its share; theirs is the rest.", min=0.0, max=1.0)] = 0.5
@@ -48,13 +48,13 @@ class LossOptions:
     exits: Annotated[str | None, _of_loss("exits: after so many of the student's layers, as in 10,20.")] = None
 
     def values(self) -> dict[str, Any]:
-        """Of a Recipe."""
+        """Return the fields of a DistilConfig."""
         return asdict(self) | {"exits": layers_of(self.exits, "--exits")}
 
 
 @dataclass
 class TrainingOptions:
-    """How long, and how."""
+    """Budget and optimizer settings of a training."""
 
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training.")] = None
     minutes: Annotated[float | None, typer.Option(min=0.001, help="Or how long to train, once the texts are there.")] = None
@@ -69,7 +69,7 @@ class TrainingOptions:
     ] = "auto"
 
     def values(self) -> dict[str, Any]:
-        """Of a Recipe, with its budget."""
+        """Return the fields of a DistilConfig, with its budget."""
         from headrace.training.run import Budget
 
         values = asdict(self)
@@ -123,18 +123,15 @@ def distil(
 
     path = fetch(model)
 
-    from headrace.training.distil import Recipe, distil
+    from headrace.training.distil import DistilConfig, distil
     from headrace.workflows.prompts import read_prompts
 
     names = tuple(name.strip() for name in loss.lower().split(","))
     prompts = read_prompts(Path(texts)) if "sequence" in names and texts != "self" else []
     chosen: dict[str, Any] = {"student": student, "losses": names, "texts": texts, "prompts": prompts, "as_draft": as_draft}
-    recipe = Recipe(**chosen, **training.values(), **losses.values())
-    try:
-        result = distil(path, out, recipe, status(), Interrupt())
-    except KeyboardInterrupt:
-        say(f"{out}: stopped; the same command goes on where it was")
-        raise
+    config = DistilConfig(**chosen, **training.values(), **losses.values())
+    with resumable(out):
+        result = distil(path, out, config, status(), Interrupt())
     status().finish()
     _print(result, out, as_json)
 

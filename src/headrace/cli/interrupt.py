@@ -2,9 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
+
+from headrace.cli.output import say
 
 LOOK = 0.2  # seconds between two looks, while a line is read, for a Ctrl-C that did not end the wait for a key
 
@@ -64,3 +68,13 @@ class Interrupt:
             self._waiting = False  # what raises it deals with it first
             raise KeyboardInterrupt
         self.requested = True
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """Tell the user, after Ctrl-C, that the same command resumes the training in the folder `out`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"{out}: stopped; the same command goes on where it was")
+        raise

@@ -1,6 +1,6 @@
 """train-classifier: exits for an encoder, learnt from labelled texts."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ import typer
 
 from headrace.cli.files import writable_folder
 from headrace.cli.inputs import layers_of
-from headrace.cli.interrupt import Interrupt
+from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import ModelName
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -57,22 +57,18 @@ def train_classifier(
     Thresholds are calibrated on texts that trained nothing: with probability 1 - epsilon no more than delta of texts is lost.
     """
     from headrace.cli.opening import fetch
-    from headrace.training.classifier import Recipe, read_labelled, train
-    from headrace.training.joint_classifier import Schedule
+    from headrace.training.classifier import ClassifierConfig, read_labelled, train
+    from headrace.training.joint_classifier import JointConfig
 
-    places = layers_of(layers, "--layers") or None
+    exits = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
-    known, path = read_labelled(data, most), fetch(model)
-    schedule = Schedule(epochs, batch, rate, seed) if joint else None
-    recipe = Recipe(places, pooling, decay, delta, epsilon, seed=seed, threads=threads, joint=schedule)
-    other = None if check is None else read_labelled(check)
-    try:
-        result = train(str(path), known, out, recipe, _progress(), other, Interrupt())
-    except KeyboardInterrupt:
-        if joint:
-            say(f"{out}: stopped; the same command goes on where it was")
-        raise
+    texts, path = read_labelled(data, most), fetch(model)
+    together = JointConfig(epochs, batch, rate, seed) if joint else None
+    config = ClassifierConfig(exits, pooling, decay, delta, epsilon, joint=together, seed=seed, threads=threads)
+    others = None if check is None else read_labelled(check)
+    with resumable(out) if joint else nullcontext():
+        result = train(str(path), texts, out, config, status(), others, Interrupt())
     status().finish()
     for note in result.notes:
         say(note)
@@ -92,19 +88,3 @@ def _print(result: Any, delta: float, epsilon: float) -> None:
         if rows
         else f"no threshold loses at most {delta:g} for sure on so few texts: none is set"
     )
-
-
-def _progress() -> Callable[[str, int, int], None]:
-    """How far it is: texts that are read, then exits that are trained."""
-    units = {"reading": "texts", "training": "exits", "training together": "steps"}
-    at, before = "", 0
-
-    def tell(name: str, done: int, total: int) -> None:
-        nonlocal at, before
-        if name != at:
-            at, before = name, 0
-            status().start(name, total, 0, units[name])
-        status().advance(done - before)
-        before = done
-
-    return tell

@@ -1,6 +1,5 @@
 """train-heads: small networks that draft for a model, learnt from what it writes."""
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.inputs import layers_of
+from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import ModelName, with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -73,72 +73,61 @@ def train_heads(
     """
     from headrace.cli.opening import fetch
 
-    places = _places(exits, kind)
+    layers = _exit_layers(exits, kind)
     path = fetch(model)
 
-    from headrace.training.exit_heads import distil_exits
-    from headrace.training.heads import Recipe, distil
+    from headrace.training import exit_heads, heads
     from headrace.workflows.prompts import read_prompts
 
     prompts = [prompt for file in source or [] for prompt in read_prompts(file)]
-    recipe = Recipe(str(kind), texts, minutes, tokens, vocab, max_tokens, rate, batch, seed, threads, prompts, places)
-    status().finish()  # loading says so itself
-    if kind is Kind.EXIT:
-        _print_exits(distil_exits(str(path), out, recipe, _progress()))
-        say(f"the exits are in {out}; use them with --draft {out}")
-        return
-    result = distil(str(path), out, recipe, _progress())
-    rows = [(str(place + 1), f"{share:.0%}") for place, share in enumerate(result.agreement)]
+    sizes = texts, minutes, tokens, vocab, max_tokens, rate, batch
+    config = heads.HeadsConfig(str(kind), *sizes, prompts, layers, seed=seed, threads=threads)
+    # Loading the model shows its own progress.
+    status().finish()
+    with resumable(out):
+        if kind is Kind.EXIT:
+            _print_exits(exit_heads.train_exits(str(path), out, config, status(), Interrupt()))
+            say(f"the exits are in {out}; use them with --draft {out}")
+            return
+        report = heads.train_heads(str(path), out, config, status(), Interrupt())
+    rows = [(str(position + 1), f"{share:.0%}") for position, share in enumerate(report.agreement)]
     print_table(("tokens ahead", "all as the model has it"), rows)
-    say(f"held-out prompts: {result.accepted:.0%} of drafted tokens accepted, {result.tokens_per_step:.2f} tokens a step")
+    say(f"held-out prompts: {report.accepted:.0%} of drafted tokens accepted, {report.tokens_per_step:.2f} tokens a step")
     say(f"the heads are in {out}; use them with --draft {out}")
 
 
-def _places(exits: str | None, kind: Kind) -> tuple[int, ...]:
+def _exit_layers(exits: str | None, kind: Kind) -> tuple[int, ...]:
     if exits is not None and kind is not Kind.EXIT:
         raise typer.BadParameter(f"--exits is for --kind exit, not {kind}; leave one of the two out")
     return layers_of(exits, "--exits")
 
 
-def _print_exits(result: Any) -> None:
+def _print_exits(report: Any) -> None:
     columns = (
         *("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best"),
         *("calibration error", "its classifier's"),
     )
     rows = [
         (
-            *(str(one.layers), f"{one.lens:.1%}", f"{one.agreement:.1%}", f"{one.accepted:.1%}"),
-            *(f"{one.tokens_per_step:.2f}", f"{one.cost:.2f}", f"{one.promise:.2f}"),
-            *(f"{one.calibration_error:.3f}", f"{one.judged:.3f}"),
+            *(str(exit.layers), f"{exit.lens:.1%}", f"{exit.agreement:.1%}", f"{exit.accepted:.1%}"),
+            *(f"{exit.tokens_per_step:.2f}", f"{exit.cost:.2f}", f"{exit.promise:.2f}"),
+            *(f"{exit.calibration_error:.3f}", f"{exit.classifier_error:.3f}"),
         )
-        for one in result.exits
+        for exit in report.exits
     ]
     print_table(columns, rows)
-    each = [
-        (str(one.layers), f"{left.threshold:g}", f"{left.share:.1%}", _agreement(left), f"{left.cost:.2f}")
-        for one in result.exits
-        for left in one.leaving
+    thresholds = [
+        (
+            *(str(exit.layers), f"{unchecked.threshold:g}", f"{unchecked.share:.1%}"),
+            *(_agreement(unchecked), f"{unchecked.cost:.2f}"),
+        )
+        for exit in report.exits
+        for unchecked in exit.unchecked
     ]
-    print_table(("left unchecked after", "when as sure as", "of tokens", "agree", "bytes at least"), each)
-    say(f"on {result.tokens} tokens of fresh answers; training had seen {result.seen:.1%} of their runs of 8 tokens")
-    say(f"the exit after {result.drafts} layers drafts")
+    print_table(("left unchecked after", "when as sure as", "of tokens", "agree", "bytes at least"), thresholds)
+    say(f"on {report.tokens} tokens of fresh answers; training had seen {report.seen:.1%} of their runs of 8 tokens")
+    say(f"the exit after {report.drafts} layers drafts")
 
 
-def _agreement(left: Any) -> str:
-    return f"{left.agreement:.1%}" if left.share else "no token"
-
-
-def _progress() -> Callable[[str, float, float, str], None]:
-    """How far it is: texts that are written, then seconds of the training."""
-    units = {"texts": "texts", "training": "seconds"}
-    at, before = "", 0
-
-    def tell(name: str, done: float, total: float, remark: str) -> None:
-        nonlocal at, before
-        if name != at:
-            at, before = name, int(done)
-            status().start(name, max(int(total), 1), before, units[name])
-        status().advance(int(done) - before, remark)
-        before = int(done)
-
-    return tell
+def _agreement(unchecked: Any) -> str:
+    return f"{unchecked.agreement:.1%}" if unchecked.share else "no token"

@@ -7,6 +7,7 @@ import typer
 
 from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
+from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import with_groups
 from headrace.cli.output import say
 from headrace.cli.status import status
@@ -42,19 +43,12 @@ def train_masked(
 
     OUT is a folder as any model's; OUT/prompts.jsonl has prompts that it can answer.
     """
-    from headrace.training.masked import Recipe, make
+    from headrace.training.masked import MaskedConfig
+    from headrace.training.masked import train_masked as train
     from headrace.training.masked_tasks import task_named
 
-    recipe = Recipe(block, layers, encoder_layers, width, heads, steps, batch, rate, seed, threads)
-    before = 0
-
-    def tell(done: int, total: int, remark: str) -> None:
-        nonlocal before
-        if not before:
-            status().start("training", total, 0, "steps")
-        status().advance(done - before, remark)
-        before = done
-
-    seconds = make(task_named(task), recipe, out, tell)
+    config = MaskedConfig(block, layers, encoder_layers, width, heads, steps, batch, rate, seed=seed, threads=threads)
+    with resumable(out):
+        seconds = train(task_named(task), config, out, status(), Interrupt())
     status().finish()
     say(f"trained for {seconds:.0f} s; the model is in {out}; use it with --raw --refine-block {block}")

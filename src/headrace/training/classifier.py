@@ -1,15 +1,14 @@
-"""Train a classifier with early exits: a linear layer after each chosen layer of an encoder, which stays frozen or learns with
-them (training.joint_classifier).
+"""Training of a classifier with exits: a linear layer after each chosen layer of an encoder.
 
-Exits over a frozen encoder are trained on the rows that the engine itself computes, the ones they read later. Each exit is a
-logistic regression of its own. Learn-then-Test calibrates the thresholds on texts that trained nothing.
+Over a frozen encoder, each exit is a logistic regression on the rows that the engine itself computes. With a JointConfig the
+encoder learns together with its exits (training.joint_classifier). Learn-then-Test calibrates the exit thresholds on texts that
+trained nothing.
 """
 
 import csv
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,36 +19,42 @@ from torch.nn.functional import cross_entropy
 
 from headrace.data.outputs import whole
 from headrace.data.params import SamplingParams
+from headrace.data.progress import Progress, Silent
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.classifier import BOTH, CRITERIA, Exits, leave_at, probabilities
 from headrace.startup.exits import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
-from headrace.training.joint_classifier import WORK, Schedule, Stopped, check_new, learn, save_model
+from headrace.training.joint_classifier import WORK, JointConfig, check_new, learn, save_model
 from headrace.training.overlap import hashes, parts_of, split, without
-from headrace.training.run import alone_in
+from headrace.training.run import Interrupt, TrainingConfig, exclusive
 
-STEPS = 200  # of L-BFGS, at most
-BATCH = 64  # texts that the engine is given at a time
-FINE = 100  # thresholds of a grid
-OnProgress = Callable[[str, int, int], None]
+# Most steps of L-BFGS.
+SOLVER_STEPS = 200
+# Texts of one engine call.
+BATCH = 64
+# Thresholds of a calibration grid.
+GRID_SIZE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
-    """Texts, or pairs of them, and what they are."""
+class LabelledTexts:
+    """Texts, or pairs of texts, with one label each."""
 
     texts: list[str | Pair]
     labels: list[str]
 
-    def part(self, which: Sequence[int]) -> "Labelled":
-        return Labelled([self.texts[at] for at in which], [self.labels[at] for at in which])
+    def part(self, indices: Sequence[int]) -> "LabelledTexts":
+        return LabelledTexts([self.texts[index] for index in indices], [self.labels[index] for index in indices])
 
 
-def read_labelled(path: Path, most: int | None = None) -> Labelled:
-    """JSON lines, or .tsv and .csv with a header: "text" (or "sentence") and "label"; of pairs "text" and "pair" (or
-    "sentence1" and "sentence2"). Raises ValueError, naming the line."""
+def read_labelled(path: Path, most: int | None = None) -> LabelledTexts:
+    """Read JSON lines, or .tsv and .csv files with a header; `most` texts at most.
+
+    Fields: "text" (or "sentence") and "label"; of pairs "text" and "pair" (or "sentence1" and "sentence2").
+    Raises ValueError, naming the line.
+    """
     texts: list[str | Pair] = []
     labels: list[str] = []
     for number, row in enumerate(_rows(path), 1):
@@ -65,11 +70,11 @@ def read_labelled(path: Path, most: int | None = None) -> Labelled:
             break
     if not texts:
         raise ValueError(f"{path} has no texts")
-    return Labelled(texts, labels)
+    return LabelledTexts(texts, labels)
 
 
 def _rows(path: Path) -> Iterator[dict[str, object]]:
-    """The entries of a file. Raises ValueError where they cannot be read."""
+    """Yield the entries of a file. Raises ValueError if it cannot be read."""
     try:
         yield from _read(path)
     except UnicodeDecodeError as error:
@@ -96,47 +101,50 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
             yield row
 
 
-class Rows(Exits):
-    """In place of exits: what each would read, the pooled rows themselves."""
+class PooledRows(Exits):
+    """Exits that return the pooled rows they read instead of logits."""
 
     def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
         return pooled
 
 
-def pooled_rows(
-    llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], pooling: str, progress: OnProgress
-) -> np.ndarray:
-    """[exits, texts, width] float32: what exits after these layers read. The engine must be idle."""
-    nothing = np.empty(0)
-    made = np.empty((len(layers), len(texts), llm.model_config.hidden_size * (1 + (pooling == BOTH))), np.float32)
-    with llm.runner.classifying(Rows(layers, (), pooling, nothing, nothing)):
+def pooled_rows(llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], pooling: str, progress: Progress) -> np.ndarray:
+    """Return what exits after `layers` read, [exits, texts, width] float32. The engine must be idle."""
+    empty = np.empty(0)
+    rows = np.empty((len(layers), len(texts), llm.model_config.hidden_size * (1 + (pooling == BOTH))), np.float32)
+    progress.start("reading", len(texts), unit="texts")
+    with llm.runner.classifying(PooledRows(layers, (), pooling, empty, empty)):
         for start in range(0, len(texts), BATCH):
-            made[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, texts[start : start + BATCH]), 0, 1)
-            progress("reading", min(start + BATCH, len(texts)), len(texts))
-    return made
+            batch = texts[start : start + BATCH]
+            rows[:, start : start + BATCH] = np.swapaxes(exit_logits(llm, batch), 0, 1)
+            progress.advance(len(batch))
+    return rows
 
 
 def exit_logits(llm: LLM, texts: Sequence[str | Pair]) -> list[list[tuple[float, ...]]]:
-    """For each text the logits [exits, classes] of all exits; no text exits early."""
+    """Return for each text the logits of all exits, [exits, classes]; no text exits early."""
     read = partial(llm.tokenizer.encode, parse_special=False)
     outputs = whole(llm.generate(encoded(read, texts), SamplingParams(max_tokens=1), strategy=Classifying()))
     return [output.classified for output in outputs]
 
 
 def fit(rows: np.ndarray, classes: np.ndarray, count: int, decay: float) -> tuple[np.ndarray, np.ndarray]:
-    """Logistic regression of rows [texts, hidden] on classes [texts]: weight [count, hidden], bias [count], float32. Rows are
-    brought to mean 0 and variance 1, which is folded into both."""
+    """Fit a logistic regression by L-BFGS in float64, on rows normalized to mean 0 and variance 1.
+
+    rows: [texts, hidden]. classes: [texts], 0 ≤ class < count. decay: L2 penalty of the weights.
+    Returns weight [count, hidden] and bias [count] float32 with the normalization folded in.
+    """
     mean, scale = rows.mean(0), rows.std(0) + 1e-6
     x, y = torch.from_numpy((rows - mean) / scale).double(), torch.from_numpy(classes)
     weight = torch.zeros(count, x.shape[1], dtype=torch.float64, requires_grad=True)
     bias = torch.zeros(count, dtype=torch.float64, requires_grad=True)
-    solver = torch.optim.LBFGS([weight, bias], max_iter=STEPS, line_search_fn="strong_wolfe")
+    solver = torch.optim.LBFGS([weight, bias], max_iter=SOLVER_STEPS, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         solver.zero_grad()
-        lost: torch.Tensor = cross_entropy(x @ weight.t() + bias, y) + decay * weight.square().sum()
-        lost.backward()
-        return lost
+        value: torch.Tensor = cross_entropy(x @ weight.t() + bias, y) + decay * weight.square().sum()
+        value.backward()
+        return value
 
     solver.step(loss)
     folded = weight.detach().numpy() / scale
@@ -144,13 +152,13 @@ def fit(rows: np.ndarray, classes: np.ndarray, count: int, decay: float) -> tupl
 
 
 def grid_of(criterion: str, classes: int, exits: int) -> list[float]:
-    """Thresholds from the safest on, the same whatever the data."""
+    """Return the thresholds of a criterion, the safest first; they depend on no data."""
     if criterion == "patience":
         return [float(count) for count in range(exits - 1, 0, -1)]
     if criterion in ("entropy", "kl"):
-        return np.geomspace(1e-6, np.log(classes), FINE).tolist()
+        return np.geomspace(1e-6, np.log(classes), GRID_SIZE).tolist()
     least = 1 / classes if criterion == "max_prob" else 0.0
-    return (1 - np.geomspace(1e-6, 1 - least, FINE)).tolist()
+    return (1 - np.geomspace(1e-6, 1 - least, GRID_SIZE)).tolist()
 
 
 def calibrated(
@@ -161,34 +169,39 @@ def calibrated(
     epsilon: float,
     criteria: Iterable[str] = CRITERIA,
 ) -> list[Rule]:
-    """For each criterion the least careful threshold that can be shown, on probabilities [exits, texts, classes] of texts that
-    trained nothing. A text is lost where the exit is wrong and the whole model is right. Without one the criterion is left out.
+    """Calibrate one threshold for each criterion; a criterion without a valid threshold has no rule.
+
+    probs: [exits, texts, classes] of texts that trained nothing.
+    A text has loss 1 if its exit is wrong and the full model right.
     """
-    best = probs.argmax(-1)
+    predicted = probs.argmax(-1)
     rules = []
     for criterion in criteria:
         if criterion == "patience" and len(exits.layers) < 2:
             continue
 
         def losses(threshold: float, criterion: str = criterion) -> np.ndarray:
-            at = leave_at(criterion, threshold, probs)
-            left = best[at, np.arange(len(at))]
-            return ((left != classes) & (best[-1] == classes)).astype(float)
+            exit_of = leave_at(criterion, threshold, probs)
+            answers = predicted[exit_of, np.arange(len(exit_of))]
+            return ((answers != classes) & (predicted[-1] == classes)).astype(float)
 
         grid = grid_of(criterion, len(exits.labels), len(exits.layers))
-        found = calibrate(losses, grid, delta=delta, epsilon=epsilon)
-        if found.threshold is not None and found.risk is not None:
-            at = leave_at(criterion, found.threshold, probs)
-            layers = float(np.array(exits.layers)[at].mean())
-            rules.append(Rule(criterion, found.threshold, delta, epsilon, found.bound, found.n, found.risk, layers))
+        result = calibrate(losses, grid, delta=delta, epsilon=epsilon)
+        if result.threshold is not None and result.risk is not None:
+            exit_of = leave_at(criterion, result.threshold, probs)
+            layers = float(np.array(exits.layers)[exit_of].mean())
+            rules.append(Rule(criterion, result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers))
     return rules
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a classifier is trained. `layers`: where exits stand, None after every layer. `pooling`: first, mean, both, None what
-    the encoder was trained with. `held_out`: the share of the texts that thresholds are calibrated on, where there are none.
-    `joint`: how the encoder learns with its exits; None: it stays as it is."""
+class ClassifierConfig(TrainingConfig):
+    """Settings of a classifier's training.
+
+    layers: after which exits stand, None for all. pooling: "first", "mean" or "both", None for the encoder's own.
+    decay: L2 penalty. delta, epsilon: of the calibration. held_out: share of `data` to calibrate with, if there is no `check`.
+    joint: settings of a training together with the encoder, None for a frozen encoder.
+    """
 
     layers: tuple[int, ...] | None = None
     pooling: str | None = None
@@ -196,14 +209,12 @@ class Recipe:
     delta: float = 0.01
     epsilon: float = 0.05
     held_out: float = 0.3
-    seed: int = 0
-    threads: int | None = None
-    joint: Schedule | None = None
+    joint: JointConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Accuracy of each exit on the texts of the calibration, the calibrated rules, and `notes` on texts left out."""
+class ClassifierReport:
+    """A trained classifier: the accuracy of each exit on the calibration texts, the rules, and notes on texts left out."""
 
     exits: Exits
     accuracy: list[float]
@@ -211,65 +222,61 @@ class Result:
     notes: list[str]
 
 
+@exclusive
 def train(
     model: str,
-    data: Labelled,
+    data: LabelledTexts,
     out: Path,
-    recipe: Recipe,
-    progress: OnProgress,
-    check: Labelled | None = None,
-    interrupt: Stopped | None = None,
-) -> Result:
-    """Train and calibrate a classifier for an encoder, and write it to a folder, with the encoder where that learns, too; then
-    the same call goes on where one was stopped. `interrupt` is entered while both learn and says whether to stop. Raises
-    ValueError, and KeyboardInterrupt once stopped."""
-    with alone_in(out):
-        return _train(model, data, out, recipe, progress, check, interrupt)
+    config: ClassifierConfig,
+    progress: Progress | None = None,
+    check: LabelledTexts | None = None,
+    interrupt: Interrupt | None = None,
+) -> ClassifierReport:
+    """Train and calibrate a classifier for an encoder, into the folder `out`; with `config.joint` also the encoder.
 
-
-def _train(
-    model: str,
-    data: Labelled,
-    out: Path,
-    recipe: Recipe,
-    progress: OnProgress,
-    check: Labelled | None,
-    interrupt: Stopped | None,
-) -> Result:
+    check: texts to calibrate with; None holds out a share of `data`. The same call resumes a stopped joint training.
+    Raises ValueError, and KeyboardInterrupt if `interrupt` stopped the joint training.
+    """
+    progress = progress or Silent()
     labels = tuple(sorted(set(data.labels)))
-    data, check, notes = _apart(data, check, recipe)
+    data, check, notes = _disjoint(data, check, config)
     if len(set(data.labels)) < 2 or len(check.texts) < 2:
         raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
     if strange := sorted(set(check.labels) - set(labels)):
         raise ValueError(f"the label {strange[0]!r} is in no text to train with; give one, or leave its texts out")
     opened = open_model(model)
-    layers, pooling = _places(opened, recipe), recipe.pooling or opened.pooling
+    layers, pooling = _exit_layers(opened, config), config.pooling or opened.pooling
     about: dict[str, float | str] = {"texts": float(len(data.texts))}
-    if recipe.joint is not None:
-        stopped = interrupt or nullcontext(lambda: False)
-        weight, bias = _learn_together(opened, data, labels, out, layers, pooling, recipe, progress, stopped)
-        about |= {"parent": opened.path.name, "epochs": recipe.joint.epochs, "rate": recipe.joint.rate}
-    with LLM(out if recipe.joint is not None else model, threads=recipe.threads) as llm:
-        if recipe.joint is None:
-            weight, bias = _fit_all(llm, data, labels, layers, pooling, recipe, progress)
-            about |= {"decay": recipe.decay}
+    if config.joint is not None:
+        config.set_threads()
+        check_new(out, opened)
+        weight, bias = _train_jointly(opened, data, labels, out, layers, pooling, config.joint, progress, interrupt)
+        about |= {"parent": opened.path.name, "epochs": config.joint.epochs, "rate": config.joint.rate}
+    with LLM(out if config.joint is not None else model, threads=config.threads) as llm:
+        if config.joint is None:
+            weight, bias = _fit_exits(llm, data, labels, layers, pooling, config.decay, progress)
+            about |= {"decay": config.decay}
         exits = Exits(layers, labels, pooling, weight, bias)
         rows = pooled_rows(llm, check.texts, layers, pooling, progress).astype(np.float64)
         probs = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
-        classes = _numbers(labels, check)
-        rules = calibrated(exits, probs, classes, recipe.delta, recipe.epsilon)
+        classes = _classes(labels, check)
+        rules = calibrated(exits, probs, classes, config.delta, config.epsilon)
         accuracy = (probs.argmax(-1) == classes).mean(-1).tolist()
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
-    if recipe.joint is not None:
+    if config.joint is not None:
         shutil.rmtree(out / WORK)
-    return Result(exits, accuracy, rules, notes)
+    return ClassifierReport(exits, accuracy, rules, notes)
 
 
-def _apart(data: Labelled, check: Labelled | None, recipe: Recipe) -> tuple[Labelled, Labelled, list[str]]:
-    """Texts to train with and texts to calibrate with, none of which is among the former, and notes on what was left out.
-    Raises ValueError if every text of `check` is in `data`."""
+def _disjoint(
+    data: LabelledTexts, check: LabelledTexts | None, config: ClassifierConfig
+) -> tuple[LabelledTexts, LabelledTexts, list[str]]:
+    """Return texts to train with, other texts to calibrate with, and notes on texts left out.
+
+    Raises ValueError if every text of `check` is in `data`.
+    """
     if check is None:
-        learned, held, left_out = split(data.texts, recipe.held_out, recipe.seed)
+        learned, held, left_out = split(data.texts, config.held_out, config.seed)
         notes = [f"{left_out} of {len(data.texts)} texts are part of texts on both sides of the split and were left out"]
         return data.part(learned), data.part(held), notes if left_out else []
     fresh = without(check.texts, hashes(data.texts))
@@ -284,56 +291,60 @@ def _apart(data: Labelled, check: Labelled | None, recipe: Recipe) -> tuple[Labe
     return data, check, notes
 
 
-def _places(opened: Opened, recipe: Recipe) -> tuple[int, ...]:
-    """After which layers exits stand. Raises ValueError."""
+def _exit_layers(opened: Opened, config: ClassifierConfig) -> tuple[int, ...]:
+    """Return the numbers of layers after which exits stand. Raises ValueError."""
     if not opened.config.encoder:
         raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {opened.name} is none; take another model")
     depth = opened.config.num_layers
-    layers = recipe.layers or tuple(range(1, depth + 1))
+    layers = config.layers or tuple(range(1, depth + 1))
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
         raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
     return layers
 
 
-def _numbers(labels: Sequence[str], data: Labelled) -> np.ndarray:
-    """The classes of texts, by number."""
-    number = {label: at for at, label in enumerate(labels)}
+def _classes(labels: Sequence[str], data: LabelledTexts) -> np.ndarray:
+    """Return the class numbers [texts] of the labels."""
+    number = {label: index for index, label in enumerate(labels)}
     return np.array([number[label] for label in data.labels])
 
 
-Weights = tuple[np.ndarray, np.ndarray]  # [exits, classes, width] and [exits, classes], float64
+# [exits, classes, width] and [exits, classes], float64.
+ExitWeights = tuple[np.ndarray, np.ndarray]
 
 
-def _fit_all(
-    llm: LLM, data: Labelled, labels: Sequence[str], layers: tuple[int, ...], pooling: str, recipe: Recipe, progress: OnProgress
-) -> Weights:
-    """Each exit by itself, on the rows of an encoder that stays as it is."""
-    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, progress), _numbers(labels, data), []
+def _fit_exits(
+    llm: LLM,
+    data: LabelledTexts,
+    labels: Sequence[str],
+    layers: tuple[int, ...],
+    pooling: str,
+    decay: float,
+    progress: Progress,
+) -> ExitWeights:
+    """Fit each exit by itself, on rows of the frozen encoder."""
+    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, progress), _classes(labels, data), []
+    progress.start("training", len(layers), unit="exits")
     for exit in range(len(layers)):
-        progress("training", exit + 1, len(layers))
-        weights.append(fit(rows[exit], classes, len(labels), recipe.decay))
-    weight, bias = (np.stack(each).astype(np.float64) for each in zip(*weights, strict=True))
+        progress.advance(1)
+        weights.append(fit(rows[exit], classes, len(labels), decay))
+    weight, bias = (np.stack(parts).astype(np.float64) for parts in zip(*weights, strict=True))
     return weight, bias
 
 
-def _learn_together(
+def _train_jointly(
     opened: Opened,
-    data: Labelled,
+    data: LabelledTexts,
     labels: Sequence[str],
     out: Path,
     layers: tuple[int, ...],
     pooling: str,
-    recipe: Recipe,
-    progress: OnProgress,
-    interrupt: Stopped,
-) -> Weights:
-    """All exits with the encoder, which is written to the folder."""
-    assert recipe.joint is not None
-    check_new(out, opened)
-    if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
+    joint: JointConfig,
+    progress: Progress,
+    interrupt: Interrupt | None,
+) -> ExitWeights:
+    """Train all exits together with the encoder, and write the encoder to `out`."""
     texts = encoded(partial(opened.tokenizer.encode, parse_special=False), data.texts)
-    numbers = _numbers(labels, data).tolist()
-    learnt = learn(opened, texts, numbers, len(labels), layers, pooling, recipe.joint, progress, out / WORK, interrupt)
-    save_model(out, learnt.model, opened)
-    return learnt.weight.astype(np.float64), learnt.bias.astype(np.float64)
+    classes = _classes(labels, data).tolist()
+    trained = learn(opened, texts, classes, len(labels), layers, pooling, joint, progress, out / WORK, interrupt)
+    save_model(out, trained.model, opened)
+    return trained.weight.astype(np.float64), trained.bias.astype(np.float64)

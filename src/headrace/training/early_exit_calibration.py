@@ -1,6 +1,10 @@
-"""A threshold with a guarantee for tokens that leave a decoder early (CALM, Schuster et al. 2022), or that the smaller model of
-a cascade writes. The loop is closed: every
-threshold is tried by writing answers with it, as a token that leaves changes all that come after it."""
+"""Calibrated thresholds for early exits of a decoder, or for the smaller model of a token cascade.
+
+Every threshold is tried by writing answers with it, since a token that exits changes all tokens after it. Learn-then-Test
+(stats.calibration) then gives the guarantee.
+
+Source: CALM, Schuster et al., arXiv 2207.07061.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -17,13 +21,17 @@ from headrace.startup.rules import Rule
 from headrace.stats.calibration import Calibration, calibrate
 from headrace.stats.text_similarity import rouge_l
 
-GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for step in range(18)))  # from the safest on
-Tell = Callable[[float, float], None]  # a threshold that was tried, and its mean loss
+# Thresholds, the safest first.
+GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for step in range(18)))
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is calibrated, and how well: answers of `max_tokens` at most, none of them drawn."""
+class CalibrationConfig:
+    """Settings of a calibration on greedy answers of at most `max_tokens` tokens.
+
+    loss: "text" for 1 − ROUGE-L to the full model's answer, "token" for the share of tokens the full model would not write.
+    decay: how much the threshold falls along an answer. cascade: a smaller model writes instead of an exit.
+    """
 
     criterion: str = "max_prob"
     decay: float = 0.0
@@ -31,46 +39,54 @@ class Task:
     loss: Literal["text", "token"] = "text"
     delta: float = 0.1
     epsilon: float = 0.05
-    cascade: bool = False  # a smaller model writes, in an exit's place
+    cascade: bool = False
 
 
-def calibrated(
-    llm: LLM, prompts: Sequence[list[int]], task: Task, tell: Tell, grid: Sequence[float] = GRID
+def calibrate_threshold(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    config: CalibrationConfig,
+    on_threshold: Callable[[float, float], None],
+    grid: Sequence[float] = GRID,
 ) -> tuple[Rule | None, Calibration]:
-    """The lowest threshold that can be shown to be good enough, None where there is none, and all that were tried. Raises
-    ValueError, AdmissionError."""
-    plain = SamplingParams(temperature=0.0, max_tokens=task.max_tokens)
+    """Return the lowest valid threshold, None if there is none, and all tests.
+
+    on_threshold: receives each threshold with its mean loss. Raises ValueError, AdmissionError.
+    """
+    plain = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
     complete = [output.outputs[0].token_ids for output in whole(llm.generate(list(prompts), plain))]
-    depths: dict[float, list[float]] = {}
+    mean_layers: dict[float, list[float]] = {}
 
     def losses(threshold: float) -> np.ndarray:
-        answers = [output.outputs[0] for output in whole(llm.generate(list(prompts), _leaving(plain, task, threshold)))]
-        lost = [_lost(task.loss, answer, best) for answer, best in zip(answers, complete, strict=True)]
-        depths[threshold] = [float(np.mean([one.layers for one in answer.exits])) for answer in answers if answer.exits]
-        tell(threshold, float(np.mean(lost)))
-        return np.array(lost)
+        params = _early_exit_params(plain, config, threshold)
+        answers = [output.outputs[0] for output in whole(llm.generate(list(prompts), params))]
+        values = [_loss(config.loss, answer, best) for answer, best in zip(answers, complete, strict=True)]
+        mean_layers[threshold] = [float(np.mean([exit.layers for exit in answer.exits])) for answer in answers if answer.exits]
+        on_threshold(threshold, float(np.mean(values)))
+        return np.array(values)
 
-    found = calibrate(losses, grid, delta=task.delta, epsilon=task.epsilon)
-    if found.threshold is None or found.risk is None:
-        return None, found
-    layers = depths[found.threshold] or [0.0]  # of answers with a token
+    result = calibrate(losses, grid, delta=config.delta, epsilon=config.epsilon)
+    if result.threshold is None or result.risk is None:
+        return None, result
+    layers = mean_layers[result.threshold] or [0.0]
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
-    numbers = float(np.mean(layers)), float(np.std(layers))
-    asked = task.criterion, found.threshold, task.decay, task.max_tokens, task.loss, task.delta, task.epsilon
-    return Rule(*asked, found.n, found.risk, *numbers, data), found
+    spread = float(np.mean(layers)), float(np.std(layers))
+    settings = config.criterion, result.threshold, config.decay, config.max_tokens, config.loss, config.delta, config.epsilon
+    return Rule(*settings, result.n, result.risk, *spread, data), result
 
 
-def _leaving(plain: SamplingParams, task: Task, threshold: float) -> SamplingParams:
-    audit = task.loss == "token"
-    if task.cascade:
-        return plain.replace(cascade_threshold=threshold, cascade_criterion=task.criterion, cascade_audit=audit)
-    return plain.replace(exit_threshold=threshold, exit_criterion=task.criterion, exit_decay=task.decay, exit_audit=audit)
+def _early_exit_params(plain: SamplingParams, config: CalibrationConfig, threshold: float) -> SamplingParams:
+    audit = config.loss == "token"
+    if config.cascade:
+        return plain.replace(cascade_threshold=threshold, cascade_criterion=config.criterion, cascade_audit=audit)
+    return plain.replace(exit_threshold=threshold, exit_criterion=config.criterion, exit_decay=config.decay, exit_audit=audit)
 
 
-def _lost(loss: str, answer: CompletionOutput, complete: list[int]) -> float:
+def _loss(loss: str, answer: CompletionOutput, complete: list[int]) -> float:
+    """Loss of one answer in [0, 1]. complete: token ids of the full model's answer."""
     if loss == "text":
         return 1 - rouge_l(answer.token_ids, complete)
     exits = answer.exits or []
-    deepest = max((one.layers for one in exits), default=0)
-    wrong = sum(one.layers < deepest and len(set(one.votes)) == 2 for one in exits)
+    deepest = max((exit.layers for exit in exits), default=0)
+    wrong = sum(exit.layers < deepest and len(set(exit.votes)) == 2 for exit in exits)
     return wrong / max(1, len(exits))

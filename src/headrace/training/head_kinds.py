@@ -113,7 +113,7 @@ class Exits(Kind):
 KINDS: dict[str, Kind] = {HEADS: Blockwise(), FEATURE: Feature(), EXIT: Exits()}
 
 
-def begin(kind: str, teacher: Teacher, count: int, seed: int = 0) -> Tensors:
+def initial_tensors(kind: str, teacher: Teacher, count: int, seed: int = 0) -> Tensors:
     """Tensors before training."""
     random, made = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes(kind, count, teacher.config).items():

@@ -1,15 +1,15 @@
-"""Joint training of a classifier: an encoder and its exits learn together, and become a new model.
+"""Joint training of a classifier: an encoder and its exits learn together and become a new model.
 
-The loss is the mean of all exits' cross-entropies, of which the i-th counts i times (PABEE, Zhou et al., 2020). Exits over a
-frozen encoder read rows that were made for something else; here the layers below an exit learn to serve it. Stopped, the same
-training goes on from its last checkpoint; the new model's config.json is written last.
+The loss is the weighted mean of all exits' cross-entropies; the i-th exit has weight i. A stopped training resumes from its
+last checkpoint; the new model's config.json is written last.
+
+Source: PABEE, Zhou et al., arXiv 2006.04152.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,42 +21,44 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from headrace.compress.export import CONFIG, write_json, write_words
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.runner.classifier import BOTH
 from headrace.startup.opening import Opened
-from headrace.training.run import Budget, Run, begin
-from headrace.training.sequence_forward import fed_together
+from headrace.training.run import Budget, Interrupt, Run, record_job
+from headrace.training.sequence_forward import run_sequences
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.loader import load_model, stored_tensors
 from headrace.weights.source import WeightError
 
-FASTER = 20.0  # the rate of exits, which begin at zero, in that of the encoder
-BETAS = (0.9, 0.999)  # of AdamW
-WORK = "work"  # in the folder, as long as it is not whole
-NEAR = 4.0  # tokens by which texts beside each other may differ in length at random
-POOLING = "1_Pooling"  # of a folder: how its embeddings are pooled
-OnProgress = Callable[[str, int, int], None]
-Stopped = AbstractContextManager[Callable[[], bool]]
+# Learning rate of the exits, which begin at zero, as a multiple of the encoder's.
+EXIT_RATE_FACTOR = 20.0
+BETAS = (0.9, 0.999)
+# Folder of the training state, inside the model folder until the model is complete.
+WORK = "work"
+# Random tokens added to a text's length when texts of similar length are grouped.
+LENGTH_JITTER = 4.0
+# Subfolder of an embedding model with its pooling settings.
+POOLING = "1_Pooling"
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """How long is trained, and how fast."""
+class JointConfig:
+    """Settings of a joint training. rate: highest learning rate of the encoder. Raises ValueError if out of range."""
 
     epochs: int = 1
     batch: int = 32
     rate: float = 5e-5
     seed: int = 0
 
-    def check(self) -> None:
-        """Raise ValueError for what cannot be meant."""
+    def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1 or not 0 < self.rate < 1:
             raise ValueError("epochs and batch are 1 or more, and the rate lies between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """An encoder, and its exits' weight [exits, classes, width] and bias [exits, classes], float32."""
+class JointModel:
+    """A trained encoder with its exits: weight [exits, classes, width] and bias [exits, classes], float32."""
 
     model: Model
     weight: np.ndarray
@@ -70,15 +72,17 @@ def learn(
     count: int,
     layers: tuple[int, ...],
     pooling: str,
-    schedule: Schedule,
-    progress: OnProgress,
+    config: JointConfig,
+    progress: Progress,
     work: Path,
-    interrupt: Stopped,
-) -> Learnt:
-    """Train an encoder of float weights with exits after these layers on texts, each of one of `count` classes. The same for
-    the same schedule on the same machine and threads, whether it was stopped on the way or not: its state is in `work`.
-    `interrupt` is entered while it trains and says whether to stop. Raises ValueError, and KeyboardInterrupt once stopped."""
-    schedule.check()
+    interrupt: Interrupt | None,
+) -> JointModel:
+    """Train an encoder with float weights and its exits after `layers`.
+
+    texts: token ids. classes: the class of each text, 0 ≤ class < count. work: folder of the training state.
+    The same bytes for the same arguments on the same machine and threads, whether it was stopped or not.
+    Raises ValueError, and KeyboardInterrupt if stopped.
+    """
     longest = max(map(len, texts))
     if longest > opened.config.max_position:
         raise ValueError(f"a text has {longest} tokens and the model takes {opened.config.max_position}; shorten it")
@@ -86,31 +90,29 @@ def learn(
     width = opened.config.hidden_size * (1 + (pooling == BOTH))
     weight, bias = torch.zeros(len(layers), count, width), torch.zeros(len(layers), count)
     exits = {"exits.weight": weight, "exits.bias": bias}
-    batches = [batch for epoch in range(schedule.epochs) for batch in _batches(texts, schedule, epoch)]
-    begin(work, _about(opened, texts, classes, layers, pooling, schedule))
-    faster = dict.fromkeys(exits, FASTER)
+    batches = [batch for epoch in range(config.epochs) for batch in _batches(texts, config, epoch)]
+    record_job(work, _job(opened, texts, classes, layers, pooling, config))
+    factors = dict.fromkeys(exits, EXIT_RATE_FACTOR)
     tensors = dict(model.named_parameters()) | exits
-    run = Run(tensors, work, Budget(steps=len(batches)), schedule.rate, faster=faster, betas=BETAS)
+    run = Run(tensors, work, Budget(steps=len(batches)), config.rate, rate_factors=factors, betas=BETAS)
 
     def step(number: int) -> float:
         batch = batches[number]
-        loss = loss_of(model, weight, bias, [texts[at] for at in batch], [classes[at] for at in batch], layers, pooling)
+        batch_texts, batch_classes = [texts[index] for index in batch], [classes[index] for index in batch]
+        loss = loss_of(model, weight, bias, batch_texts, batch_classes, layers, pooling)
         loss.backward()
         return loss.item()
 
-    with interrupt as stopped:
-        run.go(step, lambda loss: progress("training together", run.steps, len(batches)), stopped)
-    for x in tensors.values():
-        x.requires_grad_(False)
-    return Learnt(model, weight.numpy(), bias.numpy())
+    run.train(step, progress, interrupt, name="training together", remark=lambda loss: "")
+    return JointModel(model, weight.numpy(), bias.numpy())
 
 
-def _about(
-    opened: Opened, texts: Sequence[list[int]], classes: Sequence[int], layers: Sequence[int], pooling: str, schedule: Schedule
+def _job(
+    opened: Opened, texts: Sequence[list[int]], classes: Sequence[int], layers: Sequence[int], pooling: str, config: JointConfig
 ) -> dict[str, Any]:
-    """What must be the same where a training goes on."""
+    """Settings that must stay the same on resume."""
     data = hashlib.sha256(json.dumps([list(texts), list(classes)]).encode()).hexdigest()[:16]
-    return {"parent": str(opened.path), "texts": data, "layers": list(layers), "pooling": pooling, **asdict(schedule)}
+    return {"parent": str(opened.path), "texts": data, "layers": list(layers), "pooling": pooling, **asdict(config)}
 
 
 def loss_of(
@@ -122,17 +124,17 @@ def loss_of(
     layers: Sequence[int],
     pooling: str,
 ) -> torch.Tensor:
-    """The weighted mean of the exits' cross-entropies, in nats."""
-    passed = fed_together(model, texts, [layer - 1 for layer in layers])
-    wanted, total = torch.tensor(classes), torch.zeros(())
-    for number, rows in enumerate(passed.after):
-        logits = pooled(rows, [len(text) for text in texts], pooling) @ weight[number].T + bias[number]
-        total = total + (number + 1) * cross_entropy(logits, wanted)
+    """Weighted mean of the exits' cross-entropies, in nats."""
+    output = run_sequences(model, texts, [layer - 1 for layer in layers])
+    targets, total = torch.tensor(classes), torch.zeros(())
+    for exit, rows in enumerate(output.after):
+        logits = pooled(rows, [len(text) for text in texts], pooling) @ weight[exit].T + bias[exit]
+        total = total + (exit + 1) * cross_entropy(logits, targets)
     return total / (len(layers) * (len(layers) + 1) / 2)
 
 
 def pooled(rows: torch.Tensor, lengths: Sequence[int], pooling: str) -> torch.Tensor:
-    """Rows [tokens, hidden] of texts, one after the other, as exits read them: [texts, width]."""
+    """Pool rows [tokens, hidden] of texts that follow each other into what exits read, [texts, width]."""
     ends = torch.tensor(lengths).cumsum(0)
     if pooling == "last":
         return rows[ends - 1]
@@ -143,17 +145,17 @@ def pooled(rows: torch.Tensor, lengths: Sequence[int], pooling: str) -> torch.Te
     return torch.cat([first, mean], 1) if pooling == BOTH else mean
 
 
-def _batches(texts: Sequence[list[int]], schedule: Schedule, epoch: int) -> list[list[int]]:
-    """All texts once, those of a batch about as long, in an order of the epoch's own."""
-    generator = torch.Generator().manual_seed(schedule.seed + epoch)
-    jitter = (torch.rand(len(texts), generator=generator) * NEAR).tolist()
-    order = sorted(range(len(texts)), key=lambda at: len(texts[at]) + jitter[at])
-    groups = [order[at : at + schedule.batch] for at in range(0, len(order), schedule.batch)]
-    return [groups[at] for at in torch.randperm(len(groups), generator=generator).tolist()]
+def _batches(texts: Sequence[list[int]], config: JointConfig, epoch: int) -> list[list[int]]:
+    """Group the indices of all texts by similar length, in the epoch's own random order."""
+    generator = torch.Generator().manual_seed(config.seed + epoch)
+    jitter = (torch.rand(len(texts), generator=generator) * LENGTH_JITTER).tolist()
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]) + jitter[index])
+    groups = [order[start : start + config.batch] for start in range(0, len(order), config.batch)]
+    return [groups[group] for group in torch.randperm(len(groups), generator=generator).tolist()]
 
 
 def check_new(folder: Path, opened: Opened) -> None:
-    """Raise ValueError where a new model cannot be written, or what is trained has no float weights."""
+    """Raise ValueError if `folder` holds a model already, WeightError if the encoder has no float weights to train."""
     if (folder / CONFIG).exists() and not (folder / WORK).exists():
         raise ValueError(f"{folder} holds a model; name another folder for the one that is trained")
     if not opened.path.is_dir() or "quantization_config" in opened.source.config:  # type: ignore[union-attr]
@@ -161,7 +163,7 @@ def check_new(folder: Path, opened: Opened) -> None:
 
 
 def save_model(folder: Path, model: Model, opened: Opened) -> None:
-    """An encoder as a folder that any command opens, with float32 weights and its parent's words; config.json comes last."""
+    """Write an encoder as a model folder with float32 weights and its parent's tokenizer. config.json is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / "model.safetensors") as part:
         save_file(stored_tensors(model, "safetensors"), part, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""A teacher and a student side by side: what the student's outputs on a text cost by each loss."""
+"""Losses of distillation, and one training step of a student by them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,12 @@ from headrace.compress.judge import Judgement, compare_logits
 from headrace.data.config import ModelConfig
 from headrace.runner.record import record
 from headrace.training.examples import Example, Item
-from headrace.training.sequence_forward import Passed, fed
+from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.students import Student
-from headrace.training.teacher_forward import Forward
+from headrace.training.teacher_forward import TeacherForward
 
-MAPS = "attention"  # the loss that needs them
+# The loss that needs attention maps of both models.
+MAPS = "attention"
 LOSSES = {
     "kl": "the teacher's probabilities, both softened by a temperature",
     "ce": "the tokens that came",
@@ -25,27 +26,29 @@ LOSSES = {
     "sequence": "the tokens that the teacher answers",
     "steps": "answers, and the reasons for them",
 }
-HARD = {"ce", "sequence", "steps"}  # of tokens
+# Losses of tokens: cross-entropy to one right token.
+HARD = {"ce", "sequence", "steps"}
 
 
 def check_maps(teacher: ModelConfig, student: ModelConfig) -> None:
-    """Raise ValueError where maps of attention cannot be compared."""
+    """Raise ValueError if the attention maps of both models cannot be compared."""
     if {layer.heads for layer in teacher.layers} != {layer.heads for layer in student.layers}:
         raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
     if student.kv_share > 1:
         raise ValueError("layers that share K and V have no maps of their own keys; leave the loss attention out")
 
 
-class Lesson:
-    """`tensors` by name are what is learned: the student's, and matrices between rows of both. `share`: λ of kl beside a loss
-    of tokens: λ T² KL + (1 − λ) CE. `exits`: after so many of the student's layers its norm and head say what the teacher does.
+class DistillationLoss:
+    """Sum of the chosen losses of a student against its teacher.
 
-    Raises ValueError where the maps of attention cannot be compared.
+    tensors: by name, the student's parameters and, for "features" and "cosine", learned matrices between both hidden sizes.
+    share: λ of "kl" next to a loss of tokens, λ T² KL + (1 − λ) CE. exits: layers of the student for the loss "exits".
+    Raises ValueError if the attention maps cannot be compared.
     """
 
     def __init__(
         self,
-        teacher: Forward,
+        teacher: TeacherForward,
         student: Student,
         names: Sequence[str],
         temperature: float,
@@ -57,18 +60,18 @@ class Lesson:
         self.vocabulary = min(teacher.config.vocab_size, student.model.config.vocab_size)
         self.tensors = dict(student.model.named_parameters())
         wide, narrow = teacher.config.hidden_size, student.model.config.hidden_size
-        self.between: list[torch.Tensor] = []
+        self.projections: list[torch.Tensor] = []
         if "features" in self.names or ("cosine" in self.names and wide != narrow):
             dtype = next(student.model.parameters()).dtype
-            self.between = [torch.eye(wide, narrow, dtype=dtype) for _ in student.pairs]
-            self.tensors |= {f"between.{number}.weight": matrix for number, matrix in enumerate(self.between)}
+            self.projections = [torch.eye(wide, narrow, dtype=dtype) for _ in student.pairs]
+            self.tensors |= {f"between.{number}.weight": matrix for number, matrix in enumerate(self.projections)}
         self.recording = None
         if MAPS in self.names:
             check_maps(teacher.config, student.model.config)
             self.recording = record(student.model, embeds=False)
 
-    def learn(self, items: Sequence[Item]) -> float:
-        """The mean loss of items, whose gradients are added to the tensors'. One text is in memory at a time."""
+    def backward(self, items: Sequence[Item]) -> float:
+        """Add the gradients of the mean loss of `items`, and return it. Holds one text in memory at a time."""
         total = 0.0
         for item in items:
             for example in item:
@@ -78,93 +81,102 @@ class Lesson:
         return total
 
     def loss(self, example: Example) -> torch.Tensor:
-        """Of one text: a mean over the tokens that are learned."""
-        theirs, ours = self._both(example.tokens)
+        """Loss of one text, a mean over its learned tokens."""
+        teacher, student = self._run_both(example.tokens)
         rows = slice(example.first - 1, len(example.tokens) - 1)
         parts = []
         if self.names & (HARD | {"kl"}):
-            parts.append(self._of_logits(theirs.rows[rows], ours.rows[rows], example))
+            parts.append(self._logits_loss(teacher.rows[rows], student.rows[rows], example))
         if "features" in self.names:
-            pairs = zip(ours.after, theirs.after, self.between, strict=True)
-            found = [feature_distance(mine[rows] @ matrix.T, its[rows]) for mine, its, matrix in pairs]
-            parts.append(torch.stack(found).mean())
+            pairs = zip(student.after, teacher.after, self.projections, strict=True)
+            distances = [feature_distance(own[rows] @ matrix.T, target[rows]) for own, target, matrix in pairs]
+            parts.append(torch.stack(distances).mean())
         if "cosine" in self.names:
-            final = self.student.model.final(ours.rows[rows])
-            if final.shape[-1] != theirs.rows.shape[-1]:
-                final = final @ self.between[-1].T
-            parts.append(cosine_distance(final, self.teacher.final(theirs.rows[rows])))
+            final = self.student.model.final(student.rows[rows])
+            if final.shape[-1] != teacher.rows.shape[-1]:
+                final = final @ self.projections[-1].T
+            parts.append(cosine_distance(final, self.teacher.final(teacher.rows[rows])))
         if "exits" in self.names:
-            early = [ours.after[exit - 1][rows] for exit in self.exits]
-            parts.append(self._of_exits(theirs.rows[rows], [*early, ours.rows[rows]]))
+            early = [student.after[exit - 1][rows] for exit in self.exits]
+            parts.append(self._exits_loss(teacher.rows[rows], [*early, student.rows[rows]]))
         if MAPS in self.names:
-            maps = [(ours.maps[at], theirs.maps[layer]) for at, layer in enumerate(self.student.pairs)]
-            parts.append(torch.stack([attention_divergence(mine[:, rows], its[:, rows]) for mine, its in maps]).mean())
+            maps = [(student.maps[number], teacher.maps[layer]) for number, layer in enumerate(self.student.pairs)]
+            parts.append(torch.stack([attention_divergence(own[:, rows], target[:, rows]) for own, target in maps]).mean())
         return torch.stack(parts).sum()
 
-    def _of_logits(self, theirs: torch.Tensor, ours: torch.Tensor, example: Example) -> torch.Tensor:
-        logits = self.student.model.head(ours)
-        wanted = torch.tensor(example.tokens[example.first :])
-        hard = token_loss(logits, wanted) if self.names & HARD else None
+    def _logits_loss(self, teacher: torch.Tensor, student: torch.Tensor, example: Example) -> torch.Tensor:
+        """KL, cross-entropy or both, of hidden rows [tokens, hidden] after the last layer of each model."""
+        logits = self.student.model.head(student)
+        targets = torch.tensor(example.tokens[example.first :])
+        hard = token_loss(logits, targets) if self.names & HARD else None
         if "kl" not in self.names and hard is not None:
             return hard
-        truth = self.teacher.head(theirs)[:, : self.vocabulary]
-        soft = softened_kl(logits[:, : self.vocabulary], truth, self.temperature)
+        target_logits = self.teacher.head(teacher)[:, : self.vocabulary]
+        soft = softened_kl(logits[:, : self.vocabulary], target_logits, self.temperature)
         return soft if hard is None else self.share * soft + (1 - self.share) * hard
 
-    def _of_exits(self, theirs: torch.Tensor, each: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A mean over exits and the whole student, of which the i-th counts i times (PABEE, Zhou et al. 2020; the layers of a
-        model that drafts for itself are taught so too: LayerSkip, Elhoushi et al. 2024)."""
-        truth = self.teacher.head(theirs)[:, : self.vocabulary]
-        logits = [self.student.model.head(rows)[:, : self.vocabulary] for rows in each]
-        total = sum(number * softened_kl(one, truth, self.temperature) for number, one in enumerate(logits, 1))
-        return torch.as_tensor(total) / (len(each) * (len(each) + 1) / 2)
+    def _exits_loss(self, teacher: torch.Tensor, students: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Weighted mean KL over exits and the full student; the i-th has weight i.
 
-    def _both(self, tokens: Sequence[int]) -> tuple[Passed, Passed]:
-        """A text through both; the teacher without gradients."""
+        Sources: PABEE, Zhou et al., arXiv 2006.04152; LayerSkip, Elhoushi et al., arXiv 2404.16710.
+        """
+        target_logits = self.teacher.head(teacher)[:, : self.vocabulary]
+        logits = [self.student.model.head(rows)[:, : self.vocabulary] for rows in students]
+        total = sum(number * softened_kl(own, target_logits, self.temperature) for number, own in enumerate(logits, 1))
+        return torch.as_tensor(total) / (len(students) * (len(students) + 1) / 2)
+
+    def _run_both(self, tokens: Sequence[int]) -> tuple[SequenceOutput, SequenceOutput]:
+        """Run a text through the teacher, without gradients, and through the student."""
         pairs = self.student.pairs if "features" in self.names else []
         after = range(self.student.model.config.num_layers) if self.names & {"features", "exits"} else ()
-        return self.teacher.passed(tokens, pairs), fed(self.student.model, tokens, after, self.recording)
+        return self.teacher.run(tokens, pairs), run_sequence(self.student.model, tokens, after, self.recording)
 
     def judge(self, items: Sequence[Item]) -> Judgement:
-        """Both models on texts: of prompts what is answered, else the second half."""
-        texts = [one for item in items for one in item]
-        return compare_logits([one.tokens[len(one.given) :] for one in texts], self._logits(texts), "held out")
+        """Compare both models on texts: on the answers of prompts, otherwise on the second half."""
+        texts = [example for item in items for example in item]
+        return compare_logits([text.tokens[len(text.given) :] for text in texts], self._logits(texts), "held out")
 
     @torch.no_grad()
     def _logits(self, texts: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for one in texts:
-            rows = slice(len(one.given) - 1, len(one.tokens) - 1)
+        """Yield the logits [tokens, vocabulary] of teacher and student, text by text."""
+        for text in texts:
+            rows = slice(len(text.given) - 1, len(text.tokens) - 1)
             student = self.student.model
-            theirs = self.teacher.head(self.teacher.passed(one.tokens).rows[rows])
-            ours = student.head(fed(student, one.tokens).rows[rows])
-            yield theirs[:, : self.vocabulary].numpy(), ours[:, : self.vocabulary].numpy()
+            targets = self.teacher.head(self.teacher.run(text.tokens).rows[rows])
+            own = student.head(run_sequence(student, text.tokens).rows[rows])
+            yield targets[:, : self.vocabulary].numpy(), own[:, : self.vocabulary].numpy()
 
 
 def softened_kl(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
-    """T² KL(p_T ‖ q_T) in nats of logits [r, vocabulary], both divided by the temperature T (Hinton et al. 2015).
+    """Mean over rows of T² KL(p_T ‖ q_T) in nats, of logits [rows, vocabulary] divided by the temperature T.
 
-    Its gradient in a row of the student's logits is T (q_T − p_T): with T² it is of the size of the cross-entropy's.
+    The gradient in a row of the student's logits is T (q_T − p_T): T² makes it as large as that of a cross-entropy.
+
+    Source: Hinton et al., arXiv 1503.02531.
     """
     p, q = log_softmax(teacher / temperature, -1), log_softmax(student / temperature, -1)
     return temperature**2 * (p.exp() * (p - q)).sum(-1).mean()
 
 
-def token_loss(student: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats of logits [r, vocabulary] and the tokens [r] that came."""
-    return cross_entropy(student, wanted)
+def token_loss(student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of logits [rows, vocabulary] to token ids [rows]."""
+    return cross_entropy(student, targets)
 
 
 def feature_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mean square of what hidden rows [r, hidden] differ by, over that of the teacher's: 0 where they are equal, 1 of zeros."""
+    """Mean squared difference of hidden rows [rows, hidden], relative to the teacher's mean square: 0 if equal, 1 for zeros."""
     return (student - teacher).square().mean() / teacher.square().mean()
 
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """1 − cosine of hidden rows [r, hidden] (DistilBERT, Sanh et al. 2019)."""
+    """1 − mean cosine of hidden rows [rows, hidden].
+
+    Source: DistilBERT, Sanh et al., arXiv 1910.01108.
+    """
     return 1.0 - cosine_similarity(student, teacher, dim=-1).mean()
 
 
 def attention_divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(teacher ‖ student) in nats of attention maps [heads, rows, keys], whose logarithms are given (−inf: not seen)."""
-    apart = teacher - student
-    return torch.where(teacher.isinf(), 0.0, teacher.exp() * apart).sum(-1).mean()
+    """Mean KL(teacher ‖ student) in nats of attention maps [heads, rows, keys], given as logarithms (−inf: masked)."""
+    difference = teacher - student
+    return torch.where(teacher.isinf(), 0.0, teacher.exp() * difference).sum(-1).mean()

@@ -1,5 +1,7 @@
-"""Small tasks that a model can learn to fill blocks for: a text backwards, numbers in words, the words of a text file."""
+"""Small tasks for models that fill in blocks: letters reversed, numbers in words, or runs of a text file."""
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,48 +9,57 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 MASK, END, UNKNOWN = "<mask>", "<end>", "<unknown>"
-SPECIAL = (MASK, END, UNKNOWN)  # token ids 0, 1, 2
+# Token ids 0, 1, 2.
+SPECIAL = (MASK, END, UNKNOWN)
 LETTERS = "abcdefghijkl"
 ONES = "one two three four five six seven eight nine".split()
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-VOCABULARY = 512  # tokens of a text file's
+# Vocabulary size of a text file's tokenizer.
+VOCABULARY = 512
 
 
 class Task:
-    """Prompts with the answers to them. `sizes`: a prompt's lengths; `longest`: of an answer. Tokens, both of them."""
+    """A source of prompts with answers. sizes: possible lengths of a prompt in tokens. longest: most tokens of an answer."""
 
     tokenizer: Tokenizer
     sizes: tuple[int, ...]
     longest: int
 
     def pair(self, rng: random.Random, size: int) -> tuple[list[int], list[int]]:
-        """A prompt of so many tokens, and an answer to it, without an end token."""
+        """Draw a prompt of `size` tokens and an answer to it, without an end token."""
         raise NotImplementedError
 
     def answers(self, prompt: str) -> list[str]:
-        """The answers that are right; none where that cannot be said."""
+        """Return all right answers; empty if they are not known."""
         return []
 
     def id_of(self, name: str) -> int:
-        """Of a special token."""
+        """Return the token id of a special token."""
         return int(self.tokenizer.token_to_id(name) or 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the vocabulary and of one drawn pair of each size."""
+        rng = random.Random(0)
+        data = json.dumps([self.tokenizer.to_str(), self.longest, [self.pair(rng, size) for size in self.sizes]])
+        return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def words_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """A token for each word, which stands between spaces."""
+    """Return a tokenizer with one token for each of these words, split at spaces."""
     names = [*SPECIAL, *(f"▁{word}" for word in words)]
-    made = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token=UNKNOWN))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    made.add_special_tokens(list(SPECIAL))
-    return made
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
 
 
 class Reverse(Task):
-    """Letters, and the same from the last to the first: one answer."""
+    """Letters with "=" at the end; the answer is the letters in reverse order."""
 
-    sizes = tuple(range(4, 9))  # with the sign at the end
+    sizes = tuple(range(4, 9))
     longest = 7
 
     def __init__(self) -> None:
@@ -67,9 +78,13 @@ class Reverse(Task):
 
 
 class Numbers(Task):
-    """A number's digits, and its words: "forty seven" and "seven and forty" are both right, and a word of the one in the other
-    is wrong. So tokens that are guessed without each other do not fit (the multimodality problem of Gu et al. 2018).
-    `digits`: 3 at most."""
+    """A number in digits, to be written in words: "forty seven" and "seven and forty" are both right.
+
+    A mix of both is wrong, so tokens predicted independently of each other fail: the multimodality problem.
+    digits: 3 at most.
+
+    Source: Gu et al., "Non-Autoregressive Neural Machine Translation", arXiv 1711.02281.
+    """
 
     def __init__(self, digits: int = 3) -> None:
         self.sizes = tuple(range(2, digits + 2))
@@ -97,8 +112,8 @@ def _below_hundred(number: int) -> list[list[str]]:
     return [[TENS[tens - 2], ONES[ones - 1]], [ONES[ones - 1], "and", TENS[tens - 2]]]
 
 
-class Text(Task):
-    """Runs of a text file, in a vocabulary of its own."""
+class TextFile(Task):
+    """Runs of a text file, with a BPE vocabulary trained on it. The answer continues the prompt."""
 
     sizes = (4, 8, 16)
     longest = 31
@@ -118,21 +133,21 @@ class Text(Task):
             raise ValueError(f"{path} has {len(self.ids)} tokens; a text to learn from needs 1000 at least")
 
     def pair(self, rng: random.Random, size: int) -> tuple[list[int], list[int]]:
-        at = rng.randrange(len(self.ids) - size - self.longest)
-        return self.ids[at : at + size], self.ids[at + size : at + size + self.longest]
+        start = rng.randrange(len(self.ids) - size - self.longest)
+        return self.ids[start : start + size], self.ids[start + size : start + size + self.longest]
 
 
 TASKS: dict[str, Callable[[], Task]] = {"reverse": Reverse, "numbers": Numbers}
 
 
 def task_named(name: str) -> Task:
-    """A task by its name, or the text file of that name. Raises ValueError."""
+    """Return the task of that name, or of the text file at that path. Raises ValueError."""
     if name in TASKS:
         return TASKS[name]()
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"{name!r} is neither a task ({', '.join(TASKS)}) nor a text file")
     try:
-        return Text(path)
+        return TextFile(path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read as text ({error}); give another file") from None

@@ -1,4 +1,4 @@
-"""Texts through a model file, fed whole, with gradients where its weights have them."""
+"""Forward pass of whole token sequences through a model, with gradients for weights that require them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,54 +16,64 @@ from headrace.ops.elementwise import normalise
 from headrace.ops.registry import OPS
 from headrace.runner.record import Recording
 
+# Tokens of a K/V block.
 BLOCK = 16
 
 
 @dataclass(slots=True)
-class Passed:
-    """What texts left: `rows` [tokens, hidden] after the last layer, `after` each of the layers that were asked for, and, of
-    one text, logarithms of the attention `maps` [heads, rows, keys] of every layer, where a recording was given."""
+class SequenceOutput:
+    """Output of a forward pass.
+
+    rows: [tokens, hidden] after the last layer. after: the same after each of the chosen layers.
+    maps: logarithms of the attention maps [heads, rows, keys] of each layer; empty without a recording.
+    """
 
     rows: torch.Tensor
     after: list[torch.Tensor]
     maps: list[torch.Tensor] = field(default_factory=list)
 
 
-def fed(model: Model, tokens: Sequence[int], layers: Sequence[int] = (), recording: Recording | None = None) -> Passed:
-    """Feed a text. Raises ValueError for attention maps of a model that changes its scores in ways not known here."""
-    return fed_together(model, [tokens], layers, recording)
+def run_sequence(
+    model: Model, tokens: Sequence[int], layers: Sequence[int] = (), recording: Recording | None = None
+) -> SequenceOutput:
+    """Run one sequence. layers: indices of the layers for `SequenceOutput.after`. recording: of the model, to take the maps.
+
+    Raises ValueError if the maps of this model's attention are not supported.
+    """
+    return run_sequences(model, [tokens], layers, recording)
 
 
-def fed_together(
-    model: Model, texts: Sequence[Sequence[int]], layers: Sequence[int] = (), recording: Recording | None = None
-) -> Passed:
-    """The same of several texts, whose rows come one text after the other."""
+def run_sequences(
+    model: Model, sequences: Sequence[Sequence[int]], layers: Sequence[int] = (), recording: Recording | None = None
+) -> SequenceOutput:
+    """Run several sequences in one pass; their rows follow each other. Otherwise as `run_sequence`."""
     feeds: list[FeedRows] = []
     count = 0
-    for tokens in texts:
+    for tokens in sequences:
         blocks = range(count, count + -(-len(tokens) // BLOCK))
         feeds.append(FeedRows(tokens, blocks))
         count = blocks.stop
     pool = FreshPool(model.config, count, BLOCK, next(model.parameters()).dtype)
     ctx = build(pool, feeds)
     ctx.taps.update({f"layer.{layer}": None for layer in layers})
-    made = Passed(model.embed(ctx), [])
+    output = SequenceOutput(model.embed(ctx), [])
     for number in range(model.config.num_layers):
         if recording is None:
-            made.rows = model.layer(number, made.rows, ctx)
+            output.rows = model.layer(number, output.rows, ctx)
         else:
             segment = recording.layers[number]
-            made.rows = play(segment, [0] * len(segment.nodes), 0, made.rows, ctx, {"attention": _watched(made.maps)})
-    made.after = [rows for layer in layers if (rows := ctx.taps[f"layer.{layer}"]) is not None]
-    return made
+            ops = {"attention": _attention_with_map(output.maps)}
+            output.rows = play(segment, [0] * len(segment.nodes), 0, output.rows, ctx, ops)
+    output.after = [rows for layer in layers if (rows := ctx.taps[f"layer.{layer}"]) is not None]
+    return output
 
 
-def _watched(maps: list[torch.Tensor]) -> Any:
-    """The op attention, which leaves its map."""
+def _attention_with_map(maps: list[torch.Tensor]) -> Any:
+    """Return an attention op that also appends its map to `maps`."""
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int, **more: Any) -> Any:
-        maps.append(attention_map(q, k, ctx, **more))
-        return OPS["attention"](q, k, v, ctx, layer, **more)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int, **options: Any) -> Any:
+        maps.append(attention_map(q, k, ctx, **options))
+        return OPS["attention"](q, k, v, ctx, layer, **options)
 
     return attention
 
@@ -77,11 +87,14 @@ def attention_map(
     k_norm: Any = None,
     window: int | None = None,
     scale: float | None = None,
-    **others: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """Logarithms of how much each row of one text looks at each token: [heads, rows, keys] of q [n, heads * dim] and k."""
-    if changed := [name for name in ("softcap", "sinks", "bias") if others.get(name) is not None]:
-        raise ValueError(f"attention maps of a model with {', '.join(changed)} are not taken; leave the loss attention out")
+    """Logarithms of the causal attention weights of one sequence, [heads, rows, keys].
+
+    q: [rows, heads * dim]. k: [rows, kv_heads * dim]. Raises ValueError for a softcap, sinks or a bias.
+    """
+    if unsupported := [name for name in ("softcap", "sinks", "bias") if options.get(name) is not None]:
+        raise ValueError(f"attention maps of a model with {', '.join(unsupported)} are not taken; leave the loss attention out")
     dim = ctx.pool.data.shape[-1]
 
     def heads(x: torch.Tensor, norm: Any) -> torch.Tensor:
@@ -92,6 +105,6 @@ def attention_map(
     query, keys = heads(q, q_norm), heads(k, k_norm)
     keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) * (dim**-0.5 if scale is None else scale)
-    behind = ctx.positions[:, None] - ctx.positions[None, :]
-    seen = (behind >= 0) & (behind < (window or len(q) + 1))
-    return log_softmax(scores.masked_fill(~seen, -torch.inf), -1)
+    distance = ctx.positions[:, None] - ctx.positions[None, :]
+    visible = (distance >= 0) & (distance < (window or len(q) + 1))
+    return log_softmax(scores.masked_fill(~visible, -torch.inf), -1)

@@ -1,4 +1,4 @@
-"""A teacher's pass through texts: in torch, from weights in float32, or on the native core, from weights as they are stored."""
+"""Forward passes of a teacher without gradients: in torch from float32 weights, or on the native core from the stored ones."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +16,7 @@ from headrace.runner.record import RecordError, record
 from headrace.startup.backend import start
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import Recipe, Role
-from headrace.training.sequence_forward import Passed, fed
+from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.texts import rows_after
 from headrace.weights.loader import Allocator, fill, load_model
 from headrace.weights.parts import plan
@@ -24,31 +24,31 @@ from headrace.weights.parts import plan
 AUTO, NATIVE, TORCH = BACKENDS = ("auto", "native", "torch")
 
 
-class Forward(Protocol):
-    """A model without gradients, whole texts at a time."""
+class TeacherForward(Protocol):
+    """A model that runs whole sequences without gradients."""
 
     config: ModelConfig
 
-    def passed(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> Passed:
-        """A text's rows after the last layer and after each of `layers`, float32 or wider."""
+    def run(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> SequenceOutput:
+        """Run one sequence. Returns its rows after the last layer and after each of `layers`, float32 or wider."""
 
     def head(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [r, hidden] after the last layer -> logits [r, vocabulary]."""
+        """Logits [rows, vocabulary] of rows [rows, hidden] after the last layer."""
 
     def final(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows as the head reads them."""
+        """The same rows after the last norm, as the head reads them."""
 
 
 class TorchForward:
-    """A filled model, in its own dtype. With `maps` a pass leaves the maps of attention, too."""
+    """A filled model in torch, in its own dtype. maps: whether `run` also returns the attention maps."""
 
     def __init__(self, model: Model, maps: bool = False) -> None:
         self.model, self.config = model, model.config
         self._recording = record(model, embeds=False) if maps else None
 
     @torch.no_grad()
-    def passed(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> Passed:
-        return fed(self.model, tokens, layers, self._recording)
+    def run(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> SequenceOutput:
+        return run_sequence(self.model, tokens, layers, self._recording)
 
     @torch.no_grad()
     def head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -62,33 +62,32 @@ class TorchForward:
 
 
 class NativeForward(TorchForward):
-    """An open model whose layers run on the native core, with K and V in float32, for texts of `longest` tokens at most; its
-    norm and head are float32 in torch. What it says is what the model says when it runs: of integer weights the inputs are
-    rounded to int8. Raises ValueError where the core cannot run it, DoesNotFit, WeightError."""
+    """An open model whose layers run on the native core with float32 K/V; its last norm and head run in torch, in float32.
+
+    The rows are those of the model in use: with integer weights, inputs are rounded to int8.
+    longest: most tokens of a sequence.
+    Raises ValueError if the core cannot run the model, DoesNotFit, WeightError.
+    """
 
     def __init__(self, opened: Opened, longest: int, threads: int | None = None) -> None:
-        super().__init__(_head(opened))
+        super().__init__(_load_head(opened))
+        # Two sequences: room for one, and for the blocks after its end.
         settings = ModelSettings(
-            device="cpu",
-            backend=NATIVE,
-            kv_dtype="float32",
-            threads=threads,
-            max_num_seqs=2,  # room for one and the blocks behind its end
-            max_model_len=longest,
+            device="cpu", backend=NATIVE, kv_dtype="float32", threads=threads, max_num_seqs=2, max_model_len=longest
         )
         self._runner = start(Recipe((Role(TARGET.name, opened),), settings)).runner
 
     @torch.no_grad()
-    def passed(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> Passed:
-        places = sorted(set(layers))
+    def run(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> SequenceOutput:
+        indices = sorted(set(layers))
         with keep_torch_threads():
-            *each, last = rows_after(self._runner, list(tokens), [layer + 1 for layer in places])
-        made = dict(zip(places, each, strict=True))
-        return Passed(last, [made[layer] for layer in layers])
+            *after, last = rows_after(self._runner, list(tokens), [layer + 1 for layer in indices])
+        by_layer = dict(zip(indices, after, strict=True))
+        return SequenceOutput(last, [by_layer[layer] for layer in layers])
 
 
-def _head(opened: Opened) -> Model:
-    """A model of which what comes after the last layer is filled, in float32, and nothing else."""
+def _load_head(opened: Opened) -> Model:
+    """Return the model with only the last norm and the head filled, in float32."""
     model = describe(opened.config)
     plans, holders, allocator = plan(model, opened.source), dict(model.holders()), Allocator(torch.float32)
     for path in ("norm", "output" if "output" in holders else "tokens"):
@@ -101,7 +100,10 @@ def _head(opened: Opened) -> Model:
 
 
 def backend_of(wanted: str, opened: Opened, maps: bool) -> str:
-    """Where a teacher runs: "auto" is the native core where it can run this model. Raises ValueError for what cannot be."""
+    """Choose the back end of a teacher; "auto" is the native core if it can run the model. maps: whether maps are needed.
+
+    Raises ValueError if `wanted` is unknown or cannot run the model.
+    """
     if wanted not in BACKENDS:
         raise ValueError(f"unknown backend {wanted!r}; use {', '.join(BACKENDS)}")
     problem = native.reason()
@@ -117,8 +119,8 @@ def backend_of(wanted: str, opened: Opened, maps: bool) -> str:
     return TORCH if problem or wanted == TORCH else NATIVE
 
 
-def forward_of(backend: str, opened: Opened, longest: int, threads: int | None, maps: bool) -> Forward:
-    """The teacher of that back end. Raises as `NativeForward` and the loader do."""
+def forward_of(backend: str, opened: Opened, longest: int, threads: int | None, maps: bool) -> TeacherForward:
+    """Open the teacher on `backend`, "native" or "torch". Raises as `NativeForward` and the loader do."""
     if backend == NATIVE:
         return NativeForward(opened, longest, threads)
     return TorchForward(load_model(opened.source), maps)
