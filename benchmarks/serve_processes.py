@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from headrace.server.engines.async_llm import AsyncLLM
-from headrace.server.engines.engine_client import EngineLink
+from headrace.server.engines.engine_client import EngineConnection
 from headrace.server.engines.engine_process import Channel
 from headrace.server.engines.engine_process import serve as run_engine
 from headrace.server.engines.messages import Load
-from headrace.server.serving import serve, single
+from headrace.server.serving import serve, single_model
 from headrace.server.settings import ServerSettings
 
 KINDS = ("two", "one")
 PROMPT = "The mill stands by the river and the wheel turns slowly while the miller counts sacks of flour number"
 
 
-class InThread(EngineLink):
+class InThread(EngineConnection):
     """The engine in a thread, over the same messages."""
 
     @classmethod
@@ -50,7 +50,7 @@ def run_server(kind: str, model: str, port: int, streams: int) -> None:
     llm = AsyncLLM(model, max_num_seqs=streams)
     if kind == "one":
         llm.replica.link = InThread
-    asyncio.run(serve(single(llm, ServerSettings("model", port=port)), ServerSettings("model", port=port), print))
+    asyncio.run(serve(single_model(llm, ServerSettings("model", port=port)), ServerSettings("model", port=port), print))
 
 
 async def stream(port: int, number: int, tokens: int) -> tuple[float, int]:

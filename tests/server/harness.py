@@ -19,7 +19,7 @@ import openai
 
 from headrace.server.engines.async_llm import AsyncLLM, LoadError
 from headrace.server.engines.models import Models
-from headrace.server.serving import Server, listen, run, single
+from headrace.server.serving import Server, listen, run, single_model
 from headrace.server.settings import Limits, ServerSettings
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Running:
         if not begin:
             llm.begin = lambda: None  # type: ignore[method-assign]
             llm.ready = asyncio.Event().wait  # type: ignore[method-assign,assignment]
-        self._make(single(llm, self.settings), begin and wait)
+        self._make(single_model(llm, self.settings), begin and wait)
 
     @classmethod
     def of(cls, models: Models, settings: ServerSettings) -> Self:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from headrace.server.engines.async_llm import AsyncLLM
-from headrace.server.serving import Chosen, open_models
+from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import CascadeSettings, ServerSettings
 from tests.server.harness import ENGINE, NEVER, PATIENT, ROOT, Running, until
 
@@ -68,7 +68,7 @@ class Soak:
     def _server(self) -> Running:
         settings = ServerSettings("tiny", port=0, limits=PATIENT)
         more = {"stuck_after": NEVER, "max_queued_requests": 8}
-        chosen = [Chosen(name, model, {**ENGINE, **more, **given}) for name, model, given in self.models]
+        chosen = [ModelSpec(name, model, {**ENGINE, **more, **given}) for name, model, given in self.models]
         cascades = [CascadeSettings(name, tuple(tiers), tuple(least)) for name, tiers, least in self.cascades]
         return Running.of(open_models(chosen, settings, None, cascades), settings)
 

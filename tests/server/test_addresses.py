@@ -56,7 +56,7 @@ def test_one_warning_says_that_keys_travel_unencrypted(
     monkeypatch.setattr(serving, "run", run)
     settings = ServerSettings("tiny", port=0, key=KEY, **more)
     lines: list[str] = []
-    asyncio.run(serving.serve(serving.single(AsyncLLM("no-model"), settings), settings, lines.append))
+    asyncio.run(serving.serve(serving.single_model(AsyncLLM("no-model"), settings), settings, lines.append))
     assert sum(UNENCRYPTED in line for line in lines) == warned
     assert "://127.0.0.1:" in pages[0]
     assert not any("//0.0.0.0" in line for line in lines)

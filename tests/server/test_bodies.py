@@ -7,7 +7,7 @@ import pytest
 
 from headrace.confined.pool import CLIENT
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.bodies import Bodies
+from headrace.server.http.bodies import BodyMemory
 from headrace.server.settings import Limits, ServerSettings, SettingsError
 
 LIMIT, SECONDS = 40, 3600.0
@@ -16,7 +16,7 @@ LIMIT, SECONDS = 40, 3600.0
 class Sender:
     """Sends a body in pieces of ten bytes, each when it is told to."""
 
-    def __init__(self, bodies: Bodies, client: str) -> None:
+    def __init__(self, bodies: BodyMemory, client: str) -> None:
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         CLIENT.set(client)
         self.task = asyncio.create_task(bodies.read(self._parts.get, LIMIT, SECONDS))
@@ -42,7 +42,7 @@ class Sender:
 
 def test_a_body_arrives_whole() -> None:
     async def main() -> None:
-        bodies = Bodies(100)
+        bodies = BodyMemory(100)
         one = Sender(bodies, "a")
         await one.send(3)
         assert (one.status, bodies.size) == (None, 30)
@@ -54,7 +54,7 @@ def test_a_body_arrives_whole() -> None:
 
 def test_what_ends_too_early_or_is_too_large_is_not_counted_any_more() -> None:
     async def main() -> None:
-        bodies = Bodies(100)
+        bodies = BodyMemory(100)
         gone, large = Sender(bodies, "a"), Sender(bodies, "b")
         await gone.send()
         gone.disconnect()
@@ -68,7 +68,7 @@ def test_bodies_that_never_end_make_room_for_those_of_others() -> None:
     """The attacker has the most bytes, so its oldest body is refused each time; the other client's bodies all arrive."""
 
     async def main() -> None:
-        bodies = Bodies(100)
+        bodies = BodyMemory(100)
         attack = [Sender(bodies, "attacker") for _ in range(5)]
         for one in attack:
             await one.send(2)
@@ -95,7 +95,7 @@ def test_of_one_client_newer_bodies_arrive() -> None:
     """As of all programs of one machine."""
 
     async def main() -> None:
-        bodies = Bodies(100)
+        bodies = BodyMemory(100)
         attack = [Sender(bodies, "a") for _ in range(5)]
         for one in attack:
             await one.send(2)

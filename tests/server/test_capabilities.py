@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.confined.worker import environment
+from headrace.confined.process import environment
 from tests.audit import nothing_found
 from tests.server.harness import ROOT, Running
 

@@ -22,7 +22,7 @@ from headrace.server.http.errors import ENGINE_LOST, UNFIT
 from headrace.server.protocols import cascade as module
 from headrace.server.protocols import chat
 from headrace.server.protocols.fields import ChatRequest
-from headrace.server.serving import Chosen, open_models
+from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
 from headrace.workflows.cascade import Settled, Tier, answer
 from tests.server.browser import answers as shown
@@ -74,7 +74,7 @@ def middle(offline: dict[str, LLM]) -> float:
 def server(files: dict[str, Path], middle: float) -> Iterator[Running]:
     settings = ServerSettings("small", port=0, limits=PATIENT)
     more = {"small": {"max_model_len": CONTEXT}}
-    chosen = [Chosen(name, str(file), {**ENGINE, **more.get(name, {})}) for name, file in files.items()]
+    chosen = [ModelSpec(name, str(file), {**ENGINE, **more.get(name, {})}) for name, file in files.items()]
     pair = ("small", "large")
     cascades = [
         CascadeSettings("always", pair, (0.0,)),
@@ -428,7 +428,7 @@ def test_a_bad_table_is_said_in_a_line(tmp_path: Path, change: dict[str, Any], s
 
 
 def test_a_cascade_names_models_that_are_served(files: dict[str, Path]) -> None:
-    settings, chosen = ServerSettings("small", port=0), [Chosen("small", str(files["small"]), ENGINE)]
+    settings, chosen = ServerSettings("small", port=0), [ModelSpec("small", str(files["small"]), ENGINE)]
     with pytest.raises(SettingsError, match="names 'large'; its models are of small"):
         open_models(chosen, settings, None, [CascadeSettings("auto", ("small", "large"), (0.5,))])
     twice = CascadeSettings("small", ("a", "b"), (0.5,))

@@ -18,8 +18,8 @@ from headrace.backends.native.weights import packed_bytes
 from headrace.cli import serve as command
 from headrace.cli.app import main
 from headrace.models.registry import describe
-from headrace.server.engines.engine_client import EngineLink
-from headrace.server.serving import Chosen, open_models
+from headrace.server.engines.engine_client import EngineConnection
+from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import Limits, ServerSettings
 from headrace.startup.opening import open_files
 from tests.server.harness import ENDLESS, ENGINE, PATIENCE, Running, in_thread, until
@@ -165,9 +165,9 @@ def test_models_without_room_are_refused_before_anything_listens(
 
 def test_a_model_that_would_never_be_loaded_is_refused(tiny: Path) -> None:
     settings = ServerSettings("tiny", port=0)
-    open_models([Chosen("tiny", str(tiny), ENGINE)], settings, 1000)  # it is loaded at the start, and may take less
+    open_models([ModelSpec("tiny", str(tiny), ENGINE)], settings, 1000)  # it is loaded at the start, and may take less
     with pytest.raises(ValueError, match="so it would never be loaded; raise model_memory"):
-        open_models([Chosen("tiny", str(tiny), ENGINE, preload=False)], settings, 1000)
+        open_models([ModelSpec("tiny", str(tiny), ENGINE, preload=False)], settings, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,10 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
     """Two models and memory for one of them."""
     other = write_tiny_gguf(tmp_path_factory.mktemp("other") / "other.gguf", seed=1)
     settings = ServerSettings("tiny", port=0)
-    chosen = [Chosen("tiny", str(tiny), ENGINE), Chosen("other", str(other), {**ENGINE, "max_model_len": 64}, preload=False)]
+    chosen = [
+        ModelSpec("tiny", str(tiny), ENGINE),
+        ModelSpec("other", str(other), {**ENGINE, "max_model_len": 64}, preload=False),
+    ]
     models = open_models(chosen, settings, "8GiB")
     with Running.of(models, settings) as running:
         first, second = models._entries.values()
@@ -232,13 +235,13 @@ def test_a_model_whose_answer_is_not_taken_yet_is_not_unloaded(two: Running) -> 
 
 def test_while_the_model_is_loaded_requests_are_told_to_come_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address answers at once, whatever loading takes."""
-    go_on, start = threading.Event(), EngineLink.start
+    go_on, start = threading.Event(), EngineConnection.start
 
-    async def slow(load: Any) -> EngineLink:
+    async def slow(load: Any) -> EngineConnection:
         assert await asyncio.to_thread(go_on.wait, PATIENCE)
         return await start(load)
 
-    monkeypatch.setattr(EngineLink, "start", slow)
+    monkeypatch.setattr(EngineConnection, "start", slow)
     with Running(tiny, wait=False) as server:
         answer = server.http.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "loading")

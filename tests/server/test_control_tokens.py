@@ -10,7 +10,7 @@ import pytest
 
 from headrace.llm import LLM
 from headrace.server.engines.async_llm import AsyncLLM
-from headrace.server.serving import Chosen, open_models
+from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import CascadeSettings, ServerSettings
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def test_a_long_message_is_encoded_in_a_confined_process(wide: Running) -> None:
 def test_cascades(tmp_path: Path, prompts: list[list[int]]) -> None:
     settings = ServerSettings("small", port=0, limits=PATIENT)
     chosen = [
-        Chosen(name, str(write_tiny_gguf(tmp_path / f"{name}.gguf", seed=seed)), ENGINE)
+        ModelSpec(name, str(write_tiny_gguf(tmp_path / f"{name}.gguf", seed=seed)), ENGINE)
         for seed, name in enumerate(("small", "large"))
     ]
     cascades = [CascadeSettings("both", ("small", "large"), (1.01,))]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.server.http.connection_limits import GRACE, Crowd
+from headrace.server.http.connection_limits import GRACE, ConnectionTable
 from headrace.server.http.proxies import client_group
 
 
@@ -31,7 +31,7 @@ class Made:
 
     def __init__(self, most: int, anonymous: int) -> None:
         self.clock = Clock()
-        self.crowd = Crowd(most, anonymous, self.clock)
+        self.crowd = ConnectionTable(most, anonymous, self.clock)
         self.closed: list[One] = []
 
     def enter(self, address: str, admitted: bool = False, limited: bool = True) -> One:

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from headrace.cli.commands import build
 from headrace.cli.serve_options import read_config
-from headrace.server.access.keys import read
+from headrace.server.access.keys import read_key_file
 from headrace.weights import catalog, hub
 from tests.server.harness import Running
 
@@ -120,7 +120,7 @@ def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
         keys = keys.replace('key = "…"', f'key = "{secret}"', 1)
     (tmp_path / "keys.toml").write_text(keys.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
     (tmp_path / "keys.toml").chmod(0o600)
-    assert {principal.name for _, principal in read(tmp_path / "keys.toml")} == {"alice", "nightly", "prometheus"}
+    assert {principal.name for _, principal in read_key_file(tmp_path / "keys.toml")} == {"alice", "nightly", "prometheus"}
     (tmp_path / "serve.toml").write_text(table, "utf-8")
     context: Any = SimpleNamespace(command=whole().commands["serve"], default_map=None, meta={})
     read_config(context, tmp_path / "serve.toml")

@@ -14,8 +14,8 @@ from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.constraint_check import inspect_constraint
 from headrace.llm import LLM
-from headrace.server.engines.compiling import CHEAP_SECONDS, MOST_LARGE, Compiling
 from headrace.server.engines.engine_process import EngineLoop
+from headrace.server.engines.grammar_queue import CHEAP_SECONDS, MOST_LARGE, GrammarQueue
 from headrace.server.engines.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
 
@@ -72,19 +72,21 @@ class Slow:
         assert self.go_on.wait(PATIENCE)
 
 
-def queue(compiling: Compiling, name: str, *, turn: int = 0, size: int = 1000, regex: str = "", seconds: float = 0.0) -> None:
+def queue(
+    compiling: GrammarQueue, name: str, *, turn: int = 0, size: int = 1000, regex: str = "", seconds: float = 0.0
+) -> None:
     params = SamplingParams(max_tokens=2, structured_outputs={"regex": regex or name})
     compiling.add(Submit(name, [1], params, turn=turn, grammar=Grammar(name, size, seconds)))
 
 
 @pytest.fixture
-def compiling(loop: EngineLoop) -> Iterator[Compiling]:
+def compiling(loop: EngineLoop) -> Iterator[GrammarQueue]:
     assert loop.compiling is not None
     yield loop.compiling
     loop.compiling.close()
 
 
-def test_requests_that_left_the_queue_are_not_compiled(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_left_the_queue_are_not_compiled(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two that are being compiled go on, as nothing can stop them; those behind them never start."""
     slow = Slow(monkeypatch)
     for name in "abcd":
@@ -99,9 +101,9 @@ def test_requests_that_left_the_queue_are_not_compiled(compiling: Compiling, mon
     assert not compiling
 
 
-def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_turn_is_compiled_first(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's third request comes after another's first, though it was sent before it."""
-    monkeypatch.setattr("headrace.server.engines.compiling.CHEAP_THREADS", 1)
+    monkeypatch.setattr("headrace.server.engines.grammar_queue.CHEAP_THREADS", 1)
     slow = Slow(monkeypatch)
     for turn, name in enumerate("abc"):
         queue(compiling, name, turn=turn + 1)
@@ -112,7 +114,9 @@ def test_the_smallest_turn_is_compiled_first(compiling: Compiling, monkeypatch: 
     assert slow.begun == ["a", "other", "b", "c"]
 
 
-def test_costly_grammars_are_compiled_one_by_one_at_low_priority(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_grammars_are_compiled_one_by_one_at_low_priority(
+    compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They do not occupy the threads for cheap grammars, nor the processors that the engine's threads need."""
     slow = Slow(monkeypatch)
     for name in ("costly", "costly too"):
@@ -131,7 +135,7 @@ def test_costly_grammars_are_compiled_one_by_one_at_low_priority(compiling: Comp
     assert slow.niceness == {"costly": low, "costly too": low, "cheap": normal, "cheap too": normal}
 
 
-def test_one_grammar_is_compiled_once(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_grammar_is_compiled_once(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
     queue(compiling, "a", regex="x")
     queue(compiling, "b", regex="x")
@@ -142,7 +146,7 @@ def test_one_grammar_is_compiled_once(compiling: Compiling, monkeypatch: pytest.
     assert slow.begun == ["a", "b"]  # the second would be found, were anything remembered here
 
 
-def test_large_grammars_wait_for_memory(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_grammars_wait_for_memory(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones pass, and the end of a request makes room."""
     slow = Slow(monkeypatch)
     slow.go_on.set()

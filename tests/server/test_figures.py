@@ -9,10 +9,10 @@ from pathlib import Path
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import Principal
-from headrace.server.access.queueing import Queue
+from headrace.server.access.queueing import AdmissionQueue
 from headrace.server.engines.inflight import Ticket, Wakeup
 from headrace.server.engines.messages import Deltas, Ended, Loaded, Stats
-from headrace.server.engines.metrics import Figures, Metrics
+from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.logs import REQUESTS, JsonLines
 from tests.server.harness import ROOT, Running
 
@@ -51,10 +51,10 @@ def on_the_dashboard() -> set[str]:
 
 def test_figures_of_a_request() -> None:
     """Numbers that are known beforehand."""
-    figures = Figures()
-    metrics = Metrics(figures, "m")
+    figures = ServerMetrics()
+    metrics = ModelMetrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, num_blocks=10, block_size=16, note=""))
-    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), Queue(1, 100), Wakeup())
+    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), AdmissionQueue(1, 100), Wakeup())
     ticket.generated = 3
     times = RequestMetrics(
         arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafts=3, drafted=8, preemptions=1

@@ -16,8 +16,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from headrace import __version__
-from headrace.server.access.keys import Keys
-from headrace.server.http.connection import CHUNK, Joined, Turn, connection
+from headrace.server.access.keys import KeyRing
+from headrace.server.http.connection import CHUNK, BatchedTransport, WriteBatch, make_protocol
 from headrace.server.http.guard import Guard
 from headrace.server.serving import SPARE, allow_files
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
@@ -231,7 +231,7 @@ async def call(
     given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
     raw = [(name.encode(), value.encode()) for name, value in given.items()]
     chosen = settings or ServerSettings("tiny")
-    guard = Guard(app, chosen, Keys(chosen), lambda status, principal: None)
+    guard = Guard(app, chosen, KeyRing(chosen), lambda status, principal: None)
     await guard({"type": "http", "method": method, "path": path, "headers": raw}, receive, send)
     return sent[0]["status"], sent[1]["body"].decode()
 
@@ -276,7 +276,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(app, http=connection(), log_config=None, server_header=False, date_header=False)
+    config = uvicorn.Config(app, http=make_protocol(), log_config=None, server_header=False, date_header=False)
     config.load()
     made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
     wire = Wire()
@@ -293,7 +293,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
 def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
     async def main() -> None:
         wire = Wire()
-        joined = Joined(wire, Turn(), lambda: False)  # type: ignore[arg-type]
+        joined = BatchedTransport(wire, WriteBatch(), lambda: False)  # type: ignore[arg-type]
         joined.write(b"a")
         joined.write(b"b")
         assert wire.sent == []
@@ -325,7 +325,7 @@ def test_a_client_that_sends_on_hears_why_it_was_refused(locked: Running, path: 
 
 
 def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.http.connection.REFUSED", 1 << 20)
+    monkeypatch.setattr("headrace.server.http.connection.MOST_DROPPED", 1 << 20)
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
         sock.settimeout(PATIENCE)

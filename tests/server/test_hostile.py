@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from headrace.confined.pool import shared
-from headrace.confined.worker import Task, Worker
+from headrace.confined.process import ConfinedProcess, Task
 from headrace.data.plan import TokenLogprob
 from headrace.server.page import markdown
 from headrace.server.protocols.logprobs import CompletionLogprobs, joined
@@ -132,13 +132,13 @@ def never(*_: Any, **__: Any) -> Any:
 
 def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    ask = Worker.ask
+    ask = ConfinedProcess.ask
 
-    def counted(self: Worker, task: Task, frame: bytes) -> Any:
+    def counted(self: ConfinedProcess, task: Task, frame: bytes) -> Any:
         asked.append((task.function, *sorted(msgspec.msgpack.decode(frame)[3])))
         return ask(self, task, frame)
 
-    monkeypatch.setattr(Worker, "ask", counted)
+    monkeypatch.setattr(ConfinedProcess, "ask", counted)
     monkeypatch.setattr("headrace.decoding.tools.prepare", never)
     body = {"model": "tiny", "messages": TALK, "max_tokens": 2, **as_tool({"type": "string", "minLength": 17})}
     for _ in range(2):

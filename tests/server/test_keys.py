@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.server.access import keys
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.access.principals import Principal
 from headrace.server.settings import ServerSettings, SettingsError
 from tests.server.harness import Running, until
@@ -14,7 +14,7 @@ from tests.server.holders import FILE, http, write
 
 
 def read(tmp_path: Path, text: str) -> dict[str, Principal]:
-    return {principal.name: principal for _, principal in keys.read(write(tmp_path / "k.toml", text))}
+    return {principal.name: principal for _, principal in keys.read_key_file(write(tmp_path / "k.toml", text))}
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     """.replace("a.b-c_d@e", '"a.b-c_d@e"')
     text += 'key = ["one-of-two-keys", "the-other-of-two"]\nsalt = ""\npriority = -3\nrequests = 5\nwindow = 3600\n'
     text += '[x]\nkey = "another-good-key"\nsalt = "team"\n[y]\nkey = "yet-another-key"\nsalt = "team"\n[z]\nkey="zzzzzzzzz"'
-    found = Keys(ServerSettings("tiny", keys=write(tmp_path / "keys.toml", text), host="0.0.0.0"))
+    found = KeyRing(ServerSettings("tiny", keys=write(tmp_path / "keys.toml", text), host="0.0.0.0"))
     for key, name in (("one-of-two-keys", "a.b-c_d@e"), ("the-other-of-two", "a.b-c_d@e"), ("another-good-key", "x")):
         principal = found.of(key.encode())
         assert principal is not None
@@ -72,12 +72,12 @@ def test_a_file_that_all_can_read_is_refused(tmp_path: Path) -> None:
     for mode, good in ((0o600, True), (0o640, True), (0o644, False), (0o602, False)):
         file = write(tmp_path / "keys.toml", FILE, mode)
         if good:
-            Keys(ServerSettings("tiny", keys=file))
+            KeyRing(ServerSettings("tiny", keys=file))
         else:
             with pytest.raises(SettingsError, match="say chmod o-rw"):
-                Keys(ServerSettings("tiny", keys=file))
+                KeyRing(ServerSettings("tiny", keys=file))
     with pytest.raises(SettingsError, match="cannot be read"):
-        Keys(ServerSettings("tiny", keys=tmp_path / "none.toml"))
+        KeyRing(ServerSettings("tiny", keys=tmp_path / "none.toml"))
     with pytest.raises(SettingsError, match="leave --api-key-file"):
         ServerSettings("tiny", keys=file, key="long-enough")
 

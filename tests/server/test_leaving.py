@@ -15,7 +15,7 @@ from headrace.data.types import Delta
 from headrace.llm import LLM
 from headrace.server.access.principals import Principal
 from headrace.server.engines.messages import Deltas, Loaded, Stats
-from headrace.server.engines.metrics import Figures, Metrics
+from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.startup import rules
 from headrace.startup.opening import open_files
 from tests.leaving import write_exits
@@ -107,8 +107,8 @@ def test_what_cannot_be_asked(server: Running, fields: dict[str, Any], why: str)
 
 def test_a_slowdown_is_seen() -> None:
     """The alarm's figure: the last answers' layers a token less the calibrated mean, in its standard deviations."""
-    figures = Figures()
-    metrics = Metrics(figures, "m")
+    figures = ServerMetrics()
+    metrics = ModelMetrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, 10, 16, "", exit=4, layers=12, rule=RULE))
 
     def above() -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.http.guard import PROBES, Guard
 from headrace.server.settings import Limits, ServerSettings
 from tests.server.harness import PATIENCE, Running
@@ -117,7 +117,7 @@ class Door:
     def __init__(self, **limits: Any) -> None:
         settings = ServerSettings("tiny", key=KEY, limits=Limits(**limits))
         self.go_on = asyncio.Event()
-        self.guard = Guard(self._app, settings, Keys(settings), lambda status, principal: None, PUBLIC)
+        self.guard = Guard(self._app, settings, KeyRing(settings), lambda status, principal: None, PUBLIC)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] not in PROBES | PUBLIC:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from headrace.server.logs import CLIENTS, Burst, without_cancelled
+from headrace.server.logs import CLIENTS, BurstLog, without_cancelled
 from headrace.server.storage.store import StorageError, Store
 from tests.server.harness import Running
 from tests.server.test_lock_out import WEBSOCKET, exchange
@@ -15,7 +15,7 @@ LOG = logging.getLogger("headrace.server")
 
 def test_a_burst_is_logged_as_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        burst = Burst(LOG, logging.WARNING, "bad requests", 60.0)
+        burst = BurstLog(LOG, logging.WARNING, "bad requests", 60.0)
         for number in range(5000):
             burst.add("1.1.1.1" if number % 2 else f"2.2.2.{number}", "x" * 10_000)
         burst.end_period()

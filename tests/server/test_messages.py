@@ -15,10 +15,10 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.structured import ConstraintError
 from headrace.data.types import Delta, RequestMetrics
-from headrace.server.access.queueing import Queue, QueueFullError
+from headrace.server.access.queueing import AdmissionQueue, QueueFullError
 from headrace.server.engines import messages
 from headrace.server.engines.async_llm import AsyncLLM
-from headrace.server.engines.engine_client import EngineGoneError, EngineLink
+from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
 from headrace.server.engines.engine_process import _message
 from headrace.server.engines.inflight import EngineDownError, RequestFailedError, Ticket, Wakeup, deltas
 from headrace.server.engines.messages import (
@@ -116,7 +116,7 @@ def test_an_engine_that_sends_nonsense_is_given_up() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
-        engine = EngineLink(reader, writer, None)  # type: ignore[arg-type]
+        engine = EngineConnection(reader, writer, None)  # type: ignore[arg-type]
         theirs.sendall(PREFIX.pack(3) + b"abc")
         with pytest.raises(EngineGoneError, match="what is no message"):
             await engine.receive()
@@ -130,7 +130,7 @@ def test_an_engine_that_sends_nonsense_is_given_up() -> None:
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
-    waiting = Queue(max_requests=2, max_tokens=100)
+    waiting = AdmissionQueue(max_requests=2, max_tokens=100)
     waiting.enter([500])  # alone, a long prompt is let in
     with pytest.raises(QueueFullError, match="500 prompt tokens are waiting and 100 may"):
         waiting.enter([1])
@@ -150,7 +150,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
 
 def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
     async def main() -> None:
-        waiting = Queue(9, 99)
+        waiting = AdmissionQueue(9, 99)
         waiting.enter([1, 1])
         wakeup = Wakeup()
         bad, good = (Ticket(name, [1], SamplingParams(), waiting, wakeup) for name in ("bad", "good"))
@@ -171,7 +171,7 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
 
 def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
     async def main() -> None:
-        waiting = Queue(9, 99)
+        waiting = AdmissionQueue(9, 99)
         waiting.enter([1])
         ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
         heard = deltas([ticket])
@@ -215,7 +215,7 @@ def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCap
 
 
 def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
-    waiting = Queue(4, 64)
+    waiting = AdmissionQueue(4, 64)
     waiting.enter([1])
     ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
     parts = [

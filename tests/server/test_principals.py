@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from headrace.server.access import principals
-from headrace.server.access.principals import PRINCIPAL, Meter, Principal
+from headrace.server.access.principals import PRINCIPAL, Principal, QuotaMeter
 from headrace.server.http.api_error import ApiError
 from headrace.server.protocols.sampling import priority_of
 from headrace.server.settings import Limits
@@ -108,7 +108,7 @@ def test_figures_and_logs_name_who_asked(two: Running, caplog: pytest.LogCapture
 def test_in_no_window_is_more_used_than_may_be() -> None:
     """A client that takes all it can, at odd times: every window of every place holds at most the quota, and nearly that."""
     now = [1000.0]
-    meter = Meter(10, 7.0, lambda: now[0])
+    meter = QuotaMeter(10, 7.0, lambda: now[0])
     taken: list[float] = []
     for step in range(4000):
         now[0] += 0.013 * (1 + step % 7)
@@ -123,7 +123,7 @@ def test_in_no_window_is_more_used_than_may_be() -> None:
 def test_who_waits_as_long_as_was_said_finds_room() -> None:
     for amount in (1, 2, 3, 7, 10):
         now = [5.0]
-        meter = Meter(10, 60.0, lambda now=now: now[0])
+        meter = QuotaMeter(10, 60.0, lambda now=now: now[0])
         for _ in range(5):
             meter.add(2)
             now[0] += 3.3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.confined.pool import CLIENT
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.http.guard import Guard
 from headrace.server.http.proxies import Proxies
 from headrace.server.settings import ServerSettings
@@ -84,7 +84,7 @@ def test_the_guard_tells_clients_apart_by_their_address() -> None:
             "client": (peer, 1),
             "scheme": "http",
         }
-        guard = Guard(app, settings, Keys(settings), lambda status, principal: None)
+        guard = Guard(app, settings, KeyRing(settings), lambda status, principal: None)
         await guard(scope, asyncio.Event().wait, asyncio.Event().wait)  # type: ignore[arg-type]
 
     asyncio.run(ask("10.0.0.1"))

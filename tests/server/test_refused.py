@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from headrace.server.http.connection import connection
+from headrace.server.http.connection import make_protocol
 from tests.server.test_guard import Wire
 
 
@@ -36,7 +36,7 @@ def test_a_client_that_goes_while_it_is_refused_is_no_mistake_of_the_server(
         await send({"type": "http.response.body"})
 
     async def main() -> Leaving:
-        config = uvicorn.Config(app, http=connection(), log_config=None)
+        config = uvicorn.Config(app, http=make_protocol(), log_config=None)
         config.load()
         made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
         wire = Leaving(gone)

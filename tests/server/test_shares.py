@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.server.access.principals import PRINCIPAL, Principal
-from headrace.server.access.queueing import Queue, QueueFullError
+from headrace.server.access.queueing import AdmissionQueue, QueueFullError
 from headrace.server.http.api_error import ApiError
 from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
@@ -19,7 +19,7 @@ from tests.server.harness import Running, in_thread, until
 from tests.server.holders import ALICE, BOB, as_, http, several, write
 
 
-def flood(queue: Queue, who: Principal, tokens: int = 1) -> int:
+def flood(queue: AdmissionQueue, who: Principal, tokens: int = 1) -> int:
     """How many of one principal's requests the queue takes."""
     count = 0
     with as_(who), contextlib.suppress(QueueFullError):
@@ -31,11 +31,11 @@ def flood(queue: Queue, who: Principal, tokens: int = 1) -> int:
 
 @pytest.mark.parametrize("hogs", [1, 2, 5])
 def test_floods_leave_room_in_the_queue(hogs: int) -> None:
-    for queue, size in ((Queue(256, 10**9), 1), (Queue(10**9, 256_000), 1000)):
+    for queue, size in ((AdmissionQueue(256, 10**9), 1), (AdmissionQueue(10**9, 256_000), 1000)):
         taken = [flood(queue, several(f"hog{at}"), size) for at in range(hogs)]
         assert taken[0] == 128
         assert flood(queue, several("other"), size) >= 1
-    queue = Queue(256, 10**9)
+    queue = AdmissionQueue(256, 10**9)
     assert flood(queue, Principal()) == 256, "who has no others beside him has all of it"
     assert flood(queue, Principal()) == 0, "and then there is none, which the test above would see"
 
@@ -44,7 +44,7 @@ def test_clients_have_their_turns() -> None:
     """Of two who ask, one a hundred times and then the other five times, the answers begin in turns; alone in order."""
 
     def order(fair: bool) -> list[str]:
-        queue = Queue(1000, 10**9)
+        queue = AdmissionQueue(1000, 10**9)
         turns: list[tuple[int, int, str]] = []
         for at, who in enumerate(["a"] * 100 + ["b"] * 5):
             queue.enter([1])
@@ -54,7 +54,7 @@ def test_clients_have_their_turns() -> None:
     assert order(True).index("b") == 1
     assert [at for at, who in enumerate(order(True)) if who == "b"] == [1, 3, 5, 7, 9]
     assert order(False).index("b") == 100, "without turns the other waits for all of them"
-    queue = Queue(1000, 10**9)
+    queue = AdmissionQueue(1000, 10**9)
     alone = []
     for _ in range(50):
         queue.enter([1, 1])

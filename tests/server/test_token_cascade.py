@@ -15,7 +15,7 @@ from headrace.data.types import Delta
 from headrace.llm import LLM
 from headrace.server.access.principals import Principal
 from headrace.server.engines.messages import Deltas, Loaded, Stats
-from headrace.server.engines.metrics import Figures, Metrics
+from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.startup import rules
 from tests.server.browser import opened
 from tests.server.harness import Running
@@ -99,8 +99,8 @@ def test_the_card_says_who_may_write(
 
 def test_a_slowdown_is_seen() -> None:
     """Answers of which the smaller model writes less than in the calibration: by so many standard deviations."""
-    figures = Figures()
-    metrics = Metrics(figures, "m")
+    figures = ServerMetrics()
+    metrics = ModelMetrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, 10, 16, "", layers=LAYERS, rule=RULE))
     for name, depths in (("usual", (0, LAYERS)), ("slow", (LAYERS, LAYERS))):
         deltas = [Delta(name, 0, [1], exits=(Exited(depth),)) for depth in depths]

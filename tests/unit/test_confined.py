@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from headrace.confined import child, worker
-from headrace.confined.pool import CLIENT, IDLE, BusyError, Confined, OverrunError, Task
-from headrace.confined.shares import Shares
-from headrace.confined.worker import Worker
+from headrace.confined import child
+from headrace.confined import process as worker
+from headrace.confined.pool import CLIENT, IDLE, BusyError, ConfinedPool, OverrunError, Task
+from headrace.confined.process import ConfinedProcess
+from headrace.confined.shares import CpuShares
 from tests.trap import trap
 from tests.unit import confined_tasks
 
@@ -26,15 +27,15 @@ def task(function: str, **more: Any) -> Task:
 
 
 @pytest.fixture
-def pool() -> Iterator[Confined]:
-    made = Confined(width=4)
+def pool() -> Iterator[ConfinedPool]:
+    made = ConfinedPool(width=4)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Confined]:
-    made = Confined(width=4)
+def shared() -> Iterator[ConfinedPool]:
+    made = ConfinedPool(width=4)
     yield made
     made.close()
 
@@ -50,24 +51,24 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "value", [None, 5, "水" * 100_000, b"x" * 3_000_000, [1.5, {"a": []}]], ids=lambda value: str(value)[:8]
 )
-def test_a_question_is_answered(shared: Confined, value: Any) -> None:
+def test_a_question_is_answered(shared: ConfinedPool, value: Any) -> None:
     asked = task("echo", answer=8 << 20)
     assert shared.run(asked, value) == value
     assert asyncio.run(shared.ask(asked, value)) == value
 
 
-def test_a_process_is_kept_for_its_module_and_what_it_was_told_at_first(shared: Confined) -> None:
+def test_a_process_is_kept_for_its_module_and_what_it_was_told_at_first(shared: ConfinedPool) -> None:
     first, other = task("pid"), task("pid", argument="other")
     assert shared.run(first, None) == shared.run(first, None) != shared.run(other, None)
     assert shared.run(task("warmed", argument="other"), None) == "other"
 
 
-def test_so_many_processes_are_kept(pool: Confined) -> None:
+def test_so_many_processes_are_kept(pool: ConfinedPool) -> None:
     seen = [pool.run(task("pid", argument=str(number)), None) for number in range(IDLE + 2)]
     assert {one.pid for one in pool.workers} == set(seen[-IDLE:])
 
 
-def test_an_answer_is_remembered_if_it_may_be(pool: Confined) -> None:
+def test_an_answer_is_remembered_if_it_may_be(pool: ConfinedPool) -> None:
     asked = task("pid", remembered=True)
     first = pool.run(asked, 1)
     pool.close()
@@ -79,14 +80,14 @@ def test_an_answer_is_remembered_if_it_may_be(pool: Confined) -> None:
 
 # -- what they may use -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("function", ["spin", "hang"])
-def test_the_deadline_is_of_cpu_time_and_ends_one_question(shared: Confined, function: str) -> None:
+def test_the_deadline_is_of_cpu_time_and_ends_one_question(shared: ConfinedPool, function: str) -> None:
     with pytest.raises(OverrunError) as caught:
         shared.run(task(function, seconds=0.2), None)
     assert not caught.value.in_time
     assert shared.run(task("echo"), "next") == "next"
 
 
-def test_a_stopped_process_uses_no_time(pool: Confined) -> None:
+def test_a_stopped_process_uses_no_time(pool: ConfinedPool) -> None:
     """The control of a clock: one that stands still, as on a busy machine, for longer than its deadline is answered."""
     number = pool.run(task("pid"), None)
     os.kill(number, 19)  # SIGSTOP
@@ -94,7 +95,7 @@ def test_a_stopped_process_uses_no_time(pool: Confined) -> None:
     assert pool.run(task("pid", seconds=0.2), None) == number
 
 
-def test_memory_is_bounded_by_question(shared: Confined) -> None:
+def test_memory_is_bounded_by_question(shared: ConfinedPool) -> None:
     with pytest.raises(OverrunError) as caught:
         shared.run(task("fill", memory=300 << 20), 400 << 20)
     assert caught.value.in_time
@@ -103,30 +104,30 @@ def test_memory_is_bounded_by_question(shared: Confined) -> None:
         shared.run(task("fill", memory=1 << 40), child.CEILING)  # whatever a question is given
 
 
-def test_a_process_that_has_grown_is_replaced(pool: Confined) -> None:
+def test_a_process_that_has_grown_is_replaced(pool: ConfinedPool) -> None:
     small = pool.run(task("keep"), 1)
     assert pool.run(task("keep", memory=1 << 30), worker.KEPT) == small
     assert pool.run(task("pid"), None) != small
 
 
-def test_a_process_that_was_large_when_it_was_ready_stays(pool: Confined) -> None:
+def test_a_process_that_was_large_when_it_was_ready_stays(pool: ConfinedPool) -> None:
     large = task("pid", argument=str(worker.KEPT), memory=1 << 30)
     assert pool.run(large, None) == pool.run(large, None)
 
 
-def test_an_answer_is_bounded(shared: Confined) -> None:
+def test_an_answer_is_bounded(shared: ConfinedPool) -> None:
     with pytest.raises(OverrunError):
         shared.run(task("echo", answer=1000), b"x" * 1000)
     assert shared.run(task("echo", answer=1100), b"x" * 1000) == b"x" * 1000
 
 
-def test_a_mistake_ends_its_question(shared: Confined) -> None:
+def test_a_mistake_ends_its_question(shared: ConfinedPool) -> None:
     with pytest.raises(OverrunError) as caught:
         shared.run(task("fail"), None)
     assert caught.value.in_time
 
 
-def test_what_takes_long_steps_back_and_is_replaced(pool: Confined) -> None:
+def test_what_takes_long_steps_back_and_is_replaced(pool: ConfinedPool) -> None:
     """Short questions are worked at as anything else; on a busy machine they would wait for seconds else."""
     assert pool.run(task("work"), 0.01) == os.getpriority(os.PRIO_PROCESS, 0)
     number = pool.run(task("pid"), None)
@@ -135,7 +136,7 @@ def test_what_takes_long_steps_back_and_is_replaced(pool: Confined) -> None:
 
 
 # -- what they may reach -----------------------------------------------------------------------------------------------
-def reached(pool: Confined | None, tmp_path: Path) -> dict[str, str]:
+def reached(pool: ConfinedPool | None, tmp_path: Path) -> dict[str, str]:
     """What comes of reaching for everything, in a confined process or in this one."""
     known, new = tmp_path / "known", tmp_path / "new"
     known.write_text("x")
@@ -153,7 +154,7 @@ def reached(pool: Confined | None, tmp_path: Path) -> dict[str, str]:
     return said
 
 
-def test_nothing_can_be_reached(shared: Confined, tmp_path: Path) -> None:
+def test_nothing_can_be_reached(shared: ConfinedPool, tmp_path: Path) -> None:
     """No file, no other host, no other process; the same calls reach all of it from here."""
     said = reached(shared, tmp_path)
     assert all(answer.startswith(("PermissionError", "OSError: [Errno 24]")) for answer in said.values()), said
@@ -164,14 +165,14 @@ def test_the_kernel_refuses_what_needs_a_descriptor(tmp_path: Path, monkeypatch:
     """The audit hook is the second lock: without it the first one holds."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.addaudithook = lambda hook: None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    pool = Confined()
+    pool = ConfinedPool()
     places = {"read": __file__, "write": str(tmp_path / "new"), "connect": "9", "run": "/bin/true", "descriptor": ""}
     said = {what: pool.run(task("reach"), (what, where)) for what, where in places.items()}
     pool.close()
     assert all("[Errno 24]" in answer for answer in said.values()), said
 
 
-def test_they_see_nothing_of_the_environment_but_what_they_need(monkeypatch: pytest.MonkeyPatch, pool: Confined) -> None:
+def test_they_see_nothing_of_the_environment_but_what_they_need(monkeypatch: pytest.MonkeyPatch, pool: ConfinedPool) -> None:
     monkeypatch.setenv("HEADRACE_SECRET", "s3cret")
     found = pool.run(task("environ"), None)
     assert "PYTHONPATH" in found
@@ -179,7 +180,7 @@ def test_they_see_nothing_of_the_environment_but_what_they_need(monkeypatch: pyt
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------
-def test_a_process_that_died_is_replaced(pool: Confined) -> None:
+def test_a_process_that_died_is_replaced(pool: ConfinedPool) -> None:
     first = pool.run(task("pid"), None)
     (process,) = pool.workers
     process.kill()
@@ -191,7 +192,7 @@ def test_a_process_that_died_is_replaced(pool: Confined) -> None:
 
 
 def test_dropping_a_pool_ends_its_processes() -> None:
-    pool = Confined()
+    pool = ConfinedPool()
     pool.run(task("echo"), 1)
     (process,) = pool.workers
     until(lambda: not [one for one in threading.enumerate() if one.name == "confined"])
@@ -199,7 +200,7 @@ def test_dropping_a_pool_ends_its_processes() -> None:
     assert not process.alive
 
 
-def test_a_fork_starts_its_own_processes(pool: Confined) -> None:
+def test_a_fork_starts_its_own_processes(pool: ConfinedPool) -> None:
     first, held = pool.run(task("pid"), None), list(pool.workers)  # the other process keeps its end of the pipes
     pool._owner = -1  # as if this were another process than the one that started it
     assert pool.run(task("pid"), None) != first
@@ -208,7 +209,7 @@ def test_a_fork_starts_its_own_processes(pool: Confined) -> None:
         one.kill()
 
 
-def test_who_leaves_ends_the_work(pool: Confined) -> None:
+def test_who_leaves_ends_the_work(pool: ConfinedPool) -> None:
     async def leave() -> None:
         asked = asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None))
         while not any(one.alive for one in pool.workers):
@@ -220,7 +221,7 @@ def test_who_leaves_ends_the_work(pool: Confined) -> None:
     until(lambda: not pool.workers)
 
 
-def test_who_leaves_the_queue_is_not_worked_for(pool: Confined) -> None:
+def test_who_leaves_the_queue_is_not_worked_for(pool: ConfinedPool) -> None:
     async def leave() -> list[Any]:
         busy = [asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)) for _ in range(3)]
         left = asyncio.ensure_future(pool.ask(task("fail"), None))
@@ -237,7 +238,7 @@ def test_who_leaves_the_queue_is_not_worked_for(pool: Confined) -> None:
 @pytest.mark.parametrize("fair", [True, False])
 def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
     """With a hundred endless questions of one, another's are answered at once; without the share of each they never would."""
-    pool = Confined(width=4)
+    pool = ConfinedPool(width=4)
     if not fair:
         pool._each = 4
 
@@ -262,7 +263,7 @@ def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
     pool.close()
 
 
-def test_clients_take_turns(pool: Confined) -> None:
+def test_clients_take_turns(pool: ConfinedPool) -> None:
     """A question of another client comes before the second of one with many."""
     pool._width, pool._each = 1, 1
     order: list[str] = []
@@ -285,7 +286,7 @@ def test_clients_take_turns(pool: Confined) -> None:
 
 def test_a_client_may_have_half_of_the_questions_that_wait() -> None:
     """Beyond it, that client is refused and another one is not."""
-    pool = Confined(width=1, most=4)
+    pool = ConfinedPool(width=1, most=4)
 
     async def asked() -> None:
         CLIENT.set("one")
@@ -312,7 +313,7 @@ def test_a_client_may_have_half_of_the_questions_that_wait() -> None:
 
 def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None:
     """Its questions are answered, in processes that others come before; clients over their share have a part of them."""
-    pool = Confined(width=4, shares=Shares(rate=1e-9))
+    pool = ConfinedPool(width=4, shares=CpuShares(rate=1e-9))
     pool.shares.charge("costly", 10.0)
 
     async def priority(client: str) -> int:
@@ -345,7 +346,7 @@ def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None
 @pytest.mark.parametrize("over", [True, False], ids=["over its share", "a long question"])
 def test_idle_priority_is_of_all_threads_and_of_the_scheduling_group(over: bool) -> None:
     """Linux schedules a session as a group: the niceness of its threads alone leaves it the share of any other session."""
-    pool = Confined(width=1, shares=Shares(rate=1e-9 if over else 1e9))
+    pool = ConfinedPool(width=1, shares=CpuShares(rate=1e-9 if over else 1e9))
     pool.shares.charge("client", 10.0)
 
     async def asked() -> None:
@@ -370,19 +371,19 @@ def test_the_start_of_a_process_is_not_charged(monkeypatch: pytest.MonkeyPatch) 
     """The first question starts a process, which takes longer than the question: the client is charged for its question."""
     charged: list[float] = []
 
-    class Recorded(Shares):
+    class Recorded(CpuShares):
         def charge(self, client: str, seconds: float) -> None:
             charged.append(seconds)
 
-    pool = Confined(width=1, shares=Recorded(rate=1.0))
+    pool = ConfinedPool(width=1, shares=Recorded(rate=1.0))
     started: list[float] = []
-    start = Worker.start
+    start = ConfinedProcess.start
 
-    def timed(worker: Worker) -> None:
+    def timed(worker: ConfinedProcess) -> None:
         start(worker)
         started.append(worker.used)
 
-    monkeypatch.setattr(Worker, "start", timed)
+    monkeypatch.setattr(ConfinedProcess, "start", timed)
     pool.run(task("echo"), 1)
     (worker,) = pool.workers
     assert charged[0] == pytest.approx(worker.used - started[0], abs=1e-3)
@@ -390,7 +391,7 @@ def test_the_start_of_a_process_is_not_charged(monkeypatch: pytest.MonkeyPatch) 
     pool.close()
 
 
-def test_threads_get_their_own_answers(pool: Confined) -> None:
+def test_threads_get_their_own_answers(pool: ConfinedPool) -> None:
     answers: dict[int, Any] = {}
 
     def ask(number: int) -> None:

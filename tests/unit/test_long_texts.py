@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace.confined.pool import CLIENT, shared
-from headrace.confined.shares import Shares
+from headrace.confined.shares import CpuShares
 from headrace.startup import encoding
 from headrace.startup.encoding import MARGIN, SLICE, count_at_least
 from headrace.startup.opening import open_model
@@ -60,7 +60,7 @@ def test_counting_stops_above_the_context_and_is_charged(monkeypatch: pytest.Mon
         sizes.append(len(text))
         return one.encode(text)
 
-    class Recorded(Shares):
+    class Recorded(CpuShares):
         def charge(self, client: str, seconds: float) -> None:
             charged.append((client, seconds))
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from headrace.confined.shares import BURST, CLIENTS, FREE, Shares
+from headrace.confined.shares import BURST, CLIENTS, FREE, CpuShares
 
 
 class Clock:
@@ -21,11 +21,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def shares(clock: Clock) -> Shares:
-    return Shares(0.1, clock)
+def shares(clock: Clock) -> CpuShares:
+    return CpuShares(0.1, clock)
 
 
-def test_a_client_is_over_its_share_after_a_burst_and_not_for_ever(shares: Shares, clock: Clock) -> None:
+def test_a_client_is_over_its_share_after_a_burst_and_not_for_ever(shares: CpuShares, clock: Clock) -> None:
     shares.charge("a", BURST + FREE)
     assert not shares.used_up("a")
     shares.charge("a", 0.1 + FREE)
@@ -35,25 +35,25 @@ def test_a_client_is_over_its_share_after_a_burst_and_not_for_ever(shares: Share
     assert not shares.used_up("a")
 
 
-def test_short_questions_are_free(shares: Shares) -> None:
+def test_short_questions_are_free(shares: CpuShares) -> None:
     for _ in range(100_000):
         shares.charge("a", FREE)
     assert not shares.used_up("a")
 
 
-def test_the_program_itself_has_no_limit(shares: Shares) -> None:
+def test_the_program_itself_has_no_limit(shares: CpuShares) -> None:
     shares.charge("", 1000.0)
     assert not shares.used_up("")
 
 
-def test_only_clients_over_their_share_are_remembered(shares: Shares, clock: Clock) -> None:
+def test_only_clients_over_their_share_are_remembered(shares: CpuShares, clock: Clock) -> None:
     for number in range(3 * CLIENTS):
         shares.charge(str(number), 0.01)
         clock.now += 1.0
     assert len(shares._until) <= CLIENTS
 
 
-def test_threads_charge_at_once(shares: Shares) -> None:
+def test_threads_charge_at_once(shares: CpuShares) -> None:
     count = 2000
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -140,10 +140,10 @@ def _run(
     import asyncio
     import signal
 
-    from headrace.server.serving import Chosen, open_models
+    from headrace.server.serving import ModelSpec, open_models
     from headrace.server.serving import serve as run
 
-    chosen = [Chosen(name, entry.model, {**queue, **arguments}, entry.preload) for name, entry, arguments in entries]
+    chosen = [ModelSpec(name, entry.model, {**queue, **arguments}, entry.preload) for name, entry, arguments in entries]
     ended_by = asyncio.run(run(open_models(chosen, settings, memory, cascades), settings, say))
     return INTERRUPTED if ended_by == signal.SIGINT else 0
 

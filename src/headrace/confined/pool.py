@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.confined.shares import Shares
-from headrace.confined.worker import OverrunError, Task, Worker
+from headrace.confined.process import ConfinedProcess, OverrunError, Task
+from headrace.confined.shares import CpuShares
 
-__all__ = ["CLIENT", "BusyError", "Confined", "OverrunError", "Task", "shared"]
+__all__ = ["CLIENT", "BusyError", "ConfinedPool", "OverrunError", "Task", "shared"]
 
 WIDTH = 8  # questions at a time; those that take long cost others next to nothing
 IDLE = 4  # processes that are kept for the next question
@@ -31,7 +31,7 @@ class BusyError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class PendingTask:
     """A question on its way."""
 
     task: Task
@@ -39,11 +39,11 @@ class Job:
     client: str
     future: "Future[Any]" = field(default_factory=Future)
     idle: bool = False  # its client was over its share when it began
-    worker: Worker | None = None
+    worker: ConfinedProcess | None = None
     gone: bool = False  # its client has left
 
 
-class Confined:
+class ConfinedPool:
     """Up to `width` processes that work. The next question is of the client with the fewest questions running, and among
     those, of the client served longest ago. One client has three quarters of the processes at most; so have all clients
     together that are over their share of CPU time, whose questions run at idle priority.
@@ -52,21 +52,21 @@ class Confined:
     of use; whatever ends it ends one question.
     """
 
-    def __init__(self, width: int = WIDTH, most: int = MOST, shares: Shares | None = None) -> None:
+    def __init__(self, width: int = WIDTH, most: int = MOST, shares: CpuShares | None = None) -> None:
         self._width, self._each, self._most = width, max(1, width * 3 // 4), most
-        self.shares = shares or Shares()
+        self.shares = shares or CpuShares()
         self._begin()
 
     def _begin(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._threads = 0
-        self._waiting: list[Job] = []
+        self._waiting: list[PendingTask] = []
         self._working: Counter[str] = Counter()  # questions by client
         self._working_idle = 0  # questions of clients over their share
-        self._idle: list[Worker] = []  # the one used last at the end
+        self._idle: list[ConfinedProcess] = []  # the one used last at the end
         self._known: dict[bytes, Any] = {}
-        self.workers: set[Worker] = set()  # all there are
+        self.workers: set[ConfinedProcess] = set()  # all there are
         self._end = weakref.finalize(self, _end_all, self.workers)
 
     def run(self, task: Task, question: Any) -> Any:
@@ -97,12 +97,12 @@ class Confined:
         for worker in idle:
             worker.end()
 
-    def _put(self, task: Task, question: Any, most: float = float("inf")) -> Job:
+    def _put(self, task: Task, question: Any, most: float = float("inf")) -> PendingTask:
         if self._owner != os.getpid():  # a fork shares neither threads nor processes
             self._end.detach()
             self._begin()
         frame = msgspec.msgpack.encode((task.function, task.seconds, task.memory, question))
-        job = Job(task, frame, CLIENT.get())
+        job = PendingTask(task, frame, CLIENT.get())
         with self._lock:
             if task.remembered and (known := self._known.get(_name(job))) is not None:
                 job.future.set_result(known)
@@ -129,7 +129,7 @@ class Confined:
                     self._working -= Counter([job.client])
                     self._working_idle -= job.idle
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PendingTask | None:
         with self._lock:
             may = [job for job in self._waiting if self._may_begin(job)]
             if not may:
@@ -143,11 +143,11 @@ class Confined:
             self._working_idle += job.idle
             return job
 
-    def _may_begin(self, job: Job) -> bool:
+    def _may_begin(self, job: PendingTask) -> bool:
         free = not self.shares.used_up(job.client) or self._working_idle < self._each
         return free and self._working[job.client] < self._each
 
-    def _answer(self, job: Job) -> Any:
+    def _answer(self, job: PendingTask) -> Any:
         worker = self._worker(job)
         began: float | None = None
         try:
@@ -169,7 +169,7 @@ class Confined:
             self._remember(_name(job), answer)
         return answer
 
-    def _worker(self, job: Job) -> Worker:
+    def _worker(self, job: PendingTask) -> ConfinedProcess:
         """A waiting worker for this job, or a new one. Raises OverrunError."""
         kind = (job.task.module, job.task.argument, job.idle)
         with self._lock:
@@ -178,14 +178,14 @@ class Confined:
                 self._idle.remove(fit)
                 return fit
         try:
-            worker = Worker(job.task, job.idle)
+            worker = ConfinedProcess(job.task, job.idle)
         except OSError as error:
             raise OverrunError(error.errno or 1) from None
         with self._lock:
             self.workers.add(worker)
         return worker
 
-    def _back(self, job: Job, worker: Worker) -> None:
+    def _back(self, job: PendingTask, worker: ConfinedProcess) -> None:
         """A worker that is done waits for the next question, or ends; of those that wait the oldest ends for it."""
         with self._lock:
             job.worker = None
@@ -197,7 +197,7 @@ class Confined:
         for one in old:
             one.end()
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: PendingTask) -> None:
         """Nobody waits for the answer any more, so nobody works at it any longer."""
         with self._lock:
             job.gone = True
@@ -214,15 +214,15 @@ class Confined:
 
 
 @functools.cache
-def shared() -> Confined:
+def shared() -> ConfinedPool:
     """This process's pool: what it may use of a machine is for all it has to do together."""
-    return Confined()
+    return ConfinedPool()
 
 
-def _name(job: Job) -> bytes:
+def _name(job: PendingTask) -> bytes:
     return hashlib.sha256(job.task.module.encode() + job.frame).digest()
 
 
-def _end_all(workers: set[Worker]) -> None:
+def _end_all(workers: set[ConfinedProcess]) -> None:
     for worker in list(workers):
         worker.end()

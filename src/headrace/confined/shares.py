@@ -14,7 +14,7 @@ CLIENTS = 4096  # remembered, besides those over their share
 
 
 @dataclass(eq=False, slots=True)
-class Shares:
+class CpuShares:
     """Which clients have used more CPU time than their share.
 
     Each client has a time until which its share is used up (generic cell rate algorithm, ATM Forum 1996). A client over its

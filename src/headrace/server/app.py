@@ -18,7 +18,7 @@ from headrace import __version__
 from headrace.confined.pool import BusyError
 from headrace.data.params import ParamError
 from headrace.decoding.tools import ToolError
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.access.principals import PRINCIPAL, QuotaError
 from headrace.server.engines.async_llm import (
     DeadlineError,
@@ -126,7 +126,7 @@ class Application:
     worker: BatchWorker
 
 
-def make_app(models: Models, store: Store, keys: Keys) -> Application:
+def make_app(models: Models, store: Store, keys: KeyRing) -> Application:
     """The whole ASGI application of a server's models."""
     app = Starlette()
     app.router.redirect_slashes = False  # its redirects are absolute, and say http:// behind a TLS proxy

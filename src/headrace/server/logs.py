@@ -39,7 +39,7 @@ def use_json() -> None:
         handler.setFormatter(JsonLines())
 
 
-class Burst:
+class BurstLog:
     """Log lines that any client can cause. The first is logged; those of the next `seconds` are counted and logged as one line,
     and so on until a period without any. Belongs to the event loop."""
 
@@ -73,7 +73,7 @@ def without_cancelled(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def answered(method: str, path: str, status: int, seconds: float, principal: str) -> None:
+def log_response(method: str, path: str, status: int, seconds: float, principal: str) -> None:
     """One answer over HTTP. What a client wrote is in it as ASCII on one line."""
     if REQUESTS.isEnabledFor(logging.INFO):
         path = ascii(path[:200])[1:-1]
@@ -81,7 +81,7 @@ def answered(method: str, path: str, status: int, seconds: float, principal: str
         REQUESTS.info("%s %s: %d (%s)", method, path, status, HTTP_REQUEST.get(), extra=fields)
 
 
-def request_ended(
+def log_request(
     model: str,
     request_id: str,
     http_request: str,

@@ -13,13 +13,13 @@ import uvicorn
 
 from headrace import host
 from headrace.data.config import parse_bytes
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.app import make_app
 from headrace.server.engines.async_llm import AsyncLLM, LoadError
-from headrace.server.engines.metrics import Figures
+from headrace.server.engines.metrics import ServerMetrics
 from headrace.server.engines.models import LoadedModel, Models, expected_size, make_service
-from headrace.server.http.connection import connection
-from headrace.server.http.connection_limits import Crowd
+from headrace.server.http.connection import make_protocol
+from headrace.server.http.connection_limits import ConnectionTable
 from headrace.server.logs import without_cancelled
 from headrace.server.page.markdown import start_renderer
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
@@ -42,15 +42,15 @@ class Server(uvicorn.Server):
 
     def __init__(self, models: Models) -> None:
         settings, limits = models.settings, models.settings.limits
-        self.keys = Keys(settings)  # what is wrong with them is said before anything is opened
+        self.keys = KeyRing(settings)  # what is wrong with them is said before anything is opened
         self.store = Store(settings.state)
         application = make_app(models, self.store, self.keys)
         self.worker = application.worker
         super().__init__(
             uvicorn.Config(
                 application.door,
-                http=connection(  # type: ignore[arg-type]
-                    Crowd(limits.connections + SPARE, limits.anonymous),
+                http=make_protocol(  # type: ignore[arg-type]
+                    ConnectionTable(limits.connections + SPARE, limits.anonymous),
                     settings.proxies,
                     application.door.refuse_early,
                     head_seconds=limits.header_seconds,
@@ -142,7 +142,7 @@ def allow_files(settings: ServerSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ModelSpec:
     """A model to be served: what clients call it, what it is, the arguments of its AsyncLLM."""
 
     name: str
@@ -152,14 +152,14 @@ class Chosen:
 
 
 def open_models(
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ModelSpec],
     settings: ServerSettings,
     memory: str | int | None = None,
     cascades: Sequence[CascadeSettings] = (),
 ) -> Models:
     """The models of a server; with `memory` (bytes or "8GiB") they are loaded as they are asked for. Raises ValueError."""
     budget = parse_bytes(memory) if memory is not None else None
-    figures = Figures()
+    figures = ServerMetrics()
     entries = []
     for one in chosen:
         llm = AsyncLLM(one.model, **one.arguments)
@@ -175,9 +175,9 @@ def open_models(
     return Models(entries, settings, figures, budget, cascades)
 
 
-def single(llm: AsyncLLM, settings: ServerSettings) -> Models:
+def single_model(llm: AsyncLLM, settings: ServerSettings) -> Models:
     """A server's only model."""
-    figures = Figures()
+    figures = ServerMetrics()
     return Models([LoadedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 
 

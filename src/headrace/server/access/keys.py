@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.server.access.principals import Meter, Principal
+from headrace.server.access.principals import Principal, QuotaMeter
 from headrace.server.settings import ServerSettings, SettingsError, check_key
 
 log = logging.getLogger("headrace.server")
@@ -28,7 +28,7 @@ HASH = re.compile(r"[0-9a-f]{64}")
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
-class Entry(msgspec.Struct, forbid_unknown_fields=True):
+class KeyFileEntry(msgspec.Struct, forbid_unknown_fields=True):
     """What a file says of one principal."""
 
     key: str | list[str] = []
@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True):
     window: Annotated[float, msgspec.Meta(gt=0, le=31 * 86400)] = 60.0
 
 
-class Keys:
+class KeyRing:
     """Who has which key. What is kept of a key is its SHA-256. Raises SettingsError."""
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -52,7 +52,7 @@ class Keys:
         self._names: dict[str, Principal] = {}
         if self._path is not None:
             self._seen = _stamp(self._path)
-            self._take(read(self._path))
+            self._take(read_key_file(self._path))
         else:
             one = Principal()
             self._names = {one.name: one}
@@ -91,7 +91,7 @@ class Keys:
             if stamp == self._seen:
                 return
             self._seen = stamp
-            self._take(read(path))
+            self._take(read_key_file(path))
             log.warning("%s has changed: its %d names have their keys from now on", path, len(self._names))
         except SettingsError as error:
             log.error("%s; the keys that were read before stay", error)
@@ -106,7 +106,7 @@ class Keys:
         self._owners, self._names = found, names
 
 
-def read(path: Path) -> list[tuple[bytes, Principal]]:
+def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
     """The keys of a file, hashed, and who has them. Raises SettingsError, which repeats nothing of the file but names."""
     try:
         with path.open("rb") as file:
@@ -139,18 +139,18 @@ def read(path: Path) -> list[tuple[bytes, Principal]]:
     return found
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> KeyFileEntry:
     if not NAME.fullmatch(name):
         raise msgspec.ValidationError(
             f"the name {name[:64]!r} has other characters than letters, digits and . _ @ -, or over 64"
         )
     try:
-        return msgspec.convert(value, Entry)
+        return msgspec.convert(value, KeyFileEntry)
     except msgspec.ValidationError as error:
         raise msgspec.ValidationError(f"{name}: {error}") from None
 
 
-def _principal(name: str, entry: Entry, salts: Counter[str | None], *, alone: bool) -> Principal:
+def _principal(name: str, entry: KeyFileEntry, salts: Counter[str | None], *, alone: bool) -> Principal:
     given = {"requests": entry.requests, "tokens": entry.tokens, "bytes": entry.bytes}
     return Principal(
         name,
@@ -159,11 +159,11 @@ def _principal(name: str, entry: Entry, salts: Counter[str | None], *, alone: bo
         alone=alone,
         operator=entry.operator,
         priority=entry.priority,
-        meters={unit: Meter(most, entry.window) for unit, most in given.items() if most is not None},
+        meters={unit: QuotaMeter(most, entry.window) for unit, most in given.items() if most is not None},
     )
 
 
-def _digests(name: str, entry: Entry) -> list[bytes]:
+def _digests(name: str, entry: KeyFileEntry) -> list[bytes]:
     keys = [entry.key] if isinstance(entry.key, str) else entry.key
     hashes = [entry.sha256] if isinstance(entry.sha256, str) else entry.sha256
     if not keys and not hashes:

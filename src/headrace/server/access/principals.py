@@ -20,7 +20,7 @@ class QuotaError(Exception):
         self.retry_after = retry_after
 
 
-class Meter:
+class QuotaMeter:
     """What was used in the last `window` seconds, of which it may be `most`. It is forgotten by sixtieths of the window, each
     when all of it is past: in no window is more used than may be."""
 
@@ -29,7 +29,7 @@ class Meter:
         self._clock = clock
         self._slots: deque[list[int]] = deque()  # number of the slot, what was used in it
 
-    def goes_on(self, before: "Meter") -> None:
+    def goes_on(self, before: "QuotaMeter") -> None:
         """It takes the place of another: what was used remains used."""
         if before.window == self.window:
             self._slots = before._slots
@@ -72,7 +72,7 @@ class Principal:
     alone: bool = True  # nobody else has a key of this server
     operator: bool = False  # sees everybody's figures
     priority: int | None = None  # that it may name at least; None: what the server says
-    meters: dict[str, Meter] = field(default_factory=dict)  # of UNITS
+    meters: dict[str, QuotaMeter] = field(default_factory=dict)  # of UNITS
 
     def salted(self, salt: bytes) -> bytes:
         """The salt of a request that names this one: never another principal's. A first byte that no text has sets it apart

@@ -15,7 +15,7 @@ class QueueFullError(Exception):
 
 
 @dataclass(slots=True)
-class Queue:
+class AdmissionQueue:
     """Counts what was submitted and has not begun to answer.
 
     `max_requests` and `max_tokens` (prompt tokens) bound it; a request that finds the queue empty is always let in, so

@@ -14,7 +14,7 @@ from headrace.data.explicit import Prompt, as_prompt
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.access.principals import PRINCIPAL
-from headrace.server.access.queueing import Queue, QueueFullError
+from headrace.server.access.queueing import AdmissionQueue, QueueFullError
 from headrace.server.engines.inflight import (
     DeadlineError,
     EngineDownError,
@@ -40,7 +40,7 @@ from headrace.server.engines.messages import (
     Stats,
     Submit,
 )
-from headrace.server.engines.quarantine import ENOUGH, Quarantine, Suspect
+from headrace.server.engines.quarantine import MOST_CRASHES, Quarantine, Suspect
 from headrace.server.engines.replica import LoadError, Replica
 from headrace.server.engines.supervision import State
 from headrace.startup import exits
@@ -90,7 +90,7 @@ class AsyncLLM:
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
         self.replica = Replica(stuck_after, load_timeout, open=self._open, ready=self._loaded, take=self._take, lost=self._lose)
-        self.waiting = Queue(max_queued_requests, max_queued_tokens)
+        self.waiting = AdmissionQueue(max_queued_requests, max_queued_tokens)
         self.stats = Stats()
         self.observer: Observer | None = None
         self.tickets: dict[str, Ticket] = {}
@@ -251,8 +251,8 @@ class AsyncLLM:
         own = PRINCIPAL.get().salted(salt)
         asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
         suspects = [self.quarantine.find(one) for one in asked]
-        if any(suspect is not None and suspect.ends >= ENOUGH for suspect in suspects):
-            raise QuarantinedError(f"the engine ended {ENOUGH} times while it had this request, which is not tried again")
+        if any(suspect is not None and suspect.ends >= MOST_CRASHES for suspect in suspects):
+            raise QuarantinedError(f"the engine ended {MOST_CRASHES} times while it had this request, which is not tried again")
         self.waiting.enter([len(ids) for ids in prompts])
         tickets = []
         wakeup = Wakeup()

@@ -29,7 +29,7 @@ class EngineGoneError(Exception):
     """The engine process has ended, or talks nonsense; the text says how."""
 
 
-class EngineLink:
+class EngineConnection:
     """One engine process. `start` returns when it runs; its first message is Loaded or NotLoaded."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: "subprocess.Popen[bytes]") -> None:
@@ -38,7 +38,7 @@ class EngineLink:
         self._process = process
 
     @classmethod
-    async def start(cls, load: Load) -> "EngineLink":
+    async def start(cls, load: Load) -> "EngineConnection":
         ours, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -19,7 +19,7 @@ from headrace.decoding.constrained import Constraint
 from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.server.engines.compiling import Compiling
+from headrace.server.engines.grammar_queue import GrammarQueue
 from headrace.server.engines.messages import (
     PREFIX,
     Abort,
@@ -91,7 +91,7 @@ class EngineLoop:
         self.beat = beat
         self._open: dict[str, Request] = {}
         self._unscored: set[str] = set()  # requests whose prompt log-probs have not been sent
-        self.compiling = None if llm.engine.grammars is None else Compiling(llm.engine.grammars)
+        self.compiling = None if llm.engine.grammars is None else GrammarQueue(llm.engine.grammars)
 
     def run(self) -> None:
         """Until the web process has gone (EOFError)."""

@@ -12,7 +12,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import PRINCIPAL
-from headrace.server.access.queueing import Queue
+from headrace.server.access.queueing import AdmissionQueue
 from headrace.server.engines.messages import Submit
 from headrace.server.logs import HTTP_REQUEST
 
@@ -85,7 +85,9 @@ class Wakeup:
 class Ticket:
     """One request. `wakeup` is set whenever something came; tickets submitted together share it."""
 
-    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, waiting: Queue, wakeup: Wakeup) -> None:
+    def __init__(
+        self, request_id: str, prompt: list[int], params: SamplingParams, waiting: AdmissionQueue, wakeup: Wakeup
+    ) -> None:
         self.request_id = request_id
         self.http_request = HTTP_REQUEST.get()
         self.principal = PRINCIPAL.get()
@@ -103,7 +105,7 @@ class Ticket:
         self.generated = 0  # tokens
         self.salted = False  # whether it shares cached prefixes with its own salt alone
         self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
-        self._waiting: Queue | None = waiting
+        self._waiting: AdmissionQueue | None = waiting
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
         self._done = False

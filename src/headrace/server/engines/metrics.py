@@ -18,7 +18,7 @@ from headrace.server.access.principals import Principal
 from headrace.server.engines.inflight import Ticket
 from headrace.server.engines.messages import Deltas, Ended, Loaded
 from headrace.server.engines.supervision import State, Supervision
-from headrace.server.logs import request_ended
+from headrace.server.logs import log_request
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
@@ -33,7 +33,7 @@ BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEPTHS = (*range(0, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
 
 
-class Tally:
+class BucketCounts:
     """How often values fell into each bucket."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
@@ -47,16 +47,16 @@ class Tally:
         self.sum += value * count
 
 
-class Often(Collector):
+class TokenHistogram(Collector):
     """A histogram by model for what comes with every token: equal values are counted at once."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
         self._name, self._text, self._buckets = name, text, buckets
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, BucketCounts] = {}
         registry.register(self)
 
-    def of(self, model: str) -> Tally:
-        return self._tallies.setdefault(model, Tally(self._buckets))
+    def of(self, model: str) -> BucketCounts:
+        return self._tallies.setdefault(model, BucketCounts(self._buckets))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=LABELS)
@@ -66,12 +66,12 @@ class Often(Collector):
         yield family
 
 
-class Figures:
+class ServerMetrics:
     """What all models of a server share: one registry, in which each has its own label."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._made: dict[str, Gauge | Counter | Histogram | Often] = {}
+        self._made: dict[str, Gauge | Counter | Histogram | TokenHistogram] = {}
         ProcessCollector(registry=self.registry)
         self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
         asked, took = "Responses by whose key asked.", "Tokens of prompts and answers, by whose key asked."
@@ -116,8 +116,8 @@ class Figures:
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = LABELS) -> Histogram:
         return self._once(name, lambda: Histogram(f"headrace:{name}", text, labels, registry=self.registry, buckets=buckets))
 
-    def often(self, name: str, text: str, buckets: tuple[float, ...]) -> Often:
-        return self._once(name, lambda: Often(f"headrace:{name}", text, buckets, self.registry))
+    def often(self, name: str, text: str, buckets: tuple[float, ...]) -> TokenHistogram:
+        return self._once(name, lambda: TokenHistogram(f"headrace:{name}", text, buckets, self.registry))
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._made:
@@ -125,17 +125,17 @@ class Figures:
         return self._made[name]
 
 
-class Metrics:
+class ModelMetrics:
     """The figures of one served model. Times are seconds."""
 
-    def __init__(self, figures: Figures, model: str) -> None:
+    def __init__(self, figures: ServerMetrics, model: str) -> None:
         self._figures = figures
         self._model = model
         self._num_blocks = 1
         self._preemptions = 0
         self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
         self._reasons: dict[str, str] = {}  # how each open request's last answer ended
-        self._depths: dict[tuple[str, int], Tally] = {}  # of each open answer whose tokens may leave, in layers
+        self._depths: dict[tuple[str, int], BucketCounts] = {}  # of each open answer whose tokens may leave, in layers
         self._means: deque[float] = deque(maxlen=ANSWERS)
         self._usual: tuple[float, float] | None = None
         self._gauges()
@@ -236,7 +236,7 @@ class Metrics:
         self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
 
     def _left(self, key: tuple[str, int], delta: Delta) -> None:
-        depth = self._depths.setdefault(key, Tally(()))
+        depth = self._depths.setdefault(key, BucketCounts(()))
         for exited in delta.exits:
             self.exit_layer.observe(exited.layers)
             depth.observe(exited.layers)
@@ -258,7 +258,7 @@ class Metrics:
         self.whole.observe(now - ticket.submitted)
         cached = metrics.cached_tokens
         name, http, who = ended.request_id, ticket.http_request, ticket.principal.name
-        request_ended(self._model, name, http, who, reason, prompt, ticket.generated, cached, now - ticket.submitted)
+        log_request(self._model, name, http, who, reason, prompt, ticket.generated, cached, now - ticket.submitted)
         self._figures.used(who, prompt, ticket.generated)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from headrace.data.config import parse_bytes
 from headrace.server.engines.async_llm import AsyncLLM, LoadError, State
 from headrace.server.engines.inflight import RETRY_DOWN
-from headrace.server.engines.metrics import Figures, Metrics
+from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import MODEL_UNUSABLE, ApiError
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
@@ -58,7 +58,7 @@ class Models:
         self,
         entries: Sequence[LoadedModel],
         settings: ServerSettings,
-        figures: Figures,
+        figures: ServerMetrics,
         budget: int | None = None,
         cascades: Sequence[CascadeSettings] = (),
     ) -> None:
@@ -212,8 +212,8 @@ def expected_size(model: str, kv: int | str | None) -> int:
     return int(sum(file.stat().st_size for file in files) * LOADED) + (parse_bytes(kv) if kv is not None else KV)
 
 
-def make_service(llm: AsyncLLM, name: str, settings: ServerSettings, figures: Figures) -> Service:
+def make_service(llm: AsyncLLM, name: str, settings: ServerSettings, figures: ServerMetrics) -> Service:
     """A model with its figures, ready to be served."""
-    metrics = Metrics(figures, name)
+    metrics = ModelMetrics(figures, name)
     llm.observer = metrics
     return Service(llm, name, settings, metrics)

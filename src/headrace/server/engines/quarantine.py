@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.server.engines.messages import Submit
 
-ENOUGH = 2  # ends of the engine
+MOST_CRASHES = 2  # ends of the engine
 KEPT = 3600.0  # seconds that a request is remembered for
 MOST = 4096  # requests that are remembered
 
@@ -36,7 +36,7 @@ class Quarantine:
     def banned(self) -> int:
         """How many requests are not tried again."""
         self._forget()
-        return sum(suspect.ends >= ENOUGH for suspect in self._known.values())
+        return sum(suspect.ends >= MOST_CRASHES for suspect in self._known.values())
 
     def find(self, asked: Submit) -> Suspect | None:
         """What is known of a request; None where the engine did not end under it, or that is forgiven."""

@@ -5,15 +5,15 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from headrace.server.engines.engine_client import EngineGoneError, EngineLink
+from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
 from headrace.server.engines.inflight import EngineDownError
 from headrace.server.engines.messages import Deltas, FromEngine, Load, Loaded, NotLoaded, ToEngine
-from headrace.server.engines.supervision import FAILURES, Action, Event, Row, State, Supervision
+from headrace.server.engines.supervision import FAILURES, Action, Event, State, Supervision, Transition
 
 log = logging.getLogger("headrace.server")
 
 LOOKS = 8  # at the engine, within the time after which it counts as stuck
-Happened = tuple[Event, str]  # and why
+Outcome = tuple[Event, str]  # and why
 
 
 class LoadError(ValueError):
@@ -38,13 +38,13 @@ class Replica:
         take: Callable[[FromEngine], None],
         lost: Callable[[EngineDownError], None],
     ) -> None:
-        self.link = EngineLink  # how the engine is run
+        self.link = EngineConnection  # how the engine is run
         self.stuck_after = stuck_after
         self.load_timeout = load_timeout
         self.supervision = Supervision()
         self.loaded: Loaded | None = None
         self._open, self._ready, self._take, self._lost = open, ready, take, lost
-        self._process: EngineLink | None = None
+        self._process: EngineConnection | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._heard = 0  # messages
         self._changed = asyncio.Event()
@@ -121,7 +121,7 @@ class Replica:
                 await asyncio.sleep(self.supervision.pause)
                 action = self._on(Event.RESUME).action
 
-    async def _run(self) -> Happened:
+    async def _run(self) -> Outcome:
         """Start a process and listen to it; what ended it."""
         try:
             async with asyncio.timeout(self.load_timeout):
@@ -147,7 +147,7 @@ class Replica:
             raise EngineGoneError("the engine process began with the wrong message")
         return message
 
-    async def _listen(self) -> Happened:
+    async def _listen(self) -> Outcome:
         """Hand out what the engine sends, until something ends that."""
         tasks = {asyncio.create_task(self._hear()), asyncio.create_task(self._watch())}
         try:
@@ -158,7 +158,7 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self) -> Happened:
+    async def _hear(self) -> Outcome:
         assert self._process is not None
         try:
             while True:
@@ -170,7 +170,7 @@ class Replica:
         except EngineGoneError as error:
             return Event.GONE, str(error)
 
-    async def _watch(self) -> Happened:
+    async def _watch(self) -> Outcome:
         """Ends after LOOKS looks at which nothing was heard since the last; a machine that slept costs one."""
         silent = 0
         while silent < LOOKS:
@@ -179,7 +179,7 @@ class Replica:
             silent = silent + 1 if self._heard == heard else 0
         return Event.SILENT, f"the engine gave no sign of life for {self.stuck_after:g} s"
 
-    def _on(self, event: Event, why: str = "") -> Row:
+    def _on(self, event: Event, why: str = "") -> Transition:
         """Take in what happened, and tell those who wait."""
         row = self.supervision.on(event, why)
         if row.lost is not None:

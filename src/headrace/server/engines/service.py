@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headrace import __version__
 from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.engines.inflight import TooLongError
-from headrace.server.engines.metrics import Metrics
+from headrace.server.engines.metrics import ModelMetrics
 from headrace.server.settings import Limits, ServerSettings
 from headrace.weights.defaults import Defaults, SamplingDefaults
 
@@ -20,7 +20,7 @@ class Service:
     llm: AsyncLLM
     name: str
     settings: ServerSettings
-    metrics: Metrics
+    metrics: ModelMetrics
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deadline(self, asked: float | None) -> float | None:

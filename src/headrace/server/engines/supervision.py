@@ -57,7 +57,7 @@ class Action(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Transition:
     """`lost`: what clients hear of requests that are in flight (None: they go on). `says`: what those hear that come while
     the state lasts, a 503, and everybody at /health; `{why}` is what the event came with, `{before}` the detail before it. Why
     a model cannot be loaded again may name files, and goes to the log alone."""
@@ -75,29 +75,30 @@ AGAIN = "{why}; it is being started again"
 BYE = "the server is shutting down"
 LOST, LATER = EngineLostError, EngineDownError
 
-TABLE: dict[tuple[State, Event], Row] = {
-    (S.CLOSED, E.BEGIN): Row(S.LOADING, A.START, None, "the model is being loaded"),
-    (S.LOADING, E.LOADED): Row(S.READY, A.NOTHING, None, ""),
-    (S.LOADING, E.REFUSED): Row(S.CLOSED, A.KILL, None, "{why}"),  # nothing will change by trying again
-    (S.LOADING, E.LATE): Row(S.CLOSED, A.KILL, None, "{why}; allow it more time (--load-timeout)"),
-    (S.LOADING, E.GONE): Row(S.DEAD, A.RESTART, None, AGAIN),
-    (S.READY, E.GONE): Row(S.DEAD, A.RESTART, LOST, AGAIN),
-    (S.READY, E.SILENT): Row(S.STUCK, A.RESTART, LOST, AGAIN),
-    (S.READY, E.FAILED): Row(S.FAILING, A.RESTART, LOST, AGAIN),
-    **{(state, E.RESUME): Row(state, A.START, None, "{before}") for state in DOWN},
-    **{(state, E.LOADED): Row(S.READY, A.NOTHING, None, "") for state in DOWN},
+TABLE: dict[tuple[State, Event], Transition] = {
+    (S.CLOSED, E.BEGIN): Transition(S.LOADING, A.START, None, "the model is being loaded"),
+    (S.LOADING, E.LOADED): Transition(S.READY, A.NOTHING, None, ""),
+    (S.LOADING, E.REFUSED): Transition(S.CLOSED, A.KILL, None, "{why}"),  # nothing will change by trying again
+    (S.LOADING, E.LATE): Transition(S.CLOSED, A.KILL, None, "{why}; allow it more time (--load-timeout)"),
+    (S.LOADING, E.GONE): Transition(S.DEAD, A.RESTART, None, AGAIN),
+    (S.READY, E.GONE): Transition(S.DEAD, A.RESTART, LOST, AGAIN),
+    (S.READY, E.SILENT): Transition(S.STUCK, A.RESTART, LOST, AGAIN),
+    (S.READY, E.FAILED): Transition(S.FAILING, A.RESTART, LOST, AGAIN),
+    **{(state, E.RESUME): Transition(state, A.START, None, "{before}") for state in DOWN},
+    **{(state, E.LOADED): Transition(S.READY, A.NOTHING, None, "") for state in DOWN},
     **{
-        (state, E.REFUSED): Row(S.DEAD, A.RESTART, None, "the model cannot be loaded again; the log says why") for state in DOWN
+        (state, E.REFUSED): Transition(S.DEAD, A.RESTART, None, "the model cannot be loaded again; the log says why")
+        for state in DOWN
     },
-    **{(state, E.LATE): Row(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
-    **{(state, E.GONE): Row(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
+    **{(state, E.LATE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
+    **{(state, E.GONE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
     # Nothing is started any more, and what has ended is not missed.
-    **{(state, E.DRAIN): Row(S.DRAINING, A.NOTHING, None, BYE) for state in State},
-    **{(S.DRAINING, event): Row(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
-    **{(S.DRAINING, event): Row(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
-    (S.DRAINING, E.REFUSED): Row(S.DRAINING, A.KILL, LOST, BYE),
-    (S.DRAINING, E.RESUME): Row(S.DRAINING, A.KILL, None, BYE),
-    **{(state, E.CLOSE): Row(S.CLOSED, A.STOP, LATER, "the server has shut down") for state in State},
+    **{(state, E.DRAIN): Transition(S.DRAINING, A.NOTHING, None, BYE) for state in State},
+    **{(S.DRAINING, event): Transition(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
+    **{(S.DRAINING, event): Transition(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
+    (S.DRAINING, E.REFUSED): Transition(S.DRAINING, A.KILL, LOST, BYE),
+    (S.DRAINING, E.RESUME): Transition(S.DRAINING, A.KILL, None, BYE),
+    **{(state, E.CLOSE): Transition(S.CLOSED, A.STOP, LATER, "the server has shut down") for state in State},
 }
 
 
@@ -123,7 +124,7 @@ class Supervision:
         """What clients hear while the state lasts."""
         return kind(self.detail, max(RETRY_DOWN, math.ceil(self.pause) if self.state in DOWN else 0))
 
-    def on(self, event: Event, why: str = "") -> Row:
+    def on(self, event: Event, why: str = "") -> Transition:
         """Take in an event; what is to be done. Raises KeyError for one that cannot happen in this state."""
         row = TABLE[self.state, event]
         now = self._clock()

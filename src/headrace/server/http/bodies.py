@@ -12,7 +12,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 
-class Body:
+class IncomingBody:
     """A body of which a part has arrived."""
 
     def __init__(self, deadline: asyncio.Timeout) -> None:
@@ -21,7 +21,7 @@ class Body:
         self.dropped = False
 
 
-class Bodies:
+class BodyMemory:
     """All bodies that are being received, at most `most` bytes together.
 
     Beyond that, the client with the most bytes loses its oldest body, which is answered with a 503. So a client with many
@@ -31,15 +31,15 @@ class Bodies:
     def __init__(self, most: int) -> None:
         self.size = 0  # bytes
         self._most = most
-        self._bodies: dict[str, dict[Body, None]] = {}  # by client, oldest first
+        self._bodies: dict[str, dict[IncomingBody, None]] = {}  # by client, oldest first
 
     async def read(self, receive: Receive, limit: int, seconds: float) -> bytes:
         """A whole body of at most `limit` bytes that arrives within `seconds`. Raises ApiError."""
         client = CLIENT.get()
-        body: Body | None = None
+        body: IncomingBody | None = None
         try:
             async with asyncio.timeout(seconds) as deadline:
-                body = Body(deadline)
+                body = IncomingBody(deadline)
                 self._bodies.setdefault(client, {})[body] = None
                 while True:
                     message = await receive()
@@ -58,28 +58,28 @@ class Bodies:
             if body is not None and not body.dropped:
                 self._remove(client, body)
 
-    def _add(self, body: Body, part: bytes) -> None:
+    def _add(self, body: IncomingBody, part: bytes) -> None:
         body.data += part
         self.size += len(part)
         while self.size > self._most:
             client = max(self._bodies, key=lambda name: sum(len(one.data) for one in self._bodies[name]))
             self._drop(client, next(one for one in self._bodies[client] if one.data))
 
-    def _drop(self, client: str, body: Body) -> None:
+    def _drop(self, client: str, body: IncomingBody) -> None:
         self._remove(client, body)
         body.dropped = True
         body.data.clear()
         if not body.deadline.expired():
             body.deadline.reschedule(asyncio.get_running_loop().time())
 
-    def _remove(self, client: str, body: Body) -> None:
+    def _remove(self, client: str, body: IncomingBody) -> None:
         self.size -= len(body.data)
         del self._bodies[client][body]
         if not self._bodies[client]:
             del self._bodies[client]
 
 
-def bounded(receive: Receive, limit: int, seconds: float) -> Receive:
+def limited_receive(receive: Receive, limit: int, seconds: float) -> Receive:
     """A `receive` for a body that is processed piece by piece: at most `limit` bytes, at most `seconds` of waiting for the
     client. It raises ApiError."""
     size, waited = 0, 0.0
@@ -101,7 +101,7 @@ def bounded(receive: Receive, limit: int, seconds: float) -> Receive:
     return receive_part
 
 
-def replay(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """A `receive` that returns the whole body first, then waits for the client to disconnect."""
     given = False
 

@@ -12,7 +12,7 @@ from headrace.data.spelling import did_you_mean
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.json_errors import json_problem
 from headrace.server.http.limits_check import Strict
-from headrace.server.http.tidy import tidied, type_of
+from headrace.server.http.tidy import normalize, type_of
 
 T = TypeVar("T", bound=Strict)
 
@@ -91,7 +91,7 @@ def _read_tidied(data: bytes, kind: type[T], first: msgspec.ValidationError) -> 
     except (msgspec.DecodeError, RecursionError):
         raise ApiError(400, json_problem(data)) from None
     try:
-        return msgspec.convert(tidied(value, type_of(kind)), kind)
+        return msgspec.convert(normalize(value, type_of(kind)), kind)
     except msgspec.ValidationError as error:
         raise _wrong_field(str(error), kind) from None
 

@@ -13,9 +13,9 @@ from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
 
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.connection_limits import Crowd
+from headrace.server.http.connection_limits import ConnectionTable
 from headrace.server.http.proxies import Proxies, client_group
-from headrace.server.logs import Burst
+from headrace.server.logs import BurstLog
 
 log = logging.getLogger("headrace.server")
 
@@ -25,20 +25,20 @@ ADMIT = "admit"  # Connection.admit
 HEAD = 64 << 10  # bytes of a request's head, by default
 HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard sees the request
 INVALID = "the request is not valid HTTP/1.1"
-REFUSED = 256 << 20  # bytes that the server drops after it has refused a request
+MOST_DROPPED = 256 << 20  # bytes that the server drops after it has refused a request
 FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # chunks of a body that may be small; bytes that all have on average
 
 
 Refuse = Callable[[bytes, str, list[tuple[bytes, bytes]]], bytes | None]
 
 
-class Turn:
+class WriteBatch:
     """Data written in this turn of the event loop, which all connections send at its end."""
 
     def __init__(self) -> None:
-        self._written: list[Joined] = []
+        self._written: list[BatchedTransport] = []
 
-    def add(self, joined: "Joined") -> None:
+    def add(self, joined: "BatchedTransport") -> None:
         if not self._written:
             asyncio.get_running_loop().call_soon(self._end)
         self._written.append(joined)
@@ -49,11 +49,11 @@ class Turn:
             joined.flush()
 
 
-class Joined:
+class BatchedTransport:
     """A transport that joins all data written in one turn of the event loop into one `send`, as several events of a stream.
     Everything else is the wrapped transport's."""
 
-    def __init__(self, transport: asyncio.Transport, turn: Turn, linger: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, turn: WriteBatch, linger: Callable[[], bool]) -> None:
         self._transport = transport
         self._turn = turn
         self._linger = linger
@@ -88,7 +88,7 @@ class RefusedError(h11.RemoteProtocolError):
     """A request that this server does not read further, with a message for the client."""
 
 
-class Lines(ReceiveBuffer):
+class LimitedReceiveBuffer(ReceiveBuffer):
     """The bytes that h11 has not read yet. A head, or trailers, of too many lines or bytes is refused before h11 reads it."""
 
     def __init__(self, most: int) -> None:
@@ -110,7 +110,7 @@ class Lines(ReceiveBuffer):
         return lines
 
 
-class Chunks(h11.Connection):
+class LimitedParser(h11.Connection):
     """h11's connection. It knows whether the answer is sent in chunks, refuses bodies in tiny chunks (each costs as much as a
     line of the head), and keeps what is wrong with a request in `problem`, which uvicorn would log without the client's
     address. An answer that begins before the request is complete is the last one of the connection."""
@@ -121,7 +121,7 @@ class Chunks(h11.Connection):
 
     def __init__(self, most: int) -> None:
         super().__init__(h11.SERVER, most)
-        self._receive_buffer = Lines(most)
+        self._receive_buffer = LimitedReceiveBuffer(most)
 
     def next_event(self) -> Any:
         if self.problem is not None:
@@ -167,10 +167,10 @@ class Connection(H11Protocol):
     head_seconds = 10.0
     send_seconds = 60.0
     body_seconds = 30.0
-    turn = Turn()
-    crowd = Crowd(1 << 20, 1 << 20)
+    turn = WriteBatch()
+    crowd = ConnectionTable(1 << 20, 1 << 20)
     proxies = Proxies()
-    invalid = Burst(log, logging.WARNING, "requests that are not valid HTTP")
+    invalid = BurstLog(log, logging.WARNING, "requests that are not valid HTTP")
     refuse: Refuse = staticmethod(lambda data, peer, default_headers: None)
     address = ""
     _parses = False  # has a parser
@@ -197,8 +197,8 @@ class Connection(H11Protocol):
         self._parses = True
         transport, state = self.transport, {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
         super().__init__(self.config, self.server_state, state)
-        self.conn: Chunks = Chunks(self.config.h11_max_incomplete_event_size or HEAD)
-        super().connection_made(Joined(transport, self.turn, self._linger))  # type: ignore[arg-type]
+        self.conn: LimitedParser = LimitedParser(self.config.h11_max_incomplete_event_size or HEAD)
+        super().connection_made(BatchedTransport(transport, self.turn, self._linger))  # type: ignore[arg-type]
 
     def admit(self) -> None:
         """The current request may be worked on: the connection is not anonymous any more."""
@@ -218,7 +218,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused is not None:
             self._refused += len(data)
-            if self._refused > REFUSED:
+            if self._refused > MOST_DROPPED:
                 self.transport.close()
             return
         if not self._parses:
@@ -332,16 +332,16 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-def connection(
-    crowd: Crowd | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
+def make_protocol(
+    crowd: ConnectionTable | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
 ) -> Callable[..., Any]:
     """The protocol class of one server. `refuse`: Guard.refuse_early. `seconds`: head_seconds, send_seconds, body_seconds of
     Connection."""
     own: dict[str, Any] = {
-        "crowd": crowd or Crowd(1 << 20, 1 << 20),
+        "crowd": crowd or ConnectionTable(1 << 20, 1 << 20),
         "proxies": proxies or Proxies(),
-        "turn": Turn(),
-        "invalid": Burst(log, logging.WARNING, "requests that are not valid HTTP"),
+        "turn": WriteBatch(),
+        "invalid": BurstLog(log, logging.WARNING, "requests that are not valid HTTP"),
     }
     if refuse is not None:
         own["refuse"] = staticmethod(refuse)

@@ -7,7 +7,7 @@ from typing import Protocol
 GRACE = 1.0  # seconds in which the limit of its address closes no new connection: its request may still be on its way
 
 
-class Member(Protocol):
+class TrackedConnection(Protocol):
     """A connection, as far as the crowd knows it."""
 
     address: str  # of the client
@@ -16,7 +16,7 @@ class Member(Protocol):
         """Close it now, without an answer."""
 
 
-class Crowd:
+class ConnectionTable:
     """All connections of one server, at most `most`.
 
     A connection is anonymous until the server has admitted a request on it: one with a valid key, or, on a server without
@@ -29,11 +29,13 @@ class Crowd:
         self.most = most
         self._limit = anonymous
         self._clock = clock
-        self._all: set[Member] = set()
-        self._anonymous: dict[str, dict[Member, float]] = {}  # by address: its connections and when each began, oldest first
-        self._idle: dict[Member, None] = {}  # admitted, without a request; the one that waits longest comes first
+        self._all: set[TrackedConnection] = set()
+        self._anonymous: dict[
+            str, dict[TrackedConnection, float]
+        ] = {}  # by address: its connections and when each began, oldest first
+        self._idle: dict[TrackedConnection, None] = {}  # admitted, without a request; the one that waits longest comes first
 
-    def enter(self, one: Member, limited: bool = True) -> None:
+    def enter(self, one: TrackedConnection, limited: bool = True) -> None:
         """Add a new connection. `limited`: the limit of its address applies."""
         now = self._clock()
         self._all.add(one)
@@ -44,33 +46,33 @@ class Crowd:
         while len(self._all) > self.most and (victim := self._victim(one)) is not None:
             self._close(victim)
 
-    def admit(self, one: Member) -> None:
+    def admit(self, one: TrackedConnection) -> None:
         """A request on this connection was admitted."""
         group = self._anonymous.get(one.address, {})
         if group.pop(one, None) is not None and not group:
             del self._anonymous[one.address]
 
-    def work(self, one: Member) -> None:
+    def work(self, one: TrackedConnection) -> None:
         """The connection has a request."""
         self._idle.pop(one, None)
 
-    def wait(self, one: Member) -> None:
+    def wait(self, one: TrackedConnection) -> None:
         """The connection has no request any more."""
         if one in self._all and one not in self._anonymous.get(one.address, ()):
             self._idle[one] = None
 
-    def leave(self, one: Member) -> None:
+    def leave(self, one: TrackedConnection) -> None:
         """The connection has ended."""
         self._all.discard(one)
         self._idle.pop(one, None)
         self.admit(one)
 
-    def _victim(self, newest: Member) -> Member | None:
+    def _victim(self, newest: TrackedConnection) -> TrackedConnection | None:
         """The connection to close in favour of `newest`, if there is one."""
         group = max(self._anonymous.values(), key=len)
         oldest = next(iter(group))
         return oldest if oldest is not newest else next(iter(self._idle), None)
 
-    def _close(self, one: Member) -> None:
+    def _close(self, one: TrackedConnection) -> None:
         self.leave(one)
         one.abort()

@@ -9,15 +9,15 @@ from contextvars import Token
 from typing import Any
 
 from headrace.confined.pool import CLIENT
-from headrace.server.access.keys import Keys
+from headrace.server.access.keys import KeyRing
 from headrace.server.access.principals import PRINCIPAL, Principal, QuotaError
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.bodies import Bodies, Receive, bounded, replay, too_large
+from headrace.server.http.bodies import BodyMemory, Receive, limited_receive, replay_body, too_large
 from headrace.server.http.connection import ADMIT
 from headrace.server.http.early_refusal import RawHeaders, error_headers, read_head, render
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id
-from headrace.server.logs import HTTP_REQUEST, REQUESTS, Burst, answered
+from headrace.server.logs import HTTP_REQUEST, REQUESTS, BurstLog, log_response
 from headrace.server.settings import ServerSettings, is_loopback
 
 Message = MutableMapping[str, Any]
@@ -45,7 +45,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: App, settings: ServerSettings, keys: Keys, count: Callable[[int, str], None], public: Iterable[str] = ()
+        self, app: App, settings: ServerSettings, keys: KeyRing, count: Callable[[int, str], None], public: Iterable[str] = ()
     ) -> None:
         self._open_paths = PROBES.union(public)
         self._app = app
@@ -54,8 +54,8 @@ class Guard:
         self._keys = keys
         self._count = count  # records the status of every response and the name of its principal
         self._open: Counter[str] = Counter()  # admitted requests by principal
-        self._bodies = Bodies(settings.limits.bodies)
-        self._refused = Burst(REQUESTS, logging.INFO, "refused")
+        self._bodies = BodyMemory(settings.limits.bodies)
+        self._refused = BurstLog(REQUESTS, logging.INFO, "refused")
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -154,7 +154,7 @@ class Guard:
         async def logged(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seconds = time.perf_counter() - began
-                answered(scope["method"], scope["path"], message["status"], seconds, PRINCIPAL.get().name)
+                log_response(scope["method"], scope["path"], message["status"], seconds, PRINCIPAL.get().name)
             await send(message)
 
         return logged
@@ -198,8 +198,8 @@ class Guard:
         else:
             PRINCIPAL.get().charge("bytes", int(announced))
         if upload:
-            return bounded(receive, limit, seconds)
-        return replay(await self._bodies.read(receive, limit, seconds), receive)
+            return limited_receive(receive, limit, seconds)
+        return replay_body(await self._bodies.read(receive, limit, seconds), receive)
 
 
 def _as_routed(scope: Message) -> Message:

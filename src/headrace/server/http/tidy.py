@@ -17,7 +17,7 @@ def type_of(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
 
 
-def tidied(value: Any, kind: inspect.Type) -> Any:
+def normalize(value: Any, kind: inspect.Type) -> Any:
     """A decoded value without the unknown fields that are null, and with integers where `kind` has integers."""
     if isinstance(kind, inspect.Metadata):  # a type with more to say in the OpenAPI document
         kind = kind.type
@@ -25,15 +25,15 @@ def tidied(value: Any, kind: inspect.Type) -> Any:
         case inspect.StructType() if isinstance(value, dict) and len(value) <= MOST_FIELDS:
             known = {one.encode_name: one.type for one in kind.fields}
             kept = {name: inner for name, inner in value.items() if name in known or inner is not None}
-            return {name: tidied(inner, known[name]) if name in known else inner for name, inner in kept.items()}
+            return {name: normalize(inner, known[name]) if name in known else inner for name, inner in kept.items()}
         case inspect.UnionType():
             return _tidied_union(value, [one.type if isinstance(one, inspect.Metadata) else one for one in kind.types])
         case inspect.IntType() if type(value) is float and value.is_integer():
             return int(value)
         case inspect.ListType() if isinstance(value, list):
-            return [tidied(inner, kind.item_type) for inner in value]
+            return [normalize(inner, kind.item_type) for inner in value]
         case inspect.DictType() if isinstance(value, dict) and not isinstance(kind.value_type, inspect.AnyType):
-            return {name: tidied(inner, kind.value_type) for name, inner in value.items()}
+            return {name: normalize(inner, kind.value_type) for name, inner in value.items()}
     return value
 
 
@@ -49,4 +49,4 @@ def _tidied_union(value: Any, kinds: Sequence[inspect.Type]) -> Any:
         case _:
             return value
     inner = next((one for one in kinds if isinstance(one, wanted)), None)
-    return value if inner is None else tidied(value, inner)
+    return value if inner is None else normalize(value, inner)

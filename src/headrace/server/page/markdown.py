@@ -69,7 +69,7 @@ def render(text: str) -> str:
     return clean(_parser.render(text))
 
 
-async def rendered(text: str) -> str:
+async def render_confined(text: str) -> str:
     """The same by a confined process; a text that takes too much is only escaped. Raises BusyError."""
     try:
         return str(await shared().ask(COLOUR, text))
@@ -80,7 +80,7 @@ async def rendered(text: str) -> str:
 async def start_renderer() -> None:
     """Start a confined process that renders, so that the first answer does not wait for its imports."""
     with contextlib.suppress(BusyError):
-        await rendered("")
+        await render_confined("")
 
 
 def warm(_: str) -> None:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from headrace.server.http.limits_check import Strict
 from headrace.server.page import files
-from headrace.server.page.markdown import MAX_TEXT, rendered
+from headrace.server.page.markdown import MAX_TEXT, render_confined
 from headrace.server.protocols.routes import Api, Call
 from headrace.server.protocols.schemas import HTML
 
@@ -26,7 +26,7 @@ def add_page(api: Api) -> None:
 
     @api.post("/page/render", HTML, RenderRequest)
     async def html(call: Call) -> Any:
-        return {"html": await rendered(call.body.text)}
+        return {"html": await render_confined(call.body.text)}
 
 
 def file_routes() -> list[Route]:

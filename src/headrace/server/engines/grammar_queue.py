@@ -18,7 +18,7 @@ MOST_LARGE = 256 << 20  # bytes of all large grammars of open requests
 Done = tuple[Submit, "Future[Constraint]"]
 
 
-class Compiling:
+class GrammarQueue:
     """The queue of one engine. The request with the smallest `turn` starts first; a large grammar waits while those of open
     requests fill `MOST_LARGE`. Only grammars with a known cost come here, so each takes about a second of CPU time at most;
     those above `CHEAP_SECONDS` are compiled one after the other, in processor time that the engine does not use."""

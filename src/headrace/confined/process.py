@@ -54,7 +54,7 @@ class OverrunError(Exception):
         self.in_time = code not in (-signal.SIGPROF, -signal.SIGKILL)
 
 
-class Worker:
+class ConfinedProcess:
     """A process for the functions of one module. Raises OverrunError when it ends under a question, and is then of no use."""
 
     def __init__(self, task: Task, idle: bool = False) -> None:
