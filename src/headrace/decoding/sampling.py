@@ -2,7 +2,6 @@
 
 from functools import cache
 
-from headrace.data.lazy_import import late
 from headrace.data.params import DRAWN
 from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
 from headrace.data.types import Child, Request, Sequence
@@ -63,21 +62,19 @@ class Sampling(Strategy):
         ]
 
     def _draw(self, request: Request, seq: Sequence, answer: Answer) -> Drawn:
-        """The caller's processors come first, so tokens are drawn here, from whole rows."""
+        """Draw from whole rows of logits in this process, as the caller's processors change them first."""
+        from headrace.decoding.host import draw, draw_early  # torch
+
         if isinstance(answer, LogitRow) and answer.other:
-            drawn = late("headrace.decoding.host", "draw_early")(request, seq, answer, self._logprobs(request))
-            assert isinstance(drawn, Drawn)
-            return drawn
+            return draw_early(request, seq, answer, self._logprobs(request))
         given = answer.answers if isinstance(answer, Each) else (answer,)
         rows = [one.row if isinstance(one, LogitRow) else b"" for one in given]  # a node whose row failed keeps its place
         rejects = seq.decode.draft is not None and request.params.rejects
         if rejects:
-            drawn = late("headrace.decoding.rejecting", "verify_by_rejection")(request, seq, rows, self._logprobs(request))
-        else:
-            draw = late("headrace.decoding.host", "draw")
-            drawn = draw(request, seq, rows, self._births(request, seq), self._logprobs(request))
-        assert isinstance(drawn, Drawn)
-        return drawn
+            from headrace.decoding.rejecting import verify_by_rejection  # torch
+
+            return verify_by_rejection(request, seq, rows, self._logprobs(request))
+        return draw(request, seq, rows, self._births(request, seq), self._logprobs(request))
 
     def _outputs(self, request: Request) -> int:
         """How many are drawn."""

@@ -1,6 +1,5 @@
 """Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target."""
 
-from headrace.data.lazy_import import late
 from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import Fed, Filled, Run
@@ -59,4 +58,6 @@ class TrainedHeads:
         return chain
 
     def _draw(self, work: Fed, row: bytes, chain: Chain) -> bool:
-        return bool(late("headrace.drafting.rows", "draw_from_rows")(work, row, chain))
+        from headrace.drafting.rows import draw_from_rows  # torch
+
+        return draw_from_rows(work, row, chain)

@@ -1,7 +1,6 @@
 """Torch as a back end. What it loads models with is imported when it is asked to."""
 
 from headrace import host
-from headrace.data.lazy_import import late
 from headrace.startup.offer import Loaded
 from headrace.startup.recipe import Recipe
 
@@ -19,9 +18,11 @@ class Eager:
     def free_memory(self, recipe: Recipe) -> int:
         if recipe.settings.device.startswith("cpu"):
             return host.free_memory()
-        return int(late("headrace.startup.tensors", "free_memory")(recipe.settings.device))
+        from headrace.startup import tensors  # torch
+
+        return tensors.free_memory(recipe.settings.device)
 
     def load(self, recipe: Recipe) -> Loaded:
-        loaded = late("headrace.startup.tensors", "load")(recipe, self.free_memory)
-        assert isinstance(loaded, Loaded)
-        return loaded
+        from headrace.startup import tensors  # torch
+
+        return tensors.load(recipe, self.free_memory)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from headrace.data.lazy_import import late
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
@@ -25,8 +24,7 @@ def open_roles(target: Opened, settings: ModelSettings, progress: Progress | Non
     draft, exits, cascade = settings.draft, settings.exits, settings.cascade
     roles = [Role(TARGET.name, target)]
     if draft is not None and is_heads(draft):
-        heads = late("headrace.startup.heads", "load")(draft, target)
-        roles.append(Role(HEADS, span=heads.span, heads=heads))
+        roles.append(_heads_role(HEADS, draft, target))
     elif draft is not None:
         roles.append(Role(DRAFT, open_companion(draft, target, DRAFT, progress)))
     elif settings.speculate == SELF:
@@ -47,16 +45,22 @@ def open_roles(target: Opened, settings: ModelSettings, progress: Progress | Non
         train = f"train some: headrace train-heads {target.name} --kind exit"
         if not is_heads(exits):
             raise ValueError(f"{absent(exits, 'exits', HEADS_INFO)}; {train}")
-        heads = late("headrace.startup.heads", "load")(exits, target)
-        if heads.span is None:
+        roles.append(_heads_role(EXITS, exits, target))
+        if roles[-1].span is None:
             raise ValueError(f"{exits}: these heads are no exits; {train}")
-        roles.append(Role(EXITS, span=heads.span, heads=heads))
     if cascade is not None:
         if exits is not None or (draft is not None and is_heads(draft)):
             other = "exits by which tokens leave" if exits is not None else "trained heads that draft"
             raise ValueError(f"a cascade's smaller model and {other} are not opened together; leave one out")
         roles.append(Role(CASCADE, open_companion(cascade, target, "smaller model", progress)))
     return tuple(roles)
+
+
+def _heads_role(name: str, folder: str | Path, target: Opened) -> Role:
+    from headrace.startup.heads import load  # torch
+
+    heads = load(folder, target)
+    return Role(name, span=heads.span, heads=heads)
 
 
 def pick_device(device: str) -> str:
@@ -66,4 +70,6 @@ def pick_device(device: str) -> str:
         return "cpu"
     if absent and device.partition(":")[0] == "cuda":
         raise ValueError("device cuda was asked for and this machine has no GPU; use device='cpu'")
-    return str(late("headrace.startup.tensors", "device")(device))
+    from headrace.startup import tensors  # torch
+
+    return str(tensors.device(device))

@@ -6,7 +6,6 @@ from headrace import core as native
 from headrace import host
 from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
 from headrace.backends.native.weights import weights_room
-from headrace.data.lazy_import import late
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
@@ -70,7 +69,9 @@ class Native:
         recipe.target.read_words()  # beside packing, which leaves Python's lock to it
         for program in programs.values():
             program.weights.pack(recipe.progress)
+        if recipe.headed:
+            from headrace.backends.native.heads import NativeHeads  # torch makes the heads' first products
+
         for role in recipe.headed:
-            heads_of = late("headrace.backends.native.heads", "NativeHeads")  # torch: it makes their first products
-            programs[role.name] = heads_of(role.heads, programs[TARGET.name], recipe.target.source, **shared)
+            programs[role.name] = NativeHeads(role.heads, programs[TARGET.name], recipe.target.source, **shared)
         return Loaded(programs, plan, "bfloat16")

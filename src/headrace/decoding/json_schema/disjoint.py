@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.data.lazy_import import late
 from headrace.decoding.json_schema.document import Document, is_local
 from headrace.decoding.json_schema.literals import types_of
 
@@ -103,8 +102,10 @@ def _fails(document: Document, base: dict[str, Any], schema: Any, value: Any) ->
         return True
     if not isinstance(schema, dict) or _far(schema):
         return False
+    from headrace.decoding.json_schema.checking import validator  # jsonschema
+
     try:
-        return not late("headrace.decoding.json_schema.checking", "validator")({**base, **schema}, base).is_valid(value)
+        return not validator({**base, **schema}, base).is_valid(value)
     except Exception:  # references beyond the base, patterns of another dialect: it cannot be told
         return False
 

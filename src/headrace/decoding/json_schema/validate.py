@@ -2,7 +2,6 @@
 
 import json
 
-from headrace.data.lazy_import import late
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.prepare import prepare
 
@@ -17,9 +16,11 @@ def why_broken(spec: StructuredOutputs, text: str) -> str:
     may take long: where schemas come from strangers, call it where it can be stopped."""
     if spec.json is None:
         return ""
+    from headrace.decoding.json_schema.checking import validator  # jsonschema
+
     schema = read_schema(spec.json)
     try:
-        error = next(late("headrace.decoding.json_schema.checking", "validator")(schema).iter_errors(json.loads(text)), None)
+        error = next(validator(schema).iter_errors(json.loads(text)), None)
     except Exception as problem:  # no JSON, a pattern Python does not know, a recursion without end
         return f"the output cannot be checked against its JSON schema ({type(problem).__name__})"
     if error is None:
