@@ -85,7 +85,7 @@ def ways(
     """Token by token; each number of passes over a block; one pass over each of the `shorter` blocks (semi-autoregressive); and
     token by token with the drafts of LLMs of the same model, by name. Raises ValueError for what cannot be meant."""
     if not passes or any(not 1 <= one <= block for one in passes):
-        raise ParamError(f"passes lie between 1 and the block's {block} tokens, not {', '.join(map(str, passes))}")
+        raise ParamError("passes", f"passes lie between 1 and the block's {block} tokens, not {', '.join(map(str, passes))}")
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     filled = [(block, number) for number in sorted({*passes})] + [(size, 1) for size in shorter if size < block]
     return [

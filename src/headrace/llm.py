@@ -245,7 +245,7 @@ class LLM:
         batch = self._encode_running(texts)
         starts = [start] * len(batch) if isinstance(start, int) else list(start)
         if len(starts) != len(batch):
-            raise ParamError(f"start has {len(starts)} numbers for {len(batch)} texts; give one, or one for each")
+            raise ParamError("start", f"start has {len(starts)} numbers for {len(batch)} texts; give one, or one for each")
         each = [SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=at) for at in starts]
         return [Score.of(output) for output in whole(self._run(batch, each, (), Scoring(), Silent()))]
 
@@ -291,7 +291,9 @@ class LLM:
         self, chosen: ChatTemplate, messages: Messages, *, continue_final_message: bool = False, **template: Any
     ) -> list[int]:
         if continue_final_message and template.get("add_generation_prompt"):
-            raise TemplateError("continue_final_message opens no new turn; leave add_generation_prompt out")
+            raise TemplateError(
+                "continue_final_message opens no new turn; leave add_generation_prompt out", "continue_final_message"
+            )
         template = {"add_generation_prompt": not continue_final_message, **template}
         apply = partial(chosen.render_marked, **template)
         text = render_open(messages, apply) if continue_final_message else apply(messages)

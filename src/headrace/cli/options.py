@@ -157,8 +157,8 @@ class WeightOptions(Opening):
 
     def check(self) -> None:
         """Raises typer.BadParameter for a number out of its range."""
-        for one in option_settings():
-            value = getattr(self, one.name, None)
+        for one in option_settings(Group.OPENING):
+            value = getattr(self, one.name)
             if isinstance(value, int) and not one.field.holds(value):
                 raise typer.BadParameter(f"--{one.name.replace('_', '-')} must be {one.field.bounds}, not {value}")
         if self.threads is not None and self.threads > (cores := host.cores()):

@@ -12,6 +12,7 @@ from headrace.data.params import (
     BEAM_NAMES,
     COMMON,
     FILTERS,
+    FLAT_NAMES,
     REFINE_NAMES,
     BeamSearchParams,
     ParamError,
@@ -58,17 +59,18 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
     fields = {BEAM_NAMES.get(name, name): value for name, value in given.items() if name not in REFINE_NAMES}
     refine = {REFINE_NAMES[name]: value for name, value in given.items() if name in REFINE_NAMES and value is not None}
     if refine and "block" not in refine:
-        raise ParamError(f"refine_{next(iter(refine))} goes with refine_block; give that too, or leave it out")
+        name = f"refine_{next(iter(refine))}"
+        raise ParamError(name, f"{name} goes with refine_block; give that too, or leave it out")
     if refine:
         try:
             fields["refine"] = RefineParams(**refine)
         except ParamError as error:
-            raise ParamError(f"refine_{error}") from None
+            raise ParamError(error.field, f"refine_{error}") from None
     width = fields.get("beam_width")
     if width is None:
         for name in BEAM_FIELDS:
             if fields.pop(name, None) is not None:
-                raise ParamError(f"{name} goes with beam_width; give that too, or leave it out")
+                raise ParamError(FLAT_NAMES.get(name, name), f"{name} goes with beam_width; give that too, or leave it out")
         fields.pop("beam_width", None)
         made = SamplingParams(**{**heeded(own or {}, fields), **fields})
         _check_alone(made)
@@ -86,7 +88,7 @@ def _check_alone(params: SamplingParams) -> None:
     """Raises ParamError for a field that would do nothing, as another is not given."""
     for name, other in GOES_WITH.items():
         if getattr(params, other) is None and getattr(params, name) != getattr(NEUTRAL, name):
-            raise ParamError(f"{name} goes with {other}; give that too, or leave it out")
+            raise ParamError(name, f"{name} goes with {other}; give that too, or leave it out")
 
 
 PROMPT_FORMS = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'

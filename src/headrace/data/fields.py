@@ -16,11 +16,23 @@ import msgspec
 from headrace.data.spelling import did_you_mean
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
+PROMPT = "prompt"
 LARGEST = 2**31 - 1  # of a whole number, where nothing else is said
 SPELLED: dict[float, str] = {LARGEST: "2**31 - 1", 2**64 - 1: "2**64 - 1"}
 
 
-class ParamError(ValueError):
+class FieldError(ValueError):
+    """An error about one field of a request. `field`: its flat name; `PROMPT`: the text or tokens, whatever they are called."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __reduce__(self) -> tuple[type["FieldError"], tuple[str, str]]:
+        return type(self), (self.field, str(self))
+
+
+class ParamError(FieldError):
     """A parameter no request can have; the message says which and what to change."""
 
 
@@ -143,7 +155,7 @@ def check(params: msgspec.Struct) -> None:
             continue
         plain = plain_value(value)
         if isinstance(plain, (list, tuple, dict)) and len(plain) > one.field.most:
-            raise ParamError(f"{one.name} may have {one.field.most} entries, not {len(plain)}; leave some out")
+            raise ParamError(one.flat, f"{one.name} may have {one.field.most} entries, not {len(plain)}; leave some out")
         made = one.check(one, plain)
         if made is not value:
             msgspec.structs.force_setattr(params, one.name, made)
@@ -184,24 +196,24 @@ def plain_value(value: Any) -> Any:
 
 def _flag(one: Declared, value: object) -> object:
     if not isinstance(value, bool):
-        raise ParamError(f"{one.name} must be true or false, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must be true or false, not {value!r}")
     return value
 
 
 def _number(one: Declared, value: object) -> object:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise ParamError(f"{one.name} must be a number, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must be a number, not {value!r}")
     if not one.field.holds(value):
-        raise ParamError(f"{one.name} must be {one.field.bounds}, not {value}")
+        raise ParamError(one.flat, f"{one.name} must be {one.field.bounds}, not {value}")
     return value if isinstance(value, int) else float(value)
 
 
 def _whole(one: Declared, value: object) -> object:
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ParamError(f"{one.name} must be an integer{' or None' if one.optional else ''}, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must be an integer{' or None' if one.optional else ''}, not {value!r}")
     number = int(value)
     if one.field.le == inf and abs(number) > LARGEST:
-        raise ParamError(f"{one.name} must be at most {SPELLED[LARGEST]}, not {number}")
+        raise ParamError(one.flat, f"{one.name} must be at most {SPELLED[LARGEST]}, not {number}")
     return _number(one, number)
 
 
@@ -209,21 +221,21 @@ def _choice(one: Declared, value: object) -> object:
     ways = get_args(one.kind)
     if value not in ways:
         choices = " or ".join(ways) if len(ways) < 3 else f"one of {', '.join(ways)}"
-        raise ParamError(f"{one.name} must be {choices}, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must be {choices}, not {value!r}")
     return value
 
 
 def _list(one: Declared, value: object) -> tuple[Any, ...]:
     """A single text is a list of one."""
     if not isinstance(value, (str, list, tuple)):
-        raise ParamError(f"{one.name} must be a list, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must be a list, not {value!r}")
     return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)
 
 
 def _texts(one: Declared, value: object) -> object:
     texts = _list(one, value)
     if not all(isinstance(text, str) and text for text in texts):
-        raise ParamError(f"{one.name} strings must be non-empty text; remove the empty one")
+        raise ParamError(one.flat, f"{one.name} strings must be non-empty text; remove the empty one")
     return tuple(map(str, texts))
 
 
@@ -237,7 +249,7 @@ def _id(one: Declared, value: Any) -> int:
     token = plain_value(value)
     made = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else -1
     if made < 0:
-        raise ParamError(f"token ids in {one.name} must be integers of 0 or more, not {value!r}")
+        raise ParamError(one.flat, f"token ids in {one.name} must be integers of 0 or more, not {value!r}")
     return made
 
 
@@ -247,23 +259,23 @@ def _id_lists(one: Declared, value: object) -> object:
 
 def _id_list(one: Declared, word: object) -> tuple[int, ...]:
     if not isinstance(word, (list, tuple)):
-        raise ParamError(f"{one.name} must be lists of token ids, not {word!r}")
+        raise ParamError(one.flat, f"{one.name} must be lists of token ids, not {word!r}")
     if not word:
-        raise ParamError(f"each of {one.name} needs at least one token; remove the empty one")
+        raise ParamError(one.flat, f"each of {one.name} needs at least one token; remove the empty one")
     if len(word) > one.field.each:
-        raise ParamError(f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
+        raise ParamError(one.flat, f"each of {one.name} may have {one.field.each} tokens, not {len(word)}; shorten it")
     return tuple(_id(one, token) for token in word)
 
 
 def _biases(one: Declared, value: object) -> object:
     if not isinstance(value, dict):
-        raise ParamError(f"{one.name} must map token ids to numbers, not {value!r}")
+        raise ParamError(one.flat, f"{one.name} must map token ids to numbers, not {value!r}")
     return {_id(one, token): _bias(one, token, plain_value(bias)) for token, bias in value.items()}
 
 
 def _bias(one: Declared, token: object, bias: object) -> float:
     if not isinstance(bias, Real) or isinstance(bias, bool) or not one.field.holds(bias):
-        raise ParamError(f"{one.name} of token {token} must be {one.field.bounds}, not {bias!r}")
+        raise ParamError(one.flat, f"{one.name} of token {token} must be {one.field.bounds}, not {bias!r}")
     return float(bias)
 
 
@@ -271,7 +283,7 @@ def _form(one: Declared, value: object) -> object:
     try:
         return StructuredOutputs.of(value)
     except ConstraintError as error:
-        raise ParamError(str(error)) from None
+        raise ParamError(one.flat, str(error)) from None
 
 
 TEXTS, IDS, ID_LISTS, BIASES = tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, float]

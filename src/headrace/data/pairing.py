@@ -26,11 +26,11 @@ def check_together(params: Any) -> None:
 def check_lengths(params: Any) -> None:
     """How many answers, how long, and of what."""
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise ParamError(f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
+        raise ParamError("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
     if params.best_of is not None and not params.n <= params.best_of <= MAX_N:
-        raise ParamError(f"best_of must be between n ({params.n}) and {MAX_N}, not {params.best_of}")
+        raise ParamError("best_of", f"best_of must be between n ({params.n}) and {MAX_N}, not {params.best_of}")
     if params.allowed_token_ids == ():
-        raise ParamError("allowed_token_ids is empty: nothing could be drawn; name at least one id")
+        raise ParamError("allowed_token_ids", "allowed_token_ids is empty: nothing could be drawn; name at least one id")
 
 
 def check_refine(params: Any) -> None:
@@ -38,7 +38,9 @@ def check_refine(params: Any) -> None:
     if params.refine is None:
         return
     if given := unheeded(params, REFINE):
-        raise ParamError(f"refine takes the likeliest tokens of a block together; leave out {', '.join(given)}, or refine")
+        raise ParamError(
+            "refine_block", f"refine takes the likeliest tokens of a block together; leave out {', '.join(given)}, or refine"
+        )
     length = params.refine.length
     if length is not None and (params.max_tokens is None or params.max_tokens > length):
         msgspec.structs.force_setattr(params, "max_tokens", length)
@@ -49,33 +51,39 @@ def check_mirostat(params: Any) -> None:
     if not params.mirostat_tau:
         return
     if params.verification != "noise":
-        raise ParamError("mirostat steers by what was drawn, which a draft does not know; leave verification at noise")
+        raise ParamError(
+            "verification", "mirostat steers by what was drawn, which a draft does not know; leave verification at noise"
+        )
     if params.greedy:
-        raise ParamError("mirostat_tau steers a draw and needs a temperature of 0.01 or more")
+        raise ParamError("mirostat_tau", "mirostat_tau steers a draw and needs a temperature of 0.01 or more")
     kind: type[msgspec.Struct] = type(params)
     for one in declared(kind):
         if Use.FILTER in one.field.use and getattr(params, one.name) != one.default:
-            raise ParamError(f"mirostat_tau chooses the tokens itself; set {one.name} to {one.default}")
+            raise ParamError("mirostat_tau", f"mirostat_tau chooses the tokens itself; set {one.name} to {one.default}")
 
 
 def check_contrast(params: Any) -> None:
     """What an amateur does, and contrastive search."""
     if params.combined is not None and params.prompt_logprobs is not None:
         name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise ParamError(f"prompt_logprobs are of one model; leave {name} out")
+        raise ParamError(name, f"prompt_logprobs are of one model; leave {name} out")
     if params.contrastive_beta is not None and params.defer_rule is not None:
-        raise ParamError("an amateur is contrasted with, or deferred from; leave contrastive_beta or defer_rule out")
+        raise ParamError(
+            "contrastive_beta", "an amateur is contrasted with, or deferred from; leave contrastive_beta or defer_rule out"
+        )
     if not params.penalty_alpha:
         return
     if not 2 <= params.top_k <= MAX_CANDIDATES:
         raise ParamError(
-            f"contrastive search needs top_k between 2 and {MAX_CANDIDATES} (its candidates), not {params.top_k}; try 4"
+            "top_k",
+            f"contrastive search needs top_k between 2 and {MAX_CANDIDATES} (its candidates), not {params.top_k}; try 4",
         )
     if params.n != 1:
-        raise ParamError("contrastive search has one answer; set n to 1, or penalty_alpha to 0")
+        raise ParamError("n", "contrastive search has one answer; set n to 1, or penalty_alpha to 0")
     if given := unheeded(params, SEARCH):
         raise ParamError(
-            f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha"
+            given[0],
+            f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha",
         )
 
 
@@ -85,17 +93,20 @@ def check_exits(params: Any) -> None:
         return
     name, who = ("exit_threshold", "an exit") if params.cascade_threshold is None else ("cascade_threshold", "a smaller model")
     if params.exit_threshold is not None and params.cascade_threshold is not None:
-        raise ParamError("an exit writes first, or a smaller model does; leave exit_threshold or cascade_threshold out")
+        raise ParamError(
+            "exit_threshold", "an exit writes first, or a smaller model does; leave exit_threshold or cascade_threshold out"
+        )
     if params.combined is not None:
         other = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise ParamError(f"{who}'s logits are not combined with an amateur's; leave {name} or {other} out")
+        raise ParamError(name, f"{who}'s logits are not combined with an amateur's; leave {name} or {other} out")
     if params.best_of is not None and params.best_of > 1:
-        raise ParamError(f"best_of ranks answers by one model's log-probabilities; leave {name} or best_of out")
+        raise ParamError("best_of", f"best_of ranks answers by one model's log-probabilities; leave {name} or best_of out")
     if params.prompt_logprobs is not None:
-        raise ParamError(f"prompt_logprobs are of the whole model; leave {name} or prompt_logprobs out")
+        raise ParamError(name, f"prompt_logprobs are of the whole model; leave {name} or prompt_logprobs out")
     if params.exit_threshold is not None and params.logprobs_mode == "processed":
         raise ParamError(
-            "an exit has log-probabilities of its own tokens alone; set logprobs_mode to raw, or leave exit_threshold out"
+            "logprobs_mode",
+            "an exit has log-probabilities of its own tokens alone; set logprobs_mode to raw, or leave exit_threshold out",
         )
     if params.exit_threshold is not None and params.exit_decay and params.max_tokens is None:
-        raise ParamError("exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")
+        raise ParamError("exit_decay", "exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")

@@ -69,15 +69,17 @@ class BeamSearchParams(
     def __post_init__(self) -> None:
         check(self)
         if not 1 <= self.n <= self.beam_width:
-            raise ParamError(f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
+            raise ParamError("n", f"n must be between 1 and beam_width ({self.beam_width}), not {self.n}")
         if self.groups < 1 or self.beam_width % self.groups:
-            raise ParamError(f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
+            raise ParamError("beam_groups", f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
         if self.diversity_penalty and self.groups == 1:
-            raise ParamError("diversity_penalty needs groups above 1; one group has nobody to differ from")
+            raise ParamError("diversity_penalty", "diversity_penalty needs groups above 1; one group has nobody to differ from")
         if not (self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"):
-            raise ParamError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
+            raise ParamError("early_stopping", f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
         if self.coverage_penalty != 0:
-            raise ParamError("coverage_penalty needs attention weights, which are never formed; set it to 0")
+            raise ParamError(
+                "coverage_penalty", "coverage_penalty needs attention weights, which are never formed; set it to 0"
+            )
 
     def sampling(self) -> "SamplingParams":
         """The parameters of a request that is decoded so."""
@@ -239,7 +241,7 @@ class SamplingParams(
         given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + unheeded(self, BEAMS)
         for name in given:
             raise ParamError(
-                f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"
+                name, f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"
             )
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -247,7 +249,7 @@ class SamplingParams(
         for name, ids in token_ids(self):
             largest = max(ids, default=-1)
             if largest >= vocab_size:
-                raise ParamError(f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
+                raise ParamError(name, f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
 
     @property
     def greedy(self) -> bool:
@@ -325,6 +327,7 @@ BEAM_FIELDS = [
     name for name in BeamSearchParams.__struct_fields__ if name not in ("beam_width", *SamplingParams.__struct_fields__)
 ]
 BEAM_NAMES = {one.flat: one.name for one in declared(BeamSearchParams) if one.flat != one.name}
+FLAT_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}
 COMMON = frozenset(used(SamplingParams, LOOP))  # heeded whatever the strategy
 DRAWN = frozenset(used(SamplingParams, DRAW))  # by every `Sample` want
 FILTERS = {one.name: one.default for one in declared(SamplingParams) if FILTER in one.field.use}

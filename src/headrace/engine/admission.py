@@ -1,7 +1,7 @@
 """What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
 
 from headrace.data.config import EngineConfig
-from headrace.data.fields import unheeded
+from headrace.data.fields import PROMPT, FieldError, unheeded
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import AMATEUR, CASCADE, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
 from headrace.data.types import Request
@@ -11,7 +11,7 @@ from headrace.decoding.prompts import POOLS, Classifying, Pooling
 from headrace.decoding.refine import Refine
 
 
-class AdmissionError(ValueError):
+class AdmissionError(FieldError):
     """A request that could never run; the message says what to change."""
 
 
@@ -41,7 +41,9 @@ class Limits:
 def admit(request: Request, limits: Limits) -> None:
     """Say how wide a request is. Raises AdmissionError unless it can run to its end on this engine."""
     if not isinstance(request.strategy, Strategy):
-        raise AdmissionError(f"{type(request.strategy).__name__} is no strategy; inherit from headrace.decoding.base.Strategy")
+        raise AdmissionError(
+            "strategy", f"{type(request.strategy).__name__} is no strategy; inherit from headrace.decoding.base.Strategy"
+        )
     request.width = request.strategy.width(request)
     _check_prompt(request, limits)
     _check_ids(request, limits)
@@ -49,8 +51,9 @@ def admit(request: Request, limits: Limits) -> None:
     _check_honours(request)
     if isinstance(request.strategy, Refine) and limits.mask_id is None:
         raise AdmissionError(
+            "refine_block",
             "refine fills in masks, and this model has no mask token (mask_token_id in its config.json); leave refine out, or "
-            "open a model that was trained so, as by headrace train-masked"
+            "open a model that was trained so, as by headrace train-masked",
         )
     _check_width(request, limits)
     _check_blocks(request, limits)
@@ -60,39 +63,47 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     length, context = len(request.prompt), limits.scheduler.max_model_len
     if length == 0:
         what = "the prompt is empty" if limits.start is None else "the source is empty, and an encoder-decoder writes from one"
-        raise AdmissionError(f"{what}; give at least one token")
+        raise AdmissionError(PROMPT, f"{what}; give at least one token")
     if limits.start is not None:
         _check_source(request, limits)
     elif isinstance(request.strategy, Pooling):
         _check_pool(request, request.strategy.pool, limits)
     elif isinstance(request.strategy, Classifying):
         if not limits.scheduler.whole:
-            raise AdmissionError("classes are of encoders (BERT, MiniLM), and this model is a decoder; open another one")
+            raise AdmissionError(
+                "model", "classes are of encoders (BERT, MiniLM), and this model is a decoder; open another one"
+            )
         _check_length(request, limits)
     elif limits.scheduler.whole:
-        raise AdmissionError("this model is an encoder, which generates nothing; ask it for embeddings or classes")
+        raise AdmissionError("model", "this model is an encoder, which generates nothing; ask it for embeddings or classes")
     elif length + _least_answer(request) > context:
         raise AdmissionError(
+            PROMPT,
             f"the prompt has {length} tokens and the context holds {context}, the answer included; shorten the prompt"
-            + (f", or raise {limits.scheduler.longer}" if limits.scheduler.longer else "")
+            + (f", or raise {limits.scheduler.longer}" if limits.scheduler.longer else ""),
         )
     if request.params.prompt_logprobs is not None and request.params.prompt_logprobs_start >= length:
         start = request.params.prompt_logprobs_start
-        raise AdmissionError(f"the prompt has {length} tokens, so none from token {start} on; lower prompt_logprobs_start")
+        raise AdmissionError(
+            "prompt_logprobs_start",
+            f"the prompt has {length} tokens, so none from token {start} on; lower prompt_logprobs_start",
+        )
     _check_vocabulary(request, limits)
 
 
 def _check_source(request: Request, limits: Limits) -> None:
     """What an encoder-decoder reads and what it is asked for."""
     if not _least_answer(request) or request.params.prompt_logprobs is not None:
-        raise AdmissionError("this model writes from a source, which it neither scores nor embeds; ask it for its output alone")
+        raise AdmissionError(
+            "model", "this model writes from a source, which it neither scores nor embeds; ask it for its output alone"
+        )
     _check_length(request, limits)
 
 
 def _check_vocabulary(request: Request, limits: Limits) -> None:
     for token in request.prompt:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
-            raise AdmissionError(f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
+            raise AdmissionError(PROMPT, f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
 
 
 def _least_answer(request: Request) -> int:
@@ -102,16 +113,16 @@ def _least_answer(request: Request) -> int:
 
 def _check_pool(request: Request, pool: str, limits: Limits) -> None:
     if pool not in POOLS:
-        raise AdmissionError(f"unknown pooling {pool!r}; use {', '.join(POOLS)}")
+        raise AdmissionError("pooling", f"unknown pooling {pool!r}; use {', '.join(POOLS)}")
     if pool == "first" and not limits.scheduler.whole:
-        raise AdmissionError("the first token of a decoder sees no other; pool mean or last")
+        raise AdmissionError("pooling", "the first token of a decoder sees no other; pool mean or last")
     _check_length(request, limits)
 
 
 def _check_length(request: Request, limits: Limits) -> None:
     context = limits.scheduler.max_model_len
     if len(request.prompt) > context:
-        raise AdmissionError(f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
+        raise AdmissionError(PROMPT, f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
 
 
 def _check_ids(request: Request, limits: Limits) -> None:
@@ -119,9 +130,9 @@ def _check_ids(request: Request, limits: Limits) -> None:
     try:
         params.check_vocab(limits.vocab_size)
     except ParamError as error:
-        raise AdmissionError(str(error)) from None
+        raise AdmissionError(error.field, str(error)) from None
     if params.stop and not limits.has_tokenizer:
-        raise AdmissionError("stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
+        raise AdmissionError("stop", "stop strings need a tokenizer; use stop_token_ids, or load the model with its tokenizer")
 
 
 def _check_honours(request: Request) -> None:
@@ -132,20 +143,20 @@ def _check_honours(request: Request) -> None:
         given.append("processors")
     if given:
         name = type(request.strategy).__name__
-        raise AdmissionError(f"the strategy {name} does not heed {', '.join(given)}; leave out what it would drop")
+        raise AdmissionError("strategy", f"the strategy {name} does not heed {', '.join(given)}; leave out what it would drop")
 
 
 def _check_processors(request: Request) -> None:
     try:
         check_processors(request.processors)
     except ProcessorError as error:
-        raise AdmissionError(str(error)) from None
+        raise AdmissionError("processors", str(error)) from None
     stateful = any(processor.scope == "stateful" for processor in request.processors)
     if stateful and request.params.leaves:
         name = "exit_threshold" if request.params.cascade_threshold is None else "cascade_threshold"
-        raise AdmissionError(f"a stateful logit processor sees every token's logits once; leave {name} out")
+        raise AdmissionError(name, f"a stateful logit processor sees every token's logits once; leave {name} out")
     if request.width > 1 and stateful:
-        raise AdmissionError("a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
+        raise AdmissionError("n", "a stateful logit processor follows one output; set n to 1, or give it scope 'path'")
 
 
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool = False) -> int:
@@ -162,30 +173,39 @@ def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: b
         needed.add(HIDDEN)
     if AMATEUR in needed and all(group.name != AMATEUR for group in groups):
         name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise AdmissionError(f"{name} needs an amateur; open the model with amateur=MODEL, or leave it out")
+        raise AdmissionError(name, f"{name} needs an amateur; open the model with amateur=MODEL, or leave it out")
     if CASCADE in needed and all(group.name != CASCADE for group in groups):
-        raise AdmissionError("cascade_threshold needs a smaller model; open the model with cascade=MODEL, or leave it out")
+        raise AdmissionError(
+            "cascade_threshold", "cascade_threshold needs a smaller model; open the model with cascade=MODEL, or leave it out"
+        )
     if HIDDEN in needed and all(group.name != HIDDEN for group in groups):
-        raise AdmissionError("this engine keeps no hidden states for contrastive search; leave penalty_alpha out")
+        raise AdmissionError(
+            "penalty_alpha", "this engine keeps no hidden states for contrastive search; leave penalty_alpha out"
+        )
     return sum(1 << g for g, group in enumerate(groups) if group.name in needed)
 
 
 def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool) -> None:
     upper = next((group for group in groups if group.name == UPPER and group.layers), None)
     if upper is None:
-        raise AdmissionError("exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
+        raise AdmissionError("exit_threshold", "exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
     if params.exit_criterion == "saturation" and upper.layers[0] < 2:
-        raise AdmissionError("saturation compares two layers, and this exit stands after the first; use max_prob or margin")
+        raise AdmissionError(
+            "exit_criterion", "saturation compares two layers, and this exit stands after the first; use max_prob or margin"
+        )
     if params.exit_criterion == "classifier" and not judges:
-        raise AdmissionError("these exits have no classifier; use max_prob or margin, or train them again: train-heads")
+        raise AdmissionError(
+            "exit_criterion", "these exits have no classifier; use max_prob or margin, or train them again: train-heads"
+        )
 
 
 def _check_width(request: Request, limits: Limits) -> None:
     most = min(limits.scheduler.max_num_seqs, limits.scheduler.max_num_batched_tokens)
     if request.width > most:
         raise AdmissionError(
+            "n",
             f"the request needs {request.width} sequences at once and the engine runs {most}; "
-            "lower n, or raise max_num_seqs and max_num_batched_tokens"
+            "lower n, or raise max_num_seqs and max_num_batched_tokens",
         )
 
 
@@ -204,15 +224,17 @@ def _check_blocks(request: Request, limits: Limits) -> None:
     nodes: int = request.strategy.nodes(request)
     if nodes > MAX_NODES:
         raise AdmissionError(
-            f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"
+            "strategy", f"the strategy drafts up to {nodes} nodes and a step verifies {MAX_NODES}; let its nodes() be fewer"
         )
     if nodes + request.width > limits.scheduler.max_num_batched_tokens:
         raise AdmissionError(
-            f"the request feeds {nodes} tokens of its own a step; lower top_k or refine_block, or raise max_num_batched_tokens"
+            "top_k",
+            f"the request feeds {nodes} tokens of its own a step; lower top_k or refine_block, or raise max_num_batched_tokens",
         )
     need = blocks_needed(prompt, output + nodes, request.width, limits.cache.block_size, source)
     if need > limits.cache.num_blocks:
         raise AdmissionError(
+            "n",
             f"the request may need {need} KV blocks of {limits.cache.block_size} tokens and the pool has "
-            f"{limits.cache.num_blocks}; lower n or max_tokens, or raise kv_cache_memory"
+            f"{limits.cache.num_blocks}; lower n or max_tokens, or raise kv_cache_memory",
         )

@@ -107,7 +107,7 @@ class Engine:
         arrival = next(self._ids)
         name = request_id or self._free_name()
         if name in self.requests:
-            raise AdmissionError(f"request id {name!r} is in use; choose another")
+            raise AdmissionError("request_id", f"request id {name!r} is in use; choose another")
         # Without the cache a prefix is shared with nobody but its own siblings.
         root = salt if self.config.cache.prefix_caching else salt + arrival.to_bytes(8, "little")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
@@ -131,7 +131,7 @@ class Engine:
         request.observes = getattr(request.strategy.observe, "__func__", None) is not Strategy.observe
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
-            raise AdmissionError(why)
+            raise AdmissionError("verification", why)
         seq = self._sequence(request, root)
         self._reserve(params)
         self.stopping.begin(request, seq)
@@ -161,17 +161,17 @@ class Engine:
             try:
                 self.executor.reserve(HIDDEN)
             except ValueError as error:
-                raise AdmissionError(str(error)) from None
+                raise AdmissionError("penalty_alpha", str(error)) from None
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         if params.structured_outputs is None:
             return None
         if self.grammars is None:
-            raise AdmissionError("structured_outputs need a tokenizer; load the model with its tokenizer")
+            raise AdmissionError("structured_outputs", "structured_outputs need a tokenizer; load the model with its tokenizer")
         try:
             return self.grammars.constraint(params.structured_outputs)
         except ConstraintError as error:
-            raise AdmissionError(str(error)) from None
+            raise AdmissionError("structured_outputs", str(error)) from None
 
     def abort(self, request_id: str) -> None:
         """End a request as it stands; its blocks come back at once, or when the step in flight has landed."""

@@ -32,7 +32,7 @@ from headrace.server.engines.inflight import RETRY_DOWN
 from headrace.server.engines.models import Models
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.errors import TOO_LONG, as_api_error, blamed
+from headrace.server.http.errors import as_api_error, wrong_field
 from headrace.server.http.guard import Guard
 from headrace.server.http.limits_check import Strict
 from headrace.server.page import files as page_files
@@ -240,8 +240,8 @@ def _add_errors(app: Starlette) -> None:
     async def known_error(request: Request, error: Exception) -> Response:
         made = as_api_error(error) or ApiError(500, "internal error")
         if made.param is None and made.status == 400 and request.url.path in text_fields:
-            body, field = text_fields[request.url.path]
-            made.param = field if made.code == TOO_LONG else blamed(made.message, body.__struct_fields__, field)
+            body, text_field = text_fields[request.url.path]
+            made.param = wrong_field(error, body.__struct_fields__, text_field)
         return _error(made)
 
     async def http(request: Request, error: Exception) -> Response:

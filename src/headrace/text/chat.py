@@ -17,7 +17,11 @@ NO_TEMPLATE = "this model has no chat template: use `generate` or `run --raw`, o
 
 
 class TemplateError(ValueError):
-    """A chat that cannot become a prompt; one line that says what to change."""
+    """A chat that cannot become a prompt; one line that says what to change. `field`: of the request, as in `FieldError`."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,14 @@ class ChatTemplate:
         known = " and ".join(filter(None, [", ".join(sorted(self.named)[:-1]), *sorted(self.named)[-1:]]))
         if name is not None and name not in self.named:
             raise TemplateError(
-                f"chat_template {name!r:.60}: this model has no template of this name; it has {known or 'none'}"
+                f"chat_template {name!r:.60}: this model has no template of this name; it has {known or 'none'}",
+                "chat_template",
             )
         chosen = name or ("tool_use" if tools and "tool_use" in self.named else "default")
         if self.named and chosen not in self.named:
-            raise TemplateError(f"this model has several chat templates and no default; set chat_template to {known}")
+            raise TemplateError(
+                f"this model has several chat templates and no default; set chat_template to {known}", "chat_template"
+            )
         made, source = self, self.named.get(chosen, self.source)
         if source != self.source:
             made = copy.copy(self)

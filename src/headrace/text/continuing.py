@@ -14,10 +14,14 @@ def check_continues(talks: Iterable[Sequence[Message]]) -> None:
     for *_, ending in talks:
         if ending["role"] != "assistant":
             raise TemplateError(
-                "continue_final_message: the last message is not the assistant's; end with one of the assistant"
+                "continue_final_message: the last message is not the assistant's; end with one of the assistant",
+                "continue_final_message",
             )
         if ending.get("tool_calls"):
-            raise TemplateError("continue_final_message: the last message calls tools and has no text; add the tools' results")
+            raise TemplateError(
+                "continue_final_message: the last message calls tools and has no text; add the tools' results",
+                "continue_final_message",
+            )
 
 
 def render_open(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
@@ -29,5 +33,7 @@ def render_open(messages: Sequence[Message], render: Callable[[Sequence[Message]
     mark = secrets.token_hex(16)
     before, found, _ = render([*before_it, {**ending, "content": ending["content"] + mark}]).rpartition(mark)
     if not found or mark in before:
-        raise TemplateError("continue_final_message: the model's template does not allow it; leave it out")
+        raise TemplateError(
+            "continue_final_message: the model's template does not allow it; leave it out", "continue_final_message"
+        )
     return before

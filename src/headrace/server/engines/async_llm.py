@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from headrace.data.explicit import Prompt, as_prompt
+from headrace.data.fields import PROMPT
 from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.access.principals import PRINCIPAL
@@ -247,7 +248,9 @@ class AsyncLLM:
             if len(ids) + writes > context:
                 raise _too_long(context, str(len(ids)), writes)
         if len(prompts) > (most := self.waiting.max_requests):
-            raise RequestRefusedError(f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once")
+            raise RequestRefusedError(
+                f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once", PROMPT
+            )
         own = PRINCIPAL.get().salted(salt)
         asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
         suspects = [self.quarantine.find(one) for one in asked]
@@ -354,7 +357,7 @@ class AsyncLLM:
         if isinstance(message, Refused):
             ticket = self.tickets.pop(message.request_id, None)
             if ticket is not None:
-                ticket.fail(RequestRefusedError(message.reason))
+                ticket.fail(RequestRefusedError(message.reason, message.field))
         elif isinstance(message, Deltas):
             self.stats = message.stats
             for scores in message.scores:

@@ -132,11 +132,11 @@ class EngineLoop:
             else:
                 self._drop(message.request_id, _message(error))
 
-    def _drop(self, request_id: str, reason: str) -> None:
+    def _drop(self, request_id: str, reason: str, field: str = "structured_outputs") -> None:
         """Refuse a request that did not enter the engine."""
         if self.compiling is not None:
             self.compiling.end(request_id)
-        self.channel.send(Refused(request_id, reason))
+        self.channel.send(Refused(request_id, reason, field))
 
     def _submit(self, message: Submit, constraint: Constraint | None = None) -> None:
         try:
@@ -153,7 +153,7 @@ class EngineLoop:
                 turn=message.turn,
             )
         except (AdmissionError, ParamError) as error:
-            self._drop(message.request_id, str(error))
+            self._drop(message.request_id, str(error), error.field)
             return
         self._open[request.id] = request
         if request.params.prompt_logprobs is not None:

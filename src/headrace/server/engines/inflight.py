@@ -22,7 +22,11 @@ RETRY_DOWN = 5  # seconds after which an engine that is being started may be bac
 
 
 class RequestRefusedError(ValueError):
-    """A request that could never run; the message says what to change."""
+    """A request that could never run; the message says what to change. `field` as of `data.fields.FieldError`."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class RequestFailedError(RuntimeError):

@@ -90,10 +90,11 @@ class NotLoaded(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """From the engine process: a request that could never run, and what to change."""
+    """From the engine process: a request that could never run, what to change, and the field that is wrong."""
 
     request_id: str
     reason: str
+    field: str = ""
 
 
 class Ended(msgspec.Struct, array_like=True):

@@ -1,10 +1,10 @@
 """Maps exceptions to the errors that clients receive."""
 
-import re
 from collections.abc import Collection
 
 from headrace.confined.pool import BusyError
-from headrace.data.params import BEAM_NAMES, ParamError
+from headrace.data.fields import PROMPT
+from headrace.data.params import ParamError
 from headrace.decoding.tools import ToolError
 from headrace.server.access.principals import QuotaError
 from headrace.server.access.queueing import QueueFullError
@@ -19,7 +19,6 @@ from headrace.server.engines.inflight import (
     TooLongError,
 )
 from headrace.server.http.api_error import ApiError, bad
-from headrace.server.http.limits_check import IgnoredFields
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 
@@ -28,16 +27,16 @@ QUARANTINED = "request_quarantined"
 CONSTRAINT_FAILED = "constraint_failed"
 UNFIT = "answer_unfit"  # an answer that is not of the form that was asked for
 TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
-# Words of messages for fields of requests.
-OTHER_NAMES = {"refine": "refine_block", **{name: flat for flat, name in BEAM_NAMES.items()}}
 
 
-def blamed(message: str, fields: Collection[str], text_field: str | None) -> str | None:
-    """The field that a message is about: the first one it names, else, where it tells of a text, `text_field`."""
-    words = [OTHER_NAMES.get(word, word) for word in re.findall(r"[a-z_]+", message)]
-    of_text = bool({"prompt", "text", "message", "messages", "template"} & set(words[:4]))
-    named = next((word for word in words if word in fields and word not in IgnoredFields.__struct_fields__), None)
-    return text_field if of_text else named
+def wrong_field(error: Exception, fields: Collection[str], text_field: str | None = None) -> str | None:
+    """The field that an error is about, in a request with these `fields` and its text in `text_field`; None: none of them."""
+    match error:
+        case TokenizerError() | TooLongError():
+            return text_field
+        case ParamError() | RequestRefusedError() | TemplateError():
+            return text_field if error.field == PROMPT else error.field if error.field in fields else None
+    return None
 
 
 def as_api_error(error: Exception) -> ApiError | None:

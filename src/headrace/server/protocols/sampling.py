@@ -6,7 +6,7 @@ from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.http.api_error import ApiError, bad
-from headrace.server.http.errors import blamed
+from headrace.server.http.errors import wrong_field
 from headrace.server.protocols.fields import DRAWING, Sampling
 from headrace.server.settings import Limits
 
@@ -26,7 +26,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     try:
         params = params_of(asked, own)
     except ParamError as error:
-        raise bad(str(error), blamed(str(error), (*request.__struct_fields__, "logprobs"), None)) from None
+        raise bad(str(error), wrong_field(error, (*request.__struct_fields__, "logprobs"))) from None
     if request.stream and (params.beam or params.best_of):
         name = "beam_width" if params.beam else "best_of"
         raise bad(f"{name} and stream do not go together: which answer is the best is known at the end", "stream")
