@@ -1,8 +1,8 @@
-"""What crosses to an executor and back: plans of steps, what is wanted of them, and the answers.
+"""Messages between the engine and an executor: step plans, the wants of their feeds, and the answers.
 
-Msgspec structs whose msgpack round trip is a test, so the executor may be another process or rank. What is made anew for
-every token is small: a struct of its own with tuples for what is mostly empty, left alone by the garbage collector
-(gc=False), as no cycle can come of it. After a step of the model nothing is in the caches, and every line touched counts.
+All are msgspec structs that survive a msgpack round trip (a test checks it), so the executor may be another process or rank.
+Structs that are created for every token are small, use tuples for fields that are mostly empty, and are untracked by the
+garbage collector (gc=False), as they cannot form cycles. A step of the model evicts the CPU caches, so each line counts.
 """
 
 import enum
@@ -15,8 +15,11 @@ MAX_NODES = 64  # an ancestor mask is one uint64
 
 
 class Where(enum.Enum):
-    """Which rows of a feed a want is about: FIRST · LAST (the last known token) · NODES (each node of the draft) · TREE (the
-    last known token and each node) · ALL (every row fed). What is asked of NODES or TREE is answered by `Each`."""
+    """The rows of a feed that a want is about.
+
+    FIRST, LAST (the last known token), NODES (each node of the draft), TREE (the last known token and each node), ALL (every
+    row). The answer to a want at NODES or TREE is an `Each`.
+    """
 
     FIRST = "first"
     LAST = "last"
@@ -26,15 +29,16 @@ class Where(enum.Enum):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
-    """What a feed needs back, declared before execution so that it is computed where the logits are; one of the kinds below.
+    """Base of the results that a feed asks for. They are declared before the step, so the executor computes them where the
+    logits are.
 
-    `child` carries the noise key, `logprobs` how many alternatives are told of each token (None: nothing), `mu` mirostat's
-    state before the draw (None: at its beginning).
+    child: index of the output, part of the noise key. logprobs: number of alternatives to report per token (None: no
+    log-probabilities). mu: mirostat's state before the draw (None: initial).
     """
 
 
 class Sample(Want, frozen=True, array_like=True, gc=False):
-    """Draw `n` tokens with the noise keys of children child..child+n-1: Drawn. At LAST, NODES or TREE."""
+    """Sample `n` tokens with the noise keys of children child..child+n-1. Answer: Drawn. At LAST, NODES or TREE."""
 
     child: int = 0
     n: int = 1
@@ -44,7 +48,7 @@ class Sample(Want, frozen=True, array_like=True, gc=False):
 
 
 class Verify(Want, frozen=True, array_like=True, gc=False):
-    """Draw at the last known token, follow the draft's child that has the drawn token, draw there, and so on: Drawn."""
+    """Sample at the last known token, move to the draft node with the sampled token, sample there, and so on. Answer: Drawn."""
 
     child: int = 0
     logprobs: int | None = None
@@ -52,22 +56,25 @@ class Verify(Want, frozen=True, array_like=True, gc=False):
 
 
 class Reject(Want, frozen=True, array_like=True, gc=False):
-    """Verify a chain by rejection, as the parameters say: Drawn."""
+    """Verify a drafted chain by rejection sampling (`SamplingParams.verification`). Answer: Drawn."""
 
     child: int = 0
     logprobs: int | None = None
 
 
 class Propose(Want, frozen=True, array_like=True, gc=False):
-    """A token for a draft, `known` tokens after the round's own, and what it was drawn from: Drawn, with q."""
+    """Sample a token for a draft, `known` tokens after the last verified one. Answer: Drawn, with its distribution q."""
 
     child: int = 0
     known: int = 0
 
 
 class Top(Want, frozen=True, array_like=True, gc=False):
-    """The `k` best tokens with their log-probabilities; with `live` the `k` best that end no output follow, as far as they are
-    not among them. At LAST or NODES: Ranked; with `closest`, at NODES, how near each comes to the tokens before it."""
+    """The `k` best tokens with their log-probabilities. Answer: Ranked. At LAST or NODES.
+
+    live: append the `k` best tokens that do not end the output, without duplicates. closest: at NODES, also the largest
+    cosine between the node's hidden state and those of the tokens before it (contrastive search).
+    """
 
     k: int
     live: bool = False
@@ -76,14 +83,14 @@ class Top(Want, frozen=True, array_like=True, gc=False):
 
 
 class Score(Want, frozen=True, array_like=True, gc=False):
-    """The log-probability of each next known token, at every row: Scores."""
+    """The log-probability of the next known token at every row. Answer: Scores."""
 
     logprobs: int = 0
 
 
 class Pool(Want, frozen=True, array_like=True, gc=False):
-    """Hidden rows after the final norm: that of FIRST or LAST, or of ALL the sum from KV index `start` on, begun with `before`,
-    the sum of the rows below it: Pooled."""
+    """A hidden row after the final norm, at FIRST or LAST; at ALL the sum of the rows from KV index `start` on, added to
+    `before`, the sum of earlier feeds. Answer: Pooled."""
 
     at: Where
     start: int = 0
@@ -91,21 +98,25 @@ class Pool(Want, frozen=True, array_like=True, gc=False):
 
 
 class Logits(Want, frozen=True, array_like=True, gc=False):
-    """Whole rows, for users' own processors. At LAST or TREE: LogitRow."""
+    """Whole rows of logits, for the caller's own processors. Answer: LogitRow. At LAST or TREE."""
 
     at: Where = Where.LAST
 
 
 class Classify(Want, frozen=True, array_like=True, gc=False):
-    """The class of a text that is fed whole, by the first exit (`runner.classifier`) that is sure enough by a criterion and its
-    threshold, else by the last: Classified. An empty criterion is sure of nothing."""
+    """Class logits of a text that is fed in one step. Answer: Classified.
+
+    The first exit (`runner.classifier`) whose `criterion` passes `threshold` ends the computation, otherwise the last exit.
+    An empty criterion never passes.
+    """
 
     criterion: str = ""
     threshold: float = 0.0
 
 
 AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits | Classify
-WANTS: dict[type[Want], tuple[Where, ...]] = {  # where each may be asked
+# Allowed rows of each want; empty: it has no `at`.
+WANTS: dict[type[Want], tuple[Where, ...]] = {
     Sample: (Where.LAST, Where.NODES, Where.TREE),
     Verify: (),
     Reject: (),
@@ -119,13 +130,16 @@ WANTS: dict[type[Want], tuple[Where, ...]] = {  # where each may be asked
 
 
 def wanted(want: object) -> bool:
-    """Whether a step can give it."""
+    """Whether a step can answer this want."""
     places = WANTS.get(type(want))  # type: ignore[arg-type]
     return places is not None and (not places or want.at in places)  # type: ignore[attr-defined]
 
 
 class NewSlot(msgspec.Struct, array_like=True):
-    """A runner slot to be set up before the step: from scratch (`tokens`), or as a copy of `source` (a fork)."""
+    """A runner slot to set up before the step: from `tokens`, or as a copy of slot `source` (a fork).
+
+    stop_ids: token ids that min_tokens masks. reads: length of an encoder-decoder's source, whose K/V are in table 1.
+    """
 
     slot: int
     source: int = -1
@@ -133,8 +147,8 @@ class NewSlot(msgspec.Struct, array_like=True):
     prompt_len: int = 0
     tokens: list[int] = []
     params: SamplingParams | None = None
-    stop_ids: list[int] = []  # what min_tokens masks
-    reads: int = 0  # tokens of its source, whose K and V table 1 has
+    stop_ids: list[int] = []
+    reads: int = 0
 
 
 class TableDelta(msgspec.Struct, array_like=True):
@@ -147,16 +161,20 @@ class TableDelta(msgspec.Struct, array_like=True):
 
 
 class Feed(msgspec.Struct, array_like=True, gc=False):
-    """One sequence's work in one step: known tokens start..start+count, then the nodes of its draft.
+    """One sequence's part of a step: known tokens start..start+count, then the nodes of its draft.
 
-    `new` are the known tokens the slot has not been told yet. A companion's feed may begin beyond the known tokens:
-    count 0, nodes=[token], parents=[-1] stores a draft token at KV index `start`, after everything before it. `allowed` says
-    what may be drawn where the output is held to a grammar: a bit per token id (little-endian words of 32), one row for the
-    last known token and one for each node. `q`: what each node of a chain was drawn from, as in Draft; empty: not drawn. With
-    `full` each node sees all nodes, and not its ancestors alone; positions are as the tree has them. `source`: tokens to be
-    encoded before this, whole, into the slot's table 1. `lag`: so many tokens before `start` have no K and V yet in the layers
-    above the target's exit, or, in a cascade, in any of the target's. `depth`: after so many layers its rows have left, and are
-    left as they are (0: they have not; a last known token's may leave now).
+    new: known tokens that the slot does not have yet.
+    nodes, parents: the draft tree; parent -1 is the last known token. A draft model's feed may begin beyond the known tokens:
+        count 0, nodes=[token], parents=[-1] stores a drafted token at KV index `start`.
+    allowed: tokens that a grammar allows, one bit per token id (little-endian 32-bit words), one row for the last known token
+        and one per node.
+    q: distribution that each node of a chain was sampled from, as in Draft; empty: the nodes were not sampled.
+    full: each node attends to all nodes, not to its ancestors alone. Positions follow the tree.
+    source: tokens of an encoder-decoder's source, to encode into the slot's table 1 before this feed.
+    lag: number of tokens before `start` without K/V in the layers above the target's exit (in a cascade: in any layer of the
+        target).
+    depth: number of layers after which these rows exited, unchanged from there on (0: they did not; the row of the last known
+        token may exit in this step).
     """
 
     slot: int
@@ -177,12 +195,13 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
 class StepPlan(msgspec.Struct):
     """One step as plain data. Order of execution: free, new, tables, moves, copies, forward, wants.
 
-    A companion's plan carries feeds alone: slots and tables are shared, and the target's plan changes all pools at once.
+    The plan of another model than the target has only feeds: all models share the slots and block tables, and moves and copies
+    of the target's plan apply to every pool.
     """
 
     step: int
-    model: int = 0  # 0: the target; i >= 1: companion i
-    free: list[int] = []  # slots given back
+    model: int = 0  # 0: the target; i >= 1: the i-th other model
+    free: list[int] = []  # slots to release
     new: list[NewSlot] = []
     tables: list[TableDelta] = []
     moves: list[tuple[int, int, int]] = []  # (table, from, to): flat positions block * block_size + offset
@@ -205,9 +224,11 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class Drawn(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Tokens: the drawn ones, or of a verification those of the path and then the one after it. `path`: the nodes that were
-    accepted, from the root down. `logprobs`, `mus` (mirostat's state): one a token, or none. `q`: what a proposal was drawn
-    from, a float32 row."""
+    """Sampled tokens; of a verification the tokens of the accepted nodes and then the next one.
+
+    path: accepted nodes, from the root down. logprobs, mus (mirostat's states): one per token, or empty. q: the distribution
+    that a proposal was sampled from, [vocabulary] float32.
+    """
 
     tokens: tuple[int, ...]
     path: tuple[int, ...] = ()
@@ -217,7 +238,7 @@ class Drawn(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class Ranked(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """The likeliest tokens, best first. `closest`: the largest cosine of the node's hidden state with all known tokens'."""
+    """The most probable tokens, best first. closest: largest cosine of the node's hidden state with those of known tokens."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -225,7 +246,7 @@ class Ranked(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class Scores(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Row p scored token p + 1, as far as that is known."""
+    """The entry of row p scores token p + 1, if that token is known."""
 
     scores: tuple[TokenLogprob, ...] = ()
 
@@ -237,8 +258,11 @@ class Pooled(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class LogitRow(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Logits [vocabulary] as float32, little-endian. `other`: of a token that may exit early, the row of the one that does not
-    write it (the exit or the smaller model, or the full model), and after how many layers that one writes."""
+    """Logits [vocabulary] float32, little-endian.
+
+    other: for a token that may exit early, the row of the model that does not write it (the exit or smaller model, or the full
+    model). layers: the number of layers behind that row.
+    """
 
     row: bytes
     other: bytes = b""
@@ -246,19 +270,19 @@ class LogitRow(msgspec.Struct, array_like=True, gc=False, tag=True):
 
 
 class Classified(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """Logits [classes] of every exit that the text came by, in their order; the last ones decide."""
+    """Logits [classes] of every exit that was computed, in order. The last ones give the class."""
 
     logits: tuple[tuple[float, ...], ...]
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """This row alone gave nothing: broken logits, or nothing that may come."""
+    """A row without an answer: its logits are broken, or no token is allowed. Other rows are not affected."""
 
     error: str
 
 
 class Each(msgspec.Struct, array_like=True, gc=False, tag=True):
-    """What came of each row that a want named: of the last known token first, where it is named, then of the nodes."""
+    """One answer per row of a want at NODES or TREE: first the last known token (TREE only), then the nodes."""
 
     answers: tuple[Drawn | Ranked | LogitRow | Failed, ...]
 
@@ -268,8 +292,11 @@ Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
 class Exited(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """After how many layers of the model a token was written (0: by the smaller model of a cascade), and how sure who was asked
-    first was (None: nobody). `votes`: under an audit, what that one would write and what the whole model would."""
+    """Record of a token that was allowed to exit early.
+
+    layers: number of layers that were computed for it (0: the smaller model of a cascade wrote it). confidence: of the exit or
+    smaller model (None: it did not run). votes: in an audit, its token and the full model's.
+    """
 
     layers: int
     confidence: float | None = None
@@ -277,9 +304,12 @@ class Exited(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepOutput(msgspec.Struct):
-    """The answers of each feed of the plan, in its order. `seconds`: what the step took where it ran; 0: nobody measured it.
-    `exited`: by number of the feed, of those that may leave early; `unfilled`: those that did, and have no K and V above;
-    `propagated`: those that did, and have some there, made of the row they left with."""
+    """The answers of a step, one entry per feed of the plan.
+
+    seconds: duration of the step where it ran (0: not measured). exited: by feed number, for feeds that may exit early.
+    unfilled: feeds that exited and have no K/V in the layers above. propagated: feeds that exited and have approximate K/V
+    there, computed from the row at the exit.
+    """
 
     step: int
     feeds: list[Answers] = []
@@ -290,17 +320,23 @@ class StepOutput(msgspec.Struct):
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """A family of per-token state that shares one block table: the target's K/V, a draft's, hidden states … Where it is
-    propagated, K and V of a row that left below are made of that row."""
+    """Per-token state of one kind: the target's K/V, a draft model's K/V, hidden rows. It lies in the blocks of `table`.
+
+    kind: full, window, cross, state, hidden, or propagated (K/V above an exit are computed from the row at the exit). model:
+    the model whose feeds fill it, 0 for the target.
+    """
 
     name: str
-    kind: str = "full"  # full | window | cross | state | hidden | propagated
+    kind: str = "full"
     layers: tuple[int, ...] = ()
     table: int = 0
-    model: int = 0  # whose feeds fill it: 0 the target's, i >= 1 companion i's
+    model: int = 0
 
 
 TARGET = KVGroup("target")
-DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"  # names of groups
-UPPER, PROPAGATED = "upper", "propagated"  # the target's K and V above its exit, and their kind where they never lag
-CASCADE = "cascade"  # the smaller model's of a cascade; then all of the target's are UPPER
+# Names of groups.
+DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"
+# The target's K/V above its exit, and their kind if they never lag.
+UPPER, PROPAGATED = "upper", "propagated"
+# K/V of a cascade's smaller model. All K/V of the target are then UPPER.
+CASCADE = "cascade"

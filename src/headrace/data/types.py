@@ -1,7 +1,7 @@
-"""The data of the loop that lives on the host: requests, their sequences, drafts, what becomes of them, what callers are told.
+"""The engine's state on the host: requests, their sequences, drafts, the results of a step, and the deltas for callers.
 
-Sequence and Request are compared by identity. What is made for every token is left alone by the garbage collector (gc=False),
-as in `data.plan`.
+Sequence and Request compare by identity. Structs that are created for every token are untracked by the garbage collector, as
+in `data.plan`.
 """
 
 import enum
@@ -14,27 +14,37 @@ import msgspec
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited, TokenLogprob
 
-ALL = sys.maxsize  # tokens, of however many there are
+ALL = sys.maxsize
 
 
 class Draft(msgspec.Struct):
-    """A tree of proposed tokens below a sequence's last known token (at most 64 nodes)."""
+    """A tree of at most 64 drafted tokens below a sequence's last known token.
+
+    parents: index of each node's parent, -1 for the last known token.
+    required: the draft waits for token budget and blocks; an optional one is dropped.
+    q: distribution that each token of a chain was sampled from, [vocabulary] float32; None: not sampled.
+    drafter: name of the drafter. confidence: its own measure; acceptance is recorded per value.
+    observed: the drafter receives the target's token after each node.
+    memo: the drafter's note per node; pruning a node removes its note.
+    full: each node attends to all nodes, so their K/V cannot be kept as a prefix.
+    """
 
     tokens: list[int]
-    parents: list[int]  # index of the parent node, -1 = the last known token
-    required: bool = False  # a required draft waits for budget and blocks, an optional one is dropped
-    q: list[bytes] | None = None  # what each token of a chain was drawn from: float32 rows; None: it was not drawn
-    drafter: str = ""  # who proposes it
-    confidence: int = 0  # how sure the drafter is, by its own measure; drafts of equal confidence are counted together
-    observed: bool = False  # the drafter wants to know what the target draws after each node
-    memo: list[Any] = []  # what the drafter notes of each node: a node that is pruned takes its note along
-    full: bool = False  # each node sees all nodes: what is stored of them is no prefix's, and no path of them may be kept
+    parents: list[int]
+    required: bool = False
+    q: list[bytes] | None = None
+    drafter: str = ""
+    confidence: int = 0
+    observed: bool = False
+    memo: list[Any] = []
+    full: bool = False
 
 
 class Child(msgspec.Struct, gc=False):
-    """What becomes of a sequence: accept these draft nodes, then append this token. No child: the sequence is dropped.
+    """Continuation of a sequence after a step: accept the draft nodes of `path`, then append `token`.
 
-    Where there are several children, all paths are empty. `logprobs`: none, or one for each token of path and token.
+    A sequence without a child is dropped; with several children it forks, and all paths are empty. logprobs: empty, or one per
+    token of the path and `token`.
     """
 
     path: tuple[int, ...] = ()
@@ -47,22 +57,32 @@ class Child(msgspec.Struct, gc=False):
 
 @dataclass(eq=False, slots=True)
 class Holding:
-    """What a sequence has in the KV cache: BlockManager's. `computed[g]` counts the tokens whose K/V group g holds."""
+    """A sequence's part of the KV cache. Owned by the BlockManager.
 
-    root: bytes = b""  # of the prefix hash chain: tenant, adapter, media, source
-    groups: int = 1  # bits of the KV groups that the target's feeds fill, and that a prefix hit must have
-    tables: list[list[int]] = field(default_factory=lambda: [[]])  # block ids, one list per block table
-    computed: list[int] = field(default_factory=lambda: [0])  # one count per KV group
-    exact_until: int | None = None  # K/V beyond this is approximate and shared with nobody; None: all exact
-    moves: list[tuple[int, int]] = field(default_factory=list)  # accepted K/V off its place: KV indices (from, to)
-    hashes: list[bytes] = field(default_factory=list)  # hash of each full block of `tokens`, as far as asked for
-    published: int = 0  # full blocks offered to the prefix cache
-    source: int = 0  # tokens of its source; table 1 has their K and V, written once and shared by all
-    encoded: bool = False  # whether they are there
-    left: list[int] = field(default_factory=list)  # KV indices, ascending, of rows that left and were propagated
+    root: start of the prefix hash chain, from tenant, adapter, media and source.
+    groups: bit set of the KV groups that the target's feeds fill, and that a prefix hit must have.
+    tables: block ids, one list per block table. computed: tokens with K/V, one count per KV group.
+    exact_until: K/V from this index on are approximate and not shared; None: all exact.
+    moves: accepted K/V that lie elsewhere, as KV indices (from, to).
+    hashes: hash of each full block of tokens, computed on demand. published: full blocks in the prefix cache.
+    source: length of an encoder-decoder's source; its K/V are in table 1, shared by all outputs once `encoded`.
+    left: KV indices, ascending, of rows that exited early and whose K/V above were propagated.
+    """
+
+    root: bytes = b""
+    groups: int = 1
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    computed: list[int] = field(default_factory=lambda: [0])
+    exact_until: int | None = None
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    published: int = 0
+    source: int = 0
+    encoded: bool = False
+    left: list[int] = field(default_factory=list)
 
     def fork(self) -> "Holding":
-        """The same blocks, in lists of their own; the block manager counts who shares them."""
+        """A copy that lists the same blocks; the block manager counts the references."""
         tables = [list(table) for table in self.tables]
         hashes = list(self.hashes)
         made = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
@@ -72,21 +92,28 @@ class Holding:
 
 @dataclass(eq=False, slots=True)
 class Wire:
-    """What the runner has been told of a sequence: the scheduler's."""
+    """State of a sequence's slot in the runner. Owned by the scheduler.
 
-    slot: int = -1  # of the runner; -1: none
-    sent: int = 0  # tokens it knows
-    synced: list[int] = field(default_factory=lambda: [0])  # per table: entries it knows
+    slot: -1 if it has none. sent: number of tokens that the slot has. synced: per block table, number of entries that it has.
+    """
+
+    slot: int = -1
+    sent: int = 0
+    synced: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(eq=False, slots=True)
 class Transcript:
-    """What an output reads, and why it ended: Stopping's."""
+    """An output's text and the reason it ended. Owned by Stopping.
 
-    words: Any = None  # the detokenizer's state; None without a tokenizer
-    stops: Any = None  # the matcher's of its stop strings; None where it has none
-    shown: str = ""  # the text, where a strategy gives results at the end
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, where a strategy gives results at the end
+    words: the detokenizer's state, None without a tokenizer. stops: state of the stop-string matcher, None without stop
+    strings. shown, logprobs: text and log-probabilities of the output, if the strategy returns results only at the end.
+    """
+
+    words: Any = None
+    stops: Any = None
+    shown: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -97,24 +124,29 @@ class Transcript:
 
 @dataclass(eq=False, slots=True)
 class Decode:
-    """Where decoding stands: the strategy's and the drafters', who forget with it."""
+    """Decoding state of a sequence. Owned by its strategy and drafters, and dropped with it.
 
-    index: int = 0  # child index: which of the n outputs, and the noise key
+    index: child index, which of the n outputs it is; part of the noise key. state: the strategy's.
+    constraint: position in the grammar, None without one. exited: how the last token was written, if it may exit early.
+    draft: verified by the next step that reaches the last known token. memory: per drafter, what it keeps of the sequence.
+    """
+
+    index: int = 0
     score: float = 0.0
-    state: Any = None  # the strategy's
-    constraint: Any = None  # where it stands in its grammar; None where its output is free
-    exited: Exited | None = None  # how the last step wrote, of a request that may leave early
-    draft: Draft | None = None  # to be verified by the next step that reaches the last known token
-    memory: dict[str, Any] = field(default_factory=dict)  # what each drafter remembers
+    state: Any = None
+    constraint: Any = None
+    exited: Exited | None = None
+    draft: Draft | None = None
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def fork(self) -> "Decode":
-        """Score and state are the strategy's to say, a draft is verified before a fork."""
+        """Index and constraint alone: the strategy sets score and state, and drafts are verified before a fork."""
         return Decode(self.index, constraint=None if self.constraint is None else self.constraint.copy())
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One hypothesis; known work is len(tokens) - kv.computed[0]."""
+    """One hypothesis of a request: its tokens, and the state that other components keep of it."""
 
     id: int
     tokens: list[int]
@@ -125,7 +157,7 @@ class Sequence:
     decode: Decode = field(default_factory=Decode)
 
     def fork(self, id: int) -> "Sequence":
-        """A sequence with the same tokens and text; blocks and a slot are the scheduler's to give."""
+        """A sequence with the same tokens and text. The scheduler gives it blocks and a slot."""
         return Sequence(
             id,
             list(self.tokens),
@@ -138,7 +170,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Known tokens whose K/V the target has still to compute."""
+        """Number of known tokens without K/V of the target."""
         return len(self.tokens) - self.kv.computed[0]
 
     @property
@@ -154,45 +186,62 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The unit of scheduling: a prompt, its parameters, and the sequences a strategy grew from it."""
+    """The unit of scheduling: a prompt, its parameters, and the sequences that its strategy made of it.
+
+    prompt: an encoder-decoder reads it as its source. width: largest number of sequences at once.
+    arrival: order of arrival, the tie-break for equal priority and turn. turn: order between clients of equal priority.
+    tenant: owner; cached prefixes and learnt drafts are used for the same tenant only.
+    stop_ids: token ids that end an output. processors: the caller's logit processors, run on the host.
+    state: the strategy's, of the whole request. seqs, finished: running and ended sequences.
+    in_flight: a submitted step contains it, so it is neither scheduled nor preempted until the result is in.
+    constraint_failed: `error` is that of an output's constraint.
+    dropped: reason of the last dropped sequence while others continue.
+    pooled: of an embedding, the row or the sum of the rows so far. classified: class logits of the computed exits.
+    speculates: optional drafts may be verified. drafts: its strategy drafts itself. observes: its strategy sees each answer.
+    shares: number of its tokens that may come from the prefix cache.
+    """
 
     id: str
-    prompt: list[int]  # what the caller gave; an encoder-decoder reads it as its source
+    prompt: list[int]
     params: SamplingParams
     seed: int
     strategy: Any
-    arrival: int  # order of arrival, the tie-break of equal priorities and turns
-    turn: int = 0  # whose turn it is among equal priorities
-    width: int = 1  # the most sequences it may ever hold at once
-    tenant: bytes = b""  # whose request it is: what is cached, or learnt from its outputs, is for the same tenant
-    stop_ids: frozenset[int] = frozenset()  # token ids that end an output: eos and the caller's
-    processors: tuple[Any, ...] = ()  # host-side logit processors of the caller
-    state: Any = None  # the strategy's state of the whole request
+    arrival: int
+    turn: int = 0
+    width: int = 1
+    tenant: bytes = b""
+    stop_ids: frozenset[int] = frozenset()
+    processors: tuple[Any, ...] = ()
+    state: Any = None
     seqs: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
-    in_flight: bool = False  # a submitted step works on it: neither scheduled nor preempted until its result is in
+    in_flight: bool = False
     aborted: bool = False
     error: str | None = None
-    constraint_failed: bool = False  # the error is that of an output's constraint
-    dropped: str = ""  # why a sequence was given up last, where others go on without it
-    pooled: list[float] = field(default_factory=list)  # of embeddings: the row, or the sum of the rows so far
-    classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits that it came by
-    speculates: bool = False  # optional drafts may be verified
-    shares: int = ALL  # so many of its tokens may be taken from what the cache has: the strategy's to say
-    drafts: bool = False  # the strategy has drafts of its own
-    observes: bool = False  # and wants to see what every feed brought
+    constraint_failed: bool = False
+    dropped: str = ""
+    pooled: list[float] = field(default_factory=list)
+    classified: list[tuple[float, ...]] = field(default_factory=list)
+    speculates: bool = False
+    shares: int = ALL
+    drafts: bool = False
+    observes: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Schedules before another request when smaller."""
+        """Sort key of scheduling: smaller runs first."""
         return (self.params.priority, self.turn, self.arrival)
 
 
 class RequestMetrics(msgspec.Struct):
-    """Times in seconds of one monotonic clock; None where it has not happened."""
+    """Times of a request, in seconds of a monotonic clock (None: not yet), and counts.
+
+    steps: of all its sequences. drafts, drafted, accepted: verified drafts, their tokens, and the accepted ones.
+    accepted_at[i]: number of drafts of which more than i tokens were accepted.
+    """
 
     arrival: float = 0.0
     scheduled: float | None = None
@@ -202,19 +251,19 @@ class RequestMetrics(msgspec.Struct):
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
-    drafts: int = 0  # that were verified
-    drafted: int = 0  # tokens of these
+    drafts: int = 0
+    drafted: int = 0
     accepted: int = 0
-    accepted_at: list[int] = []  # how many drafts were accepted as far as their first, second, … token
+    accepted_at: list[int] = []
 
     def wrote(self, now: float) -> None:
-        """A step has brought tokens."""
+        """Record the time of new tokens."""
         self.last_token = now
         if self.first_token is None:
             self.first_token = now
 
     def accept(self, count: int) -> None:
-        """A draft was accepted for `count` tokens."""
+        """Record a draft of which `count` tokens were accepted."""
         self.accepted += count
         self.accepted_at += [0] * (count - len(self.accepted_at))
         for place in range(count):
@@ -222,21 +271,27 @@ class RequestMetrics(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What one step added to one output of one request."""
+    """The part of an output that one step added.
+
+    finish_reason: stop, length, abort or error. cumulative_logprob: of all tokens of the output, if the strategy keeps it.
+    score: rank of a hypothesis. constraint_failed: `error` is that of the output's constraint, which the client chose.
+    drafter: proposed the first `accepted` of these tokens; `drafted` is the size of its draft.
+    exits: one record per token, if the request may exit early. finished: the whole request ended.
+    """
 
     request_id: str
     index: int
     token_ids: list[int] = []
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None  # stop | length | abort | error
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None  # where the strategy keeps it: of all the output's tokens
-    score: float | None = None  # what hypotheses were ranked by
+    cumulative_logprob: float | None = None
+    score: float | None = None
     error: str | None = None
-    constraint_failed: bool = False  # the error is that of the output's constraint, which the client chose
-    drafter: str = ""  # who proposed the first `accepted` of these tokens; "": nothing was drafted
+    constraint_failed: bool = False
+    drafter: str = ""
     accepted: int = 0
-    drafted: int = 0  # tokens the drafter proposed
-    exits: tuple[Exited, ...] = ()  # of each of these tokens, where the request may leave early
-    finished: bool = False  # the whole request
+    drafted: int = 0
+    exits: tuple[Exited, ...] = ()
+    finished: bool = False
