@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from headrace.cli import chat
 from headrace.cli.app import main
-from headrace.cli.commands import BENCH, COMMANDS, build
+from headrace.cli.commands import BENCH, COMMANDS, build, description
 from headrace.data.params import SamplingParams
 from headrace.data.spelling import did_you_mean
 from tests.cli_shell import Shell
@@ -88,11 +88,17 @@ def test_the_recorded_help_is_what_help_says(shell: Shell) -> None:
     assert recorded.strip() == shell("embed", "--help")[1].strip()
 
 
-def test_the_list_says_of_each_command_what_its_own_help_says() -> None:
-    whole: Any = get_command(build())
-    for group, listed in ((whole, COMMANDS), (whole.commands["bench"], BENCH)):
-        lines = {name: line for panel in listed.values() for name, line in panel.items()}
-        assert lines == {name: one.get_short_help_str(1000) for name, one in group.commands.items()}
+def test_the_list_describes_each_command_as_its_own_help_does() -> None:
+    """Descriptions are read from sources; the imported commands give the same ones, in the same order."""
+    complete: Any = get_command(build())
+    listed: Any = get_command(build([]))
+    bench: Any = get_command(build(["bench"]))
+    pairs = ((listed, complete, COMMANDS), (bench.commands["bench"], complete.commands["bench"], BENCH))
+    for short, whole, panels in pairs:
+        lines = {name: short.commands[name].get_short_help_str(1000) for panel in panels.values() for name in panel}
+        assert lines == {name: command.get_short_help_str(1000) for name, command in whole.commands.items()}
+    with pytest.raises(FileNotFoundError):
+        description("", "nosuch")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"]])

@@ -2,76 +2,31 @@
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 
 import typer
 
 import headrace
 from headrace.cli.help import App
 
-# What the help lists: each command with the first sentence of its own help, so that none has to be imported for it.
+# Names of the commands by panel of the help; their descriptions are the docstrings of their functions.
 COMMANDS = {
-    "Generate": {
-        "run": "Answer a prompt; the answer goes to stdout as it comes, figures to stderr.",
-        "chat": "Talk with a model.",
-        "ask": "Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.",
-        "generate": "Answer every line of a file; answers come in order of completion.",
-        "embed": 'Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.',
-        "classify": 'Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", '
-        '"layers"}.',
-        "translate": "Write what an encoder-decoder (Marian, T5) makes of each text: one line each.",
-        "serve": "Serve a model to OpenAI clients; it is downloaded where it is missing.",
-    },
-    "Models": {
-        "pull": "Download models; what is here already is checked.",
-        "list": "List the models that are here, by name and where they lie, and those of the catalog; or those in folders.",
-        "show": "Show what is known of a model: where it lies, whether it runs here, and the settings in force.",
-        "rm": "Delete a model from this machine; of a name that was given to one (headrace add) only the name.",
-        "add": "Give a model a name, with settings, a system prompt and a chat template of its own.",
-        "cp": "Give what is known by one name another, to change settings in; no file is copied.",
-        "inspect": "Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template.",
-        "compress": "Write a model as a GGUF file, or a folder, with numbers in fewer bits: each rounded to the nearest its "
-        "block can have, or so that the layers' outputs on texts change least (--method).",
-        "distil": "Train a smaller model to do as MODEL does, or heal one that was pruned or rounded; OUT is a folder as any "
-        "model's.",
-        "train-heads": "Train heads that draft for a model, from its own answers; then: --draft OUT.",
-        "train-masked": "Train a small model that fills in blocks of masked tokens, to try out non-autoregressive decoding.",
-        "train-classifier": "Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights "
-        "stay as they are.",
-        "calibrate": "Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then "
-        "Test).",
-        "doctor": "Show what a bug report should say of this installation, and what is wrong with it (exit code 1).",
-    },
-    "Measure": {
-        "perplexity": "Measure how well a model predicts a text: exp of the mean negative log-likelihood of its tokens.",
-        "arithmetic": "Say what a token costs in each number format: bytes of weights, of K and V, the ceiling that memory "
-        "sets, the error.",
-        "compare": "Decoding methods on the same prompts: tokens/s, repetition, KV blocks.",
-        "bench": "Measure: batching policies, speed on this machine, servers under load.",
-    },
+    "Generate": ("run", "chat", "ask", "generate", "embed", "classify", "translate", "serve"),
+    "Models": (
+        *("pull", "list", "show", "rm", "add", "cp", "inspect", "compress", "distil"),
+        *("train-heads", "train-masked", "train-classifier", "calibrate", "doctor"),
+    ),
+    "Measure": ("perplexity", "arithmetic", "compare", "bench"),
 }
+BENCH_HELP = "Measure: batching policies, speed on this machine, servers under load."
 BENCH = {
-    "Commands": {
-        "local": "Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 "
-        "tokens, load time, memory.",
-        "serve": "Load on any OpenAI server: latencies, throughput, goodput.",
-        "latency": "Time to the first token against prompt length, and greedy decoding against sampling.",
-        "speculate": "Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured "
-        "speed-up.",
-        "self-draft": "Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is "
-        "saved.",
-        "sharing": "KV blocks of parallel samples and of beams, with and without sharing, on the same prompts.",
-        "cascade": "What a cascade of two models loses and saves on questions with known answers, and a threshold with a "
-        "guarantee.",
-        "token-cascade": "Cascades by token and speculative cascades over thresholds, beside plain decoding and a draft by the "
-        "same smaller model.",
-        "kv": "K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.",
-        "compressed": "Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, "
-        "memory.",
-        "exits": "Accuracy, layers and time of what leaves early beside the whole model: texts of a classifier, or tokens of a "
-        "decoder.",
-    }
+    "Commands": (
+        *("local", "serve", "latency", "speculate", "self-draft", "sharing", "cascade", "token-cascade"),
+        *("kv", "compressed", "exits"),
+    )
 }
 # Commands of `bench` that left the package, and the module of `benchmarks` in a clone.
 MOVED = {
@@ -84,12 +39,13 @@ MOVED = {
     "tools": "tool_calls",
     "refine": "refine",
 }
-# Where a command is, if not in the module of its name.
+# Modules and functions of the commands whose module or function has another name.
 MODULES = {
     **dict.fromkeys(("pull", "list", "show", "rm"), "models"),
     **dict.fromkeys(("add", "cp"), "names"),
     "bench_latency": "bench_serve",
 }
+FUNCTIONS = {"list": "list_models", "rm": "remove", "cp": "copy"}
 
 HELP = "Run language models on this machine: fast, offline, many decoding methods in one loop."
 EPILOG = "\n\n".join(
@@ -106,8 +62,8 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 
 def build(arguments: Sequence[str] | None = None) -> typer.Typer:
-    """The application: with the one command that `arguments` ask for, or, where they ask for none, with names of commands for
-    the help and for who mistyped one; without `arguments` with all commands."""
+    """Build the application. With `arguments` it imports only the command that they name; if they name none it has all names
+    and descriptions, for the help and for suggestions. Without `arguments` it has all commands."""
     app = App(help=HELP, epilog=EPILOG, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_start)
     _fill(app, COMMANDS, "", arguments)
@@ -121,30 +77,40 @@ def asked_for(arguments: Sequence[str]) -> Sequence[str]:
     return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or "").split()[1:]
 
 
-def _fill(app: typer.Typer, listed: Mapping[str, Mapping[str, str]], group: str, arguments: Sequence[str] | None) -> None:
-    names = [name for panel in listed.values() for name in panel]
-    words = [one for one in arguments or () if not one.startswith("-")]
-    asked = words[:1] if words and words[0] in names else []
-    if arguments is not None and not asked:
-        for panel, commands in listed.items():
-            for name, line in commands.items():
-                app.command(name, help=line, rich_help_panel=panel)(_elsewhere)
+def _fill(app: typer.Typer, panels: Mapping[str, Sequence[str]], group: str, arguments: Sequence[str] | None) -> None:
+    names = [name for panel in panels.values() for name in panel]
+    words = [word for word in arguments or () if not word.startswith("-")]
+    wanted = words[:1] if words and words[0] in names else []
+    if arguments is not None and not wanted:
+        for panel, commands in panels.items():
+            for name in commands:
+                text = BENCH_HELP if name == "bench" else description(group, name)
+                app.command(name, help=text, rich_help_panel=panel)(_only_listed)
         return
-    if "bench" in (asked or names):
-        bench = App(help=listed["Measure"]["bench"], no_args_is_help=True)
+    if "bench" in (wanted or names):
+        bench = App(help=BENCH_HELP, no_args_is_help=True)
         _fill(bench, BENCH, "bench_", None if arguments is None else words[1:])
         app.add_typer(bench, name="bench")
-    for module in dict.fromkeys(module_of(group, name) for name in asked or names if name != "bench"):
+    for module in dict.fromkeys(module_of(group, name) for name in wanted or names if name != "bench"):
         import_module(module).register(app)
 
 
 def module_of(group: str, name: str) -> str:
-    """Where a command is. `group`: "bench_" or nothing."""
+    """Module of a command. group: "bench_", or "" for the others."""
     word = group + name.replace("-", "_")
     return f"headrace.cli.{MODULES.get(word, word)}"
 
 
-def _elsewhere() -> None:
+def description(group: str, name: str) -> str:
+    """First paragraph of a command's docstring, read from its source: the help imports no command."""
+    module, function = module_of(group, name), FUNCTIONS.get(name, name.replace("-", "_"))
+    source = Path(__file__).with_name(module.rpartition(".")[2] + ".py").read_text("utf-8")
+    found = re.search(rf'^def {function}\(.*?^    """(.*?)(?:\n\n|""")', source, re.DOTALL | re.MULTILINE)
+    assert found is not None, f"{module}.{function} has no docstring"
+    return " ".join(found[1].split())
+
+
+def _only_listed() -> None:
     raise AssertionError("a command that is only listed was called")
 
 
