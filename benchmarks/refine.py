@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run
+from headrace.bench.questions import Question, read_fields
 from headrace.cli.files import writable
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions
@@ -19,17 +20,9 @@ from headrace.cli.output import print_table, say
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import ParamError, RefineParams, SamplingParams
 from headrace.llm import LLM
-from headrace.workflows.prompts import Prompt, lines_of, read_prompts, tokens_of
+from headrace.workflows.prompts import tokens_of
 
 PLAIN = "token by token"
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt, and the answers that are right, where these are known."""
-
-    prompt: Prompt
-    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +55,14 @@ class Measured:
 
 
 def read_questions(path: Path, most: int | None = None) -> list[Question]:
-    """JSON lines with "prompt" (or "messages"), and perhaps "answers" or "answer". Raises ValueError."""
-    prompts = read_prompts(path, most)
-    lines = [line for line in lines_of(path) if line.strip()]
-    found = []
-    for number, (prompt, line) in enumerate(zip(prompts, lines, strict=False), 1):
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = {}
-        fields = fields if isinstance(fields, dict) else {}
+    """Questions of JSON lines with "prompt" (or "messages"), and perhaps "answers" or "answer". Raises ValueError."""
+    questions = []
+    for number, prompt, fields in read_fields(path, most):
         answers = fields.get("answers", [fields["answer"]] if "answer" in fields else [])
-        if not isinstance(answers, list) or not all(isinstance(one, str) for one in answers):
+        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
             raise ValueError(f'question {number}: "answers" is a list of texts')
-        found.append(Question(prompt, tuple(answers)))
-    return found
+        questions.append(Question(prompt, tuple(answers)))
+    return questions
 
 
 def ways(

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.bench import kv
 from headrace.bench.cells import Cell
-from headrace.bench.kv import EXACT, VARIANTS, losses
+from headrace.bench.kv import EXACT, FORMATS, measure_losses
 from headrace.compress.mean_keys import TOKENS, mean_keys
 from headrace.compress.texts import draw_texts
 from headrace.data.progress import Silent
@@ -16,14 +16,14 @@ from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
 from tests.places import data_path, model_file
 
-BY_NAME = {variant.name: variant for variant in VARIANTS}
+BY_NAME = {variant.name: variant for variant in FORMATS}
 
 
 def test_more_bits_lose_less_and_a_format_without_rounding_nothing(tiny_gguf: Path) -> None:
     source = open_files(tiny_gguf).source
     texts = np.random.default_rng(0).integers(0, 97, (4, 80)).tolist()
     names = ("bfloat16", "int8", "int4", "int4, K alone", "int4, V alone", "int4, K by channel (not served)")
-    perplexity, found = losses(source, texts, mean_keys(source, texts), [EXACT, *(BY_NAME[name] for name in names)])
+    perplexity, found = measure_losses(source, texts, mean_keys(source, texts), [EXACT, *(BY_NAME[name] for name in names)])
     made = {one.name: one.record() for one in found}
     assert perplexity > 1
     assert (made["float32"]["nll"], made["float32"]["kl"], made["float32"]["same_choice"]) == (0, 0, 1)
@@ -71,7 +71,9 @@ def test_what_smollm2_loses_is_within_the_promise() -> None:
     centre = mean_keys(opened.source, draw_texts(opened, text, TOKENS, 0, Silent(), 512))
     plain = "int4, one scale, K as it is"
     names = ("int8", "int4", "int4, K as it is", "int4, one scale for K", plain)
-    lost = {one.name: one.record()["nll"] for one in losses(opened.source, scored, centre, [BY_NAME[n] for n in names])[1]}
+    lost = {
+        one.name: one.record()["nll"] for one in measure_losses(opened.source, scored, centre, [BY_NAME[n] for n in names])[1]
+    }
     print({name: round(value, 4) for name, value in lost.items()})
     assert lost["int8"] <= 0.005
     assert lost["int4, K as it is"] <= 0.7 * lost[plain], "half heads"

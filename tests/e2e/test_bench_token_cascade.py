@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.bench import token_cascade as bench
-from headrace.bench.token_cascade import DRAFT, PLAIN, Way, measure, ways
+from headrace.bench.token_cascade import DRAFT, PLAIN, DecodingMethod, measure, methods
 from headrace.data.outputs import CompletionOutput
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
@@ -47,7 +47,7 @@ def test_the_ends_of_every_curve_are_known(llm: LLM) -> None:
     """A threshold nobody reaches and a rule that never defers are the larger model; 0 and 1 are the smaller one, of a cascade
     after the first token."""
     ours = llm.engine.speculation
-    found = measure(llm, PROMPTS, ways(10, (0.0, 1.01), (-1.0, 1.0)), batch=2, rounds=2, say=silent)
+    found = measure(llm, PROMPTS, methods(10, (0.0, 1.01), (-1.0, 1.0)), batch=2, rounds=2, say=silent)
     assert llm.engine.speculation is ours
     rows = {row["name"]: row for row in found["rows"]}
     own = ("plain", "draft", "max_prob 1.01", "margin 1.01", "chow -1", "opt -1")
@@ -65,7 +65,7 @@ def test_the_ends_of_every_curve_are_known(llm: LLM) -> None:
 
 def test_a_draft_that_changes_a_token_is_found(llm: LLM) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=8)
-    lying = [Way(PLAIN, None, plain, False), Way(DRAFT, None, plain.replace(cascade_threshold=0.0), True)]
+    lying = [DecodingMethod(PLAIN, None, plain, False), DecodingMethod(DRAFT, None, plain.replace(cascade_threshold=0.0), True)]
     with pytest.raises(RuntimeError, match="a draft changed a token"):
         measure(llm, PROMPTS, lying, rounds=1, say=silent)
 

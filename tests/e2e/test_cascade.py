@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import cascade as bench
+from headrace.bench.questions import read_questions
 from headrace.cli.app import main
 from headrace.cli.cascades import read_cascade
 from headrace.data.outputs import CompletionOutput, RequestOutput
@@ -165,7 +165,7 @@ def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     asked = [{"prompt": f"a{end}b", "answer": "x"} for end in ("\u2028", "\x85")]
     file.write_text("".join(json.dumps(one, ensure_ascii=False) + "\r\n" for one in asked), "utf-8", newline="")
-    assert [one.prompt for one in bench.read_questions(file)] == [one["prompt"] for one in asked]
+    assert [one.prompt for one in read_questions(file)] == [one["prompt"] for one in asked]
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_questions_that_cannot_be_judged(tmp_path: Path, line: dict[str, object]
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=says):
-        bench.read_questions(file)
+        read_questions(file)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import sharing
-from headrace.bench.cpu_usage import watch
+from headrace.bench.block_usage import run_requests
 from headrace.bench.repetition import distinct, rep
 from headrace.bench.strategies import MODES, mode
 from headrace.data.params import BeamSearchParams, SamplingParams
@@ -137,7 +137,7 @@ def test_w8_beams_share_most_of_their_blocks(tiny_llm: LLM) -> None:
     assert rows["beam", 4].saved > 0.3
     assert rows["beam", 4].shared < 0.7 * rows["beam", 4].unshared
     assert 0.1 < rows["parallel", 4].saved < rows["beam", 4].saved
-    alone = watch(tiny_llm, [prompt], SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True))
+    alone = run_requests(tiny_llm, [prompt], SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True))
     assert alone.saved == 0.0  # the counter does not see sharing where there is none
     assert alone.peak[alone.outputs[0].request_id] == -(-(35 + 47) // 16)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.choices import Question, answered, beside, read_questions
+from headrace.bench.choices import answer, compare_answers
+from headrace.bench.questions import ChoiceQuestion, read_choice_questions
 from headrace.llm import LLM
 from tests.tiny_files import write_tiny_gguf
 
@@ -26,15 +27,15 @@ def write(path: Path, *lines: object) -> Path:
 
 
 def test_three_forms_are_read(tmp_path: Path) -> None:
-    assert read_questions(write(tmp_path / "a.jsonl", ARC, PLAIN)) == [
-        Question("Question: Which is wet?\nAnswer:", (" fire", " water"), 1),
-        Question("The water is", (" dry", " wet", " old"), 1),
+    assert read_choice_questions(write(tmp_path / "a.jsonl", ARC, PLAIN)) == [
+        ChoiceQuestion("Question: Which is wet?\nAnswer:", (" fire", " water"), 1),
+        ChoiceQuestion("The water is", (" dry", " wet", " old"), 1),
     ]
     lines = [request(number, text) for number in (4, 5) for text in (" A", " B", " C")]
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(write(tmp_path / "b", *lines).read_bytes()))
-    assert read_questions(packed) == [Question(f"{number}?", (" A", " B", " C"), 1) for number in (4, 5)]
-    assert len(read_questions(packed, 1)) == 1
+    assert read_choice_questions(packed) == [ChoiceQuestion(f"{number}?", (" A", " B", " C"), 1) for number in (4, 5)]
+    assert len(read_choice_questions(packed, 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,10 @@ def test_three_forms_are_read(tmp_path: Path) -> None:
 def test_what_is_no_question_is_one_line(line: object, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ARC, line)
     with pytest.raises(ValueError, match=re.escape(f"{path}: line 2 is no question; give JSON lines like")) as found:
-        read_questions(path)
+        read_choice_questions(path)
     assert "\n" not in str(found.value)
     with pytest.raises(ValueError, match="has no question"):
-        read_questions(write(tmp_path / "empty.jsonl"))
+        read_choice_questions(write(tmp_path / "empty.jsonl"))
 
 
 def test_the_likeliest_choice_counts(tmp_path: Path) -> None:
@@ -63,16 +64,16 @@ def test_the_likeliest_choice_counts(tmp_path: Path) -> None:
 
     each = [total(choice) / len(choice) for choice in choices]
     best = each.index(max(each))
-    questions = [Question(context, choices, right) for right in range(3)]
-    found = answered(llm, [*questions, Question("word " * 80, choices, 0)])
+    questions = [ChoiceQuestion(context, choices, right) for right in range(3)]
+    found = answer(llm, [*questions, ChoiceQuestion("word " * 80, choices, 0)])
     assert found == [*(right == best for right in range(3)), None]
     sums = [total(choice) for choice in choices]
     assert sums.index(max(sums)) != best
 
 
 def test_shares_are_of_questions_that_both_answered() -> None:
-    told = beside([True, True, False, None, False], [True, False, True, True, False])
+    told = compare_answers([True, True, False, None, False], [True, False, True, True, False])
     assert (told["questions"], told["right"], told["lost"], told["gained"]) == (4, 0.5, 0.25, 0.25)
     assert told["error"] == pytest.approx(0.25)
     with pytest.raises(ValueError, match="no question fits the model's context"):
-        beside([None], [None])
+        compare_answers([None], [None])

@@ -1,13 +1,13 @@
-"""A cascade of two models on questions with known answers: what a score tells, what deferring costs and gives, a threshold."""
+"""Measure a cascade of two models on questions with known answers: quality of the score, cost of deferring, a threshold."""
 
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from headrace.bench.figures import Column
+from headrace.bench.questions import Question
 from headrace.data.params import SamplingParams
 from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
@@ -15,11 +15,19 @@ from headrace.stats.calibration import Calibration, calibrate
 from headrace.stats.confidence import auroc, deferrals, losses_against
 from headrace.workflows.cascade import Score, surety, text_of, tokens_used
 from headrace.workflows.consistency import last_number
-from headrace.workflows.prompts import Prompt, lines_of, read_prompts, tokens_of
+from headrace.workflows.prompts import tokens_of
 
-GRID = tuple(1.0 - i / 50 for i in range(51))  # thresholds, the safest first: 1 defers what is not certain
+# Thresholds, the safest first: 1 defers every answer that is not certain.
+GRID = tuple(1.0 - i / 50 for i in range(51))
 RESAMPLES = 2000
-SHARE = 0.2  # of the prompts, at which deferring is held against chance
+# Share of deferred prompts at which deferring by score is compared with deferring at random.
+SHARE = 0.2
+COLUMNS = (
+    Column("deferred", "share", ".3f"),
+    Column("right", "accuracy", ".3f"),
+    Column("by chance", "by_chance", ".3f"),
+    Column("cost a question", "cost", ".3f"),
+)
 MATCHES: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda text, known: text.strip().casefold() == known.strip().casefold(),
     "number": lambda text, known: last_number(text) == last_number(known),
@@ -28,17 +36,8 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt, its known answer, and the texts that it is chosen from, where there are such."""
-
-    prompt: Prompt
-    answer: str
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What a model said to the questions: which are right, how sure it was, tokens a question and seconds."""
+class ModelAnswers:
+    """Answers of one model: which are right, the confidence of each, tokens per question, seconds for all."""
 
     right: list[bool]
     scores: list[float]
@@ -46,36 +45,22 @@ class Answered:
     seconds: float
 
 
-def read_questions(path: Path, most: int | None = None) -> list[Question]:
-    """JSON lines with "prompt" (or "messages"), "answer", and perhaps "choices". Raises ValueError, naming the line."""
-    prompts = read_prompts(path, most)
-    lines = [line for line in lines_of(path) if line.strip()]
-    found = []
-    for number, (prompt, line) in enumerate(zip(prompts, lines, strict=False), 1):
-        fields = json.loads(line)
-        known, choices = fields.get("answer"), fields.get("choices") or ()
-        if not isinstance(known, str | int) or (choices and str(known) not in choices):
-            raise ValueError(f'question {number} has no "answer" that is a text' + (", one of its choices" if choices else ""))
-        found.append(Question(prompt, str(known), tuple(choices)))
-    return found
-
-
-def ask(llm: LLM, questions: Sequence[Question], score: Score, params: SamplingParams, match: str) -> Answered:
-    """All questions of one model, in one batch, through its chat template."""
-    each = [_params(question, score, params) for question in questions]
+def answer(llm: LLM, questions: Sequence[Question], score: Score, params: SamplingParams, match: str) -> ModelAnswers:
+    """Run all questions in one batch through the model's chat template, and rate the answers."""
+    by_question = [_params(question, score, params) for question in questions]
     start = time.perf_counter()
-    outputs = llm.generate([tokens_of(llm, question.prompt, chat=True) for question in questions], each)
+    outputs = llm.generate([tokens_of(llm, question.prompt, chat=True) for question in questions], by_question)
     seconds = time.perf_counter() - start
     right = [
-        output.error is None and MATCHES["exact" if question.choices else match](text_of(output, score), question.answer)
+        output.error is None and MATCHES["exact" if question.choices else match](text_of(output, score), question.answers[0])
         for output, question in zip(outputs, questions, strict=True)
     ]
     tokens = sum(map(tokens_used, outputs)) / len(outputs)
-    return Answered(right, [surety(output, score) for output in outputs], tokens, seconds)
+    return ModelAnswers(right, [surety(output, score) for output in outputs], tokens, seconds)
 
 
 def _params(question: Question, score: Score, params: SamplingParams) -> SamplingParams:
-    """A choice is scored among the choices, as its mask leaves them."""
+    """Parameters of one question. The logprobs of a choice are those after masking, among its choices."""
     form = StructuredOutputs(choice=question.choices) if question.choices else None
     if score == "vote":
         return params.replace(structured_outputs=form)
@@ -83,11 +68,12 @@ def _params(question: Question, score: Score, params: SamplingParams) -> Samplin
 
 
 def judge(
-    small: Answered, large: Answered, *, score: Score, price: float, delta: float, epsilon: float, seed: int = 0
+    small: ModelAnswers, large: ModelAnswers, *, score: Score, price: float, delta: float, epsilon: float, seed: int = 0
 ) -> dict[str, Any]:
-    """The figures of the cascade. `price`: what a token of the small model costs where one of the large costs 1.
+    """Figures of the cascade. price: cost of a token of the small model in tokens of the large one.
 
-    The threshold is chosen on one half of the questions, and read on the other.
+    The threshold is chosen on one half of the questions and tested on the other.
+    delta, epsilon: bound on the loss, and the probability that it does not hold.
     """
     costs = price * small.tokens, large.tokens
     order = list(range(len(small.right)))
@@ -101,7 +87,7 @@ def judge(
         "large": _share(large.right),
         "auroc": auroc(small.scores, small.right),
         "break_even": 1 - costs[0] / costs[1],
-        "curve": [asdict(one) for one in deferrals(small.scores, small.right, large.right, costs)],
+        "curve": [asdict(point) for point in deferrals(small.scores, small.right, large.right, costs)],
         "at_20": _against_chance(small, large, costs, seed),
         "calibration": asdict(chosen),
         "held_out": _held_out(chosen, half[1], small, large, costs),
@@ -109,7 +95,7 @@ def judge(
     }
 
 
-def _of(which: Sequence[int], small: Answered, large: Answered) -> tuple[list[float], list[bool], list[bool]]:
+def _of(which: Sequence[int], small: ModelAnswers, large: ModelAnswers) -> tuple[list[float], list[bool], list[bool]]:
     return [small.scores[i] for i in which], [small.right[i] for i in which], [large.right[i] for i in which]
 
 
@@ -117,22 +103,21 @@ def _share(right: Sequence[bool]) -> float:
     return sum(right) / len(right)
 
 
-def _against_chance(small: Answered, large: Answered, costs: tuple[float, float], seed: int) -> dict[str, float]:
-    """Accuracy above a choice by chance where a fifth is deferred, and the share of resamples of the questions in which it is
-    not above it."""
+def _against_chance(small: ModelAnswers, large: ModelAnswers, costs: tuple[float, float], seed: int) -> dict[str, float]:
+    """Gain in accuracy over random deferral when a fifth is deferred, and the share of bootstrap samples without a gain."""
     rng, gains = random.Random(seed), []
     everything = range(len(small.right))
     for number in range(RESAMPLES + 1):
         which = everything if number == 0 else [rng.choice(everything) for _ in everything]
-        (one,) = deferrals(*_of(which, small, large), costs, (SHARE,))
-        gains.append(one.accuracy - one.by_chance)
+        (point,) = deferrals(*_of(which, small, large), costs, (SHARE,))
+        gains.append(point.accuracy - point.by_chance)
     return {"gain": gains[0], "p": sum(gain <= 0 for gain in gains[1:]) / RESAMPLES}
 
 
 def _held_out(
-    chosen: Calibration, which: Sequence[int], small: Answered, large: Answered, costs: tuple[float, float]
+    chosen: Calibration, which: Sequence[int], small: ModelAnswers, large: ModelAnswers, costs: tuple[float, float]
 ) -> dict[str, float]:
-    """Of the questions that did not choose the threshold; without one everything is deferred."""
+    """Figures on the questions that the threshold was not chosen on. Without a threshold everything is deferred."""
     scores, mine, theirs = _of(which, small, large)
     keeps = [chosen.threshold is not None and score >= chosen.threshold for score in scores]
     right = [a if keep else b for keep, a, b in zip(keeps, mine, theirs, strict=True)]
@@ -145,3 +130,22 @@ def _held_out(
         "deferred": deferred,
         "cost": costs[0] / costs[1] + deferred,
     }
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """Lines below the table: the score's quality, and the threshold with its guarantee, if there is one."""
+    chosen, held, at = result["calibration"], result["held_out"], result["at_20"]
+    quality = f"AUROC of the score {result['auroc']:.2f}; a fifth deferred: {at['gain']:+.3f} beside chance (p {at['p']:.3f})"
+    pays = f"it is cheaper than LARGE alone below {result['break_even']:.0%} deferred"
+    if chosen["threshold"] is None:
+        shown = f"no threshold loses at most {chosen['delta']:g} for sure on {chosen['n']} questions: LARGE answers everything"
+        return [quality, pays, shown]
+    shown = (
+        f"threshold {chosen['threshold']:.2f}: loses at most {chosen['delta']:g} with probability {1 - chosen['epsilon']:g}, "
+        f"for questions like the {chosen['n']} it was chosen on"
+    )
+    kept = (
+        f"the other half: {held['accuracy']:.3f} right (LARGE alone {held['large']:.3f}), lost {held['loss']:.3f}, "
+        f"{held['deferred']:.0%} deferred, cost {held['cost']:.2f} of LARGE alone"
+    )
+    return [quality, pays, shown, kept]

@@ -1,122 +1,61 @@
-"""Questions with several answers of which one is right: whichever a model holds most likely counts as its own."""
+"""Multiple-choice accuracy: a model answers with the continuation that has the highest log-probability per byte."""
 
-import gzip
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.bench.questions import ChoiceQuestion
 from headrace.llm import LLM
 
-BATCH = 16  # questions that are scored together
-FORMS = (
-    '{"question", "choices": {"text", "label"}, "answerKey"} (ARC), {"prompt", "choices", "answer"}, or a line an answer with '
-    '{"doc_id", "label", "request": {"context", "continuation"}}'
-)
+# Questions that are scored together.
+BATCH = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A text, how it may go on, and which of these is right."""
+def answer(
+    llm: LLM, questions: Sequence[ChoiceQuestion], advance: Callable[[int], None] = lambda count: None
+) -> list[bool | None]:
+    """Whether the model answers each question right; None if a question exceeds the model's context.
 
-    context: str
-    choices: tuple[str, ...]
-    right: int
-
-
-def read_questions(path: Path, most: int | None = None) -> list[Question]:
-    """Of a file of JSON lines, perhaps with gzip, in one of FORMS; `most` at most. Raises ValueError, naming the line."""
-    found: list[Question] = []
-    for number, lines in _grouped(path):
-        if most is not None and len(found) == most:
-            break
-        try:
-            found.append(_question(lines))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise ValueError(f"{path}: line {number} is no question; give JSON lines like {FORMS}") from None
-    if not found:
-        raise ValueError(f"{path} has no question; give JSON lines like {FORMS}")
-    return found
+    advance: called after each batch with its number of questions.
+    """
+    results: list[bool | None] = []
+    for start in range(0, len(questions), BATCH):
+        batch = questions[start : start + BATCH]
+        results += _answer_batch(llm, batch)
+        advance(len(batch))
+    return results
 
 
-def _grouped(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The lines of each question, and the number of the first."""
-
-    def parsed() -> Iterator[tuple[int, dict[str, Any]]]:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    found = json.loads(line)
-                except ValueError:
-                    found = None
-                if not isinstance(found, dict):
-                    raise ValueError(f"{path}: line {number} is no question; give JSON lines like {FORMS}")
-                yield number, found
-
-    for _, group in groupby(parsed(), key=lambda one: one[1].get("doc_id", one[0])):
-        lines = list(group)
-        yield lines[0][0], [fields for _, fields in lines]
-
-
-def _question(lines: Sequence[dict[str, Any]]) -> Question:
-    first = lines[0]
-    if "request" in first:
-        choices = tuple(str(one["request"]["continuation"]) for one in lines)
-        return _checked(Question(str(first["request"]["context"]), choices, int(first["label"])))
-    if "question" in first:
-        texts, labels = first["choices"]["text"], first["choices"]["label"]
-        choices, right = tuple(f" {text}" for text in texts), labels.index(first["answerKey"])
-        return _checked(Question(f"Question: {first['question']}\nAnswer:", choices, right))
-    choices = tuple(f" {text}" for text in first["choices"])
-    return _checked(Question(str(first["prompt"]), choices, first["choices"].index(first["answer"])))
-
-
-def _checked(question: Question) -> Question:
-    if len(question.choices) < 2 or not 0 <= question.right < len(question.choices) or not all(question.choices):
-        raise ValueError("one answer is none to choose")
-    return question
-
-
-def answered(llm: LLM, questions: Sequence[Question], advance: Callable[[int], None] = lambda count: None) -> list[bool | None]:
-    """Whether each is answered right: by the choice with the greatest log-probability for each of its bytes. None where the
-    model's context does not hold it. `advance` hears of every batch how many there were."""
-    made: list[bool | None] = []
-    for at in range(0, len(questions), BATCH):
-        some = questions[at : at + BATCH]
-        made += _answered(llm, some)
-        advance(len(some))
-    return made
-
-
-def _answered(llm: LLM, questions: Sequence[Question]) -> list[bool | None]:
-    most = llm.memory_plan.max_model_len
-    asked: list[list[tuple[list[int], int]]] = []  # of each choice the tokens, and how many of them are its own
+def _answer_batch(llm: LLM, questions: Sequence[ChoiceQuestion]) -> list[bool | None]:
+    limit = llm.memory_plan.max_model_len
+    # For each question and choice: the tokens, and how many of them belong to the choice.
+    encoded: list[list[tuple[list[int], int]]] = []
     for question in questions:
         start = len(llm.tokenizer.encode(question.context))
-        whole = [llm.tokenizer.encode(question.context + choice) for choice in question.choices]
-        asked.append([(tokens, max(len(tokens) - start, 1)) for tokens in whole])
-    fits = [all(len(tokens) < most for tokens, _ in each) for each in asked]
-    batch = [one for each, fit in zip(asked, fits, strict=True) if fit for one in each]
-    starts = [len(tokens) - own for tokens, own in batch]
-    scores = iter(llm.score([tokens for tokens, _ in batch], start=starts) if batch else ())
-    made: list[bool | None] = []
-    for question, each, fit in zip(questions, asked, fits, strict=True):
+        texts = [llm.tokenizer.encode(question.context + choice) for choice in question.choices]
+        encoded.append([(tokens, max(len(tokens) - start, 1)) for tokens in texts])
+    fits = [all(len(tokens) < limit for tokens, _ in choices) for choices in encoded]
+    scored = [choice for choices, fit in zip(encoded, fits, strict=True) if fit for choice in choices]
+    starts = [len(tokens) - own for tokens, own in scored]
+    scores = iter(llm.score([tokens for tokens, _ in scored], start=starts) if scored else ())
+    results: list[bool | None] = []
+    for question, choices, fit in zip(questions, encoded, fits, strict=True):
         if not fit:
-            made.append(None)
+            results.append(None)
             continue
-        sums = [math.fsum(next(scores).logprobs[-own:]) for _, own in each]
+        sums = [math.fsum(next(scores).logprobs[-own:]) for _, own in choices]
         likely = [total / len(choice.encode()) for total, choice in zip(sums, question.choices, strict=True)]
-        made.append(likely.index(max(likely)) == question.right)
-    return made
+        results.append(likely.index(max(likely)) == question.right)
+    return results
 
 
-def beside(found: Sequence[bool | None], first: Sequence[bool | None]) -> dict[str, Any]:
-    """The share that is right with its standard error, and, of the same questions, what the first model has right and this one
-    wrong (`lost`), and the other way round (`gained`). Raises ValueError where the context holds no question."""
-    pairs = [(mine, theirs) for mine, theirs in zip(found, first, strict=True) if mine is not None and theirs is not None]
+def compare_answers(results: Sequence[bool | None], first: Sequence[bool | None]) -> dict[str, Any]:
+    """Share of right answers with its standard error, compared with the `first` model on the same questions.
+
+    `lost`: share that only the first model answers right; `gained`: share that only this model answers right.
+    Raises ValueError if no question fits the context.
+    """
+    pairs = [(mine, theirs) for mine, theirs in zip(results, first, strict=True) if mine is not None and theirs is not None]
     if not pairs:
         raise ValueError("no question fits the model's context; give shorter ones")
     count = len(pairs)

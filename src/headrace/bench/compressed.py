@@ -10,10 +10,11 @@ from typing import Any
 
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
-from headrace.bench.choices import Question, answered, beside
+from headrace.bench.choices import answer, compare_answers
 from headrace.bench.competitors import Competitors, fitting, heading, kv_bytes
 from headrace.bench.interleave import Variant, measure
 from headrace.bench.machine import Say
+from headrace.bench.questions import ChoiceQuestion
 from headrace.compress.format_cost import format_costs
 from headrace.compress.judge import judge
 from headrace.compress.report import report_path
@@ -58,7 +59,7 @@ def open_all(models: Sequence[str]) -> dict[str, Opened]:
 def measure_compressed(
     models: dict[str, Opened],
     text: Path,
-    tasks: Mapping[str, Sequence[Question]],
+    tasks: Mapping[str, Sequence[ChoiceQuestion]],
     cells: Sequence[Cell],
     *,
     tell: Progress,
@@ -85,7 +86,7 @@ def measure_compressed(
         say(f"{name}: what it says of the text" + (", and of questions" if tasks else ""))
         figures, own = _quality(opened, texts, tasks, threads, tell)
         right = right or own
-        figures["tasks"] = {task: beside(own[task], right[task]) for task in tasks}
+        figures["tasks"] = {task: compare_answers(own[task], right[task]) for task in tasks}
         if number:
             tell.start(f"{name} beside {first.path.name}")
             figures["float32"] = asdict(judge(first.source, opened.source, texts, text.name))
@@ -120,7 +121,7 @@ def _size(opened: Opened) -> Results:
 
 
 def _quality(
-    opened: Opened, texts: Texts, tasks: Mapping[str, Sequence[Question]], threads: int | None, tell: Progress
+    opened: Opened, texts: Texts, tasks: Mapping[str, Sequence[ChoiceQuestion]], threads: int | None, tell: Progress
 ) -> tuple[Results, dict[str, list[bool | None]]]:
     """Perplexity as the engine runs it, of the second half of each text; and which questions are answered right."""
     llm = LLM(opened.path, speculate=None, threads=threads, max_num_seqs=BATCH * 4)
@@ -135,7 +136,7 @@ def _quality(
     right = {}
     for task, questions in tasks.items():
         tell.start(f"{opened.path.name}: {task}", len(questions), unit="questions")
-        right[task] = answered(llm, questions, tell.advance)
+        right[task] = answer(llm, questions, tell.advance)
         tell.finish()
     llm.close()
     value, error = perplexity(logs)

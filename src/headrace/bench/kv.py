@@ -1,5 +1,7 @@
-"""What number formats of K and V cost: how far a model's predictions move in torch, with each vector rounded as the pools round
-it, and tokens/s of the native core at long contexts."""
+"""Cost of number formats of K and V: change of a model's predictions, and tokens/s at long contexts.
+
+Predictions are computed in float32 torch, with each vector rounded as the KV pools round it. Speed is that of the native core.
+"""
 
 import math
 import sys
@@ -17,6 +19,7 @@ import torch
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.competitors import OURS, Build, fitting, kv_bytes, load_competitors
+from headrace.bench.figures import Column
 from headrace.bench.interleave import measure as measure_rounds
 from headrace.bench.machine import Say
 from headrace.bench.pairs import ratio
@@ -32,12 +35,21 @@ from headrace.startup.loading import open_model
 from headrace.weights.source import WeightSource
 
 SPEEDS = ("bfloat16", "int8", "int4")
+COLUMNS = (
+    Column("K AND V", "name"),
+    Column("BYTES A TOKEN", "token_bytes", ",.0f"),
+    Column("NATS LOST", lambda row: f"{row['nll']:+.4f}" + ("" if row["nll_error"] is None else f" ± {row['nll_error']:.4f}")),
+    Column("KL", "kl", ".4f"),
+    Column("SAME CHOICE", "same_choice", ".1%"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """How K and V are rounded: `bits` of a number of each, and of the `scales` of a vector. `centred`: K is less the mean of
-    keys."""
+class KVFormat:
+    """Rounding of K and V. `bits`: bits per number of K and of V; `scales`: bits of the scales per vector of K and of V.
+
+    `centred`: the mean key of the layer is subtracted from K first.
+    """
 
     name: str
     k: Rounding = as_it_is
@@ -47,32 +59,34 @@ class Variant:
     centred: bool = False
 
     def token_bytes(self, model: Model) -> float:
-        """Of K and V over all layers; what is left as it is counts as bfloat16."""
+        """Bytes of K and V per token over all layers; unrounded numbers count as bfloat16."""
         layers, heads, head_dim = kv_shape(model.config)
         return layers * heads * (head_dim * sum(self.bits) + sum(self.scales)) / 8
 
 
 HALVES = partial(to_int4, parts=2)
-EXACT = Variant("float32", bits=(32, 32))
-VARIANTS = (
-    Variant("bfloat16", to_bfloat16, to_bfloat16),
-    Variant("int8", to_int8, to_int8, (8, 8), (32, 32), True),
-    Variant("int4", HALVES, to_int4, (4, 4), (64, 32), True),
-    Variant("int8, K alone", to_int8, bits=(8, 16), scales=(32, 0), centred=True),
-    Variant("int8, V alone", v=to_int8, bits=(16, 8), scales=(0, 32)),
-    Variant("int4, K alone", HALVES, bits=(4, 16), scales=(64, 0), centred=True),
-    Variant("int4, V alone", v=to_int4, bits=(16, 4), scales=(0, 32)),
-    Variant("int4, K as it is", HALVES, to_int4, (4, 4), (64, 32)),
-    Variant("int4, one scale for K", to_int4, to_int4, (4, 4), (32, 32), True),
-    Variant("int4, one scale, K as it is", to_int4, to_int4, (4, 4), (32, 32)),
-    Variant("int4, K by channel (not served)", by_channel, to_int4, (4, 4), (32, 32)),
+EXACT = KVFormat("float32", bits=(32, 32))
+FORMATS = (
+    KVFormat("bfloat16", to_bfloat16, to_bfloat16),
+    KVFormat("int8", to_int8, to_int8, (8, 8), (32, 32), True),
+    KVFormat("int4", HALVES, to_int4, (4, 4), (64, 32), True),
+    KVFormat("int8, K alone", to_int8, bits=(8, 16), scales=(32, 0), centred=True),
+    KVFormat("int8, V alone", v=to_int8, bits=(16, 8), scales=(0, 32)),
+    KVFormat("int4, K alone", HALVES, bits=(4, 16), scales=(64, 0), centred=True),
+    KVFormat("int4, V alone", v=to_int4, bits=(16, 4), scales=(0, 32)),
+    KVFormat("int4, K as it is", HALVES, to_int4, (4, 4), (64, 32)),
+    KVFormat("int4, one scale for K", to_int4, to_int4, (4, 4), (32, 32), True),
+    KVFormat("int4, one scale, K as it is", to_int4, to_int4, (4, 4), (32, 32)),
+    KVFormat("int4, K by channel (not served)", by_channel, to_int4, (4, 4), (32, 32)),
 )
 
 
 @dataclass(slots=True)
-class Loss:
-    """Beside float32 on the same tokens, a text each: nats of likelihood lost, KL of the next token, and how often the first
-    choice is the same."""
+class FormatLoss:
+    """Losses of one format compared with float32 on the same tokens, one value per text.
+
+    `nll`: nats of log-likelihood lost; `kl`: KL divergence of the next token; `same_choice`: share of equal first choices.
+    """
 
     name: str
     token_bytes: float
@@ -81,7 +95,7 @@ class Loss:
     same_choice: list[float] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """For JSON; errors are standard errors over texts."""
+        """Figures for the JSON file; errors are standard errors over texts."""
         many = len(self.nll) > 1
         errors = {f"{name}_error": stdev(values) / math.sqrt(len(values)) if many else None for name, values in self._means}
         return {"name": self.name, "token_bytes": self.token_bytes, **{n: mean(x) for n, x in self._means}, **errors}
@@ -91,33 +105,36 @@ class Loss:
         return [("nll", self.nll), ("kl", self.kl), ("same_choice", self.same_choice)]
 
 
-class Tried(OneLayer):
-    """K and V of one layer, rounded as a variant says."""
+class RoundedPool(OneLayer):
+    """K and V of one layer, rounded to a format when they are written."""
 
-    def __init__(self, variant: Variant, centre: torch.Tensor, model: Model, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(self, number_format: KVFormat, centre: torch.Tensor, model: Model, tokens: int, dtype: torch.dtype) -> None:
         super().__init__(model, tokens, dtype)
-        self._variant, self._centre = variant, centre
+        self._format, self._centre = number_format, centre
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        k = k - self._centre[layer] if self._variant.centred else k
-        super().write(layer, slots, self._variant.k(k), self._variant.v(v))
+        k = k - self._centre[layer] if self._format.centred else k
+        super().write(layer, slots, self._format.k(k), self._format.v(v))
 
 
 @torch.inference_mode()
-def losses(
+def measure_losses(
     source: WeightSource,
     texts: Sequence[Sequence[int]],
     centre: np.ndarray,
-    variants: Sequence[Variant] = VARIANTS,
+    formats: Sequence[KVFormat] = FORMATS,
     tell: Progress | None = None,
-) -> tuple[float, list[Loss]]:
-    """Perplexity in float32 of the second halves of texts, and what each variant loses there. All go through a layer before the
-    next one's weights are read. `centre`: the mean of keys [layers, KV heads * head size]."""
+) -> tuple[float, list[FormatLoss]]:
+    """Perplexity in float32 of the second halves of texts, and the losses of each format there.
+
+    All texts and formats pass through a layer before the weights of the next one are read, so one layer is in memory.
+    centre: mean keys [layers, KV heads * head size] float32.
+    """
     tell, streamed = tell or Silent(), Streamed(source)
     model, longest = streamed.model, max(map(len, texts))
-    mean_key, all_of = torch.from_numpy(centre).view(kv_shape(model.config)), (EXACT, *variants)
+    mean_key, compared = torch.from_numpy(centre).view(kv_shape(model.config)), (EXACT, *formats)
     tell.start("layers", model.config.num_layers, unit="layers")
-    pools = [Tried(variant, mean_key, model, longest, torch.float32) for variant in all_of]
+    pools = [RoundedPool(each, mean_key, model, longest, torch.float32) for each in compared]
     contexts = [[pool.context(text) for text in texts] for pool in pools]
     with streamed.holding(TABLE):
         rows = [[model.embed(context) for context in some] for some in contexts]
@@ -126,19 +143,19 @@ def losses(
             rows = [_through(model, number, *both) for both in zip(rows, contexts, strict=True)]
         tell.advance(1)
     tell.finish()
-    made = [Loss(variant.name, variant.token_bytes(model)) for variant in variants]
-    whole: list[float] = []
+    losses = [FormatLoss(each.name, each.token_bytes(model)) for each in formats]
+    exact: list[float] = []
     with streamed.holding(streamed.head):
         for at, text in enumerate(texts):
             count = len(text) // 2
             before, *after = (model.head(some[at][-count - 1 : -1]).numpy() for some in rows)
-            for loss, logits in zip(made, after, strict=True):
+            for loss, logits in zip(losses, after, strict=True):
                 one = compare_logits([text[-count:]], [(before, logits)], loss.name)
                 loss.nll.append(math.log(one.perplexity / one.perplexity_before))
                 loss.kl.append(one.kl)
                 loss.same_choice.append(one.same_choice)
-            whole.append(math.log(one.perplexity_before))
-    return math.exp(mean(whole)), made
+            exact.append(math.log(one.perplexity_before))
+    return math.exp(mean(exact)), losses
 
 
 def _through(model: Model, number: int, rows: list[torch.Tensor], contexts: list[Context]) -> list[torch.Tensor]:
@@ -154,14 +171,14 @@ def speeds(
     say: Say = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda figures: None,
 ) -> dict[str, Any]:
-    """Tokens/s of the native core in each of SPEEDS, in turns, by cell; `ratio` of int4 to int8, with its interval."""
+    """Tokens/s of the native core in each of SPEEDS, interleaved, by cell. `ratio`: int4 to int8, with its interval."""
     opened = open_model(model)
     opened.source.close()
     cells = fitting(cells, opened.config, say)
     task = {"threads": threads or cores(), "kv_bytes": kv_bytes(cells, opened.config)}
     first, *others = SPEEDS
     settings = {name: _setting(name) for name in others}
-    found: dict[str, Any] = {}
+    cell_figures: dict[str, Any] = {}
     with ExitStack() as stack:
         theirs = Build(OURS, settings, Path(sys.prefix) / "bin" / "python")
         competitors = load_competitors(stack, opened.path, [theirs], _setting(first), task, say)
@@ -171,18 +188,28 @@ def speeds(
         for cell in cells:
             state = measure_rounds(competitors.variants, cell, rounds, opened.tokenizer.vocab_size, probe.gb_per_s)
             by_name = {variant.setting or first: variant.samples[cell.name] for variant in competitors.variants}
-            beside = ratio(by_name["int4"], by_name["int8"])
-            found[cell.name] = {
+            pair = ratio(by_name["int4"], by_name["int8"])
+            cell_figures[cell.name] = {
                 "tokens_per_s": {name: median(samples) for name, samples in by_name.items()},
                 "samples": by_name,
-                "ratio": beside.median,
-                "interval": [beside.low, beside.high],
+                "ratio": pair.median,
+                "interval": [pair.low, pair.high],
                 "others_cpu": median(state.others_cpu),
                 "bandwidth_gb_s": median(state.bandwidth),
             }
-            done({"cell": cell.name, **found[cell.name]})
-    return found
+            done({"cell": cell.name, **cell_figures[cell.name]})
+    return cell_figures
 
 
 def _setting(kv_dtype: str) -> dict[str, Any]:
     return {"backend": "native", "kv_dtype": kv_dtype}
+
+
+def speed_lines(cells: dict[str, Any]) -> list[str]:
+    """One line for each cell of `speeds`."""
+    lines = []
+    for cell, figures in cells.items():
+        by_name = ", ".join(f"{name} {speed:.1f}" for name, speed in figures["tokens_per_s"].items())
+        low, high = figures["interval"]
+        lines.append(f"{cell}: {by_name} tokens/s; int4 {figures['ratio']:.3f} of int8 ({low:.3f} to {high:.3f})")
+    return lines

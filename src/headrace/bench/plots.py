@@ -8,6 +8,7 @@ from html import escape
 import numpy as np
 
 import headrace
+from headrace.bench.figures import Line
 from headrace.bench.machine import commit, machine
 
 WIDTH, HEIGHT = 640, 380
@@ -30,16 +31,6 @@ STYLE = (
     + _style(DARK, "#16191b", "#e6e9e8", "#3a4043")
     + " }"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A name, and points in the order of x. `dashed`: what was predicted."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

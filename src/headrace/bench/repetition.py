@@ -1,4 +1,4 @@
-"""How much a text repeats itself, on its tokens."""
+"""Repetition of a text, from the n-grams of its tokens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,12 +10,12 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
 
 
 def rep(tokens: Tokens, n: int = 4) -> float:
-    """The share of n-grams that stand earlier in the same text (seq-rep-n of Welleck et al., 2020); 0 for short texts."""
+    """Share of n-grams that occur earlier in the same text, 0 for short texts (seq-rep-n of Welleck et al., 2020)."""
     grams = ngrams(tokens, n)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def distinct(texts: Iterable[Tokens], n: int = 4) -> float:
-    """Different n-grams over all n-grams of all texts together (Li et al., 2016); 1 where there is none."""
+    """Distinct n-grams divided by all n-grams of all texts together, 1 if there are none (Li et al., 2016)."""
     grams = [gram for tokens in texts for gram in ngrams(tokens, n)]
     return len(set(grams)) / len(grams) if grams else 1.0

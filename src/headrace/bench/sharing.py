@@ -1,22 +1,30 @@
-"""Blocks of KV memory with and without sharing: parallel samples and beams on the same prompts.
+"""KV blocks of parallel samples and of beams, with and without sharing, on the same prompts.
 
-Published, on Alpaca lengths: 6 to 10 % saved by parallel samples, 38 to 55 % by beams; on ShareGPT 16 to 30 % and 44 to 66 %
-(Kwon et al., 2023, figure 15).
+Published for Alpaca lengths: parallel samples save 6 to 10 %, beams 38 to 55 %; for ShareGPT 16 to 30 % and 44 to 66 %
+(Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, figure 15).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.bench.cpu_usage import watch
+from headrace.bench.block_usage import run_requests
+from headrace.bench.figures import Column
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
 
 WIDTHS = (2, 4, 6)
+COLUMNS = (
+    Column("method", "method"),
+    Column("width", "width"),
+    Column("blocks unshared", "unshared", ".1f"),
+    Column("blocks shared", "shared", ".1f"),
+    Column("saved", "saved", ".1%"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Mean blocks of one request in one step, if every sequence had its own and as they are."""
+class SharedBlocks:
+    """Mean blocks of one request in one step, without and with sharing, for `width` samples or beams."""
 
     method: str
     width: int
@@ -25,16 +33,16 @@ class Row:
     saved: float
 
 
-def measure(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, widths: Sequence[int] = WIDTHS) -> list[Row]:
-    """A row for n samples and for n beams, for every n."""
+def measure(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, widths: Sequence[int] = WIDTHS) -> list[SharedBlocks]:
+    """Run each prompt alone with n samples and with n beams, for every n of `widths`."""
     rows = []
     for method in ("parallel", "beam"):
         for width in widths:
             params: SamplingParams | BeamSearchParams = SamplingParams(n=width, seed=0, max_tokens=max_tokens)
             if method == "beam":
                 params = BeamSearchParams(beam_width=width, max_tokens=max_tokens)
-            found = [watch(llm, [prompt], params) for prompt in prompts]
-            steps = sum(one.steps for one in found)
-            unshared, shared = sum(one.unshared for one in found), sum(one.shared for one in found)
-            rows.append(Row(method, width, unshared / steps, shared / steps, 1 - shared / max(unshared, 1)))
+            usages = [run_requests(llm, [prompt], params) for prompt in prompts]
+            steps = sum(usage.steps for usage in usages)
+            unshared, shared = sum(usage.unshared for usage in usages), sum(usage.shared for usage in usages)
+            rows.append(SharedBlocks(method, width, unshared / steps, shared / steps, 1 - shared / max(unshared, 1)))
     return rows

@@ -1,4 +1,4 @@
-"""Decoding methods side by side on the same prompts: speed, repetition, blocks."""
+"""Compare decoding methods on the same prompts: speed, repetition of the texts, KV blocks."""
 
 import csv
 import re
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.cpu_usage import Watched, watch
+from headrace.bench.block_usage import BlockUsage, run_requests
+from headrace.bench.figures import Column
 from headrace.bench.repetition import distinct, rep
 from headrace.data.explicit import params_of
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
-# Methods by name, as fields of a request; a number at the end of beam, best and diverse is the width.
+# Methods by name, as fields of a request. A number at the end of beam, best and diverse is the width.
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sample": {"temperature": 1.0},
@@ -30,24 +31,33 @@ MODES: dict[str, dict[str, Any]] = {
     "contrastive-decoding": {"contrastive_beta": 0.5, "temperature": 0.0},
 }
 WIDTHS = {"beam": "beam_width", "diverse": "beam_width", "best": "best_of"}
-COLUMNS = ("mode", "prompt", "text", "tokens", "tokens_per_s", "rep_4", "distinct_4", "blocks", "finish_reason")
+CSV_COLUMNS = ("mode", "prompt", "text", "tokens", "tokens_per_s", "rep_4", "distinct_4", "blocks", "finish_reason")
+COLUMNS = (
+    Column("method", "mode"),
+    Column("tokens/s", "tokens_per_s", ".1f"),
+    Column("rep-4", "rep_4", ".3f"),
+    Column("distinct-4", "distinct_4", ".3f"),
+    Column("blocks", "blocks", ".1f"),
+    Column("saved by sharing", lambda result: result.usage.saved, ".1%"),
+    Column("tokens", lambda result: sum(map(len, result.outputs))),
+)
 
 
 @dataclass(slots=True)
-class Compared:
-    """One method's figures over all prompts; `rep_4` is the mean over its outputs, `blocks` the mean peak of a request."""
+class MethodResult:
+    """Outputs and figures of one decoding method. `rep_4`: mean over the outputs; `blocks`: mean of the requests' peaks."""
 
     mode: str
-    found: Watched
+    usage: BlockUsage
 
     @property
     def outputs(self) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in self.found.outputs]
+        return [output.outputs[0].token_ids for output in self.usage.outputs]
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the outputs that are given back."""
-        return sum(map(len, self.outputs)) / self.found.seconds
+        """Of the returned outputs; a best-of method computes more tokens."""
+        return sum(map(len, self.outputs)) / self.usage.seconds
 
     @property
     def rep_4(self) -> float:
@@ -59,30 +69,30 @@ class Compared:
 
     @property
     def blocks(self) -> float:
-        return sum(self.found.peak.values()) / len(self.outputs)
+        return sum(self.usage.peak.values()) / len(self.outputs)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        """A line of the CSV for every prompt; its `tokens_per_s` is that of the method, which ran all prompts together."""
+        """CSV rows, one for each prompt. `tokens_per_s` is that of the method, which runs all prompts together."""
         speed = round(self.tokens_per_s, 2)
         return [
             (
                 self.mode,
                 number,
-                one.text,
-                len(one.token_ids),
+                answer.text,
+                len(answer.token_ids),
                 speed,
-                round(rep(one.token_ids), 4),
-                round(distinct([one.token_ids]), 4),
-                self.found.peak[output.request_id],
-                one.finish_reason,
+                round(rep(answer.token_ids), 4),
+                round(distinct([answer.token_ids]), 4),
+                self.usage.peak[output.request_id],
+                answer.finish_reason,
             )
-            for number, output in enumerate(self.found.outputs)
-            for one in output.outputs[:1]
+            for number, output in enumerate(self.usage.outputs)
+            for answer in output.outputs[:1]
         ]
 
 
 def mode(name: str, max_tokens: int, seed: int) -> SamplingParams:
-    """The parameters of a method's name. Raises ValueError for an unknown one."""
+    """Parameters of the method with this name. Raises ValueError for an unknown name."""
     known = name
     fields = dict(MODES.get(name, {}))
     numbered = re.fullmatch(r"(beam|diverse|best)(\d{1,2})", name)
@@ -98,16 +108,16 @@ def mode(name: str, max_tokens: int, seed: int) -> SamplingParams:
 
 def compare(
     llm: LLM, prompts: Sequence[list[int]], names: Sequence[str], max_tokens: int | Sequence[int], seed: int = 0
-) -> list[Compared]:
-    """Each method on all prompts, one method after the other. `max_tokens`: of all answers, or of each prompt's."""
+) -> list[MethodResult]:
+    """Run all prompts with each method, one method after the other. max_tokens: of all answers, or one number a prompt."""
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    return [Compared(name, watch(llm, list(prompts), [mode(name, most, seed) for most in limits])) for name in names]
+    return [MethodResult(name, run_requests(llm, list(prompts), [mode(name, most, seed) for most in limits])) for name in names]
 
 
-def write_csv(path: Path, compared: Sequence[Compared]) -> None:
-    """One line for each method and prompt."""
+def write_csv(path: Path, results: Sequence[MethodResult]) -> None:
+    """Write one line for each method and prompt."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for one in compared:
-            writer.writerows(one.rows())
+        writer.writerow(CSV_COLUMNS)
+        for result in results:
+            writer.writerows(result.rows())

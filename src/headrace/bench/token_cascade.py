@@ -1,8 +1,8 @@
-"""A smaller model that writes some of the tokens, beside the same one as a draft: how much of the text is still what the larger
-model says, and what it gains, over thresholds.
+"""Compare the ways in which a smaller model can write tokens for a larger one: agreement with the larger model, and speed.
 
-Three ways to use it: a cascade by token (it writes where it is sure), a speculative cascade (its row of logits is taken where
-it is good enough, and it drafts), and a draft that the larger model verifies, which changes no token: the bar for both.
+Three ways: a cascade by token (the smaller model writes a token if its confidence passes the threshold), a speculative cascade
+(it drafts, and its logits replace the larger model's by a deferral rule), and a draft that the larger model verifies. The draft
+changes no token, so the other two must be faster than it.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from headrace.bench.figures import Column, Line
 from headrace.bench.machine import machine
-from headrace.bench.plots import Line
 from headrace.bench.speculation import timed
 from headrace.data.outputs import CompletionOutput
 from headrace.data.params import SamplingParams
@@ -25,11 +25,21 @@ THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 DEFER = (0.1, 0.3, 0.5, 0.7)
 CRITERIA: tuple[Literal["max_prob", "margin"], ...] = ("max_prob", "margin")
 RULES: tuple[Literal["chow", "opt"], ...] = ("chow", "opt")
+COLUMNS = (
+    Column("way", "name"),
+    Column("by the smaller", "smaller", ".1%"),
+    Column("the larger's choice", "agrees", ".1%"),
+    Column("likeness", "likeness", ".3f"),
+    Column("passes a token", "passes", ".2f"),
+    Column("tokens/s", "speed", ".1f"),
+    Column("beside plain", lambda row: f"{row['ratio']:.2f}x"),
+    Column("rounds", lambda row: f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way to decode: by what (`kind`: plain, draft, a criterion, a rule), at which setting; whether drafts are verified."""
+class DecodingMethod:
+    """One way to decode. `kind`: plain, draft, a criterion or a rule; `at`: its threshold; `drafts`: whether it speculates."""
 
     kind: str
     at: float | None
@@ -42,10 +52,13 @@ class Way:
 
 
 @dataclass(slots=True)
-class Row:
-    """What a way gives. `smaller`: the share of tokens that the smaller model wrote (None: not told); `agrees`: of those that
-    are what the larger model itself would say there; `likeness`: ROUGE-L of the tokens with its own answer; `passes`: of the
-    larger model, a token. `speeds`: tokens/s of each round, `ratios`: over plain decoding of the same round."""
+class MethodFigures:
+    """Figures of one method.
+
+    `smaller`: share of tokens written by the smaller model (None if unknown). `agrees`: share of tokens that are the larger
+    model's first choice. `likeness`: ROUGE-L of the tokens with the larger model's answer. `passes`: passes of the larger model
+    per token. `speeds`: tokens/s of each round; `ratios`: to plain decoding in the same round.
+    """
 
     name: str
     kind: str
@@ -66,67 +79,67 @@ class Row:
         return median(self.ratios)
 
 
-def ways(max_tokens: int, thresholds: Sequence[float] = THRESHOLDS, defer: Sequence[float] = DEFER) -> list[Way]:
-    """Plain decoding, a draft, cascades by token at the thresholds, speculative cascades; all greedy. Raises ParamError."""
+def methods(max_tokens: int, thresholds: Sequence[float] = THRESHOLDS, defer: Sequence[float] = DEFER) -> list[DecodingMethod]:
+    """Greedy methods: plain, draft, cascades by token at `thresholds`, speculative cascades at `defer`. Raises ParamError."""
     plain = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
-    made = [Way(PLAIN, None, plain, False), Way(DRAFT, None, plain, True)]
+    made = [DecodingMethod(PLAIN, None, plain, False), DecodingMethod(DRAFT, None, plain, True)]
     for criterion in CRITERIA:
         params = plain.replace(cascade_criterion=criterion)
-        made += [Way(criterion, at, params.replace(cascade_threshold=at), False) for at in thresholds]
+        made += [DecodingMethod(criterion, at, params.replace(cascade_threshold=at), False) for at in thresholds]
     for rule in RULES:
-        made += [Way(rule, at, plain.replace(defer_rule=rule, defer_at=at), True) for at in defer]
+        made += [DecodingMethod(rule, at, plain.replace(defer_rule=rule, defer_at=at), True) for at in defer]
     return made
 
 
 def measure(
     llm: LLM,
     prompts: Sequence[list[int]],
-    each: Sequence[Way],
+    methods: Sequence[DecodingMethod],
     *,
     batch: int = 1,
     rounds: int = 3,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The figures of all ways, the first of them plain decoding. `llm` has the smaller model as draft, amateur and cascade.
-    What is written comes from one pass; then all ways are timed in turns, every second round backwards. Ends with the engine
-    as it was.
+    """Figures of all methods, of which the first is plain decoding.
 
-    Raises RuntimeError where a request fails, or a lossless draft changes a token.
+    llm: has the smaller model as draft, amateur and cascade. Its engine's speculation is restored at the end.
+    Texts come from one run of each method. Then all methods are timed in alternation, every second round in reverse order.
+    Raises RuntimeError if a request fails or a lossless draft changes a token.
     """
     ours = llm.engine.speculation
     assert ours is not None, "it has a draft"
     limit = llm.memory_plan.max_model_len
-    # Each way learns what its own steps cost: two models' are not one's.
-    learnt = {way.name: Speculation(ours.drafters, limit, ours.gamma) if way.drafts else None for way in each}
+    # Each method learns the cost of its own steps: steps with two models cost more.
+    speculations = {method.name: Speculation(ours.drafters, limit, ours.gamma) if method.drafts else None for method in methods}
     groups = [list(prompts[at : at + batch]) for at in range(0, len(prompts), batch)]
-    rows: list[Row] = []
+    rows: list[MethodFigures] = []
     texts: list[list[list[int]]] = []
-    for way in each:
-        answers = _written(llm, prompts, way.params)
-        texts.append([one.token_ids for one in answers])
+    for method in methods:
+        answers = _answers(llm, prompts, method.params)
+        texts.append([answer.token_ids for answer in answers])
         agrees = _agrees(llm, prompts, texts[-1])
         alike = [rouge_l(*pair) for pair in zip(texts[-1], texts[0], strict=True)]
         figures = _smaller(answers), agrees, sum(alike) / len(alike), _passes(answers)
-        rows.append(Row(way.name, way.kind, way.at, *figures))
-        say(f"{way.name}: {agrees:.1%} of the tokens are the larger model's choice")
-    if any(mine != texts[0] for way, mine in zip(each, texts, strict=True) if way.kind == DRAFT):
+        rows.append(MethodFigures(method.name, method.kind, method.at, *figures))
+        say(f"{method.name}: {agrees:.1%} of the tokens are the larger model's choice")
+    if any(mine != texts[0] for method, mine in zip(methods, texts, strict=True) if method.kind == DRAFT):
         raise RuntimeError("a draft changed a token; please report this")
-    order = list(zip(each, rows, strict=True))
+    order = list(zip(methods, rows, strict=True))
     for number in range(rounds):
-        for way, row in order if number % 2 == 0 else reversed(order):
-            found = [timed(llm, group, [way.params] * len(group), learnt[way.name])[0] for group in groups]
-            row.speeds.append(sum(one.tokens for one in found) / sum(one.seconds for one in found))
-            if way.drafts:
-                row.passes = sum(one.steps for one in found) / sum(one.tokens for one in found)
+        for method, row in order if number % 2 == 0 else reversed(order):
+            runs = [timed(llm, group, [method.params] * len(group), speculations[method.name])[0] for group in groups]
+            row.speeds.append(sum(run.tokens for run in runs) / sum(run.seconds for run in runs))
+            if method.drafts:
+                row.passes = sum(run.steps for run in runs) / sum(run.tokens for run in runs)
         for row in rows:
             row.ratios.append(row.speeds[-1] / rows[0].speeds[-1])
-        say(f"round {number + 1} of {rounds}: a draft is {next(one.ratios[-1] for one in rows if one.kind == DRAFT):.2f}x")
+        say(f"round {number + 1} of {rounds}: a draft is {next(row.ratios[-1] for row in rows if row.kind == DRAFT):.2f}x")
     tokens = sum(map(len, texts[0]))
     records = [{**asdict(row), "speed": row.speed, "ratio": row.ratio} for row in rows]
     return {"machine": machine(), "backend": llm.backend, "n": len(prompts), "tokens": tokens, "batch": batch, "rows": records}
 
 
-def _written(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[CompletionOutput]:
+def _answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> list[CompletionOutput]:
     outputs = llm.generate(list(prompts), params)
     if failed := [output.error for output in outputs if output.error is not None]:
         raise RuntimeError(failed[0])
@@ -134,7 +147,7 @@ def _written(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -> 
 
 
 def _agrees(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
-    """The share of the answers' tokens that the larger model finds the likeliest where they stand."""
+    """Share of the answers' tokens that are the larger model's first choice at their positions."""
     read = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     outputs = llm.generate([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)], read)
     ranks = [
@@ -147,13 +160,13 @@ def _agrees(llm: LLM, prompts: Sequence[list[int]], answers: Sequence[list[int]]
 
 
 def _smaller(answers: Sequence[CompletionOutput]) -> float | None:
-    """The share of tokens that the smaller model wrote in the larger one's place."""
-    exits = [one for answer in answers for one in answer.exits or ()]
-    return sum(one.layers == 0 for one in exits) / len(exits) if exits else None
+    """Share of tokens that the smaller model wrote; None if the answers have no record of it."""
+    exits = [exited for answer in answers for exited in answer.exits or ()]
+    return sum(exited.layers == 0 for exited in exits) / len(exits) if exits else None
 
 
 def _passes(answers: Sequence[CompletionOutput]) -> float:
-    """Steps in which the larger model's weights are read, a token after the first."""
+    """Steps that read the larger model's weights, per token after the first."""
     count = tokens = 0
     for answer in answers:
         lag = 0
@@ -165,16 +178,16 @@ def _passes(answers: Sequence[CompletionOutput]) -> float:
     return count / max(1, tokens)
 
 
-def lines(found: dict[str, Any]) -> list[Line]:
-    """Tokens that are the larger model's choice (percent) over the speed beside plain decoding, a line for each kind."""
-    kinds = dict.fromkeys(row["kind"] for row in found["rows"])
-    of = {kind: sorted((row["ratio"], 100 * row["agrees"]) for row in found["rows"] if row["kind"] == kind) for kind in kinds}
+def lines(result: dict[str, Any]) -> list[Line]:
+    """Curves by kind: tokens that are the larger model's first choice (percent) over the speed-up."""
+    kinds = dict.fromkeys(row["kind"] for row in result["rows"])
+    of = {kind: sorted((row["ratio"], 100 * row["agrees"]) for row in result["rows"] if row["kind"] == kind) for kind in kinds}
     return [Line(kind, [x for x, _ in points], [y for _, y in points]) for kind, points in of.items()]
 
 
-def verdict(found: dict[str, Any]) -> str:
-    """Whether giving up tokens buys more than the draft, which gives up none."""
-    rows = found["rows"]
+def verdict(result: dict[str, Any]) -> str:
+    """One line: the fastest lossless draft, and the best method that is faster than it, if any."""
+    rows = result["rows"]
     bar = next(row["ratio"] for row in rows if row["kind"] == DRAFT)
     faster = [row for row in rows if row["kind"] not in (PLAIN, DRAFT) and row["ratio"] > bar]
     line = f"a draft by the same model, which changes no token, is {bar:.2f} times as fast as plain decoding"

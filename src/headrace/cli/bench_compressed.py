@@ -51,12 +51,14 @@ def compressed(
     """
     from headrace.bench import compressed as bench
     from headrace.bench import compressed_page as pages
-    from headrace.bench.choices import read_questions
     from headrace.bench.local import pick
+    from headrace.bench.questions import read_choice_questions
     from headrace.cli.opening import fetch
 
     wanted = pick(cells)
-    asked = {path.name.removesuffix(".gz").removesuffix(".jsonl"): read_questions(path, questions) for path in tasks or ()}
+    asked = {
+        path.name.removesuffix(".gz").removesuffix(".jsonl"): read_choice_questions(path, questions) for path in tasks or ()
+    }
     models = bench.open_all([str(fetch(name)) for name in (model, *outs)])
 
     def done(result: dict[str, Any]) -> None:

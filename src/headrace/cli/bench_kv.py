@@ -1,25 +1,25 @@
 """bench kv: what number formats of K and V cost and gain."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.files import writable
-from headrace.cli.help import short_help
-from headrace.cli.output import print_table, say
+from headrace.bench.figures import Measurement, Table
+from headrace.cli.measuring import Rounds, Threads, add_measurement
+from headrace.cli.output import say
 from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    short = short_help(
+    add_measurement(
+        bench,
+        kv,
         "text limit cells rounds threads json_file",
         ("headrace bench kv smollm2-135m --text wiki.txt", "What is lost in int8 and int4, and by which part of K and V."),
         ("headrace bench kv smollm2-135m --cells b1_8k", "Tokens/s at a context of 8,000 tokens."),
     )
-    bench.command("kv", cls=short)(kv)
 
 
 def kv(
@@ -30,10 +30,9 @@ def kv(
     limit: Annotated[int, typer.Option(min=2, help="Tokens of it that are fed; half of them are scored.")] = 8192,
     window: Annotated[int, typer.Option(min=2, help="Tokens of one piece of it.")] = 512,
     cells: Annotated[str, typer.Option(help="Speeds to measure, as b1_4k,b1_8k (see bench local).")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of every cell, after one to warm up.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
-) -> None:
+    rounds: Rounds = 5,
+    threads: Threads = None,
+) -> Measurement:
     """K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.
 
     What is lost is measured in float32 torch, where nothing else is rounded. Keys are less their mean over other pieces of the
@@ -47,15 +46,18 @@ def kv(
 
     wanted = local.pick(cells) if cells else []
     result: dict[str, Any] = {"model": model}
+    printed: list[Table | str] = []
     if text is not None:
         result |= _losses(model, text, limit, window, threads)
+        printed.append(Table(bench.COLUMNS, result["formats"]))
     if wanted:
         status().start("measuring", len(wanted), unit="cells")
         result["cells"] = bench.speeds(model, wanted, rounds=rounds, threads=threads, say=say, done=_done)
         status().finish()
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    _print(result)
+        printed += bench.speed_lines(result["cells"])
+    if text is not None:
+        say(f"perplexity {result['perplexity']:.3f} in float32, {result['tokens']:,} tokens scored")
+    return Measurement(result, printed)
 
 
 def _losses(model: str, text: Path, limit: int, window: int, threads: int | None) -> dict[str, Any]:
@@ -72,31 +74,14 @@ def _losses(model: str, text: Path, limit: int, window: int, threads: int | None
     scored = draw_texts(opened, str(text), limit, 0, status(), window, judging=True)
     measured = draw_texts(opened, str(text), TOKENS, 0, status(), window)
     check_apart(passage_hashes(measured), scored)
-    perplexity, losses = bench.losses(opened.source, scored, mean_keys(opened.source, measured, status()), tell=status())
-    tokens = sum(len(one) // 2 for one in scored)
-    return {"tokens": tokens, "perplexity": perplexity, "formats": [one.record() for one in losses]}
+    perplexity, losses = bench.measure_losses(
+        opened.source, scored, mean_keys(opened.source, measured, status()), tell=status()
+    )
+    tokens = sum(len(ids) // 2 for ids in scored)
+    return {"tokens": tokens, "perplexity": perplexity, "formats": [loss.record() for loss in losses]}
 
 
 def _done(figures: dict[str, Any]) -> None:
-    """A cell as soon as it is measured."""
+    """Report a cell as soon as it is measured."""
     say(f"{figures['cell']}: int4 {figures['tokens_per_s']['int4']:.1f} tokens/s, {figures['ratio']:.3f} of int8")
     status().advance(1)
-
-
-def _print(result: dict[str, Any]) -> None:
-    if "formats" in result:
-        columns = ("K AND V", "BYTES A TOKEN", "NATS LOST", "KL", "SAME CHOICE")
-        print_table(columns, [_row(one) for one in result["formats"]])
-        say(f"perplexity {result['perplexity']:.3f} in float32, {result['tokens']:,} tokens scored")
-    for cell, figures in result.get("cells", {}).items():
-        by_name = ", ".join(f"{name} {speed:.1f}" for name, speed in figures["tokens_per_s"].items())
-        low, high = figures["interval"]
-        print(f"{cell}: {by_name} tokens/s; int4 {figures['ratio']:.3f} of int8 ({low:.3f} to {high:.3f})")
-
-
-def _row(one: dict[str, Any]) -> tuple[str, ...]:
-    error = "" if one["nll_error"] is None else f" ± {one['nll_error']:.4f}"
-    return (
-        *(one["name"], f"{one['token_bytes']:,.0f}", f"{one['nll']:+.4f}{error}"),
-        *(f"{one['kl']:.4f}", f"{one['same_choice']:.1%}"),
-    )

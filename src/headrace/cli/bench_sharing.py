@@ -1,20 +1,22 @@
 """bench sharing: KV memory of parallel samples and beams."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from headrace.cli.help import short_help
-from headrace.cli.output import print_table, say
+from headrace.bench.figures import Measurement, Table
+from headrace.cli.measuring import add_measurement
+from headrace.cli.output import say
 from headrace.cli.status import status
 from headrace.data.progress import counted
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    short = short_help("", ("headrace bench sharing MODEL -i prompts.txt", "Blocks of 2, 4 and 6 samples and beams."))
-    bench.command("sharing", cls=short)(sharing)
+    example = "headrace bench sharing MODEL -i prompts.txt", "Blocks of 2, 4 and 6 samples and beams."
+    add_measurement(bench, sharing, "", example)
 
 
 def sharing(
@@ -23,7 +25,7 @@ def sharing(
     prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 16,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
     chat: Annotated[bool, typer.Option(help="Through the chat template.")] = False,
-) -> None:
+) -> Measurement:
     """KV blocks of parallel samples and of beams, with and without sharing, on the same prompts."""
     from headrace.bench import sharing as bench
     from headrace.cli.opening import open_llm
@@ -36,5 +38,4 @@ def sharing(
     rows = bench.measure(llm, ids, max_tokens)
     mean = sum(map(len, ids)) / len(ids)
     say(f"{counted(len(ids), 'prompts')} of {mean:.0f} tokens on average, answers of {max_tokens} at most, blocks of 16 tokens")
-    lines = [(one.method, str(one.width), f"{one.unshared:.1f}", f"{one.shared:.1f}", f"{one.saved:.1%}") for one in rows]
-    print_table(("method", "width", "blocks unshared", "blocks shared", "saved"), lines)
+    return Measurement([asdict(row) for row in rows], [Table(bench.COLUMNS, rows)])

@@ -1,11 +1,11 @@
 """compare: decoding methods side by side."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from headrace.bench.figures import Table
 from headrace.cli.files import writable
 from headrace.cli.help import short_help
 from headrace.cli.opening import open_llm
@@ -73,26 +73,11 @@ def compare(
         compared += strategies.compare(llm, ids, [name], limits, seed)
         status().advance(len(ids), name)
     status().finish()
-    _print(compared)
+    heads, *rows = Table(strategies.COLUMNS, compared).cells()
+    print_table(heads, rows)
     if csv is not None:
         strategies.write_csv(csv, compared)
         say(f"{counted(len(ids), 'prompts')}, {counted(len(names), 'methods')}: {csv}")
-
-
-def _print(compared: Sequence[Any]) -> None:
-    rows = [
-        (
-            one.mode,
-            f"{one.tokens_per_s:.1f}",
-            f"{one.rep_4:.3f}",
-            f"{one.distinct_4:.3f}",
-            f"{one.blocks:.1f}",
-            f"{one.found.saved:.1%}",
-            str(sum(map(len, one.outputs))),
-        )
-        for one in compared
-    ]
-    print_table(("method", "tokens/s", "rep-4", "distinct-4", "blocks", "saved by sharing", "tokens"), rows)
 
 
 def _names(modes: str, amateur: str | None, max_tokens: int, seed: int) -> list[str]:
