@@ -17,12 +17,12 @@ from headrace.bench.cells import Cell
 from headrace.bench.competitors import SOURCE, heading, kv_bytes, start_worker, worker_command
 from headrace.bench.interleave import Variant, measure
 from headrace.bench.machine import Say
-from headrace.bench.pairs import ratio
 from headrace.cli.files import writable
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 from headrace.host import cores
 from headrace.startup.loading import open_model
+from headrace.stats.paired_ratio import ratio
 
 OURS, INDEPENDENT, PEER = "headrace", "independent", "openvino"
 PROMPT, NEW_TOKENS = 32, 64

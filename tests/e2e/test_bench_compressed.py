@@ -94,7 +94,7 @@ def test_what_is_lost_is_drawn_like_what_is_gained() -> None:
     models = {"first": one, "worse": worse, "better": better}
     result = {"model": "first", "models": models, "text": "t", "tokens": 9, "rounds": 1, "threads": 1, "bandwidth_gb_s": 0.02,
               "others_cpu": 0.0}  # fmt: skip
-    rows = pages.quality(result)
+    rows = pages.tables(result)[0].cells()
     assert [row[6] for row in rows] == ["of the first", "+0.00%", "+8900.00%", "-10.00%"]
     assert [row[-1] for row in rows[2:]] == ["50.0% ± 25.0% of 4 (−25.0% +0.0%)"] * 2
     assert len({len(row) for row in rows}) == 1

@@ -7,43 +7,46 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace.bench.speculation import Row, svg, theory
+from headrace.bench.plots import draw
+from headrace.bench.speculation import SpeedUp, lines, theory
 from headrace.cli.origins import Origins
 from headrace.data.types import Delta
 from headrace.drafting.controller import expected
 from headrace.workflows.prompts import read_prompts
 
 
-def row(task: str, gamma: int, measured: float) -> Row:
-    return Row(task, 1, gamma, 0.8, gamma, 2.0, 0.1, 1.2, 1.5, measured, 1.0)
+def row(task: str, gamma: int, measured: float) -> SpeedUp:
+    return SpeedUp(task, 1, gamma, 0.8, gamma, 2.0, 0.1, 1.2, 1.5, measured, 1.0)
 
 
 def test_the_drawing_has_a_measured_and_a_predicted_line_for_each_task() -> None:
-    drawn = ElementTree.fromstring(svg([row("edits", 0, 3.0), row("edits", 1, 1.2), row("edits", 4, 2.0), row("chat", 4, 0.9)]))
-    lines = [each for each in drawn.iter() if each.get("class", "").startswith("line")]
-    assert len(lines) == 4
-    assert [each.get("stroke-dasharray") for each in lines] == [None, "5 4"] * 2
-    heights = [float(point.split()[1]) for point in str(lines[0].get("d"))[1:].split("L")]
+    rows = [row("edits", 0, 3.0), row("edits", 1, 1.2), row("edits", 4, 2.0), row("chat", 4, 0.9)]
+    drawing = draw("", "", "", lines(rows))
+    drawn = ElementTree.fromstring(drawing)
+    paths = [each for each in drawn.iter() if each.get("class", "").startswith("line")]
+    assert len(paths) == 4
+    assert [each.get("stroke-dasharray") for each in paths] == [None, "5 4"] * 2
+    heights = [float(point.split()[1]) for point in str(paths[0].get("d"))[1:].split("L")]
     assert len(heights) == 3, "from no draft over 1 to 4"
     assert heights == sorted(heights, reverse=True), "faster is higher"
 
 
 def test_the_theory_is_that_of_the_card() -> None:
     """With a draft in every step and v = 1: E / (gamma c + 1); where half the steps have none, half of its gain and cost."""
-    rows = [Row("t", 1, gamma, 0.8, gamma, 2.0, 0.1, 1.0, 1.5, 1.5, 1.0) for gamma in (4, 1)]
+    rows = [SpeedUp("t", 1, gamma, 0.8, gamma, 2.0, 0.1, 1.0, 1.5, 1.5, 1.0) for gamma in (4, 1)]
     line = theory(rows)
     assert [gamma for gamma, _ in line] == [0, 1, 2, 3, 4]
     assert line[0][1] == 1.0
     for gamma, gain in line[1:]:
         assert gain == pytest.approx(expected(0.8, gamma) / (0.1 * gamma + 1))
-    half = [Row("t", 1, 2, 0.5, 1.0, 1.4, 0.1, 1.2, 1.0, 1.0, 1.0)]
+    half = [SpeedUp("t", 1, 2, 0.5, 1.0, 1.4, 0.1, 1.2, 1.0, 1.0, 1.0)]
     assert theory(half)[1][1] == pytest.approx((1 + 0.5 * 0.5) / (0.5 * 0.1 + 1.1))
     assert theory(half)[2][1] == pytest.approx((1 + 0.5 * 0.75) / (0.5 * 2 * 0.1 + 1.2))
 
 
 def test_the_controllers_own_choice_is_no_point_of_the_drawing() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
-        svg([row("edits", 0, 3.0)])
+        lines([row("edits", 0, 3.0)])
 
 
 class Letters:

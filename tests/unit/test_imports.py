@@ -60,14 +60,8 @@ ROOMS = {
     "compress": "llm startup.opening backends.native.weights runner text weights.loader "
     "weights.parts models models.layers ops kv compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
-    "bench": "compress llm startup drafting kv weights host stats data",
-    "bench.kv": "bench compress startup runner models ops kv weights host data",
-    "bench.profile": "bench llm backends.native core data",  # of the native core alone
-    "bench.cascade": "workflows llm stats data",
-    "bench.token_cascade": "bench llm runner drafting stats data",
-    "bench.exits": "bench training llm startup.exits runner stats",
-    "bench.audit": "llm runner decoding data",
-    "bench.leaving": "bench.audit bench.exits bench workflows training llm startup.rules runner stats data",
+    "bench": "workflows training compress llm startup.exits startup.rules startup backends.native runner drafting "
+    "decoding models ops kv weights core host stats data",
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "server.logs": "",
     "server.http.proxies": "",
@@ -89,8 +83,7 @@ ROOMS = {
     "server.access server.settings server.http.api_error server.logs startup.rules startup.memory "
     "decoding text weights confined host data",
     "cli": "server server.settings server.http.proxies "
-    "server.logs bench.leaving bench.exits bench.token_cascade bench.cascade "
-    "bench.profile bench.kv bench workflows compress training llm startup.runnable "
+    "server.logs bench workflows compress training llm startup.runnable "
     "startup.rules startup.opening startup decoding text weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
@@ -109,7 +102,7 @@ STOREYS = (
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
     "server.http.api_error server.protocols server.page server.storage",
     "workflows",
-    "bench bench.kv bench.profile bench.cascade bench.token_cascade bench.exits bench.audit bench.leaving bench.workers.ours",
+    "bench bench.workers.ours",
     "cli",
     "__main__",
 )

@@ -21,9 +21,9 @@ from headrace.bench.cells import CELLS, Cell
 from headrace.bench.competitors import SERVE
 from headrace.bench.interleave import MachineState, Variant, judge, measure
 from headrace.bench.machine import commit, machine, others_share
-from headrace.bench.pairs import ratio
 from headrace.bench.worker import Worker, WorkerError
 from headrace.host import cores
+from headrace.stats.paired_ratio import ratio
 from tests.tiny_files import write_tiny_gguf
 
 FAKE = Path(__file__).with_name("fake_engine.py")

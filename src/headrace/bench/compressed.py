@@ -1,4 +1,4 @@
-"""Models that were compressed beside each other and the first: size, what each lost, speed in turns, memory."""
+"""Compare compressed models with the first model: size, quality, speed measured in alternation, memory."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,21 +27,25 @@ from headrace.stats.perplexity import perplexity
 from headrace.weights.describe import describe
 
 CELLS = "b1,b8,pp512"
-TOKENS = 8192  # of the text, half of which are scored
-BATCH = 4  # texts that are scored together
+# Tokens of the text, of which half are scored.
+TOKENS = 8192
+# Texts that are scored together.
+BATCH = 4
 Results = dict[str, Any]
 
 
 def open_all(models: Sequence[str]) -> dict[str, Opened]:
-    """The models by name, the first being the one that others are held to. Raises ValueError for one that is named twice, and
-    for other tokens than the first one's, besides what opening raises."""
-    found: dict[str, Opened] = {}
+    """Open the models, by name; the others are compared with the first.
+
+    Raises ValueError if a model is named twice, is no decoder, has another vocabulary than the first, or cannot be opened.
+    """
+    models_by_name: dict[str, Opened] = {}
     for model in models:
         opened = open_model(model)
-        if any(one.path.samefile(opened.path) for one in found.values()):
+        if any(other.path.samefile(opened.path) for other in models_by_name.values()):
             raise ValueError(f"{model} is named twice; leave one out")
-        name = opened.path.name if opened.path.name not in found else str(opened.path)
-        first = next(iter(found.values()), opened)
+        name = opened.path.name if opened.path.name not in models_by_name else str(opened.path)
+        first = next(iter(models_by_name.values()), opened)
         if difference := opened.tokenizer.differs(first.tokenizer):
             raise ValueError(
                 f"{model} has other tokens than {first.name} ({difference}): perplexities compare only with the same"
@@ -52,8 +56,8 @@ def open_all(models: Sequence[str]) -> dict[str, Opened]:
             )
         if opened.config.encoder or opened.config.source is not None:
             raise ValueError(f"{model} is no decoder, and only these are measured here")
-        found[name] = opened
-    return found
+        models_by_name[name] = opened
+    return models_by_name
 
 
 def measure_compressed(
@@ -70,14 +74,14 @@ def measure_compressed(
     seed: int = 0,
     done: Callable[[Results], None] = lambda result: None,
 ) -> Results:
-    """The figures as they stand in the JSON; `done` gets what there is after each model, and after each cell.
+    """Content of the JSON file. done: called with the result so far after each model and each cell.
 
-    Raises ValueError where a model was measured on passages of the text, as its report says, or the text is too short.
+    Raises ValueError if the text is too short, or if a model was calibrated on passages of it, as its report shows.
     """
     first = next(iter(models.values()))
     texts = draw_texts(first, str(text), tokens, seed, tell, judging=True)
     for name, opened in models.items():
-        check_apart(_measured_on(opened.path), texts, name)
+        check_apart(_calibration_passages(opened.path), texts, name)
     result: Results = {**heading(first, rounds), "text": text.name, "tokens": sum(map(len, texts))}
     result["threads"] = threads or cores()
     result["models"] = {name: _size(opened) for name, opened in models.items()}
@@ -97,19 +101,19 @@ def measure_compressed(
     return result
 
 
-def _measured_on(path: Path) -> list[str]:
-    """Hashes of the passages that a model was compressed by, where its report lies beside it."""
+def _calibration_passages(path: Path) -> list[str]:
+    """Hashes of the passages that a model was calibrated on, from the report next to it; empty without a report."""
     try:
-        found = json.loads(report_path(path).read_text("utf-8")).get("passages", [])
+        passages = json.loads(report_path(path).read_text("utf-8")).get("passages", [])
     except (OSError, ValueError, AttributeError):
         return []
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    return [passage for passage in passages if isinstance(passage, str)] if isinstance(passages, list) else []
 
 
 def _size(opened: Opened) -> Results:
-    """Bytes and bits as the file has them, and the bytes of weights that a step reads."""
+    """Size figures of a model's file, and the bytes of weights that a step reads."""
     file = describe(opened.path)
-    (cost,) = (one.cost for one in format_costs(opened.path, [], errors=False))
+    (cost,) = (row.cost for row in format_costs(opened.path, [], errors=False))
     return {
         "path": str(opened.path),
         "how": file["compress"] or file["quantised"] or ", ".join(f"{count} {kind}" for kind, count in file["types"].items()),
@@ -123,7 +127,7 @@ def _size(opened: Opened) -> Results:
 def _quality(
     opened: Opened, texts: Texts, tasks: Mapping[str, Sequence[ChoiceQuestion]], threads: int | None, tell: Progress
 ) -> tuple[Results, dict[str, list[bool | None]]]:
-    """Perplexity as the engine runs it, of the second half of each text; and which questions are answered right."""
+    """Perplexity of the second half of each text, and which questions of each task are answered right; in the engine."""
     llm = LLM(opened.path, speculate=None, threads=threads, max_num_seqs=BATCH * 4)
     logs: list[float] = []
     tell.start(f"{opened.path.name}: perplexity", len(texts), unit="texts")
@@ -151,7 +155,7 @@ def _speeds(
     say: Say,
     done: Callable[[Results], None],
 ) -> None:
-    """Every model a process, all of them asked in turns with the same prompts; fills in the result."""
+    """Add speed and memory to `result`: one process a model, the same prompts for all, in alternation."""
     with ExitStack() as stack:
         competitors = Competitors()
         for name, opened in models.items():
@@ -161,23 +165,23 @@ def _speeds(
             result["models"][name] |= {"load_s": about["load_s"], "about": about["about"], "cells": {}}
         probe = BandwidthProbe()
         vocabulary = min(opened.tokenizer.vocab_size for opened in models.values())
-        seen = []
+        bandwidths = []
         tell.start("measuring", len(cells), unit="cells")
         for cell in cells:
             state = measure(competitors.variants, cell, result["rounds"], vocabulary, probe.gb_per_s)
-            seen.append(median(state.bandwidth))
+            bandwidths.append(median(state.bandwidth))
             for variant in competitors.variants:
-                made = result["models"][variant.engine]
-                made["cells"][cell.name] = _cell(variant, competitors.variants[0], cell)
-                made["peak_rss_mb"] = variant.peak_rss_mb
-            result |= {"bandwidth_gb_s": median(seen), "others_cpu": median(state.others_cpu)}
+                figures = result["models"][variant.engine]
+                figures["cells"][cell.name] = _cell(variant, competitors.variants[0], cell)
+                figures["peak_rss_mb"] = variant.peak_rss_mb
+            result |= {"bandwidth_gb_s": median(bandwidths), "others_cpu": median(state.others_cpu)}
             done(result)
             tell.advance(1)
         tell.finish()
 
 
 def _cell(variant: Variant, first: Variant, cell: Cell) -> Results:
-    """Tokens/s, and the ratio to the first model's of the same round: medians, and the least and the greatest."""
+    """Tokens/s, and the ratio to the first model in the same round: median, least and greatest."""
     speeds = variant.samples[cell.name]
     ratios = [mine / theirs for mine, theirs in zip(speeds, first.samples[cell.name], strict=True)]
     return {

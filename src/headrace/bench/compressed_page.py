@@ -1,89 +1,98 @@
-"""What compressing cost and gained, as tables and as one page with pictures: what is lost is drawn like what is gained."""
+"""Report on compressed models: tables, and one HTML page with plots of size, speed and losses."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from headrace.bench.page import document, table
-from headrace.bench.plots import Axis, Line, Point, about, scatter
+from headrace.bench.figures import Column, Line, Table
+from headrace.bench.page import document, html_table
+from headrace.bench.plots import Axis, Point, about, scatter
 
-Rows = list[tuple[str, ...]]
-WIDE = 8  # times the least perplexity from which the axis has powers of ten
-POINTS = 40  # of a curve
+# The axis of perplexities is logarithmic if the largest exceeds this many times the smallest.
+LOG_SCALE_RANGE = 8
+CURVE_POINTS = 40
 
 
-def quality(result: dict[str, Any]) -> Rows:
-    """Size and what is lost: a row a model under the heads."""
+def tables(result: dict[str, Any]) -> tuple[Table, Table]:
+    """Tables of the quality and of the speed of all models, one row a model."""
     models = result["models"]
-    tasks = list(next(iter(models.values())).get("tasks", {}))
-    heads = ("#", "model", "how", "MB", "bits", "perplexity", "of the first", "KL", "same choice", *tasks)
-    return [heads, *(_quality(number, name, models, tasks) for number, name in enumerate(models, 1))]
+    first = next(iter(models.values()))
+    rows = [{"number": number, "name": name, **figures} for number, (name, figures) in enumerate(models.items(), 1)]
+    return Table(_quality_columns(first), rows), Table(_speed_columns(first), rows)
 
 
-def _quality(number: int, name: str, models: dict[str, Any], tasks: Sequence[str]) -> tuple[str, ...]:
-    one, first = models[name], next(iter(models.values()))
-    beside, kl = one.get("float32"), ""
-    if beside is not None:
-        kl = f"{beside['kl']:.4f}" + ("" if beside["kl_error"] is None else f" ± {beside['kl_error']:.4f}")
+def _quality_columns(first: dict[str, Any]) -> list[Column]:
+    """Size and losses. `float32`: losses compared with the first model, of the weights alone; the first model has none."""
+
+    def kl(row: dict[str, Any]) -> str | None:
+        loss = row.get("float32")
+        return loss and f"{loss['kl']:.4f}" + ("" if loss["kl_error"] is None else f" ± {loss['kl_error']:.4f}")
+
+    return [
+        Column("#", "number"),
+        Column("model", "name"),
+        Column("how", "how"),
+        Column("MB", lambda row: row["bytes"] / 1e6, ".1f"),
+        Column("bits", "bits", ".2f"),
+        Column("perplexity", lambda row: f"{row['perplexity']:.3f} ± {row['perplexity_error']:.3f}"),
+        Column("of the first", lambda row: row["perplexity"] / first["perplexity"] - 1, "+.2%"),
+        Column("KL", kl),
+        Column("same choice", lambda row: row.get("float32") and row["float32"]["same_choice"], ".1%"),
+        *(Column(task, partial(_task_cell, task)) for task in first.get("tasks", {})),
+    ]
+
+
+def _task_cell(task: str, row: dict[str, Any]) -> str:
+    """Share of right answers; of a model that is not the first, also the shares lost and gained."""
+    figures = row["tasks"][task]
+    right = f"{figures['right']:.1%} ± {figures['error']:.1%} of {figures['questions']}"
+    return f"{right} (−{figures['lost']:.1%} +{figures['gained']:.1%})" if row["number"] > 1 else right
+
+
+def _speed_columns(first: dict[str, Any]) -> list[Column]:
+    """Tokens/s of each cell, its ratio to the first model in the same rounds, and memory."""
+    return [
+        Column("#", "number"),
+        Column("model", "name"),
+        *(column for cell in first.get("cells", {}) for column in _cell_columns(cell)),
+        Column("memory MiB", "peak_rss_mb", ".0f"),
+        Column("loaded in s", "load_s", ".1f"),
+    ]
+
+
+def _cell_columns(cell: str) -> tuple[Column, Column]:
+    speed, ratio = "{tokens_per_s:.1f} ({least:.1f}–{most:.1f})", "{ratio:.2f} ({ratio_least:.2f}–{ratio_most:.2f})"
     return (
-        *(str(number), name, one["how"], f"{one['bytes'] / 1e6:.1f}", f"{one['bits']:.2f}"),
-        f"{one['perplexity']:.3f} ± {one['perplexity_error']:.3f}",
-        f"{one['perplexity'] / first['perplexity'] - 1:+.2%}",
-        *(kl, "" if beside is None else f"{beside['same_choice']:.1%}"),
-        *(_task(one["tasks"][task], number > 1) for task in tasks),
+        Column(f"{cell} tokens/s", lambda row: speed.format_map(row["cells"][cell])),
+        Column("of the first", lambda row: ratio.format_map(row["cells"][cell])),
     )
 
 
-def _task(found: dict[str, Any], beside: bool) -> str:
-    """The share that is right; beside the first model, how many of its right answers are lost, and its wrong ones gained."""
-    right = f"{found['right']:.1%} ± {found['error']:.1%} of {found['questions']}"
-    return f"{right} (−{found['lost']:.1%} +{found['gained']:.1%})" if beside else right
-
-
-def speed(result: dict[str, Any]) -> Rows:
-    """Tokens/s of each cell, beside the first model in the same rounds, and memory."""
-    models = result["models"]
-    cells = list(next(iter(models.values())).get("cells", {}))
-    each_cell = (part for cell in cells for part in (f"{cell} tokens/s", "of the first"))
-    heads = ("#", "model", *each_cell, "memory MiB", "loaded in s")
-    rows: Rows = [heads]
-    for number, (name, one) in enumerate(models.items(), 1):
-        each = [one["cells"][cell] for cell in cells]
-        found = [
-            part
-            for cell in each
-            for part in (
-                f"{cell['tokens_per_s']:.1f} ({cell['least']:.1f}–{cell['most']:.1f})",
-                f"{cell['ratio']:.2f} ({cell['ratio_least']:.2f}–{cell['ratio_most']:.2f})",
-            )
-        ]
-        rows.append((str(number), name, *found, f"{one['peak_rss_mb']:.0f}", f"{one['load_s']:.1f}"))
-    return rows
-
-
 def pictures(result: dict[str, Any]) -> list[str]:
-    """Size and perplexity; size and tokens/s; tokens/s and KL: the latter with what memory allows."""
+    """Plots: perplexity over size, tokens/s over size, KL over tokens/s; the last two with the ceiling of memory bandwidth."""
     models = list(result["models"].values())
-    sizes = [one["bytes"] / 1e6 for one in models]
-    values = [one["perplexity"] for one in models]
+    sizes = [model["bytes"] / 1e6 for model in models]
+    values = [model["perplexity"] for model in models]
     size = Axis.of("MB", sizes)
-    high = max(values) > WIDE * min(values)
+    high = max(values) > LOG_SCALE_RANGE * min(values)
     drawn = [scatter("Size and perplexity", size, Axis.of("perplexity", values, high), _points(sizes, values))]
     cell = "b1" if "b1" in models[0]["cells"] else next(iter(models[0]["cells"]), None)
     if cell is None:
         return drawn
-    speeds = [one["cells"][cell]["tokens_per_s"] for one in models]
-    read = [one["read_bytes"] / 1e6 for one in models]
-    bandwidth = 1e3 * result["bandwidth_gb_s"]  # MB/s
-    ceilings = [bandwidth / one for one in read] if cell == "b1" else []
+    speeds = [model["cells"][cell]["tokens_per_s"] for model in models]
+    read = [model["read_bytes"] / 1e6 for model in models]
+    # MB/s
+    bandwidth = 1e3 * result["bandwidth_gb_s"]
+    ceilings = [bandwidth / size for size in read] if cell == "b1" else []
     name = f"tokens/s ({cell})"
     rate = Axis.of(name, [*speeds, *ceilings])
     largest = max(read)
-    curve = [largest * (1 + step / POINTS) / 2 for step in range(POINTS + 1)] if ceilings else []
-    curve = [one for one in curve if bandwidth / one <= rate.high] or curve[-1:]
-    at_most = [Line("memory read", curve, [bandwidth / one for one in curve], True)] if ceilings else []
+    curve = [largest * (1 + step / CURVE_POINTS) / 2 for step in range(CURVE_POINTS + 1)] if ceilings else []
+    curve = [size for size in curve if bandwidth / size <= rate.high] or curve[-1:]
+    at_most = [Line("memory read", curve, [bandwidth / size for size in curve], True)] if ceilings else []
     width = Axis.of("MB of weights that a step reads", read)
     drawn.append(scatter("Size and speed", width, rate, _points(read, speeds), at_most))
-    lost = [one.get("float32", {"kl": 0.0})["kl"] for one in models]
+    lost = [model.get("float32", {"kl": 0.0})["kl"] for model in models]
     reach = [Line("", [speeds[at], ceiling], [lost[at]] * 2, True) for at, ceiling in enumerate(ceilings)]
     further = Axis(f"{name}; dashed: as far as memory allows" if reach else name, rate.low, rate.high)
     drawn.append(scatter("Speed and what is lost", further, Axis.of("KL, nats", lost), _points(speeds, lost), reach))
@@ -95,7 +104,7 @@ def _points(x: Sequence[float], y: Sequence[float]) -> list[Point]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """What was measured, and how to read it."""
+    """Lines that say what was measured and how to read the tables."""
     others = f", other processes at {result['others_cpu']:.0%} of the cores" if "others_cpu" in result else ""
     return [
         about(result["model"]),
@@ -108,6 +117,6 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """One page of HTML."""
-    tables = [table(quality(result)), table(speed(result))]
-    return document(f"{result['model']} compressed", summary(result), tables, pictures(result), result)
+    """The HTML page."""
+    html = [html_table(table.cells()) for table in tables(result)]
+    return document(f"{result['model']} compressed", summary(result), html, pictures(result), result)

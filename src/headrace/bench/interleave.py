@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from headrace.bench.cells import Cell
-from headrace.bench.pairs import ratio
+from headrace.stats.paired_ratio import ratio
 
 
 class Engine(Protocol):

@@ -22,7 +22,6 @@ from headrace.bench.competitors import OURS, Build, fitting, kv_bytes, load_comp
 from headrace.bench.figures import Column
 from headrace.bench.interleave import measure as measure_rounds
 from headrace.bench.machine import Say
-from headrace.bench.pairs import ratio
 from headrace.compress.judge import compare_logits
 from headrace.data.progress import Progress, Silent
 from headrace.host import cores
@@ -32,6 +31,7 @@ from headrace.models.base import Model
 from headrace.ops.context import Context
 from headrace.runner.streamed import TABLE, OneLayer, Streamed
 from headrace.startup.loading import open_model
+from headrace.stats.paired_ratio import ratio
 from headrace.weights.source import WeightSource
 
 SPEEDS = ("bfloat16", "int8", "int4")

@@ -1,4 +1,4 @@
-"""One page of HTML to send: tables, pictures and all figures; nothing in it asks another host for anything."""
+"""One self-contained HTML page of a measurement: tables, plots and all figures. It loads nothing from other hosts."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ th, td { padding: .2rem .5rem; text-align: right;
 .wide { overflow-x: auto } .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(28rem, 1fr)); gap: 1rem }
 svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 12px }
 """
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the page: nothing is loaded and nothing runs
+# Content security policy: the page loads and runs nothing.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text, of which the first are the heads."""
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """HTML of a table; the first row has the heads."""
     head, *body = rows
     cells = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in head)
     lines = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
@@ -32,7 +33,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def document(
     title: str, sentences: Sequence[str], tables: Sequence[str], pictures: Sequence[str], figures: dict[str, Any]
 ) -> str:
-    """The page: sentences, tables as `table` makes them, SVGs side by side, and the figures as JSON."""
+    """The page: sentences, tables of `html_table`, SVG plots side by side, and the figures as JSON."""
     lines = "\n".join(f"<p>{escape(line)}</p>" for line in sentences)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

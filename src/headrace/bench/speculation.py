@@ -1,45 +1,60 @@
-"""What speculation gains, and why: acceptance, tokens per step, what drafting and verifying cost, predicted and measured."""
+"""Gain of speculation and its parts: acceptance, tokens per step, costs, predicted and measured speed-up."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from headrace.bench.plots import Line, draw
+from headrace.bench.figures import Column, Line
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
 from headrace.drafting.controller import expected
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 
-AUTO = 0  # a gamma: the controller's own choice, step by step
+# A gamma: the controller chooses the draft length for each step.
+AUTO = 0
+COLUMNS = (
+    Column("task", "task"),
+    Column("batch", "batch"),
+    Column("gamma", lambda row: row.gamma or "auto"),
+    Column("accepted", "acceptance", ".0%"),
+    Column("tokens/step", "tokens", ".2f"),
+    Column("c", "c", ".2f"),
+    Column("v", "v", ".2f"),
+    Column("predicted", lambda row: f"{row.predicted:.2f}x"),
+    Column("measured", lambda row: f"{row.measured:.2f}x"),
+    Column("worst", lambda row: f"{row.worst:.2f}x"),
+)
 
 
 @dataclass(slots=True)
-class Row:
-    """One task at one batch size and gamma. Times are in plain steps of that batch."""
+class SpeedUp:
+    """Figures of one task at one batch size and gamma.
+
+    `acceptance`: accepted / drafted tokens. `drafted`, `tokens`: drafted and emitted tokens of a sequence per step.
+    `c`, `v`: cost of a draft step and of a verification step of the mean width, in plain steps of the same batch.
+    `predicted`: tokens / (gamma c + v). `measured`, `worst`: median and least ratio of speculative to plain tokens/s.
+    """
 
     task: str
     batch: int
     gamma: int
-    acceptance: float  # accepted / drafted
-    drafted: float  # a sequence's drafted tokens per step
-    tokens: float  # and those that came out
-    c: float  # a draft step
-    v: float  # a verification step, as wide as they were on average
-    predicted: float  # tokens / (gamma c + v)
-    measured: float  # median over rounds of the speculative tokens/s over the plain ones
+    acceptance: float
+    drafted: float
+    tokens: float
+    c: float
+    v: float
+    predicted: float
+    measured: float
     worst: float
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)
-class Timed:
-    """A run, while its batch was whole."""
+class TimedRun:
+    """One run, timed while all its sequences were running."""
 
     seconds: float
     tokens: int
@@ -49,7 +64,7 @@ class Timed:
 
     @property
     def speed(self) -> float:
-        """Tokens/s. Raises RuntimeError where there are none: no answer went beyond its first token."""
+        """Tokens/s. Raises RuntimeError if no answer has more than one token."""
         if not self.tokens:
             raise RuntimeError("answers of one token cannot be measured; give other prompts")
         return self.tokens / self.seconds
@@ -64,10 +79,11 @@ def measure(
     rounds: int = 3,
     max_tokens: int = 96,
     say: Callable[[str], None] = print,
-) -> list[Row]:
-    """Alternate plain decoding with each gamma, in one process, prompts in the prefix cache. Ends with the engine as it was.
+) -> list[SpeedUp]:
+    """Alternate plain decoding with each gamma, in one process, with the prompts in the prefix cache.
 
-    Raises ValueError where the LLM speculates in no way, RuntimeError should an output change.
+    The engine's speculation is restored at the end. Raises ValueError if the LLM has no drafter, and RuntimeError if
+    speculation changes an output.
     """
     ours = llm.engine.speculation
     if ours is None:
@@ -87,39 +103,40 @@ def measure(
 
 
 def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
-    """All prompts in batches; where there are fewer than a batch holds, some come twice."""
+    """All prompts in batches; prompts repeat if a batch is larger than their number."""
     count = max(1, len(prompts) // batch)
     return [[prompts[(number * batch + at) % len(prompts)] for at in range(batch)] for number in range(count)]
 
 
 def _row(
     llm: LLM, task: str, batch: int, gamma: int, groups: list[Any], made: Speculation, params: SamplingParams, rounds: int
-) -> Row:
+) -> SpeedUp:
     plain, drafted, ratios = [], [], []
     for group in groups:
-        each = [params] * len(group)
-        timed(llm, group, each, None)  # prompts into the cache
+        params_of_group = [params] * len(group)
+        # Fills the prefix cache.
+        timed(llm, group, params_of_group, None)
         for _ in range(rounds):
-            before, expected = timed(llm, group, each, None)
-            after, got = timed(llm, group, each, made)
+            before, expected = timed(llm, group, params_of_group, None)
+            after, got = timed(llm, group, params_of_group, made)
             if got != expected:
                 raise RuntimeError(f"{task}: speculation changed an output; please report this")
             plain.append(before)
             drafted.append(after)
             ratios.append(after.speed / before.speed)
-    steps = sum(one.steps for one in drafted)
+    steps = sum(run.steps for run in drafted)
     sequence_steps = max(1, steps)
-    drafts = sum(one.drafted for one in drafted)
-    tokens = sum(one.tokens for one in drafted) / sequence_steps
-    base = median(one.seconds / max(1.0, one.steps / batch) for one in plain)
+    drafts = sum(run.drafted for run in drafted)
+    tokens = sum(run.tokens for run in drafted) / sequence_steps
+    base = median(run.seconds / max(1.0, run.steps / batch) for run in plain)
     per_step = drafts / sequence_steps
     c = made.costs.draft(batch) / base
     v = (made.costs.step(batch + round(per_step * batch)) or base) / (made.costs.step(batch) or base)
-    return Row(
+    return SpeedUp(
         task,
         batch,
         gamma,
-        sum(one.accepted for one in drafted) / max(1, drafts),
+        sum(run.accepted for run in drafted) / max(1, drafts),
         per_step,
         tokens,
         c,
@@ -132,11 +149,11 @@ def _row(
 
 def timed(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], speculation: Speculation | None
-) -> tuple[Timed, list[list[int]]]:
-    """Decode these prompts together, with this speculation or none, on an idle engine.
+) -> tuple[TimedRun, list[list[int]]]:
+    """Decode prompts together on an idle engine, with this speculation or none.
 
-    Returns the cost of the steps while all of them ran, from the last first token to the first end, and all tokens. Raises
-    RuntimeError if a request fails.
+    Returns the timed run, from the last first token to the first finished request, and all tokens by prompt.
+    Raises RuntimeError if a request fails.
     """
     engine = llm.engine
     requests = [engine.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -153,29 +170,29 @@ def timed(
             step()
         before = _counts(requests, outputs)
         began = time.perf_counter()
-        whole = len(engine.requests) == len(requests)  # else one has ended by now, and what is left is measured
-        while engine.busy and (not whole or len(engine.requests) == len(requests)):
+        # If a request has finished already, the remaining ones are timed.
+        complete = len(engine.requests) == len(requests)
+        while engine.busy and (not complete or len(engine.requests) == len(requests)):
             step()
         seconds = time.perf_counter() - began
         counts = [now - then for now, then in zip(_counts(requests, outputs), before, strict=True)]
         while engine.busy:
             step()
-    return Timed(seconds, *counts), list(outputs.values())
+    return TimedRun(seconds, *counts), list(outputs.values())
 
 
 def _counts(requests: Sequence[Request], outputs: dict[str, list[int]]) -> tuple[int, ...]:
-    """Tokens, steps of sequences, drafted and accepted tokens so far."""
+    """Emitted tokens, steps of sequences, drafted and accepted tokens so far."""
     metrics = [request.metrics for request in requests]
-    totals = (sum(getattr(one, name) for one in metrics) for name in ("steps", "drafted", "accepted"))
+    totals = (sum(getattr(metric, name) for metric in metrics) for name in ("steps", "drafted", "accepted"))
     return sum(map(len, outputs.values())), *totals
 
 
-def theory(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """What drafts should pay of one task at one batch size: gamma and speed-up, for each gamma from 0 to the largest measured.
+def theory(rows: Sequence[SpeedUp]) -> list[tuple[int, float]]:
+    """Predicted speed-up of one task at one batch size: (gamma, speed-up) for each gamma from 0 to the largest measured one.
 
-    A share s of the steps has a draft, whose tokens are accepted with probability alpha: both are those of the least gamma that
-    was measured. A step then gives 1 + s (E(alpha, gamma) - 1) tokens and costs s gamma c + v; v as measured, and on a straight
-    line in between.
+    A share s of the steps has a draft, whose tokens are accepted with probability alpha; both come from the least measured
+    gamma. A step gives 1 + s (E(alpha, gamma) - 1) tokens and costs s gamma c + v, with v interpolated linearly.
     """
     rows = sorted((row for row in rows if row.gamma), key=lambda row: row.gamma)
     least, c = rows[0], median(row.c for row in rows)
@@ -189,17 +206,20 @@ def theory(rows: Sequence[Row]) -> list[tuple[int, float]]:
     return line
 
 
-def svg(rows: Sequence[Row], remark: str = "") -> str:
-    """Gamma against speed-up as a drawing: what was measured and, dashed, the theory, of each task at the least batch size."""
-    rows = [row for row in rows if row.gamma and row.batch == min(each.batch for each in rows)]
+def lines(rows: Sequence[SpeedUp]) -> list[Line]:
+    """Curves of gamma against speed-up, measured and (dashed) predicted, of each task at the least batch size.
+
+    Raises ValueError if no gamma of 1 or more was measured.
+    """
+    rows = [row for row in rows if row.gamma and row.batch == min(other.batch for other in rows)]
     if not rows:
         raise ValueError("nothing to draw: measure some gamma of 1 or more")
-    lines = []
+    curves = []
     for task in dict.fromkeys(row.task for row in rows):
         mine = [row for row in rows if row.task == task]
         measured, predicted = [(0.0, 1.0), *sorted((float(row.gamma), row.measured) for row in mine)], theory(mine)
-        lines += [_line(task, measured), _line(task, predicted, dashed=True)]
-    return draw("Speed-up by drafting; dashed: theory", "tokens drafted (gamma)", "times as fast", lines, remark)
+        curves += [_line(task, measured), _line(task, predicted, dashed=True)]
+    return curves
 
 
 def _line(name: str, points: Sequence[tuple[float, float]], dashed: bool = False) -> Line:

@@ -1,20 +1,23 @@
 """bench compressed: what compressing a model cost, and what it gained."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from headrace.bench.figures import Measurement
 from headrace.cli.files import writable
-from headrace.cli.help import short_help
-from headrace.cli.output import print_table, say
+from headrace.cli.measuring import Rounds, Threads, add_measurement
+from headrace.cli.output import say
 from headrace.cli.status import status
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    short = short_help(
+    add_measurement(
+        bench,
+        compressed,
         "text tasks page json_file cells rounds",
         (
             "headrace bench compressed MODEL a.gguf b.gguf --text valid.txt --page page.html",
@@ -22,7 +25,6 @@ def register(bench: typer.Typer) -> None:
         ),
         ("headrace bench compressed MODEL OUT --text valid.txt --tasks arc.jsonl", "And how many questions are still right."),
     )
-    bench.command("compressed", cls=short)(compressed)
 
 
 def compressed(
@@ -36,14 +38,15 @@ def compressed(
     questions: Annotated[int | None, typer.Option(min=1, help="Only so many of each file.")] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the text, half of which are scored.")] = 8192,
     cells: Annotated[str, typer.Option(help="What is timed: cells of bench local.")] = "b1,b8,pp512",
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of every cell, after one to warm up.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")] = None,
+    rounds: Rounds = 5,
+    threads: Threads = None,
     seed: Annotated[int, typer.Option(help="Of the choice of texts, as of compress.")] = 0,
     page: Annotated[
         Path | None, typer.Option(help="Write one page with tables and pictures to this .html file.", callback=writable)
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
-) -> None:
+    *,
+    save: Callable[[Any], None],
+) -> Measurement:
     """Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, memory.
 
     Each is a process of its own when it is timed. A model whose report says that it was measured on passages of the text is
@@ -61,10 +64,6 @@ def compressed(
     }
     models = bench.open_all([str(fetch(name)) for name in (model, *outs)])
 
-    def done(result: dict[str, Any]) -> None:
-        if json_file is not None:
-            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-
     result = bench.measure_compressed(
         models,
         text,
@@ -76,14 +75,11 @@ def compressed(
         tokens=tokens,
         threads=threads,
         seed=seed,
-        done=done,
+        done=save,
     )
     status().finish()
-    for rows in (pages.quality(result), pages.speed(result)):
-        print_table(rows[0], rows[1:])
-        print()
-    for line in pages.summary(result):
-        print(line)
     if page is not None:
         page.write_text(pages.page(result), "utf-8")
         say(f"the page: {page}")
+    quality, speed = pages.tables(result)
+    return Measurement(result, [quality, "", speed, "", *pages.summary(result)])

@@ -29,7 +29,7 @@ def add_measurement(
 ) -> None:
     """Add `measure` to `app` as a command of its name; its parameters are the options.
 
-    If it has a parameter `save`, that receives a function which writes unfinished figures to the JSON file.
+    A parameter `save` receives a function that writes unfinished figures to the JSON file; `plots`: whether --plot was given.
     common, examples: see `help.short_help`. plot: help text of --plot; without it there is no such option.
     panel: section of the help in which --json is listed.
     """
@@ -40,13 +40,12 @@ def add_measurement(
 def measuring_command(measure: Callable[..., Measurement], plot: str = "", panel: str | None = None) -> Callable[..., int]:
     """The function of a command that runs `measure`, prints its tables and writes its files."""
     signature = inspect.signature(measure)
-    saves = "save" in signature.parameters
     added = {
         "json_file": typer.Option("--json", help="Write the figures to this file.", callback=writable, rich_help_panel=panel)
     }
     if plot:
         added["plot_file"] = typer.Option("--plot", help=plot, callback=writable)
-    options = [option for name, option in signature.parameters.items() if name != "save"]
+    options = [option for name, option in signature.parameters.items() if name not in ("save", "plots")]
     options += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
         for name, option in added.items()
@@ -57,7 +56,8 @@ def measuring_command(measure: Callable[..., Measurement], plot: str = "", panel
             if json_file is not None:
                 json_file.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
 
-        result = measure(**values, **({"save": save} if saves else {}))
+        extra = {"save": save, "plots": plot_file is not None}
+        result = measure(**values, **{name: value for name, value in extra.items() if name in signature.parameters})
         save(result.figures)
         if plot_file is not None and result.plot is not None:
             plot_file.write_text(_svg(result.plot), "utf-8")

@@ -1,1 +1,1 @@
-"""Statistics on plain numbers: calibrated thresholds, confidences, text similarity, perplexity. Needs NumPy alone."""
+"""Statistics on plain numbers: calibrated thresholds, confidences, paired ratios, text similarity, perplexity. NumPy alone."""

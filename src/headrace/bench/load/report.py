@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.bench.page import document, table
+from headrace.bench.page import document, html_table
 from headrace.bench.plots import Line, about, distribution, draw
 
 TIMES = {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}
@@ -32,4 +32,6 @@ def pictures(model: str, made: Made) -> dict[str, str]:
 def page(model: str, cut: str, rows: Sequence[Sequence[str]], made: Made) -> str:
     """One page: the table (first row: its heads), the pictures, and all figures as JSON."""
     figures = {"model": model, "cut": cut, "loads": {name: summary for name, (summary, _) in made.items()}}
-    return document(f"{model} under load", [about(model), cut], [table(rows)], list(pictures(model, made).values()), figures)
+    return document(
+        f"{model} under load", [about(model), cut], [html_table(rows)], list(pictures(model, made).values()), figures
+    )

@@ -1,4 +1,4 @@
-"""Ratios of paired measurements: what two engines did in the same round, under the same weather."""
+"""Ratios of paired measurements: two speeds measured in the same round, under the same load of the machine."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median of the pairs' ratios, and an interval around it that holds the true median with `confidence`."""
+    """Median of the pairs' ratios, and an interval that contains the true median with probability `confidence`."""
 
     median: float
     low: float
@@ -19,16 +19,17 @@ class Ratio:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Ours over theirs, pair by pair. The interval is that of order statistics and assumes nothing about the distribution."""
+    """Ours divided by theirs, pair by pair. The interval uses order statistics and assumes no distribution."""
     ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
     rank, confidence = _rank(len(ratios))
     return Ratio(median(ratios), ratios[rank], ratios[-1 - rank], confidence)
 
 
 def _rank(count: int) -> tuple[int, float]:
-    """How many values to leave out at each end: the most that keep CONFIDENCE, none where there are too few values for it.
+    """Number of sorted values to leave out at each end, and the confidence of the rest.
 
-    The median lies outside the sorted values [k .. n-1-k] if at most k of n fall on one side of it: fair coins.
+    It is the largest number that keeps CONFIDENCE; 0 if there are too few values for it. The median lies outside the sorted
+    values [k .. n-1-k] if at most k of n values lie on one side of it, a binomial tail with p = 1/2.
     """
     tail, best = 0.0, (0, max(0.0, 1 - 2 * 0.5**count))
     for k in range((count - 1) // 2 + 1):
