@@ -18,20 +18,10 @@ def main() -> int:
         # A copy elsewhere: next to this file pytest would load the conftest of Headrace's own tests.
         suite = Path(shutil.copy(Path(__file__).with_name("langchain_standard.py"), folder))
         suite.with_name("server.json").write_text(json.dumps([URL, LARGE]))
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            folder,
-            "-c",
-            os.devnull,
-            "-o",
-            "asyncio_mode=auto",
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", folder, "-c", os.devnull]
+        # The suite shares a client between its tests; the connections of that client belong to one event loop.
+        options = ("asyncio_mode=auto", "asyncio_default_test_loop_scope=session", "asyncio_default_fixture_loop_scope=session")
+        command += [word for option in options for word in ("-o", option)]
         command += [f"--junitxml={report}", str(suite)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stdout[-6000:], file=sys.stderr)
