@@ -127,7 +127,7 @@ def at_rest(server: Running) -> list[str]:
     found: dict[str, str] = {}
     for service in server.models.services:
         until(lambda llm=service.llm: is_idle(llm))  # type: ignore[misc]
-        waiting = service.llm.waiting
+        waiting = service.llm.queue
         found[f"the books of the engine of {service.name}"] = books(server, service.llm)
         found[f"the queue of {service.name}"] = "" if waiting.requests == waiting.tokens == 0 else str(waiting)
     health = server.health()
@@ -137,7 +137,7 @@ def at_rest(server: Running) -> list[str]:
 
 def is_idle(llm: AsyncLLM) -> bool:
     """Whether nobody asks, and no block is held."""
-    return not llm.tickets and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0
+    return not llm.inflight and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0
 
 
 def books(server: Running, llm: AsyncLLM) -> str:

@@ -46,14 +46,14 @@ async def leave_and_cancel(llm: AsyncLLM) -> None:
     async for _ in stream:
         break
     await stream.aclose()  # type: ignore[attr-defined]
-    assert not llm.tickets
+    assert not llm.inflight
     task = asyncio.create_task(text_of(llm, "A river", endless))
-    while not llm.tickets:
+    while not llm.inflight:
         await asyncio.sleep(0)  # no longer: it might be answered meanwhile
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not llm.tickets
+    assert not llm.inflight
     while llm.stats.running or llm.stats.waiting:
         await asyncio.sleep(0.01)
     assert llm.stats.blocks_used == 0

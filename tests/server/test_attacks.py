@@ -18,4 +18,4 @@ def test_an_attack_has_one_clear_answer(server: Running, name: str) -> None:
     assert asyncio.run(status("127.0.0.1", server.port, sent)) in one.statuses
     health: dict[str, Any] = server.health()
     assert (health["status"], health["restarts"]) == ("ready", 0)
-    until(lambda: not server.llm.tickets)
+    until(lambda: not server.llm.inflight)

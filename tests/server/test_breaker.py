@@ -25,7 +25,7 @@ def at_once(server: Running, prompt: str) -> list[httpx.Response]:
     bodies = [{"model": "tiny", "prompt": f"{prompt} {number}", "max_tokens": 4} for number in range(AT_ONCE)]
     with server.paused():
         asked = [in_thread(lambda body=body: server.post("/v1/completions", body)) for body in bodies]
-        until(lambda: len(server.llm.tickets) == AT_ONCE)
+        until(lambda: len(server.llm.inflight) == AT_ONCE)
     return [one.result() for one in asked]
 
 
@@ -77,7 +77,7 @@ def test_when_steps_go_well_again_so_does_everything(tiny: Path, faults: Path) -
         assert len(answers) == AT_ONCE
         assert server.health() == {"status": "ready", "detail": "", "restarts": 1}
         assert server.figure("engine_failing_steps") == 0
-        assert not server.llm.tickets
+        assert not server.llm.inflight
 
 
 def test_the_control_without_a_breaker_every_request_fails_and_health_is_good(

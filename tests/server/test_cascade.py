@@ -154,12 +154,12 @@ def test_chats_and_responses(server: Running, offline: dict[str, LLM]) -> None:
 
 
 def test_nothing_is_left_of_who_was_not_sure(server: Running) -> None:
-    """Its tickets are through, so that an orderly end does not wait for them; figures say who answered."""
+    """Its inflight are through, so that an orderly end does not wait for them; figures say who answered."""
     before = {name: server.figure(name) for name in ("cascade_answers_total", "cascade_score_count")}
     for name in ("always", "never"):
         assert server.post("/v1/completions", {"model": name, "prompt": "The mill", **ASK}).status_code == 200
     for service in server.models.services:
-        assert (service.llm.tickets, service.llm._asking) == ({}, set())
+        assert (service.llm.inflight, service.llm._undelivered) == ({}, set())
     assert server.figure("cascade_answers_total") == before["cascade_answers_total"] + 2
     assert server.figure("cascade_score_count") == before["cascade_score_count"] + 2
     found = server.http.get("/metrics").text
@@ -179,11 +179,11 @@ def test_a_prompt_that_a_tier_cannot_hold_is_for_the_next(server: Running) -> No
 def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = module.gathered
 
-    async def failing(ticket: Any) -> Any:
-        await gathered(ticket)
+    async def failing(submitted: Any) -> Any:
+        await gathered(submitted)
         raise RequestFailedError("broken")
 
-    monkeypatch.setattr(module, "gathered", failing)
+    monkeypatch.setattr(module, "collect_answer", failing)
     said = server.post("/v1/completions", {"model": "always", "prompt": "The mill", **ASK}).json()
     assert [(one["model"], one["score"]) for one in said["usage"]["tiers"]] == [("small", 0.0), ("large", None)]
 
@@ -210,10 +210,10 @@ def test_a_tier_whose_engine_is_down_is_passed_over(server: Running, monkeypatch
         assert server.post(f"/v1/{path}", body).status_code == 503
     assert [one["model"] for one in server.post(f"/v1/{path}", body).json()["usage"]["tiers"]] == ["small"]
 
-    async def lost(ticket: Any) -> Any:
+    async def lost(submitted: Any) -> Any:
         raise EngineLostError("the engine ended")
 
-    monkeypatch.setattr(module, "gathered", lost)
+    monkeypatch.setattr(module, "collect_answer", lost)
     said = server.post(f"/v1/{path}", body)
     assert (said.status_code, said.json()["error"]["code"]) == (503, ENGINE_LOST)
 

@@ -225,11 +225,11 @@ def test_a_model_whose_answer_is_not_taken_yet_is_not_unloaded(two: Running) -> 
     """A stream may still be sent when the engine has written all of it, and its tokens are spelled on the way."""
     two.complete()
     llm = two.models.services[0].llm
-    llm._asking.add("a stream")
-    assert not llm.tickets
+    llm._undelivered.add("a stream")
+    assert not llm.inflight
     with pytest.raises(openai.InternalServerError, match="in use by others"):
         two.complete(model="other")
-    llm._asking.discard("a stream")
+    llm._undelivered.discard("a stream")
     assert two.complete(model="other").choices[0].finish_reason == "length"
 
 
@@ -281,10 +281,10 @@ def test_a_stream_ends_at_the_servers_deadline(endless: Path) -> None:
     with Running(endless, limits=Limits(deadline=3600)) as server:
         stream = server.complete(stream=True, **ENDLESS)
         next(stream)
-        (ticket,) = server.llm.tickets.values()
-        assert ticket.timer is not None
-        assert 0 < ticket.timer.when() - server.on_loop(lambda: asyncio.get_running_loop().time()) <= 3600
-        server.on_loop(lambda: strike(ticket.timer))
+        (submitted,) = server.llm.inflight.values()
+        assert submitted.timer is not None
+        assert 0 < submitted.timer.when() - server.on_loop(lambda: asyncio.get_running_loop().time()) <= 3600
+        server.on_loop(lambda: strike(submitted.timer))
         with pytest.raises(openai.APIError, match="deadline of 3600 s"):
             list(stream)
         until(lambda: server.figure("num_requests_running") == 0)

@@ -89,17 +89,17 @@ def test_an_encoder_is_served(tmp_path: Path) -> None:
 def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others fill the queue between two parts of one request: it goes on when they are gone."""
     llm, filled, room_comes = server.llm, [], True
-    submit, waiting = llm.submit, llm.waiting
+    submit, waiting = llm.submit, llm.queue
 
     def leave() -> None:
         waiting.requests -= waiting.max_requests
 
     def fill(*given: Any, **more: Any) -> Any:
-        tickets = submit(*given, **more)
+        inflight = submit(*given, **more)
         if not filled:
             waiting.requests += waiting.max_requests
             filled.append(asyncio.get_running_loop().call_later(0.1, leave) if room_comes else None)
-        return tickets
+        return inflight
 
     monkeypatch.setattr(llm, "submit", fill)
     made = server.openai.embeddings.create(model="tiny", input=["water"] * 7)

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from headrace.host import process_seconds
-from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.inflight import InflightRequest
 from tests.server.harness import ENDLESS, PATIENCE, Running, in_thread, until
 
 
@@ -25,7 +25,7 @@ def aborted(server: Running) -> float:
 
 
 def idle(server: Running) -> bool:
-    return not server.llm.tickets and server.llm.stats.running == 0 and server.llm.stats.waiting == 0
+    return not server.llm.inflight and server.llm.stats.running == 0 and server.llm.stats.waiting == 0
 
 
 def generated_after_leaving(server: Running) -> float:
@@ -34,7 +34,7 @@ def generated_after_leaving(server: Running) -> float:
     next(stream)
     with server.paused():
         stream.close()
-        until(lambda: not server.llm.tickets)
+        until(lambda: not server.llm.inflight)
         server.caught_up()
         return server.figure("generation_tokens_total")
 
@@ -48,17 +48,17 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks_within_a_step_or_two(lon
 
 def test_a_request_that_is_not_aborted_goes_on(long_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: without the message to the engine it would fail."""
-    left: list[Ticket] = []
+    left: list[InflightRequest] = []
 
-    def forget(tickets: list[Ticket]) -> None:
-        left.extend(ticket for ticket in tickets if long_server.llm.tickets.pop(ticket.request_id, None))
+    def forget(inflight: list[InflightRequest]) -> None:
+        left.extend(submitted for submitted in inflight if long_server.llm.inflight.pop(submitted.request_id, None))
 
     monkeypatch.setattr(long_server.llm, "abort", forget)
     generated = generated_after_leaving(long_server)
     until(lambda: long_server.figure("generation_tokens_total") - generated > 2)
     assert not idle(long_server)
     monkeypatch.undo()
-    long_server.llm.tickets |= {ticket.request_id: ticket for ticket in left}
+    long_server.llm.inflight |= {submitted.request_id: submitted for submitted in left}
     long_server.on_loop(lambda: long_server.llm.abort(left))
     until(lambda: idle(long_server))
 
@@ -70,18 +70,18 @@ def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -
     with server.paused():
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-            until(lambda: bool(server.llm.tickets))
-        until(lambda: not server.llm.tickets)
+            until(lambda: bool(server.llm.inflight))
+        until(lambda: not server.llm.inflight)
     until(lambda: aborted(server) == before + 1 and idle(server))
     assert server.llm.stats.blocks_used == 0
-    assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
+    assert server.llm.queue.requests == server.llm.queue.tokens == 0
 
 
 def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
     expected = server.complete().choices[0].text
     with server.paused():
         waiting = [in_thread(server.complete) for _ in range(3)]
-        until(lambda: server.llm.waiting.requests == 3)
+        until(lambda: server.llm.queue.requests == 3)
         with pytest.raises(openai.RateLimitError, match="3 requests are waiting and 3 may") as refused:
             server.complete()
         with pytest.raises(openai.RateLimitError):
@@ -89,19 +89,19 @@ def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
     assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
     assert [one.result().choices[0].text for one in waiting] == [expected] * 3
     assert server.complete().choices[0].text == expected
-    assert server.llm.waiting.requests == server.llm.waiting.tokens == 0
+    assert server.llm.queue.requests == server.llm.queue.tokens == 0
 
 
 def test_several_prompts_enter_the_queue_all_or_none(server: Running) -> None:
     with server.paused():
         first = in_thread(server.complete)
-        until(lambda: len(server.llm.tickets) == 1)
+        until(lambda: len(server.llm.inflight) == 1)
         with pytest.raises(openai.RateLimitError):
             server.complete(prompt=["a", "b", "c"])
-        assert len(server.llm.tickets) == 1
+        assert len(server.llm.inflight) == 1
     assert first.result().choices
-    assert server.llm.waiting.requests == 0
-    assert not server.llm.tickets
+    assert server.llm.queue.requests == 0
+    assert not server.llm.inflight
 
 
 def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
         assert first is not None
         with server.paused():
             whole = in_thread(server.complete)
-            until(lambda: len(server.llm.tickets) == 2)
+            until(lambda: len(server.llm.inflight) == 2)
             os.kill(first, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine process ended \\(signal SIGKILL\\)"):
             list(stream)
@@ -126,7 +126,7 @@ def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
         assert server.health()["restarts"] == 1
         assert server.figure("engine_restarts") == 1
         assert server.complete().choices[0].text == expected
-        assert not server.llm.tickets
+        assert not server.llm.inflight
 
 
 def test_a_request_under_which_the_engine_ended_twice_is_not_tried_again(endless: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_request_under_which_the_engine_ended_twice_is_not_tried_again(endless
             assert pid is not None
             with server.paused():
                 poison = in_thread(server.complete)
-                until(lambda: len(server.llm.tickets) == 1)
+                until(lambda: len(server.llm.inflight) == 1)
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(openai.InternalServerError) as lost:
                 poison.result()
@@ -184,7 +184,7 @@ def test_what_has_begun_is_finished_in_an_orderly_end_all_parts_of_it(tiny: Path
         body = {"model": "tiny", "input": [f"text {number}" for number in range(40)]}
         with server.paused():
             whole = in_thread(lambda: server.post("/v1/embeddings", body))
-            until(lambda: len(server.llm.tickets) == 32)
+            until(lambda: len(server.llm.inflight) == 32)
             server.drain()
             until(lambda: server.llm.state == "draining")
         answer = whole.result()

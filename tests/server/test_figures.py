@@ -10,7 +10,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import Principal
 from headrace.server.access.queueing import AdmissionQueue
-from headrace.server.engines.inflight import Ticket, Wakeup
+from headrace.server.engines.inflight import InflightRequest, WakeupEvent
 from headrace.server.engines.messages import Deltas, Ended, Loaded, Stats
 from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.logs import REQUESTS, JsonLines
@@ -54,17 +54,17 @@ def test_figures_of_a_request() -> None:
     figures = ServerMetrics()
     metrics = ModelMetrics(figures, "m")
     metrics.begin(Loaded(64, 4, 100, num_blocks=10, block_size=16, note=""))
-    ticket = Ticket("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), AdmissionQueue(1, 100), Wakeup())
-    ticket.generated = 3
+    submitted = InflightRequest("r", [1, 2, 3, 4], SamplingParams(max_tokens=3), AdmissionQueue(1, 100), WakeupEvent())
+    submitted.generated = 3
     times = RequestMetrics(
         arrival=10.0, scheduled=10.5, first_token=11.0, last_token=15.0, cached_tokens=2, drafts=3, drafted=8, preemptions=1
     )
     for count in (3, 0, 3):
         times.accept(count)
     for token in range(3):
-        metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": ticket})
+        metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": submitted})
     last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], [Ended("r", times)], stats=Stats(0, 0, 0, 1))
-    metrics.step(last, {"r": ticket})
+    metrics.step(last, {"r": submitted})
     text = figures.text(Principal()).decode()
 
     def value(name: str) -> float:

@@ -13,7 +13,7 @@ import httpx2 as httpx
 import msgspec
 import pytest
 
-from headrace.confined.pool import shared
+from headrace.confined.pool import shared_pool
 from headrace.confined.process import ConfinedProcess, Task
 from headrace.data.plan import TokenLogprob
 from headrace.server.page import markdown
@@ -199,7 +199,7 @@ def test_the_loop_stays_free(server: Running, name: str, held: Held) -> None:
     model = {} if path == "/page/render" else {"model": "tiny"}
     for _ in range(TRIES):
         held.seconds = 0.0
-        shared()._known.clear()  # it is worked at again
+        shared_pool()._known.clear()  # it is worked at again
         answer = server.post(path, {**model, **body})
         assert answer.status_code in statuses, answer.text[:300]
         server.on_loop(lambda: None)  # what sent the answer has ended
@@ -264,7 +264,7 @@ def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.Monke
     body = {"model": "tiny", "messages": TALK, "tools": [{"type": "function", "function": {"name": "f", "parameters": COSTLY}}]}
     with pytest.raises(httpx.ReadTimeout):
         server.http.post("/v1/chat/completions", json=body, timeout=1.0)
-    until(lambda: not shared()._working)
+    until(lambda: not shared_pool()._working)
 
 
 def test_how_late_the_loop_is_is_a_figure(server: Running) -> None:

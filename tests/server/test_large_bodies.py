@@ -10,7 +10,7 @@ import pytest
 
 from headrace.server.http import body_limits as reading
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 from headrace.server.page.routes import RenderRequest
 from headrace.server.protocols import fields
 from tests.server.harness import Running
@@ -21,7 +21,9 @@ __all__ = ["held"]
 MANY = 50_000
 MEGABYTES = 4 << 20  # bytes of a body at most
 REQUESTS = [
-    kind for kind in vars(fields).values() if isinstance(kind, type) and issubclass(kind, Strict) and kind is not Strict
+    kind
+    for kind in vars(fields).values()
+    if isinstance(kind, type) and issubclass(kind, StrictStruct) and kind is not StrictStruct
 ] + [RenderRequest]
 EACH = (
     b"null",
@@ -66,7 +68,7 @@ FIELDS = {re.sub(r"Meta\([^)]*\)|\d+", "", str(one.type)): place for place, (_, 
 MOST_READ = 0.1  # seconds of CPU time until a large body is refused: some 0.02, and four times that where others work
 
 
-def refused(kind: type[Strict], body: bytes) -> tuple[float, ApiError | None]:
+def refused(kind: type[StrictStruct], body: bytes) -> tuple[float, ApiError | None]:
     """What is said of a body, and the least time that took."""
     least, error = float("inf"), None
     for _ in range(TRIES):
@@ -104,7 +106,7 @@ def test_every_field_filled_with_megabytes_is_refused_at_once(place: str, fillin
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_unknown_fields_by_the_thousand_are_refused_for_the_first(kind: type[Strict]) -> None:
+def test_unknown_fields_by_the_thousand_are_refused_for_the_first(kind: type[StrictStruct]) -> None:
     body = b"{" + b",".join(b'"unknown%d":1' % at for at in range(MEGABYTES // 18)) + b"}"
     seconds, error = refused(kind, body)
     assert seconds < MOST_READ
@@ -138,7 +140,7 @@ def test_without_the_count_a_million_small_lists_take_their_time(monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
-def test_every_list_text_and_mapping_is_bounded(kind: type[Strict]) -> None:
+def test_every_list_text_and_mapping_is_bounded(kind: type[StrictStruct]) -> None:
     """But for what is said to the model, which the context bounds, and objects that are looked at elsewhere."""
     free = {"prompt", "input", "instructions", "suffix", "guided_json"}
     schema = msgspec.json.schema_components((kind,))[1][kind.__name__]

@@ -20,7 +20,7 @@ from headrace.server.engines import messages
 from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
 from headrace.server.engines.engine_process import _message
-from headrace.server.engines.inflight import EngineDownError, RequestFailedError, Ticket, Wakeup, deltas
+from headrace.server.engines.inflight import EngineDownError, InflightRequest, RequestFailedError, WakeupEvent, stream_deltas
 from headrace.server.engines.messages import (
     PREFIX,
     Abort,
@@ -152,18 +152,18 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
     async def main() -> None:
         waiting = AdmissionQueue(9, 99)
         waiting.enter([1, 1])
-        wakeup = Wakeup()
-        bad, good = (Ticket(name, [1], SamplingParams(), waiting, wakeup) for name in ("bad", "good"))
+        wakeup = WakeupEvent()
+        bad, good = (InflightRequest(name, [1], SamplingParams(), waiting, wakeup) for name in ("bad", "good"))
         llm = AsyncLLM("none")
-        llm.tickets = {"bad": bad, "good": good}
+        llm.inflight = {"bad": bad, "good": good}
         failed = Delta("bad", 0, finish_reason="error", error="the step failed: /secret/path", finished=True)
         ends = [Ended(name, RequestMetrics()) for name in ("bad", "good")]
         llm._take(Deltas([failed, Delta("good", 0, [5], "a", finish_reason="length", finished=True)], ends))
-        assert [delta.text async for _, delta in deltas([good])] == ["a"]
+        assert [delta.text async for _, delta in stream_deltas([good])] == ["a"]
         with pytest.raises(RequestFailedError) as error:
-            [delta async for _, delta in deltas([bad])]
+            [delta async for _, delta in stream_deltas([bad])]
         assert "secret" not in str(error.value)
-        assert not llm.tickets
+        assert not llm.inflight
         assert waiting.requests == 0
 
     asyncio.run(main())
@@ -173,12 +173,12 @@ def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
     async def main() -> None:
         waiting = AdmissionQueue(9, 99)
         waiting.enter([1])
-        ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
-        heard = deltas([ticket])
-        ticket.put(Delta("a", 0, [5], "x"))
+        submitted = InflightRequest("a", [1], SamplingParams(), waiting, WakeupEvent())
+        heard = stream_deltas([submitted])
+        submitted.put(Delta("a", 0, [5], "x"))
         assert (await anext(heard))[1].text == "x"
-        ticket.put(Delta("a", 0, [5], "y"))
-        ticket.fail(EngineDownError("gone"))
+        submitted.put(Delta("a", 0, [5], "y"))
+        submitted.fail(EngineDownError("gone"))
         assert (await anext(heard))[1].text == "y"
         with pytest.raises(EngineDownError, match="gone"):
             await asyncio.wait_for(anext(heard), PATIENCE)
@@ -188,7 +188,7 @@ def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
 
 def test_who_waits_for_news_is_woken_once_for_each() -> None:
     async def main() -> None:
-        wakeup = Wakeup()
+        wakeup = WakeupEvent()
         wakeup.set()
         await wakeup.wait()  # what came before is not lost
         for _ in range(3):
@@ -217,15 +217,15 @@ def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCap
 def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
     waiting = AdmissionQueue(4, 64)
     waiting.enter([1])
-    ticket = Ticket("a", [1], SamplingParams(), waiting, Wakeup())
+    submitted = InflightRequest("a", [1], SamplingParams(), waiting, WakeupEvent())
     parts = [
         Delta("a", 0, [number], str(number), (TokenLogprob(number, -1.0, 1, ()),), exits=(Exited(number),))
         for number in range(3)
     ]
     for part in (*parts, Delta("a", 0, finish_reason="stop", finished=True)):
-        ticket.put(part)
-    ticket.end(RequestMetrics())
-    whole = asyncio.run(gathered(ticket))
+        submitted.put(part)
+    submitted.end(RequestMetrics())
+    whole = asyncio.run(gathered(submitted))
     assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2], "012", "stop")
     assert [one.token for one in whole.logprobs] == [one.layers for one in whole.exits] == [0, 1, 2]
-    assert ticket.take() == [whole]
+    assert submitted.take() == [whole]

@@ -61,9 +61,9 @@ def test_stop_frees_the_request(page: Any, server: Running) -> None:
         page.fill("#prompt", "The mill")
         page.press("#prompt", "Enter")
         page.wait_for_selector(".dots")
-        until(lambda: bool(server.llm.tickets))
+        until(lambda: bool(server.llm.inflight))
         page.keyboard.press("Escape")
-        until(lambda: not server.llm.tickets)
+        until(lambda: not server.llm.inflight)
     page.wait_for_selector("#send:not([hidden])")
     assert "stopped" in page.locator(".figures").inner_text()
 

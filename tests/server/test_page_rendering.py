@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.confined.pool import shared
+from headrace.confined.pool import shared_pool
 from headrace.server.page.markdown import COLOUR
 from tests.server.browser import ask, settled, sse
 from tests.server.harness import Running, until
@@ -118,8 +118,8 @@ def test_no_box_is_empty_while_its_code_is_still_to_come(page: Any) -> None:
 
 
 def test_the_server_starts_a_renderer() -> None:
-    shared().close()
-    shared()._known.clear()  # an answer that another test's server has asked for needs no process
+    shared_pool().close()
+    shared_pool()._known.clear()  # an answer that another test's server has asked for needs no process
     assert not renderers()
     with Running("nothing", begin=False, wait=False):
         until(lambda: renderers() > 0)
@@ -127,4 +127,4 @@ def test_the_server_starts_a_renderer() -> None:
 
 def renderers() -> int:
     """Confined processes that render Markdown."""
-    return sum(worker.kind[:2] == (COLOUR.module, COLOUR.argument) for worker in shared().workers)
+    return sum(worker.kind[:2] == (COLOUR.module, COLOUR.argument) for worker in shared_pool().workers)

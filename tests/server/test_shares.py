@@ -70,17 +70,17 @@ def test_a_flood_does_not_keep_others_out(endless: Path, tmp_path: Path) -> None
     with Running(endless, keys=file, max_num_seqs=2, max_queued_requests=8) as server:
         alice, bob = http(server, ALICE), http(server, BOB)
         floods = [in_thread(lambda: alice.post("/v1/completions", json=body)) for _ in range(2)]
-        until(lambda: sum(one.generated > 0 for one in list(server.llm.tickets.values())) == 2)
+        until(lambda: sum(one.generated > 0 for one in list(server.llm.inflight.values())) == 2)
         floods += [in_thread(lambda: alice.post("/v1/completions", json=body)) for _ in range(10)]
-        until(lambda: len(server.llm.tickets) == 2 + 4)  # two run, four wait: half of the queue
+        until(lambda: len(server.llm.inflight) == 2 + 4)  # two run, four wait: half of the queue
         until(lambda: sum(not one.running for one in floods) == 6)
         assert {one.result().status_code for one in floods if not one.running} == {429}
         asked = in_thread(lambda: bob.post("/v1/completions", json={**body, "max_tokens": 3}))
-        until(lambda: len(server.llm.tickets) == 2 + 5)
-        running = server.on_loop(lambda: [one for one in server.llm.tickets.values() if one.generated])
+        until(lambda: len(server.llm.inflight) == 2 + 5)
+        running = server.on_loop(lambda: [one for one in server.llm.inflight.values() if one.generated])
         server.on_loop(lambda: server.llm.abort(running))  # two places in the batch: one is for Bob, and three of Alice's wait
         assert asked.result().status_code == 200
-        server.on_loop(lambda: server.llm.abort(list(server.llm.tickets.values())))
+        server.on_loop(lambda: server.llm.abort(list(server.llm.inflight.values())))
         alice.close()
 
 

@@ -286,7 +286,7 @@ def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, mo
 
         async def slow(*given: Any) -> None:
             looking.set()
-            while server.llm.state is not State.DRAINING or server.llm.tickets:
+            while server.llm.state is not State.DRAINING or server.llm.inflight:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
             await look(*given)

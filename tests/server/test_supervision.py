@@ -13,9 +13,9 @@ from headrace.server.engines.engine_client import EngineGoneError
 from headrace.server.engines.inflight import (
     EngineDownError,
     EngineLostError,
+    InflightRequest,
     QuarantinedError,
     RequestFailedError,
-    Ticket,
 )
 from headrace.server.engines.messages import Deltas, Ended, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
 from headrace.server.engines.quarantine import KEPT, MOST, Quarantine
@@ -313,9 +313,9 @@ def had(link: Any) -> list[list[int]]:
     return [message.prompt for message in link.made[-1].sent if isinstance(message, Submit)]
 
 
-def answer(llm: AsyncLLM, ticket: Ticket, *, end: bool = True, error: str | None = None) -> None:
-    delta = Delta(ticket.request_id, 0, [5], "x", finish_reason="length" if end else None, error=error, finished=end)
-    llm._take(Deltas([delta], [Ended(ticket.request_id, RequestMetrics())] if end else []))
+def answer(llm: AsyncLLM, submitted: InflightRequest, *, end: bool = True, error: str | None = None) -> None:
+    delta = Delta(submitted.request_id, 0, [5], "x", finish_reason="length" if end else None, error=error, finished=end)
+    llm._take(Deltas([delta], [Ended(submitted.request_id, RequestMetrics())] if end else []))
 
 
 async def die(llm: AsyncLLM, link: Any) -> None:
@@ -335,29 +335,29 @@ def test_what_the_engine_ended_under_twice_is_not_tried_a_third_time_and_others_
             llm.submit([prompt], PARAMS)
         assert had(link) == prompts
         await die(llm, link)
-        tickets = [llm.submit([prompt], PARAMS)[0] for prompt in prompts]
+        inflight = [llm.submit([prompt], PARAMS)[0] for prompt in prompts]
         fresh = llm.submit([[9]], PARAMS)[0]
         assert had(link) == [[1], [9]]
-        answer(llm, tickets[0])
+        answer(llm, inflight[0])
         assert had(link) == [[1], [9], [2]]
-        answer(llm, tickets[1], end=False)  # it goes on, and has come further than before: the next comes in beside it
+        answer(llm, inflight[1], end=False)  # it goes on, and has come further than before: the next comes in beside it
         assert had(link)[3:] == [[3]]
         await die(llm, link)
-        for ticket, lost in ((tickets[2], True), (fresh, True), (tickets[3], False), (tickets[4], False)):
+        for submitted, lost in ((inflight[2], True), (fresh, True), (inflight[3], False), (inflight[4], False)):
             with pytest.raises(EngineDownError) as error:
-                ticket.take()
+                submitted.take()
             assert isinstance(error.value, EngineLostError) == lost
         with pytest.raises(QuarantinedError, match="ended 2 times while it had this request"):
             llm.submit([[3]], PARAMS)
         with pytest.raises(QuarantinedError):
             llm.submit([[7], [3]], PARAMS)
         assert llm.quarantine.banned == 1
-        assert not llm.tickets
-        assert llm.waiting.requests == 0
+        assert not llm.inflight
+        assert llm.queue.requests == 0
         llm.submit([[3]], PARAMS.replace(max_tokens=9))  # another request
         again = [llm.submit([prompt], PARAMS)[0] for prompt in ([2], [4], [5])]
-        for ticket in again:  # each in its turn
-            answer(llm, ticket)
+        for submitted in again:  # each in its turn
+            answer(llm, submitted)
         llm.submit([[2]], PARAMS)
         assert had(link) == [[3], [2], [4], [5], [2]]
         await llm.close()
@@ -444,9 +444,9 @@ def test_the_control_without_turns_the_innocent_are_quarantined(monkeypatch: pyt
 
     def together(self: AsyncLLM) -> None:
         while self._suspects:
-            ticket, _ = self._suspects.popleft()
-            assert ticket.asked is not None
-            self.replica.send(ticket.asked)
+            submitted, _ = self._suspects.popleft()
+            assert submitted.message is not None
+            self.replica.send(submitted.message)
 
     monkeypatch.setattr(AsyncLLM, "_let_in", together)
 

@@ -521,10 +521,10 @@ def test_json_in_the_text_is_a_call(server: Running, stream: bool, monkeypatch: 
     for arguments, is_call in (('{"turns": 3, "way": "left"}', True), ('{"turns": 30, "way": "left"}', False)):
         text = f'Well.\n```json\n{{"name": "turn_wheel", "arguments": {arguments}}}\n```'
 
-        async def scripted(tickets: Any, text: str = text) -> Any:
+        async def scripted(inflight: Any, text: str = text) -> Any:
             for at in range(0, len(text), 7):
                 last = at + 7 >= len(text)
-                yield 0, Delta(tickets[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
+                yield 0, Delta(inflight[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
 
         monkeypatch.setattr("headrace.server.protocols.chat.deltas", scripted)
         made = ask(server, stream=stream)

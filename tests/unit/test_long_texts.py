@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace.confined.pool import CLIENT, shared
+from headrace.confined.pool import CLIENT, shared_pool
 from headrace.confined.shares import CpuShares
 from headrace.startup import encoding
 from headrace.startup.encoding import MARGIN, SLICE, count_at_least
@@ -64,7 +64,7 @@ def test_counting_stops_above_the_context_and_is_charged(monkeypatch: pytest.Mon
         def charge(self, client: str, seconds: float) -> None:
             charged.append((client, seconds))
 
-    monkeypatch.setattr(shared(), "shares", Recorded())
+    monkeypatch.setattr(shared_pool(), "shares", Recorded())
 
     async def counted() -> int:
         CLIENT.set("a")

@@ -17,7 +17,7 @@ import msgspec
 from headrace.confined.process import ConfinedProcess, OverrunError, Task
 from headrace.confined.shares import CpuShares
 
-__all__ = ["CLIENT", "BusyError", "ConfinedPool", "OverrunError", "Task", "shared"]
+__all__ = ["CLIENT", "BusyError", "ConfinedPool", "OverrunError", "Task", "shared_pool"]
 
 WIDTH = 8  # questions at a time; those that take long cost others next to nothing
 IDLE = 4  # processes that are kept for the next question
@@ -214,7 +214,7 @@ class ConfinedPool:
 
 
 @functools.cache
-def shared() -> ConfinedPool:
+def shared_pool() -> ConfinedPool:
     """This process's pool: what it may use of a machine is for all it has to do together."""
     return ConfinedPool()
 

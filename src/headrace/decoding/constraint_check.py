@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from headrace.confined.pool import OverrunError, Task, shared
+from headrace.confined.pool import OverrunError, Task, shared_pool
 from headrace.data.outputs import RequestOutput
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
@@ -114,7 +114,7 @@ def _check_text(spec: StructuredOutputs, text: str) -> str:
     """Why a finished text does not fit, empty if it does. Runs in a confined process: some patterns are searched for ever."""
     try:
         with refuse_overruns():
-            return str(raise_on_error(shared().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
+            return str(raise_on_error(shared_pool().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
     except ConstraintError as error:
         return str(error)
     except Exception as error:  # one output that cannot be checked must not cost its caller the others

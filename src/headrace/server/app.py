@@ -34,7 +34,7 @@ from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.errors import as_api_error, wrong_field
 from headrace.server.http.guard import Guard
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 from headrace.server.page import files as page_files
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.protocols import classify as classes
@@ -103,7 +103,7 @@ class Protocol:
     """A path on which models answer. Requests say `model` and `cache_salt`."""
 
     path: str
-    body: type[Strict]
+    body: type[StrictStruct]
     answer: Callable[[Service, Any, Request, bytes], Awaitable[Any]]  # raises what `as_api_error` knows, and ClientGoneError
     text: str  # the field with what goes to the model
     content: dict[str, Any]  # what a 200 holds

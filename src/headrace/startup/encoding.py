@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.confined.pool import CLIENT, OverrunError, Task, shared
+from headrace.confined.pool import CLIENT, OverrunError, Task, shared_pool
 from headrace.startup.opening import open_files
 from headrace.text.marks import MARK
 from headrace.text.tokenizer import Tokenizer, TokenizerError
@@ -44,7 +44,7 @@ async def count_at_least(text: str, encode: Callable[[str], list[int]], most: in
             count += max(0, await asyncio.to_thread(size_of, text[begin:end]) - MARGIN)
             begin = end
     finally:
-        shared().shares.charge(CLIENT.get(), seconds)
+        shared_pool().shares.charge(CLIENT.get(), seconds)
     return count
 
 
@@ -54,7 +54,7 @@ async def encode_long(
     """Token ids of texts by the tokenizer of the model at `path`. Raises TokenizerError, BusyError."""
     task = Task(__name__, "encode", str(path.absolute()), seconds=SECONDS, memory=2 << 30, answer=64 << 20)
     try:
-        found = await shared().ask(task, [task.argument, texts, add_special, parse_special, marked])
+        found = await shared_pool().ask(task, [task.argument, texts, add_special, parse_special, marked])
     except OverrunError:
         raise TokenizerError("the text takes too much time or memory to be encoded; shorten it") from None
     if isinstance(found, str):

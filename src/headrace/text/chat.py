@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from headrace.confined.pool import OverrunError, Task, shared
+from headrace.confined.pool import OverrunError, Task, shared_pool
 from headrace.text.tokenizer import Tokenizer
 
 __all__ = ["ChatTemplate", "TemplateError", "TemplateLimits", "validate_messages"]
@@ -130,7 +130,7 @@ class ChatTemplate:
     @functools.cached_property
     def _variables(self) -> frozenset[str] | None:
         with self._ended():
-            names = shared().run(self.limits.task("variables"), {"source": self._usable_source()})["names"]
+            names = shared_pool().run(self.limits.task("variables"), {"source": self._usable_source()})["names"]
         return None if names is None else frozenset(names)
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
@@ -138,19 +138,19 @@ class ChatTemplate:
         the template's own (`enable_thinking=False`)."""
         question = self._question(messages, variables)
         with self._ended():
-            return _text(shared().run(self.limits.task("render"), question))
+            return _text(shared_pool().run(self.limits.task("render"), question))
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The same with marks, for `Tokenizer.encode`."""
         question = self._question(messages, variables) | self._marking()
         with self._ended():
-            return _text(shared().run(self.limits.task("render"), question))
+            return _text(shared_pool().run(self.limits.task("render"), question))
 
     async def rendered_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """`render_marked` for asyncio. Raises BusyError besides."""
         question = self._question(messages, variables) | self._marking()
         with self._ended():
-            return _text(await shared().ask(self.limits.task("render"), question))
+            return _text(await shared_pool().ask(self.limits.task("render"), question))
 
     def _marking(self) -> dict[str, Any]:
         return {} if self._content is None else {"control": self._content.control, "quoted": self._content.quoted}

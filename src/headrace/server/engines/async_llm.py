@@ -20,13 +20,13 @@ from headrace.server.engines.inflight import (
     DeadlineError,
     EngineDownError,
     EngineLostError,
+    InflightRequest,
     QuarantinedError,
     RequestFailedError,
     RequestRefusedError,
-    Ticket,
     TooLongError,
-    Wakeup,
-    deltas,
+    WakeupEvent,
+    stream_deltas,
 )
 from headrace.server.engines.messages import (
     Abort,
@@ -62,7 +62,7 @@ class Observer(Protocol):
     """Is told what the engine does; for figures."""
 
     def begin(self, loaded: Loaded) -> None: ...
-    def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None: ...
+    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None: ...
     def end(self) -> None: ...
 
 
@@ -91,14 +91,14 @@ class AsyncLLM:
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
         self.replica = Replica(stuck_after, load_timeout, open=self._open, ready=self._loaded, take=self._take, lost=self._lose)
-        self.waiting = AdmissionQueue(max_queued_requests, max_queued_tokens)
+        self.queue = AdmissionQueue(max_queued_requests, max_queued_tokens)
         self.stats = Stats()
         self.observer: Observer | None = None
-        self.tickets: dict[str, Ticket] = {}
-        self._asking: set[str] = set()  # ids of what was submitted by those who have not said that they are through
+        self.inflight: dict[str, InflightRequest] = {}
+        self._undelivered: set[str] = set()  # ids of what was submitted by those who have not said that they are through
         self.quarantine = Quarantine()
-        self._suspect: tuple[Ticket, Suspect] | None = None  # the one that the engine has
-        self._suspects: deque[tuple[Ticket, Suspect]] = deque()  # that wait until it shows that it is none
+        self._suspect: tuple[InflightRequest, Suspect] | None = None  # the one that the engine has
+        self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # that wait until it shows that it is none
         self._opened: Opened | None = None
         self.classifier: exits.Classifier | None = None  # once the model is open
         self._ids = itertools.count()
@@ -165,9 +165,9 @@ class AsyncLLM:
         return self.replica.running
 
     @property
-    def asked(self) -> bool:
+    def in_use(self) -> bool:
         """Whether anybody waits for an answer, or has not taken all of one, which its tokenizer may still be needed for."""
-        return bool(self._asking)
+        return bool(self._undelivered)
 
     @property
     def pid(self) -> int | None:
@@ -184,12 +184,12 @@ class AsyncLLM:
         """
         plain = as_prompt(prompt)
         ids = await self.encode(plain) if isinstance(plain, str) else plain
-        (ticket,) = self.submit([ids], params or SamplingParams(), salt=salt)
+        (request,) = self.submit([ids], params or SamplingParams(), salt=salt)
         try:
-            async for _, delta in deltas([ticket]):
+            async for _, delta in stream_deltas([request]):
                 yield delta
         finally:
-            self.abort([ticket])
+            self.abort([request])
 
     async def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, marked: bool = False, limited: bool = True
@@ -233,7 +233,7 @@ class AsyncLLM:
         deadline: float | None = None,
         begun: bool = False,
         grammar: Grammar | None = None,
-    ) -> list[Ticket]:
+    ) -> list[InflightRequest]:
         """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings; `rule`:
         classes. What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were
         taken, so these are taken in an orderly end, too. `grammar`: the result of `check_form`
@@ -247,7 +247,7 @@ class AsyncLLM:
         for ids in prompts:
             if len(ids) + writes > context:
                 raise _too_long(context, str(len(ids)), writes)
-        if len(prompts) > (most := self.waiting.max_requests):
+        if len(prompts) > (most := self.queue.max_requests):
             raise RequestRefusedError(
                 f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once", PROMPT
             )
@@ -256,50 +256,50 @@ class AsyncLLM:
         suspects = [self.quarantine.find(one) for one in asked]
         if any(suspect is not None and suspect.ends >= MOST_CRASHES for suspect in suspects):
             raise QuarantinedError(f"the engine ended {MOST_CRASHES} times while it had this request, which is not tried again")
-        self.waiting.enter([len(ids) for ids in prompts])
-        tickets = []
-        wakeup = Wakeup()
+        self.queue.enter([len(ids) for ids in prompts])
+        inflight = []
+        wakeup = WakeupEvent()
         for one, suspect in zip(asked, suspects, strict=True):
-            ticket = Ticket(one.request_id, one.prompt, params, self.waiting, wakeup)
-            ticket.asked = one
-            ticket.salted = bool(one.salt) and ticket.principal.private
-            one.turn = ticket.turn
-            self.tickets[ticket.request_id] = ticket
-            self._asking.add(ticket.request_id)
+            request = InflightRequest(one.request_id, one.prompt, params, self.queue, wakeup)
+            request.message = one
+            request.salted = bool(one.salt) and request.principal.private
+            one.turn = request.turn
+            self.inflight[request.request_id] = request
+            self._undelivered.add(request.request_id)
             if suspect is None:
                 self.replica.send(one)
             else:
-                self._suspects.append((ticket, suspect))
+                self._suspects.append((request, suspect))
             if deadline is not None:
-                ticket.timer = asyncio.get_running_loop().call_later(deadline, self._expire, ticket, deadline)
-            tickets.append(ticket)
+                request.timer = asyncio.get_running_loop().call_later(deadline, self._expire, request, deadline)
+            inflight.append(request)
         self._let_in()
-        return tickets
+        return inflight
 
     def _let_in(self) -> None:
         """Let the next request in under which the engine ended, once the last has ended or come further than it was then."""
         if self._suspect is not None:
-            ticket, suspect = self._suspect
-            assert ticket.asked is not None
-            if ticket.request_id in self.tickets and ticket.generated <= suspect.reached:
+            request, suspect = self._suspect
+            assert request.message is not None
+            if request.request_id in self.inflight and request.generated <= suspect.reached:
                 return
-            if ticket.generated > suspect.reached or ticket.metrics is not None:
-                self.quarantine.clear(ticket.asked)
+            if request.generated > suspect.reached or request.metrics is not None:
+                self.quarantine.clear(request.message)
             self._suspect = None
         while self._suspects and self._suspect is None:
-            ticket, suspect = self._suspects.popleft()
-            if ticket.request_id in self.tickets and ticket.asked is not None:
-                self._suspect = ticket, suspect
-                self.replica.send(ticket.asked)
+            request, suspect = self._suspects.popleft()
+            if request.request_id in self.inflight and request.message is not None:
+                self._suspect = request, suspect
+                self.replica.send(request.message)
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, inflight: Sequence[InflightRequest]) -> None:
         """Nobody waits for these any more: what has not ended is ended, and its blocks come back."""
-        for ticket in tickets:
-            self._asking.discard(ticket.request_id)
-            if self.tickets.pop(ticket.request_id, None) is not None:
-                ticket.close()
+        for request in inflight:
+            self._undelivered.discard(request.request_id)
+            if self.inflight.pop(request.request_id, None) is not None:
+                request.close()
                 if self.pid is not None:
-                    self.replica.send(Abort(ticket.request_id))
+                    self.replica.send(Abort(request.request_id))
                     self._let_in()
 
     async def check(self) -> str:
@@ -309,19 +309,19 @@ class AsyncLLM:
         self._checks.append(checked)
         return await checked
 
-    def _expire(self, ticket: Ticket, deadline: float) -> None:
-        if ticket.request_id in self.tickets:
-            ticket.fail(DeadlineError(f"the request was not answered within its deadline of {deadline:g} s"))
-            self.abort([ticket])
+    def _expire(self, request: InflightRequest, deadline: float) -> None:
+        if request.request_id in self.inflight:
+            request.fail(DeadlineError(f"the request was not answered within its deadline of {deadline:g} s"))
+            self.abort([request])
 
     async def drain(self, grace: float) -> bool:
         """Take nothing new, wait `grace` seconds at most until all is answered and taken; returns whether all is answered."""
         self.replica.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
-        while self._asking and loop.time() < deadline:
+        while self._undelivered and loop.time() < deadline:
             await asyncio.sleep(0.02)
-        return not self.tickets
+        return not self.inflight
 
     async def close(self) -> None:
         """End the engine process; requests in flight fail. A second call does nothing; `start` loads the model again."""
@@ -355,44 +355,44 @@ class AsyncLLM:
             if not checked.done():  # nobody waits for it any more
                 checked.set_result(message.problem)
         if isinstance(message, Refused):
-            ticket = self.tickets.pop(message.request_id, None)
-            if ticket is not None:
-                ticket.fail(RequestRefusedError(message.reason, message.field))
+            request = self.inflight.pop(message.request_id, None)
+            if request is not None:
+                request.fail(RequestRefusedError(message.reason, message.field))
         elif isinstance(message, Deltas):
             self.stats = message.stats
             for scores in message.scores:
-                if ticket := self.tickets.get(scores.request_id):
-                    ticket.prompt_logprobs = scores.logprobs
+                if request := self.inflight.get(scores.request_id):
+                    request.prompt_logprobs = scores.logprobs
             for delta in message.deltas:
-                if ticket := self.tickets.get(delta.request_id):
-                    ticket.put(delta)
+                if request := self.inflight.get(delta.request_id):
+                    request.put(delta)
             for pooled in message.pooled:
-                if ticket := self.tickets.get(pooled.request_id):
-                    ticket.pooled = pooled.values
+                if request := self.inflight.get(pooled.request_id):
+                    request.pooled = pooled.values
             for classified in message.classified:
-                if ticket := self.tickets.get(classified.request_id):
-                    ticket.classified = classified.logits
+                if request := self.inflight.get(classified.request_id):
+                    request.classified = classified.logits
             if self.observer is not None:
-                self.observer.step(message, self.tickets)
+                self.observer.step(message, self.inflight)
             for ended in message.ended:
-                if ticket := self.tickets.pop(ended.request_id, None):
-                    ticket.end(ended.metrics)
+                if request := self.inflight.pop(ended.request_id, None):
+                    request.end(ended.metrics)
         if self._suspect is not None:
             self._let_in()
 
     def _lose(self, error: EngineDownError) -> None:
         """All in flight fails; what the engine had when it ended is remembered, as it may be why."""
-        held = {ticket.request_id for ticket, _ in self._suspects}
+        held = {request.request_id for request, _ in self._suspects}
         if isinstance(error, EngineLostError):
-            had = [ticket for ticket in self.tickets.values() if ticket.request_id not in held]
-            self.quarantine.ended_under((one.asked, one.generated) for one in had if one.asked is not None)
+            had = [request for request in self.inflight.values() if request.request_id not in held]
+            self.quarantine.ended_under((one.message, one.generated) for one in had if one.message is not None)
         self._suspect, self._suspects = None, deque()
         while self._checks:
             if not (checked := self._checks.popleft()).done():
                 checked.set_exception(error)
-        for ticket in self.tickets.values():
-            ticket.fail(EngineDownError(str(error), error.retry_after) if ticket.request_id in held else error)
-        self.tickets = {}
+        for request in self.inflight.values():
+            request.fail(EngineDownError(str(error), error.retry_after) if request.request_id in held else error)
+        self.inflight = {}
         self.stats = Stats()
         if self.observer is not None:
             self.observer.end()

@@ -61,8 +61,8 @@ class DeadlineError(RuntimeError):
     """The request was not answered within its time."""
 
 
-class Wakeup:
-    """Wakes the one task that waits for tickets. An asyncio.Event for a single waiter, as every token passes here."""
+class WakeupEvent:
+    """Wakes the one task that waits for inflight. An asyncio.Event for a single waiter, as every token passes here."""
 
     __slots__ = ("_new", "_waiter")
 
@@ -86,11 +86,11 @@ class Wakeup:
         self._new = False
 
 
-class Ticket:
-    """One request. `wakeup` is set whenever something came; tickets submitted together share it."""
+class InflightRequest:
+    """One request. `wakeup` is set whenever something came; inflight submitted together share it."""
 
     def __init__(
-        self, request_id: str, prompt: list[int], params: SamplingParams, waiting: AdmissionQueue, wakeup: Wakeup
+        self, request_id: str, prompt: list[int], params: SamplingParams, waiting: AdmissionQueue, wakeup: WakeupEvent
     ) -> None:
         self.request_id = request_id
         self.http_request = HTTP_REQUEST.get()
@@ -100,7 +100,7 @@ class Ticket:
         self.prompt = prompt
         self.params = params
         self.wakeup = wakeup
-        self.asked: Submit | None = None  # what the engine is told
+        self.message: Submit | None = None  # what the engine is told
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
         self.classified: list[tuple[float, ...]] = []  # likewise, where a class was
@@ -121,10 +121,10 @@ class Ticket:
 
     def take(self) -> list[Delta]:
         """What has come since. Raises what ended it, once all before that was taken."""
-        deltas, self._deltas = self._deltas, []
-        if not deltas and self._error is not None:
+        stream_deltas, self._deltas = self._deltas, []
+        if not stream_deltas and self._error is not None:
             raise self._error
-        return deltas
+        return stream_deltas
 
     def give_back(self, delta: Delta) -> None:
         """What was taken is there again, as one piece."""
@@ -169,22 +169,22 @@ class Ticket:
             self._waiting = None
 
 
-async def deltas(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of tickets submitted together as they come, each with its ticket's place. Raises what a ticket raises."""
-    left = list(enumerate(tickets))
+async def stream_deltas(inflight: Sequence[InflightRequest]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of inflight submitted together as they come, each with its request's place. Raises what a request raises."""
+    left = list(enumerate(inflight))
     while left:
-        for place, ticket in left:
-            while new := ticket.take():  # and once more: what ended it may have come together with the last
+        for place, request in left:
+            while new := request.take():  # and once more: what ended it may have come together with the last
                 for delta in new:
                     yield place, delta
         left = [one for one in left if not one[1].finished]
         if left:
-            await tickets[0].wakeup.wait()
+            await inflight[0].wakeup.wait()
 
 
-async def gathered(ticket: Ticket) -> Delta:
-    """All of a ticket's only answer as one delta, which whoever takes next gets again. Raises what the ticket raises."""
-    found = [delta async for _, delta in deltas([ticket])]
+async def collect_answer(request: InflightRequest) -> Delta:
+    """All of a request's only answer as one delta, which whoever takes next gets again. Raises what the request raises."""
+    found = [delta async for _, delta in stream_deltas([request])]
     whole = msgspec.structs.replace(
         found[-1],
         token_ids=[token for delta in found for token in delta.token_ids],
@@ -192,5 +192,5 @@ async def gathered(ticket: Ticket) -> Delta:
         logprobs=tuple(entry for delta in found for entry in delta.logprobs),
         exits=tuple(entry for delta in found for entry in delta.exits),
     )
-    ticket.give_back(whole)
+    request.give_back(whole)
     return whole

@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from headrace.data.types import Delta
 from headrace.server.access.principals import Principal
-from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.inflight import InflightRequest
 from headrace.server.engines.messages import Deltas, Ended, Loaded
 from headrace.server.engines.supervision import State, Supervision
 from headrace.server.logs import log_request
@@ -194,8 +194,8 @@ class ModelMetrics:
         self.batch = self._histogram("iteration_requests", "Requests running after a step that gave tokens.", BATCH)
         self.fed = self._histogram("iteration_tokens_total", "Tokens fed in a step, of prompts and answers.", SIZES)
 
-    def step(self, message: Deltas, tickets: Mapping[str, Ticket]) -> None:
-        """Take in what one step brought; `tickets` are those still open."""
+    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None:
+        """Take in what one step brought; `inflight` are those still open."""
         now = time.perf_counter()
         stats = message.stats
         self.running.set(stats.running)
@@ -209,11 +209,11 @@ class ModelMetrics:
             self.fed.observe(stats.fed)
         if message.deltas:
             self.batch.observe(stats.running)
-            self._tokens(message, tickets, now)
+            self._tokens(message, inflight, now)
         for ended in message.ended:
-            self._end(ended, tickets.get(ended.request_id), now)
+            self._end(ended, inflight.get(ended.request_id), now)
 
-    def _tokens(self, message: Deltas, tickets: Mapping[str, Ticket], now: float) -> None:
+    def _tokens(self, message: Deltas, inflight: Mapping[str, InflightRequest], now: float) -> None:
         gaps: dict[float, int] = {}  # by when the token before came, which was for most answers at the last step
         for delta in message.deltas:
             key = (delta.request_id, delta.index)
@@ -221,8 +221,8 @@ class ModelMetrics:
                 last = self._last.get(key)
                 if last is not None:
                     gaps[last] = gaps.get(last, 0) + 1
-                elif delta.index == 0 and (ticket := tickets.get(delta.request_id)) is not None:
-                    self.first_token.observe(now - ticket.submitted)
+                elif delta.index == 0 and (request := inflight.get(delta.request_id)) is not None:
+                    self.first_token.observe(now - request.submitted)
                 self._last[key] = now
             if delta.exits:
                 self._left(key, delta)
@@ -249,17 +249,17 @@ class ModelMetrics:
         usual, spread = self._usual
         self.above.set((sum(self._means) / len(self._means) - usual) / max(spread, 1e-3))
 
-    def _end(self, ended: Ended, ticket: Ticket | None, now: float) -> None:
+    def _end(self, ended: Ended, request: InflightRequest | None, now: float) -> None:
         reason = self._reasons.pop(ended.request_id, "abort")
         self.ended.labels(self._model, reason).inc()
-        if ticket is None:
+        if request is None:
             return
-        metrics, prompt = ended.metrics, len(ticket.prompt)
-        self.whole.observe(now - ticket.submitted)
+        metrics, prompt = ended.metrics, len(request.prompt)
+        self.whole.observe(now - request.submitted)
         cached = metrics.cached_tokens
-        name, http, who = ended.request_id, ticket.http_request, ticket.principal.name
-        log_request(self._model, name, http, who, reason, prompt, ticket.generated, cached, now - ticket.submitted)
-        self._figures.used(who, prompt, ticket.generated)
+        name, http, who = ended.request_id, request.http_request, request.principal.name
+        log_request(self._model, name, http, who, reason, prompt, request.generated, cached, now - request.submitted)
+        self._figures.used(who, prompt, request.generated)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
         self.cache_hits.inc(metrics.cached_tokens)
@@ -269,18 +269,18 @@ class ModelMetrics:
         for place, count in enumerate(metrics.accepted_at):
             self.accepted_at.labels(self._model, str(place)).inc(count)
         self.prompt_size.observe(prompt)
-        self.answer_size.observe(ticket.generated)
-        self.asked_n.observe(ticket.params.n)
-        if ticket.params.max_tokens is not None:
-            self.asked_tokens.observe(ticket.params.max_tokens)
+        self.answer_size.observe(request.generated)
+        self.asked_n.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self.asked_tokens.observe(request.params.max_tokens)
         if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
             return
         self.queued.observe(metrics.scheduled - metrics.arrival)
         self.prefill.observe(metrics.first_token - metrics.scheduled)
         self.decode.observe(metrics.last_token - metrics.first_token)
         self.inference.observe(metrics.last_token - metrics.scheduled)
-        if ticket.generated > ticket.params.n:
-            self.per_token.observe((metrics.last_token - metrics.first_token) / (ticket.generated / ticket.params.n - 1))
+        if request.generated > request.params.n:
+            self.per_token.observe((metrics.last_token - metrics.first_token) / (request.generated / request.params.n - 1))
 
     def look(self, result: str) -> None:
         """A finished answer was checked: it is `fit`, `unfit` (the request failed), or `unchecked` (so it failed, too)."""

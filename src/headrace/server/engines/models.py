@@ -43,7 +43,7 @@ class LoadedModel:
 
     @property
     def busy(self) -> bool:
-        return bool(self.users or self.llm.asked)
+        return bool(self.users or self.llm.in_use)
 
 
 class Models:
@@ -126,7 +126,7 @@ class Models:
     @property
     def open(self) -> int:
         """Requests under way."""
-        return sum(len(entry.llm.tickets) for entry in self._entries.values())
+        return sum(len(entry.llm.inflight) for entry in self._entries.values())
 
     @property
     def state(self) -> tuple[State, str]:

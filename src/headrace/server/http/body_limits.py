@@ -11,10 +11,10 @@ import numpy as np
 from headrace.data.spelling import did_you_mean
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.json_errors import json_problem
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 from headrace.server.http.tidy import normalize, type_of
 
-T = TypeVar("T", bound=Strict)
+T = TypeVar("T", bound=StrictStruct)
 
 # What one body may hold. An honest one of the largest size stays below: ten thousand messages, a schema, many prompts as ids.
 CONTAINERS, STRINGS, VALUES = 1 << 17, 1 << 18, 3 << 18
@@ -73,7 +73,7 @@ def _may_be_tidied(message: str, data: bytes) -> bool:
     return re.search(rb"%s\s*:\s*null\b" % re.escape(msgspec.json.encode(unknown["name"])), data) is not None
 
 
-def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[Strict]) -> ApiError:
+def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[StrictStruct]) -> ApiError:
     """The first mistake of a body, which may be behind it no JSON at all."""
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
@@ -136,7 +136,7 @@ def check_size(data: bytes) -> None:
             raise ApiError(400, f"the body holds more than {most} {what}; send less", code="invalid_value")
 
 
-def _wrong_field(message: str, kind: type[Strict]) -> ApiError:
+def _wrong_field(message: str, kind: type[StrictStruct]) -> ApiError:
     """What msgspec says, in our words. What was sent is not repeated but for the name of an unknown field."""
     what, place = message, ""
     if (found := re.fullmatch(WRONG, message)) is not None:
@@ -156,7 +156,7 @@ def _wrong_field(message: str, kind: type[Strict]) -> ApiError:
     return ApiError(400, f"{where or 'the body'}: {_words(what, kind, param)}", param=param, code="invalid_value")
 
 
-def _words(what: str, kind: type[Strict], param: str | None) -> str:
+def _words(what: str, kind: type[StrictStruct], param: str | None) -> str:
     """What a value must be."""
     if what.startswith("Invalid enum value"):
         return f"must be {' or '.join(_choices(get_type_hints(kind, include_extras=True).get(param or '')))}"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 
-class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+class StrictStruct(Struct, kw_only=True, forbid_unknown_fields=True):
     """What a client may say. Types are meant (no "1" for 1), and an unknown field is an error.
 
     A `__post_init__` raises ValueError("field: what it must be").
@@ -34,7 +34,7 @@ Marks = Annotated[dict[Word, Annotated[str, Meta(max_length=512)]], Meta(max_len
 
 TEXTS, IDS = 4096, 262_144  # of one request; of one prompt
 Prompt = Annotated[list[TokenId], Meta(max_length=IDS)]
-# Texts, token ids, or lists of these; `alike` looks at what a type cannot say.
+# Texts, token ids, or lists of these; `check_same_kind` looks at what a type cannot say.
 _ALIKE: dict[str, Any] = {
     "anyOf": [
         {"items": {"type": "integer"}},
@@ -45,7 +45,7 @@ _ALIKE: dict[str, Any] = {
 Prompts = str | Annotated[list[TokenId | str | Prompt], Meta(max_length=IDS, extra_json_schema=_ALIKE)]
 
 
-def alike(name: str, given: Any) -> None:
+def check_same_kind(name: str, given: Any) -> None:
     """Raises ValueError where a list of `Prompts` has entries of several kinds, or too many of a kind."""
     if not isinstance(given, list) or not given:
         return
@@ -57,7 +57,7 @@ def alike(name: str, given: Any) -> None:
         raise ValueError(f"{name}: must be a list of at most {TEXTS} entries")
 
 
-class IgnoredFields(Strict, kw_only=True):
+class IgnoredFields(StrictStruct, kw_only=True):
     """Fields that clients of other servers send. They are accepted and change nothing."""
 
     user: Word | None = None

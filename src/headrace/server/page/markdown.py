@@ -16,7 +16,7 @@ from pygments.lexers import get_lexer_by_name
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES
 
-from headrace.confined.pool import BusyError, OverrunError, Task, shared
+from headrace.confined.pool import BusyError, OverrunError, Task, shared_pool
 from headrace.server.page import formulas
 
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
@@ -72,7 +72,7 @@ def render(text: str) -> str:
 async def render_confined(text: str) -> str:
     """The same by a confined process; a text that takes too much is only escaped. Raises BusyError."""
     try:
-        return str(await shared().ask(COLOUR, text))
+        return str(await shared_pool().ask(COLOUR, text))
     except OverrunError:
         return f"<p>{escape(text)}</p>"
 

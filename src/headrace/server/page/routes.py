@@ -8,14 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 from headrace.server.page import files
 from headrace.server.page.markdown import MAX_TEXT, render_confined
 from headrace.server.protocols.routes import Api, Call
 from headrace.server.protocols.schemas import HTML
 
 
-class RenderRequest(Strict, kw_only=True):
+class RenderRequest(StrictStruct, kw_only=True):
     """POST /page/render."""
 
     text: Annotated[str, Meta(max_length=MAX_TEXT)]

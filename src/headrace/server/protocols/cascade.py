@@ -16,7 +16,7 @@ from headrace.data.fields import BIASES, ID_LISTS, IDS, declared
 from headrace.data.params import SamplingParams
 from headrace.decoding.tools import callable_tools
 from headrace.server.engines.async_llm import RequestFailedError, State
-from headrace.server.engines.inflight import DeadlineError, TooLongError, gathered
+from headrace.server.engines.inflight import DeadlineError, TooLongError, collect_answer
 from headrace.server.engines.metrics import LABELS
 from headrace.server.engines.models import Models
 from headrace.server.engines.service import Service
@@ -79,7 +79,7 @@ class Cascade:
                     if accepted and (response := await _answer(generation, write, http, threshold is None)) is not None:
                         self._answers.labels(self.settings.name, tier).inc()
                         return response
-                    before = (*before, attempt.usage(generation.tickets, generation.tickets[0].generated))
+                    before = (*before, attempt.usage(generation.inflight, generation.inflight[0].generated))
             except TooLongError:
                 # The context of the next tier may hold the prompt.
                 if threshold is None:
@@ -94,11 +94,11 @@ class Cascade:
         self, service: Service, generation: Generation, http: Request, attempt: CascadeAttempt, threshold: float
     ) -> bool:
         """Generate the answer of a tier, and score it. Returns whether it is accepted; if not, the generation is aborted."""
-        accepted, (ticket,) = False, generation.tickets
+        accepted, (submitted,) = False, generation.inflight
         try:
-            whole = await unless_gone(http, gathered(ticket))
+            whole = await unless_gone(http, collect_answer(submitted))
             attempt.score = token_confidence([entry.logprob for entry in whole.logprobs], self.settings.score)
-            cut = cut_by_context(whole.finish_reason, len(whole.token_ids), ticket.params.max_tokens)
+            cut = cut_by_context(whole.finish_reason, len(whole.token_ids), submitted.params.max_tokens)
             accepted = attempt.score >= threshold and not cut
         except RequestFailedError:
             attempt.score = 0.0

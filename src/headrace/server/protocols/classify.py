@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.inflight import InflightRequest
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols.embeddings import TOGETHER, together, tokens_of
@@ -31,8 +31,8 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     each_has = len(known.exits.labels) + (len(known.exits.layers) if request.return_exits else 0)
     if (many := len(texts) * each_has) > MOST:
         raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
-    tickets = await unless_gone(http, together(service, request, texts, salt, rule=rule))
-    each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, tickets, strict=True))]
+    inflight = await unless_gone(http, together(service, request, texts, salt, rule=rule))
+    each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, inflight, strict=True))]
     size = max(1, min(TOGETHER, IN_A_TURN // each_has))
     data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in pieces(each, size) for one in some]
     tokens = sum(map(len, texts))
@@ -40,6 +40,6 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
-def _entry(index: int, known: Classifier, votes: bool, ids: list[int], ticket: Ticket) -> dict[str, Any]:
-    found = known.classification(ids, ticket.classified)
+def _entry(index: int, known: Classifier, votes: bool, ids: list[int], submitted: InflightRequest) -> dict[str, Any]:
+    found = known.classification(ids, submitted.classified)
     return {"object": "classification", "index": index, **found.record(votes=votes)}

@@ -45,7 +45,7 @@ class CompletionWriter(Writer):
         if request.logprobs is None:
             return None
         if event.index not in self._lists:
-            prompt = self.generation.tickets[event.index // (self.sampling.n or 1)].prompt
+            prompt = self.generation.inflight[event.index // (self.sampling.n or 1)].prompt
             self._lists[event.index] = CompletionLogprobs(self.tokenizer, request.logprobs, prompt, request.echo)
         return await self._lists[event.index].written(event.token_ids, event.logprobs)
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from headrace.data.outputs import unit
 from headrace.data.params import SamplingParams
 from headrace.server.access.principals import PRINCIPAL
-from headrace.server.engines.inflight import DeadlineError, Ticket, deltas
+from headrace.server.engines.inflight import DeadlineError, InflightRequest, stream_deltas
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols.fields import ClassifyRequest, EmbeddingRequest
@@ -33,10 +33,10 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
         raise bad(f"dimensions must be 1 to {size} of this model, not {request.dimensions}", "dimensions")
     texts = await tokens_of(service, request)
     pool = request.pooling or service.llm.opened.pooling
-    tickets = await unless_gone(http, together(service, request, texts, salt, pool=pool))
+    inflight = await unless_gone(http, together(service, request, texts, salt, pool=pool))
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    data = [_entry(*one, request) async for some in pieces(list(enumerate(tickets)), TOGETHER) for one in some]
+    data = [_entry(*one, request) async for some in pieces(list(enumerate(inflight)), TOGETHER) for one in some]
     return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
@@ -62,43 +62,43 @@ async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyReques
 
 async def together(
     service: Service, request: EmbeddingRequest | ClassifyRequest, texts: list[list[int]], salt: bytes, **asked: Any
-) -> list[Ticket]:
-    """Ended tickets of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
+) -> list[InflightRequest]:
+    """Ended inflight of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
     priority = priority_of(request.priority, service.limits)
     PRINCIPAL.get().check("tokens", sum(map(len, texts)))  # it is used as the texts are queued
-    ended: list[Ticket] = []
+    ended: list[InflightRequest] = []
     params = SamplingParams(max_tokens=1, priority=priority or 0)
     seconds = service.deadline(request.deadline)
     ends = None if seconds is None else time.monotonic() + seconds
-    most = min(TOGETHER, service.llm.waiting.max_requests)
+    most = min(TOGETHER, service.llm.queue.max_requests)
     late = DeadlineError(f"the request was not answered within its deadline of {seconds or 0:g} s")
     for start in range(0, len(texts), most):
         part = texts[start : start + most]
         if start:
             await _room(service, part, ends, late)
         left = None if ends is None else max(ends - time.monotonic(), 0)
-        tickets = service.llm.submit(part, params, salt=salt, deadline=left, begun=start > 0, **asked)
+        inflight = service.llm.submit(part, params, salt=salt, deadline=left, begun=start > 0, **asked)
         try:
-            async for _ in deltas(tickets):
+            async for _ in stream_deltas(inflight):
                 pass
         except DeadlineError:
             raise late from None
         finally:
-            service.llm.abort(tickets)
-        ended += tickets
+            service.llm.abort(inflight)
+        ended += inflight
     return ended
 
 
 async def _room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
     """Return when the queue has room: what was begun is not lost to others who came meanwhile. Raises `late` at the end."""
-    while not service.llm.waiting.has_room([len(ids) for ids in texts]):
+    while not service.llm.queue.has_room([len(ids) for ids in texts]):
         if ends is not None and time.monotonic() > ends:
             raise late
         await asyncio.sleep(PAUSE)
 
 
-def _entry(index: int, ticket: Ticket, request: EmbeddingRequest) -> dict[str, Any]:
-    values: list[float] | str = unit(ticket.pooled, request.dimensions)
+def _entry(index: int, submitted: InflightRequest, request: EmbeddingRequest) -> dict[str, Any]:
+    values: list[float] | str = unit(submitted.pooled, request.dimensions)
     if request.encoding_format == "base64":
         values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")
     return {"object": "embedding", "index": index, "embedding": values}

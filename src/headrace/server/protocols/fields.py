@@ -26,19 +26,19 @@ from headrace.server.http.limits_check import (
     Settings,
     Source,
     StopText,
-    Strict,
+    StrictStruct,
     TokenId,
     ToolItems,
     Tools,
     Word,
     Words,
-    alike,
+    check_same_kind,
 )
 
 Object = dict[str, Any]  # looked at elsewhere, as a whole
 
 
-class Disguise(Strict, kw_only=True):
+class Disguise(StrictStruct, kw_only=True):
     """Stream options of /v1/responses. Sizes of events are not disguised here, so it may only be declined."""
 
     include_obfuscation: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
@@ -88,7 +88,7 @@ def http_fields(*structs: type[Struct]) -> dict[str, Any]:
     }
 
 
-def made_of(name: str, fields: dict[str, Any], base: type[Strict]) -> Any:
+def made_of(name: str, fields: dict[str, Any], base: type[StrictStruct]) -> Any:
     """A base of requests with these fields, None where they are not given."""
     return defstruct(name, [(field, kind, None) for field, kind in fields.items()], bases=(base,), kw_only=True)
 
@@ -97,7 +97,7 @@ DRAWING = http_fields(SamplingParams, BeamSearchParams, RefineParams)
 Drawing: Any = made_of("Drawing", DRAWING, IgnoredFields)
 # Those of /v1/responses.
 BRIEFLY = "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
-Briefly: Any = made_of("Briefly", {name: DRAWING[name] for name in BRIEFLY}, Strict)
+Briefly: Any = made_of("Briefly", {name: DRAWING[name] for name in BRIEFLY}, StrictStruct)
 
 
 class Sampling(Drawing, kw_only=True):  # type: ignore[call-arg]
@@ -129,7 +129,7 @@ class CompletionRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     suffix: str | None = None
 
     def __post_init__(self) -> None:
-        alike("prompt", self.prompt)
+        check_same_kind("prompt", self.prompt)
 
 
 class ChatRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
@@ -170,7 +170,7 @@ class EmbeddingRequest(IgnoredFields, kw_only=True):
     deadline: Deadline | None = None
 
     def __post_init__(self) -> None:
-        alike("input", self.input)
+        check_same_kind("input", self.input)
 
 
 class ClassifyRequest(IgnoredFields, kw_only=True):
@@ -186,7 +186,7 @@ class ClassifyRequest(IgnoredFields, kw_only=True):
     deadline: Deadline | None = None
 
     def __post_init__(self) -> None:
-        alike("input", self.input)
+        check_same_kind("input", self.input)
 
 
 class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
@@ -231,7 +231,7 @@ class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
     prompt_cache_options: Settings | None = None
 
 
-class InputTokensRequest(Strict, kw_only=True):
+class InputTokensRequest(StrictStruct, kw_only=True):
     """POST /v1/responses/input_tokens: the fields of a response that its prompt depends on."""
 
     model: Word
@@ -248,7 +248,7 @@ class InputTokensRequest(Strict, kw_only=True):
     chat_template_kwargs: Settings | None = None
 
 
-class BatchRequest(Strict, kw_only=True):
+class BatchRequest(StrictStruct, kw_only=True):
     """POST /v1/batches."""
 
     input_file_id: Name
@@ -258,7 +258,7 @@ class BatchRequest(Strict, kw_only=True):
     output_expires_after: Settings | None = None
 
 
-class TokenizeRequest(Strict, kw_only=True):
+class TokenizeRequest(StrictStruct, kw_only=True):
     """POST /tokenize: a text, or a conversation with what its prompt depends on."""
 
     model: Word | None = None
@@ -273,7 +273,7 @@ class TokenizeRequest(Strict, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict, kw_only=True):
+class DetokenizeRequest(StrictStruct, kw_only=True):
     """POST /detokenize."""
 
     model: Word | None = None

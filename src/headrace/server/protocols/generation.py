@@ -16,7 +16,7 @@ from headrace.data.params import SamplingParams, StructuredOutputs
 from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.types import Delta
 from headrace.decoding.tools import CallReader, ToolError, Tooling
-from headrace.server.engines.inflight import Ticket, deltas
+from headrace.server.engines.inflight import InflightRequest, stream_deltas
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import as_api_error
@@ -125,11 +125,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Generation:
-    """A request in the engine. Its owner aborts `tickets` in the end."""
+    """A request in the engine. Its owner aborts `inflight` in the end."""
 
     service: Service
     request: GenerationRequest
-    tickets: list[Ticket]  # one for each prompt
+    inflight: list[InflightRequest]  # one for each prompt
     tools: Tooling | None = None
     form: StructuredOutputs | None = None  # the format of answers without tool calls
     late: bool = False  # no mask enforces all of the format: complete answers are checked
@@ -144,17 +144,17 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return usage(self.tickets, self.generated, self.attempt)
+        return usage(self.inflight, self.generated, self.attempt)
 
     def abort(self) -> None:
-        self.service.llm.abort(self.tickets)
+        self.service.llm.abort(self.inflight)
 
     async def events(self) -> AsyncIterator[AnswerEvent]:
         """Events of all answers as they come. Answer `index` belongs to prompt `index // n`. Ends early if every answer
         ended, or was ended because it repeats a tool call. Raises what the engine reports."""
         n = self.request.sampling.n or 1
-        running, started = set(range(n * len(self.tickets))), set[int]()
-        async for place, delta in deltas(self.tickets):
+        running, started = set(range(n * len(self.inflight))), set[int]()
+        async for place, delta in stream_deltas(self.inflight):
             if self.request.echo_alone:
                 delta = msgspec.structs.replace(delta, text="", token_ids=[], logprobs=(), finish_reason="length")
             self.generated += len(delta.token_ids)
@@ -195,12 +195,12 @@ class Generation:
 
     async def _with_prompt(self, event: AnswerEvent, place: int) -> AnswerEvent:
         """The first event of an answer, with the prompt before it."""
-        ticket, prompt = self.tickets[place], self.request.prompt
-        text = prompt.prompts()[place] if isinstance(prompt, Texts) else ticket.prompt
+        submitted, prompt = self.inflight[place], self.request.prompt
+        text = prompt.prompts()[place] if isinstance(prompt, Texts) else submitted.prompt
         if not isinstance(text, str):
             text = await decoded(self.service.llm.opened.tokenizer, text)
-        pieces, tokens = [Piece(text), *event.pieces], ticket.prompt + event.token_ids
-        logprobs = [*ticket.prompt_logprobs, *event.logprobs]
+        pieces, tokens = [Piece(text), *event.pieces], submitted.prompt + event.token_ids
+        logprobs = [*submitted.prompt_logprobs, *event.logprobs]
         return replace(event, pieces=pieces, token_ids=tokens, logprobs=logprobs)
 
 
@@ -302,12 +302,12 @@ async def start(
         _check_echo(request, prompts)
         service.check_room(prompts, request.max_tokens, request.prompt.name)
         deadline, salt = service.deadline(request.sampling.deadline), (request.sampling.cache_salt or "").encode()
-        tickets = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=checked.grammar)
-    return Generation(service, request, tickets, tools, form, late, attempt)
+        inflight = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=checked.grammar)
+    return Generation(service, request, inflight, tools, form, late, attempt)
 
 
 async def answer(generation: Generation, write: Write, http: Request) -> Any:
-    """The response of a started generation, streamed or complete; its tickets are aborted in the end.
+    """The response of a started generation, streamed or complete; its inflight are aborted in the end.
 
     Raises the errors that `as_api_error` knows, and ClientGoneError.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.engines.inflight import Ticket
+from headrace.server.engines.inflight import InflightRequest
 from headrace.text.dialects.call_parser import new_call_id
 
 
@@ -183,21 +183,21 @@ class CascadeAttempt:
     before: tuple[Usage, ...] = ()  # of those that were asked and not sure enough, each with itself as its only tier
     score: float | None = None
 
-    def usage(self, tickets: Sequence[Ticket], generated: int) -> Usage:
+    def usage(self, inflight: Sequence[InflightRequest], generated: int) -> Usage:
         """What this tier took."""
-        own = usage(tickets, generated)
+        own = usage(inflight, generated)
         own.tiers = [TierUsage(self.model, own.prompt_tokens, own.completion_tokens, self.score)]
         return own
 
 
-def usage(tickets: Sequence[Ticket], generated: int, attempt: CascadeAttempt | None = None) -> Usage:
+def usage(inflight: Sequence[InflightRequest], generated: int, attempt: CascadeAttempt | None = None) -> Usage:
     """Tokens of these prompts and of `generated` answer tokens, with those of the tiers before. Cached tokens are counted under
     a salt only: without one the number would show what others have asked."""
     if attempt is not None:
-        return _together([*attempt.before, attempt.usage(tickets, generated)])
-    prompt = sum(len(ticket.prompt) for ticket in tickets)
-    cached = sum(ticket.metrics.cached_tokens for ticket in tickets if ticket.metrics is not None)
-    own = all(ticket.salted for ticket in tickets)
+        return _together([*attempt.before, attempt.usage(inflight, generated)])
+    prompt = sum(len(submitted.prompt) for submitted in inflight)
+    cached = sum(submitted.metrics.cached_tokens for submitted in inflight if submitted.metrics is not None)
+    own = all(submitted.salted for submitted in inflight)
     return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt) if own else 0})
 
 

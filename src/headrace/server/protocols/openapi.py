@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 from headrace.server.protocols.openai_types import Chat, Completion, Model
 from headrace.server.protocols.routes import Content, Endpoint
 from headrace.server.protocols.schemas import ERROR, REF, content, ref
@@ -57,7 +57,7 @@ def _of_path(path: str) -> list[dict[str, Any]]:
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
-def _of_query(query: type[Strict]) -> list[dict[str, Any]]:
+def _of_query(query: type[StrictStruct]) -> list[dict[str, Any]]:
     _, components = msgspec.json.schema_components((query,), ref_template=REF)
     fields = components[query.__name__]["properties"]
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]

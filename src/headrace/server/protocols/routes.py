@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.server.http.body_limits import read_body, read_query
-from headrace.server.http.limits_check import Strict
+from headrace.server.http.limits_check import StrictStruct
 
 
-class Nothing(Strict):
+class Nothing(StrictStruct):
     """A query without parameters."""
 
 
@@ -44,8 +44,8 @@ class Endpoint:
     path: str  # {name} is one part, {name:path} all that is left
     answer: Content  # what a 200 holds
     handle: Handler
-    body: type[Strict] | None = None
-    query: type[Strict] = Nothing
+    body: type[StrictStruct] | None = None
+    query: type[StrictStruct] = Nothing
     form: Content | None = None
 
 
@@ -55,11 +55,11 @@ class Api:
 
     endpoints: list[Endpoint] = field(default_factory=list)
 
-    def get(self, path: str, answer: Content, query: type[Strict] = Nothing) -> Callable[[Handler], Handler]:
+    def get(self, path: str, answer: Content, query: type[StrictStruct] = Nothing) -> Callable[[Handler], Handler]:
         return self._adding("GET", path, answer, query=query)
 
     def post(
-        self, path: str, answer: Content, body: type[Strict] | None = None, form: Content | None = None
+        self, path: str, answer: Content, body: type[StrictStruct] | None = None, form: Content | None = None
     ) -> Callable[[Handler], Handler]:
         return self._adding("POST", path, answer, body=body, form=form)
 

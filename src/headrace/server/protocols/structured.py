@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.confined.pool import shared
+from headrace.confined.pool import shared_pool
 from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.constraint_check import raise_on_error, refuse_overruns
 from headrace.decoding.json_schema.prepare import Prepared
@@ -104,7 +104,7 @@ async def _look(service: Service, question: dict[str, Any], *, remembered: bool)
     """Raises ConstraintError, BusyError."""
     task = compiling.task(service.llm.opened.path, remembered=remembered)
     with refuse_overruns():
-        return raise_on_error(await shared().ask(task, {**question, "model": task.argument}))
+        return raise_on_error(await shared_pool().ask(task, {**question, "model": task.argument}))
 
 
 async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:

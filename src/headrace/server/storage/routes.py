@@ -8,7 +8,7 @@ from msgspec import Meta
 from starlette.responses import StreamingResponse
 
 from headrace.server.engines.models import Models
-from headrace.server.http.limits_check import Name, Strict
+from headrace.server.http.limits_check import Name, StrictStruct
 from headrace.server.protocols.cascade import Cascade
 from headrace.server.protocols.fields import BatchRequest, InputTokensRequest, ResponseRequest
 from headrace.server.protocols.generation import generate
@@ -50,7 +50,7 @@ UPLOAD = {
 Few = Annotated[int, Meta(ge=1, le=100)]
 
 
-class FilesQuery(Strict, kw_only=True):
+class FilesQuery(StrictStruct, kw_only=True):
     """GET /v1/files."""
 
     purpose: Annotated[str, Meta(max_length=64)] | None = None
@@ -59,14 +59,14 @@ class FilesQuery(Strict, kw_only=True):
     order: Literal["asc", "desc"] = "desc"
 
 
-class BatchesQuery(Strict, kw_only=True):
+class BatchesQuery(StrictStruct, kw_only=True):
     """GET /v1/batches."""
 
     after: Name | None = None
     limit: Few = 20
 
 
-class ItemsQuery(Strict, kw_only=True):
+class ItemsQuery(StrictStruct, kw_only=True):
     """GET /v1/responses/{name}/input_items."""
 
     after: Name | None = None
