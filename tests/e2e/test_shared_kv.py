@@ -17,7 +17,7 @@ from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
 from headrace.runner.span import ATTENTION, MLP
-from headrace.training.selfdraft import Trial
+from headrace.training.selfdraft import SpanTrial
 from headrace.weights.loader import Allocator
 from tests.cli_shell import Shell
 from tests.e2e import test_equalities as equalities
@@ -181,6 +181,6 @@ def test_a_student_shares_and_is_trained(shell: Shell, teacher: Path, tmp_path: 
 
 def test_attention_that_others_read_is_not_left_out() -> None:
     """A draft that left it out would read K and V that nobody wrote."""
-    trial = object.__new__(Trial)
+    trial = object.__new__(SpanTrial)
     trial.runner = native_engine(native_model("llama", **SHARING)).executor.runner  # type: ignore[attr-defined]
     assert [trial.sublayers(layer) for layer in range(4)] == [(MLP,), (ATTENTION, MLP)] * 2

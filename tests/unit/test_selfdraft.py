@@ -11,22 +11,22 @@ from headrace.models.base import Model
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, Span
 from headrace.startup import selfdraft
-from headrace.training.selfdraft import Trial, search
+from headrace.training.selfdraft import SpanTrial, search
 from tests.tiny import run_alone, tiny_config, tiny_model
 
 
 @pytest.fixture
-def trial() -> Trial:
+def trial() -> SpanTrial:
     return trial_of(tiny_model(tiny_config(num_layers=3)))
 
 
-def trial_of(model: Model) -> Trial:
+def trial_of(model: Model) -> SpanTrial:
     prompt = [5, 6, 7, 8]
     text = [*prompt, *run_alone(model, prompt, SamplingParams(temperature=0.0, max_tokens=24))]
-    return Trial(Runner(EagerProgram(model, KVPool(model.config, 16, 16))), [(text, 4)], 16, 3)
+    return SpanTrial(Runner(EagerProgram(model, KVPool(model.config, 16, 16))), [(text, 4)], 16, 3)
 
 
-def test_the_whole_model_agrees_with_itself_and_a_part_does_not(trial: Trial) -> None:
+def test_the_whole_model_agrees_with_itself_and_a_part_does_not(trial: SpanTrial) -> None:
     assert trial.rate(Span()).alpha == 1.0
     assert trial.rate(Span(layers=3)).alpha == 1.0
     assert trial.rate(Span(layers=1)).alpha < 1.0
@@ -40,11 +40,11 @@ def test_the_search_finds_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     model.layers[1].out.weight.zero_()
     model.layers[2].down.weight.zero_()
 
-    def seconds(self: Trial, nodes: int, part: Span, repeats: int) -> float:
+    def seconds(self: SpanTrial, nodes: int, part: Span, repeats: int) -> float:
         left_out = sum(bits.bit_count() for bits in part.skips) + 2 * (3 - part.layers if part.layers else 0)
         return max(1.0 - 0.3 * left_out, 0.4) * (1.0 + 0.05 * nodes)
 
-    monkeypatch.setattr(Trial, "_seconds", seconds)
+    monkeypatch.setattr(SpanTrial, "_seconds", seconds)
     trial = trial_of(model)
     best = search(trial, 3600)
     assert best.span == Span(skips=(0, ATTENTION, MLP))

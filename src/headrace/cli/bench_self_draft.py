@@ -43,14 +43,14 @@ def self_draft(
     from headrace.data.params import SamplingParams
     from headrace.startup.recipe import BLOCK_SIZE
     from headrace.startup.selfdraft import save
-    from headrace.training.selfdraft import Trial, search
+    from headrace.training.selfdraft import SpanTrial, search
     from headrace.workflows.prompts import read_prompts, tokens_of
 
     llm = open_llm(model, ModelOptions(threads=threads, speculate="off"))
     prompts = [tokens_of(llm, text, True) for text in (PROMPTS if source is None else read_prompts(source, 8))]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
     texts = [(output.prompt_token_ids + output.outputs[0].token_ids, len(output.prompt_token_ids)) for output in outputs]
-    trial = Trial(llm.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
+    trial = SpanTrial(llm.runner, texts, BLOCK_SIZE, llm.model_config.num_layers)
     status().start("searching")
     best = search(trial, minutes * 60, lambda rated: say(rated.summary))
     columns = ("part", "agreement", "cost of a draft step", "tokens at once", "speed-up promised")

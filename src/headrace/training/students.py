@@ -1,4 +1,4 @@
-"""Students: some layers of the teacher, a smaller model with random weights, or any model with the teacher's tokens."""
+"""Students of a distillation: some of the teacher's layers, a smaller random model, or any model with its vocabulary."""
 
 import math
 import re
@@ -13,16 +13,21 @@ from headrace.startup.opening import Opened, open_companion
 from headrace.weights.loader import Allocator, fill, load_model
 from headrace.weights.parts import plan
 
-SPREAD = 0.02  # of random weights to begin with
-FFN = 32  # widths of MLPs are multiples of it
+# Standard deviation of random weights.
+SPREAD = 0.02
+# The width of an MLP is a multiple of this.
+FFN_MULTIPLE = 32
 FORMS = "layers:0,1,5-9 (of the teacher's), depth=8, depth=8,width=384, share=2, or a model"
 _LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
 @dataclass(slots=True)
 class Student:
-    """A filled model in float32. `opened`: whose settings and tokenizer it has. `pairs`: for each of its layers the teacher's
-    whose rows it should have. `fresh`: its weights are random."""
+    """A filled model in float32.
+
+    opened: the model whose settings and tokenizer it has. pairs: by layer, index of the teacher's layer to match.
+    fresh: whether its weights are random.
+    """
 
     model: Model
     opened: Opened
@@ -31,20 +36,22 @@ class Student:
 
 
 def student_of(wanted: str, opened: Opened, seed: int = 0) -> Student:
-    """The student of an open teacher that `wanted` says (see FORMS). Raises ValueError where it says none, or a model with
-    other tokens, and WeightError as the loader does."""
+    """Make the student described by `wanted` (see FORMS) for an open teacher.
+
+    Raises ValueError for an invalid description or a model with another vocabulary, and WeightError as the loader does.
+    """
     config = opened.config
     if wanted.startswith("layers:"):
         return _of_layers(kept_layers(wanted.removeprefix("layers:"), config.num_layers), opened)
     if wanted.startswith("share="):
-        return _of_layers(list(range(config.num_layers)), opened, neighbours(wanted, config))
+        return _of_layers(list(range(config.num_layers)), opened, shared_layers(wanted, config))
     if wanted.startswith(("depth=", "width=")):
         sizes = _sizes(wanted)
         depth = sizes.get("depth", config.num_layers)
         if "width" not in sizes or sizes["width"] == config.hidden_size:
             return _of_layers(spread(depth, config.num_layers), opened)
-        made = _random(narrowed(config, depth, sizes["width"]), seed)
-        return Student(made, opened, ends(depth, config.num_layers), fresh=True)
+        model = _random(narrowed(config, depth, sizes["width"]), seed)
+        return Student(model, opened, ends(depth, config.num_layers), fresh=True)
     other = open_companion(wanted, opened, "student")
     if other.config.encoder or other.config.source is not None:
         raise ValueError(f"{wanted} is no decoder; a student writes token by token")
@@ -53,7 +60,7 @@ def student_of(wanted: str, opened: Opened, seed: int = 0) -> Student:
 
 
 def kept_layers(text: str, count: int) -> list[int]:
-    """0,1,5-9 as numbers, ascending, of `count` layers. Raises ValueError."""
+    """Parse "0,1,5-9" into ascending indices of `count` layers. Raises ValueError."""
     kept: list[int] = []
     for piece in text.split(","):
         first, _, last = piece.strip().partition("-")
@@ -66,42 +73,44 @@ def kept_layers(text: str, count: int) -> list[int]:
 
 
 def spread(depth: int, count: int) -> list[int]:
-    """`depth` of `count` layers, the first and the last among them, evenly. Raises ValueError."""
+    """Choose `depth` of `count` layers evenly, with the first and the last. Raises ValueError."""
     if not 1 <= depth <= count:
         raise ValueError(f"a student of the teacher's layers has 1 to {count} of them, not {depth}")
-    return [round(at * (count - 1) / max(1, depth - 1)) for at in range(depth)]
+    return [round(index * (count - 1) / max(1, depth - 1)) for index in range(depth)]
 
 
 def ends(depth: int, count: int) -> list[int]:
-    """For each of `depth` layers the last of the part of `count` that it stands for."""
-    return [max(0, -(-(at + 1) * count // depth) - 1) for at in range(depth)]
+    """Cut `count` layers into `depth` parts. Returns the index of the last layer of each part."""
+    return [max(0, -(-(index + 1) * count // depth) - 1) for index in range(depth)]
 
 
 def narrowed(config: ModelConfig, depth: int, width: int) -> ModelConfig:
-    """The same architecture with rows of `width`: fewer heads of the same size, and an MLP in proportion. Raises ValueError
-    where heads would not stay whole."""
+    """Return the architecture with hidden size `width`: fewer heads of the same size, and an MLP in proportion.
+
+    Raises ValueError if the width is no multiple of a head.
+    """
     layer = config.each_layer
     unit = config.hidden_size // math.gcd(config.hidden_size, layer.heads, layer.kv_heads)
     if depth < 1 or width < 1 or width % unit:
         raise ValueError(f"a width is a multiple of {unit}, so that heads stay whole, a depth 1 at least; not {width}, {depth}")
-    ffn = -(-layer.ffn * width // (config.hidden_size * FFN)) * FFN
+    ffn = -(-layer.ffn * width // (config.hidden_size * FFN_MULTIPLE)) * FFN_MULTIPLE
     heads, kv_heads = (count * width // config.hidden_size for count in (layer.heads, layer.kv_heads))
     small: LayerConfig = replace(layer, heads=heads, kv_heads=kv_heads, ffn=ffn)
     return replace(config, hidden_size=width, layers=(small,) * depth)
 
 
 def _sizes(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for piece in text.split(","):
         name, _, number = piece.strip().partition("=")
-        if name not in ("depth", "width") or not number.isdecimal() or name in found:
+        if name not in ("depth", "width") or not number.isdecimal() or name in sizes:
             raise ValueError(f"a student is {FORMS}, not {text!r}")
-        found[name] = int(number)
-    return found
+        sizes[name] = int(number)
+    return sizes
 
 
-def neighbours(wanted: str, config: ModelConfig) -> int:
-    """How many layers `share=N` gives the K and V of one. Raises ValueError."""
+def shared_layers(wanted: str, config: ModelConfig) -> int:
+    """Parse `share=N`: the number of neighbouring layers that share one K and V. Raises ValueError."""
     number = wanted.removeprefix("share=")
     if not number.isdecimal() or not 2 <= int(number) <= config.num_layers:
         raise ValueError(f"share=N: 2 to {config.num_layers} layers read the K and V of the first of them, not {number!r}")
@@ -111,17 +120,21 @@ def neighbours(wanted: str, config: ModelConfig) -> int:
 
 
 def _of_layers(kept: list[int], opened: Opened, share: int = 1) -> Student:
-    """These layers and all that is in no layer, read from the teacher's file, of which `share` neighbours read the K and V of
-    the first. A layer stands for itself and for those left out behind it."""
+    """Make a student of some of the teacher's layers, read from the teacher's file.
+
+    share: number of neighbouring layers that read the K and V of the first of them.
+    A layer is paired with the last layer before the next kept one.
+    """
     whole = opened.config
-    config = replace(whole, layers=tuple(whole.layers[at] for at in kept))
+    config = replace(whole, layers=tuple(whole.layers[index] for index in kept))
     model = describe(config.sharing(share) if share > 1 else config)
     plans = plan(describe(whole), opened.source)
     for path, holder in model.holders():
         holder.create(Allocator(torch.float32))
-        of = _LAYER.sub(lambda found: f"layers.{kept[int(found[1])]}.", path)
+        teacher_path = _LAYER.sub(lambda match: f"layers.{kept[int(match[1])]}.", path)
         for name, spec in holder.params().items():
-            parts = plans[f"{of}.{name}"][: len(spec.parts)]  # q alone, of a layer that shares K and V
+            # A layer that shares K and V has the query part alone.
+            parts = plans[f"{teacher_path}.{name}"][: len(spec.parts)]
             fill(getattr(holder, name), parts, opened.source)
         holder.finish()
     return Student(model, opened, [after - 1 for after in [*kept[1:], whole.num_layers]])

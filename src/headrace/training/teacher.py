@@ -1,4 +1,4 @@
-"""What heads learn from: the target's own numbers, and its texts side by side."""
+"""The target as the teacher of draft heads, and batches of its texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,32 +17,36 @@ from headrace.weights.parts import plan
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What heads need of the target: its embeddings, its last norm, and its lm_head over the heads' vocabulary. `normed`: its
-    last layer ends in a norm, so that its rows go to the lm_head as they are; `norm` then is how long they are."""
+    """The parts of the target that training of heads needs.
+
+    embeddings: [vocabulary, hidden] bfloat16. norm: [hidden], weight of the last norm.
+    head, bias: lm_head restricted to the heads' vocabulary, [n, hidden] bfloat16 and [n].
+    normed: the last layer ends in a norm, so the lm_head reads its rows directly; `norm` then holds their length.
+    """
 
     config: ModelConfig
-    embeddings: torch.Tensor  # [vocabulary, hidden] bfloat16
-    norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [heads' vocabulary, hidden] bfloat16
-    bias: torch.Tensor | None = None  # [heads' vocabulary], of the lm_head
+    embeddings: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+    bias: torch.Tensor | None = None
     normed: bool = False
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [..., hidden] after the last norm -> [..., heads' vocabulary], float32."""
-        made = (rows.to(torch.bfloat16) @ self.head.t()).float()
-        return made if self.bias is None else made + self.bias
+        """Logits [..., n] float32 over the heads' vocabulary, of rows [..., hidden] after the last norm."""
+        logits = (rows.to(torch.bfloat16) @ self.head.t()).float()
+        return logits if self.bias is None else logits + self.bias
 
     def last(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of rows side by side those after the last layer: [..., width] -> [..., hidden]."""
+        """Return the rows [..., hidden] after the last layer from concatenated rows [..., width]."""
         return hidden[..., -self.config.hidden_size :]
 
     def probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's own distribution at rows [n, hidden] after its last layer."""
+        """The target's probabilities over the heads' vocabulary, of rows [n, hidden] after its last layer."""
         return softmax(self.logits(hidden if self.normed else norm(hidden, self.norm, self.config.norm_eps)), -1)
 
 
 def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
-    """Read from the target's file what is needed, and no more. Raises WeightError, ValueError."""
+    """Read the needed tensors from the target's file. vocab: token ids of the heads. Raises WeightError, ValueError."""
     model, source = describe(opened.config), opened.source
     plans = plan(model, source)
 
@@ -55,19 +59,19 @@ def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
     embeddings = read("tokens.weight", torch.bfloat16)
     head = read("output.weight", torch.bfloat16) if "output.weight" in plans else embeddings
     bias = read("output.bias").flatten()[vocab] if "output.bias" in plans else None
-    weight = _length(read, opened.config) if normed else read("norm.weight") * opened.config.head_scale
+    weight = _normed_length(read, opened.config) if normed else read("norm.weight") * opened.config.head_scale
     return Teacher(opened.config, embeddings, weight, head[vocab], bias, normed)
 
 
-def _length(read: Callable[[str], torch.Tensor], config: ModelConfig) -> torch.Tensor:
-    """[hidden], by which a row of length 1 is as long as what the last layer's norm leaves."""
+def _normed_length(read: Callable[[str], torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Return [hidden], all equal: the root mean square of a row after the last layer's norm."""
     weight, bias = (read(f"layers.{config.num_layers - 1}.mlp_norm.{name}") for name in ("weight", "bias"))
     return torch.full_like(weight, float((weight**2 + bias**2).mean().sqrt()))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts side by side: tokens [b, t], hidden [b, t, width], and the rows after which answers' tokens come."""
+    """Padded texts: tokens [b, t], hidden rows [b, t, width], and a mask [b, t] of the rows that predict an answer's token."""
 
     tokens: torch.Tensor
     hidden: torch.Tensor
@@ -79,7 +83,7 @@ class Batch:
         tokens = torch.zeros(len(texts), length, dtype=torch.int64)
         hidden = torch.zeros(len(texts), length, width, dtype=torch.bfloat16)
         rows = torch.zeros(len(texts), length, dtype=torch.bool)
-        for at, text in enumerate(texts):
+        for index, text in enumerate(texts):
             end = len(text.tokens)
-            tokens[at, :end], hidden[at, :end], rows[at, text.answer - 1 : end] = text.tokens, text.hidden, True
+            tokens[index, :end], hidden[index, :end], rows[index, text.answer - 1 : end] = text.tokens, text.hidden, True
         return Batch(tokens, hidden, rows)

@@ -1,7 +1,9 @@
-"""What heads learn from: texts that the model wrote itself, with its hidden rows along them.
+"""Training texts of draft heads: answers that the model writes, with its hidden rows along them.
 
-Prompts come from the caller's files, or the model writes them too: its chat template is left open where the user speaks
-(Magpie, Xu et al. 2024). Answers are drawn at several temperatures, so that heads know what follows unlikely words as well.
+Prompts come from the caller, or the model writes them too, as the continuation of its chat template up to the user's turn.
+Answers are sampled at several temperatures, so heads also learn what follows unlikely tokens.
+
+Source of the prompts: Magpie, Xu et al., arXiv 2406.08464.
 """
 
 import random
@@ -19,13 +21,18 @@ from headrace.runner.runner import Runner
 from headrace.startup.opening import Opened
 from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
-from headrace.training.selfdraft import SLOT, ScratchLive
+from headrace.training.selfdraft import SLOT, ScratchSlot
 from headrace.weights.atomic_file import atomic_write
 
-TEMPERATURES = (0.0, 0.0, 0.4, 0.8)  # of answers, in turns
-SHARD = 64  # texts of a file
+# Temperatures of the answers, in rotation.
+TEMPERATURES = (0.0, 0.0, 0.4, 0.8)
+# Texts of one file.
+SHARD = 64
+# Longest text, in tokens.
 CONTEXT = 1024
+# Stands for the user's text in a rendered chat template.
 MARK = "~user~"
+# Openings of the prompts that the model writes.
 STARTS = (
     *("", "", "", "What", "How", "Why", "Explain", "Write", "List", "Summarize this text: ", "Rewrite this sentence: "),
     *("Write a Python function that", "Write a function in Python which", "Write a Python class for", "Write a program that"),
@@ -42,9 +49,12 @@ STARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt and its answer as tokens; `answer` is where the answer begins. `hidden` [tokens, width] bfloat16: the rows
-    after the target's last layer; for exits those that their layers left, and these, side by side. Of an encoder-decoder the
-    prompt is `source`, and `tokens` are what it starts with and the answer."""
+    """One prompt with its answer.
+
+    tokens: token ids of both; the answer begins at index `answer`.
+    hidden: [tokens, width] bfloat16, rows after the last layer; for exits the rows after their layers are concatenated before.
+    source: prompt of an encoder-decoder; `tokens` is then the start token and the answer.
+    """
 
     tokens: torch.Tensor
     answer: int
@@ -53,50 +63,51 @@ class Text:
 
     @property
     def prompt(self) -> list[int]:
-        """What was asked."""
-        asked: list[int] = (self.tokens[: self.answer] if self.source is None else self.source).tolist()
-        return asked
+        prompt: list[int] = (self.tokens[: self.answer] if self.source is None else self.source).tolist()
+        return prompt
 
 
 def open_writer(opened: Opened, threads: int | None = None) -> LLM:
-    """The model as it is needed here: nothing of its cache is kept, as its blocks are borrowed."""
+    """Open the model without a prefix cache, whose blocks `rows_after` would overwrite, and without drafts."""
     return LLM(opened.path, speculate=None, enable_prefix_caching=False, max_model_len=context_of(opened), threads=threads)
 
 
 def context_of(opened: Opened) -> int:
-    """Texts are no longer."""
+    """Return the longest text of a model in tokens."""
     return min(CONTEXT, opened.config.max_position)
 
 
 def own_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """`count` prompts that the model wrote, as tokens ready for the answer. Of a quarter more, those that came to an end by
-    themselves are preferred."""
-    asked_for, count = count, count + count // 4
-    draw = random.Random(seed)
-    opening, rendered = _opening(llm)
-    starts = [draw.choice(STARTS) for _ in range(count)]
+    """Have the model write `count` prompts. Returns their token ids, ready for an answer.
+
+    The model writes a quarter more; prompts that ended by themselves come first.
+    """
+    wanted, count = count, count + count // 4
+    rng = random.Random(seed)
+    opening, rendered = _template_opening(llm)
+    starts = [rng.choice(STARTS) for _ in range(count)]
     params = [
         SamplingParams(
-            temperature=1.0, top_p=0.95, max_tokens=min(80, llm.memory_plan.max_model_len // 4), seed=draw.getrandbits(63)
+            temperature=1.0, top_p=0.95, max_tokens=min(80, llm.memory_plan.max_model_len // 4), seed=rng.getrandbits(63)
         )
         for _ in starts
     ]
-    asked = [llm.tokenizer.encode(opening + start, add_special=not rendered) for start in starts]
-    outputs = llm.generate(asked, params)
+    openings = [llm.tokenizer.encode(opening + start, add_special=not rendered) for start in starts]
+    outputs = llm.generate(openings, params)
     prompts: list[list[int]] = []
     others: list[list[int]] = []
-    for start, tokens, output in zip(starts, asked, outputs, strict=True):
+    for start, tokens, output in zip(starts, openings, outputs, strict=True):
         written = output.outputs[0]
         if not rendered:
             prompts.append(tokens + written.token_ids[:8])
             continue
-        whole = written.finish_reason == "stop" and len(written.token_ids) > 2
-        (prompts if whole else others).append(llm.render([{"role": "user", "content": start + written.text.rstrip()}]))
-    return [*prompts, *others][:asked_for]
+        complete = written.finish_reason == "stop" and len(written.token_ids) > 2
+        (prompts if complete else others).append(llm.render([{"role": "user", "content": start + written.text.rstrip()}]))
+    return [*prompts, *others][:wanted]
 
 
-def _opening(llm: LLM) -> tuple[str, bool]:
-    """The chat template up to where the user speaks; without a template nothing, and False."""
+def _template_opening(llm: LLM) -> tuple[str, bool]:
+    """Return the chat template's text before the user's message, and whether there is a template."""
     try:
         text = llm.opened.template.render([{"role": "user", "content": MARK}], add_generation_prompt=True)
     except TemplateError:
@@ -112,45 +123,47 @@ def write_texts(
     layers: Sequence[int] = (),
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> list[Text]:
-    """Have the model answer, and read its hidden rows along prompt and answer. Prompts that leave no room are left out.
+    """Have the model answer prompts, and read its hidden rows along prompt and answer.
 
-    Raises RuntimeError where an answer failed.
+    Drops prompts that leave no room for `max_tokens`. layers: numbers of layers whose rows are read besides the last one's.
+    Raises RuntimeError if an answer failed.
     """
     max_tokens = min(max_tokens, llm.memory_plan.max_model_len // 2)
     room = llm.memory_plan.max_model_len - max_tokens
     kept = [prompt for prompt in prompts if len(prompt) <= room]
     params = [
-        SamplingParams(temperature=temperatures[at % len(temperatures)], max_tokens=max_tokens, seed=seed + at)
-        for at in range(len(kept))
+        SamplingParams(temperature=temperatures[index % len(temperatures)], max_tokens=max_tokens, seed=seed + index)
+        for index in range(len(kept))
     ]
     outputs = llm.generate(kept, params)
     if failed := next((output.error for output in outputs if output.error), None):
         raise RuntimeError(f"an answer to learn from failed: {failed}")
-    config, made = llm.model_config, []
+    config, texts = llm.model_config, []
     for output in outputs:
-        asked, answer = output.prompt_token_ids, output.outputs[0].token_ids
-        before, source = (asked, []) if config.source is None else ([config.start], asked)
+        prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        before, source = (prompt, []) if config.source is None else ([config.start], prompt)
         if len(answer) > 2:
             hidden = hidden_rows(llm.runner, before + answer, layers, source)
-            made.append(Text(torch.tensor(before + answer), len(before), hidden, torch.tensor(source) if source else None))
-    return made
+            texts.append(Text(torch.tensor(before + answer), len(before), hidden, torch.tensor(source) if source else None))
+    return texts
 
 
 def hidden_rows(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> torch.Tensor:
-    """The rows [tokens, width] after each of `layers` of the target, side by side, and after its last, bfloat16. Nothing else
-    may be in its pool, which is written."""
+    """Return the concatenated rows [tokens, width] bfloat16 of `rows_after`."""
     return torch.cat([rows.to(torch.bfloat16) for rows in rows_after(runner, tokens, layers, source)], 1)
 
 
 def rows_after(runner: Runner, tokens: list[int], layers: Sequence[int] = (), source: Sequence[int] = ()) -> list[torch.Tensor]:
-    """The rows [tokens, hidden] after the first `layers` (ascending numbers of layers), and after all, as the back end has
-    them. Nothing else may be in its pool, which is written."""
-    with ScratchLive(runner, tokens, BLOCK_SIZE, source):
+    """Run one sequence. Returns its rows [tokens, hidden] after the first `layers` layers (ascending), and after all.
+
+    source: of an encoder-decoder. Overwrites the K/V pool, so the engine must be idle.
+    """
+    with ScratchSlot(runner, tokens, BLOCK_SIZE, source):
         return [torch.as_tensor(rows) for rows in runner.rows_after(Feed(SLOT, 0, len(tokens)), layers)]
 
 
 class Shards:
-    """Texts in a folder, 64 a file; what is there need not be written again."""
+    """Stored texts in a folder, SHARD texts a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -162,7 +175,7 @@ class Shards:
         return self.path(number).is_file()
 
     def write(self, number: int, texts: Sequence[Text]) -> None:
-        """Put texts into a file, which is there when it is whole."""
+        """Write the texts of one file atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "tokens": torch.cat([text.tokens for text in texts]).to(torch.int32),
@@ -177,7 +190,7 @@ class Shards:
             save_file(tensors, part)
 
     def read(self) -> list[Text]:
-        """All texts, in the order they were written."""
+        """Return all texts in the order of the files."""
         return [text for path in sorted(self.folder.glob("*.safetensors")) for text in _texts(path)]
 
 
