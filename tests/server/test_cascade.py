@@ -177,10 +177,10 @@ def test_a_prompt_that_a_tier_cannot_hold_is_for_the_next(server: Running) -> No
 
 
 def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    gathered = module.gathered
+    collect_answer = module.collect_answer
 
     async def failing(submitted: Any) -> Any:
-        await gathered(submitted)
+        await collect_answer(submitted)
         raise RequestFailedError("broken")
 
     monkeypatch.setattr(module, "collect_answer", failing)

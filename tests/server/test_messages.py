@@ -20,7 +20,14 @@ from headrace.server.engines import messages
 from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
 from headrace.server.engines.engine_process import _message
-from headrace.server.engines.inflight import EngineDownError, InflightRequest, RequestFailedError, WakeupEvent, stream_deltas
+from headrace.server.engines.inflight import (
+    EngineDownError,
+    InflightRequest,
+    RequestFailedError,
+    WakeupEvent,
+    collect_answer,
+    stream_deltas,
+)
 from headrace.server.engines.messages import (
     PREFIX,
     Abort,
@@ -39,7 +46,6 @@ from headrace.server.engines.messages import (
     read_from_engine,
     read_to_engine,
 )
-from headrace.server.protocols.cascade import gathered
 from tests.server.harness import PATIENCE
 
 SERVER = Path(headrace.server.__file__).parent
@@ -225,7 +231,7 @@ def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
     for part in (*parts, Delta("a", 0, finish_reason="stop", finished=True)):
         submitted.put(part)
     submitted.end(RequestMetrics())
-    whole = asyncio.run(gathered(submitted))
+    whole = asyncio.run(collect_answer(submitted))
     assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2], "012", "stop")
     assert [one.token for one in whole.logprobs] == [one.layers for one in whole.exits] == [0, 1, 2]
     assert submitted.take() == [whole]

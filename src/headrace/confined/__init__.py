@@ -1,1 +1,1 @@
-"""Work whose cost somebody else chooses, in processes that may use so much and reach nothing."""
+"""Processes without files and network, with limits on CPU time and memory, for work whose cost a client chooses."""

@@ -1,9 +1,9 @@
-"""What a confined process runs: `python -m headrace.confined.child MODULE ARGUMENT`, its standard input a socket.
+"""Main program of a confined process: `python -m headrace.confined.child MODULE ARGUMENT`, its standard input a socket.
 
-It loads all it will need, shuts itself in, and then answers questions one at a time. A frame is four bytes of length and
-msgpack: (function, seconds, memory, question) comes in, the answer goes out. The functions are the module's, and say in
-their answers what was wrong; whatever else goes wrong ends the process. The kernel ends it (SIGPROF) once a question has used
-its seconds of CPU time, be it inside one C call.
+The process imports MODULE, gives up its access to files and network, and then answers questions one at a time. A frame is four
+bytes of length (big-endian) and msgpack: a question is (function, CPU seconds, bytes of memory, argument), an answer is a
+value. Functions report errors in their answers; an exception ends the process. The kernel ends the process (SIGPROF) when a
+question has used its CPU time, even inside one C call.
 """
 
 import contextlib
@@ -17,27 +17,39 @@ import msgspec
 
 from headrace import host
 
-SHUT = ("ctypes.", "fcntl.", "mmap.", "open", "os.", "pty.", "shutil.", "socket.", "sqlite3.", "subprocess.", "tempfile.")
-CEILING = 2 << 30  # bytes of address space that no question may raise its own limit above
-LIFE = 600  # seconds of CPU time; long before, a process is replaced
+REFUSED_EVENTS = (
+    "ctypes.",
+    "fcntl.",
+    "mmap.",
+    "open",
+    "os.",
+    "pty.",
+    "shutil.",
+    "socket.",
+    "sqlite3.",
+    "subprocess.",
+    "tempfile.",
+)
+CEILING = 2 << 30  # bytes of address space: no question may have more
+LIFE = 600  # seconds of CPU time of the process; the pool replaces it earlier
 
 
-def shut() -> None:
-    """No descriptor can be opened any more, so no file and no socket; no process can be started, nothing changed."""
+def give_up_access() -> None:
+    """Lower the system's limits for good: no new descriptor (so no file, no socket), no process, no larger file."""
     for name, most in {"NOFILE": 0, "NPROC": 0, "FSIZE": 0, "CORE": 0, "CPU": LIFE, "AS": CEILING}.items():
         host.limit(name, most)
     sys.addaudithook(refuse)
 
 
 def refuse(event: str, arguments: Any) -> None:
-    """An audit hook: the interpreter refuses the same, whatever the kernel does."""
-    if event.startswith(SHUT):
+    """Audit hook of the interpreter, in case the kernel does not refuse the same. Raises PermissionError."""
+    if event.startswith(REFUSED_EVENTS):
         raise PermissionError(f"{event} is not allowed here")
 
 
 @contextlib.contextmanager
 def limited(seconds: float, memory: int) -> Iterator[None]:
-    """Ends the process once it has used `seconds` of CPU time; lets it have no more than `memory` bytes of addresses."""
+    """Limit one question: `seconds` of CPU time, after which the kernel ends the process, and `memory` bytes of addresses."""
     host.limit("AS", min(memory, CEILING), CEILING)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -48,12 +60,13 @@ def limited(seconds: float, memory: int) -> Iterator[None]:
 
 def main(name: str, argument: str) -> None:
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, even if the parent ignored or blocked it
+    # SIGPROF ends the process, also if the parent ignores or blocks it.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     host.leave_the_network()
     module = importlib.import_module(name)
     module.warm(argument)
-    shut()
+    give_up_access()
     answers.write(b".")
     answers.flush()
     while size := int.from_bytes(questions.read(4), "big"):

@@ -1,4 +1,4 @@
-"""A pool of confined processes: one way to have work done whose cost a client chooses, with asyncio and without it."""
+"""A pool of confined processes for work whose cost a client chooses, for asyncio and for threads."""
 
 import asyncio
 import functools
@@ -19,11 +19,11 @@ from headrace.confined.shares import CpuShares
 
 __all__ = ["CLIENT", "BusyError", "ConfinedPool", "OverrunError", "Task", "shared_pool"]
 
-WIDTH = 8  # questions at a time; those that take long cost others next to nothing
-IDLE = 4  # processes that are kept for the next question
-MOST = 512  # questions that may wait; of one client as many as it leaves free, so half of them
-REMEMBERED = 256  # answers
-CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # the client that the work is for
+WIDTH = 8  # processes with a question; long questions run at idle priority
+IDLE = 4  # processes kept for the next question
+MOST = 512  # waiting questions; one client may have as many as it leaves free, so half
+REMEMBERED = 256  # answers kept
+CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # client of the current request; "": this program itself
 
 
 class BusyError(Exception):
@@ -32,24 +32,24 @@ class BusyError(Exception):
 
 @dataclass(eq=False, slots=True)
 class PendingTask:
-    """A question on its way."""
+    """A question that waits or runs."""
 
     task: Task
     frame: bytes
     client: str
     future: "Future[Any]" = field(default_factory=Future)
-    idle: bool = False  # its client was over its share when it began
+    idle: bool = False  # its client was over its share when the question began
     worker: ConfinedProcess | None = None
-    gone: bool = False  # its client has left
+    gone: bool = False  # the caller was cancelled
 
 
 class ConfinedPool:
-    """Up to `width` processes that work. The next question is of the client with the fewest questions running, and among
-    those, of the client served longest ago. One client has three quarters of the processes at most; so have all clients
-    together that are over their share of CPU time, whose questions run at idle priority.
+    """Runs questions in at most `width` processes.
 
-    Any thread may ask; after a fork the new process has workers of its own. A worker loads one module and is kept while it is
-    of use; whatever ends it ends one question.
+    The client with the fewest running questions comes next, and among those the one that was served longest ago. One client has
+    three quarters of the processes at most. So have all clients over their share of CPU time together; their questions run at
+    idle priority. A process loads one module and is kept for further questions; its end costs one question. Thread-safe; after
+    a fork the new process starts its own.
     """
 
     def __init__(self, width: int = WIDTH, most: int = MOST, shares: CpuShares | None = None) -> None:
@@ -62,24 +62,24 @@ class ConfinedPool:
         self._lock = threading.Lock()
         self._threads = 0
         self._waiting: list[PendingTask] = []
-        self._working: Counter[str] = Counter()  # questions by client
-        self._working_idle = 0  # questions of clients over their share
-        self._idle: list[ConfinedProcess] = []  # the one used last at the end
+        self._working: Counter[str] = Counter()  # running questions by client
+        self._working_idle = 0  # running questions of clients over their share
+        self._idle: list[ConfinedProcess] = []  # the most recently used one is last
         self._known: dict[bytes, Any] = {}
-        self.workers: set[ConfinedProcess] = set()  # all there are
+        self.workers: set[ConfinedProcess] = set()  # all processes
         self._end = weakref.finalize(self, _end_all, self.workers)
 
     def run(self, task: Task, question: Any) -> Any:
-        """The answer to a question. Raises OverrunError."""
+        """Run a question and return its answer; blocks the thread. Raises OverrunError."""
         job = self._put(task, question)
         try:
             return job.future.result()
-        except BaseException:  # also a Ctrl-C
+        except BaseException:
             self._leave(job)
             raise
 
     async def ask(self, task: Task, question: Any) -> Any:
-        """The same for asyncio; who is cancelled ends the work. Raises BusyError besides."""
+        """`run` for asyncio; cancelling it ends the question. Raises OverrunError, and BusyError if too many questions wait."""
         job = self._put(task, question, self._most)
         try:
             return await asyncio.wrap_future(job.future)
@@ -88,7 +88,7 @@ class ConfinedPool:
             raise
 
     def close(self) -> None:
-        """End all processes, and what they do; the next question starts others."""
+        """End all processes and their questions; the next question starts new ones."""
         with self._lock:
             idle, self._idle = self._idle, []
             self.workers.difference_update(idle)
@@ -98,7 +98,8 @@ class ConfinedPool:
             worker.end()
 
     def _put(self, task: Task, question: Any, most: float = float("inf")) -> PendingTask:
-        if self._owner != os.getpid():  # a fork shares neither threads nor processes
+        # After a fork there are neither threads nor processes.
+        if self._owner != os.getpid():
             self._end.detach()
             self._begin()
         frame = msgspec.msgpack.encode((task.function, task.seconds, task.memory, question))
@@ -117,7 +118,7 @@ class ConfinedPool:
         return job
 
     def _serve(self) -> None:
-        """Work while there is work that may be begun."""
+        """Run questions until none may begin; the body of one thread."""
         while (job := self._next()) is not None:
             try:
                 if job.future.set_running_or_notify_cancel():
@@ -137,7 +138,8 @@ class ConfinedPool:
                 return None
             job = min(may, key=lambda job: self._working[job.client])
             self._waiting.remove(job)
-            self._waiting.sort(key=lambda other: other.client == job.client)  # behind those of others
+            # The client's other questions move behind those of other clients.
+            self._waiting.sort(key=lambda other: other.client == job.client)
             self._working[job.client] += 1
             job.idle = self.shares.used_up(job.client)
             self._working_idle += job.idle
@@ -156,7 +158,8 @@ class ConfinedPool:
                 if job.gone:
                     worker.kill()
             worker.start()
-            began = worker.used  # its start is not the cost of this client's question
+            # The start of the process is not charged to the client.
+            began = worker.used
             answer = worker.ask(job.task, job.frame)
         except BaseException:
             worker.worn = True
@@ -170,7 +173,7 @@ class ConfinedPool:
         return answer
 
     def _worker(self, job: PendingTask) -> ConfinedProcess:
-        """A waiting worker for this job, or a new one. Raises OverrunError."""
+        """Return an idle process for this question, or a new one. Raises OverrunError if none can be started."""
         kind = (job.task.module, job.task.argument, job.idle)
         with self._lock:
             fit = next((one for one in reversed(self._idle) if one.kind == kind and one.alive), None)
@@ -186,7 +189,7 @@ class ConfinedPool:
         return worker
 
     def _back(self, job: PendingTask, worker: ConfinedProcess) -> None:
-        """A worker that is done waits for the next question, or ends; of those that wait the oldest ends for it."""
+        """Keep a process for the next question, or end it if it is worn. Above IDLE kept processes the oldest ends."""
         with self._lock:
             job.worker = None
             if not worker.worn:
@@ -198,7 +201,7 @@ class ConfinedPool:
             one.end()
 
     def _leave(self, job: PendingTask) -> None:
-        """Nobody waits for the answer any more, so nobody works at it any longer."""
+        """End a question whose caller was cancelled."""
         with self._lock:
             job.gone = True
             if job in self._waiting:
@@ -215,7 +218,7 @@ class ConfinedPool:
 
 @functools.cache
 def shared_pool() -> ConfinedPool:
-    """This process's pool: what it may use of a machine is for all it has to do together."""
+    """The one pool of this process."""
     return ConfinedPool()
 
 

@@ -1,4 +1,4 @@
-"""One confined process, as seen from outside: started, asked, and ended when it uses more than it may."""
+"""One confined process, seen from its parent: start, question, answer, end, and the priority at which it runs."""
 
 import contextlib
 import os
@@ -20,33 +20,34 @@ KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTE
 # Seconds of the clock for a question, and for each second of its CPU limit: at idle priority next to a busy engine it gets a
 # thirtieth of a processor, and a busy machine is no fault of the question.
 PATIENCE, PATIENCE_PER_SECOND = 180.0, 100.0
-LOOK = 0.1  # seconds between two looks at a process that works
-EASY = 0.25  # seconds of CPU time after which a question is worked at with what time nobody else wants
-NICENESS = 19  # of work that waits for processors nobody else wants
+LOOK = 0.1  # seconds between two looks at the CPU time of a process with a question
+EASY = 0.25  # seconds of CPU time after which a question goes on at idle priority
+NICENESS = 19  # idle priority
 LINUX = sys.platform == "linux"
 LIFE = 300.0  # seconds of CPU time after which a process is replaced
-KEPT = 256 << 20  # bytes of memory it may hold besides what it had when it was ready; a vocabulary may be large
+# Bytes of memory that a process may keep beyond those it had when it was ready; a vocabulary may be large.
+KEPT = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work that can be asked for: a function of a module, which is loaded in the confined process alone.
+    """A function that a confined process can run, and its limits. Only the confined process imports the module.
 
-    The module also has `warm(argument)`, which loads all that its functions need: afterwards they can open no file. A
-    question is a plain value; so is the answer, which says what was wrong with the question.
+    The module also has `warm(argument)`, which loads everything that its functions need: they cannot open files afterwards.
+    Questions and answers are plain values (msgpack); an answer reports what was wrong with its question.
     """
 
     module: str
     function: str
     argument: str = ""
-    seconds: float = 2.0  # CPU time of a question
+    seconds: float = 2.0  # CPU time
     memory: int = 512 << 20  # bytes of address space
-    answer: int = 1 << 20  # bytes
-    remembered: bool = False  # the answer to the same question is the same
+    answer: int = 1 << 20  # bytes of the answer
+    remembered: bool = False  # the pool remembers answers to equal questions
 
 
 class OverrunError(Exception):
-    """The process that had the question was ended. `code`: how; `in_time`: for something else than its time."""
+    """The process ended under its question. `code`: its exit code; `in_time`: it ended for another reason than its CPU time."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"a confined process ended with code {code}")
@@ -55,15 +56,16 @@ class OverrunError(Exception):
 
 
 class ConfinedProcess:
-    """A process for the functions of one module. Raises OverrunError when it ends under a question, and is then of no use."""
+    """A process that runs the functions of one module, one question at a time. Methods raise OverrunError if it ends; it cannot
+    be used afterwards. Owned by a pool."""
 
     def __init__(self, task: Task, idle: bool = False) -> None:
         self.kind = (task.module, task.argument, idle)
-        self.worn = False  # to be replaced
-        self._idle = idle  # runs at idle priority from its start
+        self.worn = False  # the pool must replace it
+        self._idle = idle  # it has idle priority from its start
         self._began, self._used = time.monotonic(), 0.0
         self._ready_memory = 0
-        self.ready = False  # has loaded what it needs and has shut itself in
+        self.ready = False  # it has loaded its module and given up its access
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-B", "-m", CHILD, task.module, task.argument]
         with theirs:
@@ -73,7 +75,7 @@ class ConfinedProcess:
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 env=environment(),
-                start_new_session=True,  # Ctrl-C is for the program, not for this process
+                start_new_session=True,  # a Ctrl-C does not reach it
             )
         self._lowered = False
         if idle:
@@ -88,13 +90,13 @@ class ConfinedProcess:
         return self._process.poll() is None
 
     def start(self) -> None:
-        """Wait until it has loaded its module and has shut itself in."""
+        """Wait until it has loaded its module and given up its access."""
         if not self.ready:
             self.ready = bool(self._exactly(1, time.monotonic() + PATIENCE))
             self._ready_memory = host.held_memory(self.pid)
 
     def ask(self, task: Task, frame: bytes) -> Any:
-        """The answer to a question of its module; `start` comes first."""
+        """Send a question (an encoded frame) and return its answer; call `start` before."""
         began, last = self.used, time.monotonic() + PATIENCE + PATIENCE_PER_SECOND * task.seconds
         if self._idle:
             self._lower_priority()
@@ -112,18 +114,19 @@ class ConfinedProcess:
         return answer
 
     def kill(self) -> None:
-        """Whoever waits for its answer is told."""
+        """End the process at once; a thread in `ask` gets an OverrunError."""
         self._process.kill()
 
     def end(self) -> int:
-        """Leave nothing of it; returns its exit code."""
-        _ = self.used  # for the last time
+        """End the process and free its resources; returns its exit code."""
+        _ = self.used  # read the clock while the process exists
         self._process.kill()
         self._socket.close()
         return self._process.wait()
 
     def _exactly(self, count: int, last: float, began: float | None = None) -> bytes:
-        """So many bytes, until the clock says `last`. `began`: its CPU time when it got the question."""
+        """Read `count` bytes; the process ends at the time `last` (monotonic). `began`: its CPU time when it got the
+        question."""
         data = bytearray()
         self._socket.settimeout(LOOK)
         while len(data) < count:
@@ -144,7 +147,7 @@ class ConfinedProcess:
 
     @property
     def used(self) -> float:
-        """Seconds of CPU time, in the end those it had when it ended; of the clock, where the system does not say."""
+        """CPU time of the process in seconds, also after its end; elapsed time if the system has no such clock."""
         if self._process.returncode is None:
             try:
                 self._used = host.process_clock(self.pid)
@@ -153,8 +156,8 @@ class ConfinedProcess:
         return self._used
 
     def _step_back(self) -> None:
-        """Run at idle priority from now on. The system does not let a process raise it again, so a process that began at normal
-        priority is replaced after this question."""
+        """Go on at idle priority. A process cannot raise its priority again, so one that began at normal priority is replaced
+        after this question."""
         self.worn = self.worn or not self._idle
         self._lower_priority()
 
@@ -179,6 +182,6 @@ class ConfinedProcess:
 
 
 def environment() -> dict[str, str]:
-    """What a confined process inherits: where its libraries are, and no secrets."""
+    """Environment variables of a confined process: paths of its libraries, no secrets."""
     kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}

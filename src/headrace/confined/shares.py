@@ -1,4 +1,4 @@
-"""CPU time that each client may use in confined processes at normal priority."""
+"""Each client's share of CPU time in confined processes at normal priority."""
 
 import threading
 import time
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 from headrace import host
 
-SHARE = 0.03  # of the processors, for one client
+SHARE = 0.03  # fraction of all processors for one client
 BURST = 1.0  # seconds of CPU time that a client may use ahead of its share
-FREE = 0.005  # seconds of a question that are not counted: templates of ordinary chats take less
-CLIENTS = 4096  # remembered, besides those over their share
+FREE = 0.005  # seconds of each question that are not charged: templates of ordinary chats take less
+CLIENTS = 4096  # above so many clients, those without a debt are forgotten
 
 
 @dataclass(eq=False, slots=True)
 class CpuShares:
-    """Which clients have used more CPU time than their share.
+    """CPU time that clients have used beyond their share.
 
     Each client has a time until which its share is used up (generic cell rate algorithm, ATM Forum 1996). A client over its
-    share does not wait and is not refused: its questions run at idle priority, in a part of the processes.
+    share is neither delayed nor refused: the pool runs its questions at idle priority, in three quarters of the processes.
     """
 
     rate: float = field(default_factory=lambda: SHARE * host.cores())  # seconds of CPU time a second
@@ -27,7 +27,7 @@ class CpuShares:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def charge(self, client: str, seconds: float) -> None:
-        """A question of a client has used so much CPU time. The empty name is this program itself, which has no limit."""
+        """Charge a client for `seconds` of CPU time. The empty name is this program itself, which has no limit."""
         if seconds <= FREE or not client:
             return
         with self._lock:
@@ -37,5 +37,5 @@ class CpuShares:
             self._until[client] = max(now, self._until.get(client, now)) + (seconds - FREE) / self.rate
 
     def used_up(self, client: str) -> bool:
-        """Whether a client is over its share."""
+        """Return whether a client is over its share, including BURST."""
         return self._until.get(client, 0.0) - self.clock() > BURST / self.rate
