@@ -526,7 +526,7 @@ def test_json_in_the_text_is_a_call(server: Running, stream: bool, monkeypatch: 
                 last = at + 7 >= len(text)
                 yield 0, Delta(inflight[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
 
-        monkeypatch.setattr("headrace.server.protocols.chat.deltas", scripted)
+        monkeypatch.setattr("headrace.server.protocols.generation.stream_deltas", scripted)
         made = ask(server, stream=stream)
         if stream:
             chunks = list(made)

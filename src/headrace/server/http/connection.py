@@ -1,4 +1,4 @@
-"""Connections of clients: HTTP/1.1 by uvicorn, with limits on their number, their time, and what they may send."""
+"""Client connections: uvicorn's HTTP/1.1 protocol with limits on connections, times, heads and bodies."""
 
 import asyncio
 import logging
@@ -19,50 +19,50 @@ from headrace.server.logs import BurstLog
 
 log = logging.getLogger("headrace.server")
 
-# Functions of the connection in a request's state.
+# Names in a request's state under which the application finds functions of its connection.
 CHUNK = "chunk"  # Connection.chunk
 ADMIT = "admit"  # Connection.admit
 HEAD = 64 << 10  # bytes of a request's head, by default
-HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard sees the request
+HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard runs
 INVALID = "the request is not valid HTTP/1.1"
-MOST_DROPPED = 256 << 20  # bytes that the server drops after it has refused a request
-FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # chunks of a body that may be small; bytes that all have on average
+MOST_DROPPED = 256 << 20  # bytes of a refused request that the server reads and drops
+FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # a body with more chunks must have so many bytes per chunk on average
 
 
 Refuse = Callable[[bytes, str, list[tuple[bytes, bytes]]], bytes | None]
 
 
 class WriteBatch:
-    """Data written in this turn of the event loop, which all connections send at its end."""
+    """Transports with data written in the current iteration of the event loop; they are flushed at its end."""
 
     def __init__(self) -> None:
         self._written: list[BatchedTransport] = []
 
-    def add(self, joined: "BatchedTransport") -> None:
+    def add(self, transport: "BatchedTransport") -> None:
         if not self._written:
             asyncio.get_running_loop().call_soon(self._end)
-        self._written.append(joined)
+        self._written.append(transport)
 
     def _end(self) -> None:
         written, self._written = self._written, []
-        for joined in written:
-            joined.flush()
+        for transport in written:
+            transport.flush()
 
 
 class BatchedTransport:
-    """A transport that joins all data written in one turn of the event loop into one `send`, as several events of a stream.
-    Everything else is the wrapped transport's."""
+    """A transport that joins the writes of one event loop iteration into one `send`. `linger` decides at `close` whether the
+    connection stays open for reading. Everything else is the wrapped transport's."""
 
-    def __init__(self, transport: asyncio.Transport, turn: WriteBatch, linger: Callable[[], bool]) -> None:
+    def __init__(self, transport: asyncio.Transport, writes: WriteBatch, linger: Callable[[], bool]) -> None:
         self._transport = transport
-        self._turn = turn
+        self._writes = writes
         self._linger = linger
         self._ended = False
         self._parts: list[bytes] = []
 
     def write(self, data: bytes) -> None:
         if not self._parts:
-            self._turn.add(self)
+            self._writes.add(self)
         self._parts.append(data)
 
     def close(self) -> None:
@@ -85,11 +85,11 @@ class BatchedTransport:
 
 
 class RefusedError(h11.RemoteProtocolError):
-    """A request that this server does not read further, with a message for the client."""
+    """A request that this server reads no further; the text is for the client."""
 
 
 class LimitedReceiveBuffer(ReceiveBuffer):
-    """The bytes that h11 has not read yet. A head, or trailers, of too many lines or bytes is refused before h11 reads it."""
+    """h11's receive buffer. Raises RefusedError for a head, or trailers, of too many lines or bytes before h11 parses them."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -111,12 +111,15 @@ class LimitedReceiveBuffer(ReceiveBuffer):
 
 
 class LimitedParser(h11.Connection):
-    """h11's connection. It knows whether the answer is sent in chunks, refuses bodies in tiny chunks (each costs as much as a
-    line of the head), and keeps what is wrong with a request in `problem`, which uvicorn would log without the client's
-    address. An answer that begins before the request is complete is the last one of the connection."""
+    """h11's connection with limits.
+
+    Bodies in tiny chunks are refused: each chunk costs as much as a line of the head. An error of the request is kept in
+    `problem`, because uvicorn would log it without the client's address. `chunked`: the current answer is sent in chunks. An
+    answer that begins before the request is complete closes the connection.
+    """
 
     chunked = False
-    _chunks = _bytes = 0  # of the current body
+    _chunks = _bytes = 0  # received of the current body
     problem: h11.RemoteProtocolError | None = None
 
     def __init__(self, most: int) -> None:
@@ -156,30 +159,30 @@ class LimitedParser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One client's connection, with limits on time that uvicorn does not have.
+    """One client's connection, with time limits that uvicorn does not have. Owned by the event loop.
 
-    It is closed if the head of a request is not complete within `head_seconds` of its first byte (of connecting, for the
-    first request), and if the client does not read for `send_seconds`. A client that is refused while it sends would lose
-    the answer if the connection were closed at once: the server reads and drops the rest for `body_seconds`, at most
-    REFUSED bytes.
+    The connection closes if the head of a request is not complete within `head_seconds` of its first byte (of connecting, for
+    the first request), or if the client does not read for `send_seconds`. A client that is refused while it sends would lose
+    the answer if the connection closed at once: the server reads and drops the rest for `body_seconds`, at most MOST_DROPPED
+    bytes.
     """
 
     head_seconds = 10.0
     send_seconds = 60.0
     body_seconds = 30.0
-    turn = WriteBatch()
-    crowd = ConnectionTable(1 << 20, 1 << 20)
+    writes = WriteBatch()
+    table = ConnectionTable(1 << 20, 1 << 20)
     proxies = Proxies()
     invalid = BurstLog(log, logging.WARNING, "requests that are not valid HTTP")
     refuse: Refuse = staticmethod(lambda data, peer, default_headers: None)
     address = ""
     _parses = False  # has a parser
-    _refused: int | None = None  # bytes that were dropped
-    _clock: asyncio.TimerHandle | None = None
-    _reader: asyncio.TimerHandle | None = None
+    _dropped: int | None = None  # bytes dropped after a refusal; None: no refusal
+    _read_timer: asyncio.TimerHandle | None = None  # closes the connection if the client does not send in time
+    _write_timer: asyncio.TimerHandle | None = None  # closes it if the client does not read in time
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
-        # The parser follows with the first bytes that are not refused: see `early_refusal`.
+        # `_parse` makes the parser, with the first bytes that `refuse` does not answer.
         self.config, self.server_state, self.app_state = config, server_state, app_state
         self.loop = asyncio.get_running_loop()
 
@@ -189,36 +192,36 @@ class Connection(H11Protocol):
         peer = self.client[0] if self.client else ""
         self.address = client_group(peer)
         self.server_state.connections.add(self)
-        self.crowd.enter(self, limited=not self.proxies.trust(peer))
-        self._start()
+        self.table.add(self, limited=not self.proxies.trust(peer))
+        self._start_timer()
 
     def _parse(self) -> None:
-        """Make the parser."""
+        """Make the parser and the objects of uvicorn's protocol."""
         self._parses = True
         transport, state = self.transport, {**self.app_state, CHUNK: self.chunk, ADMIT: self.admit}
         super().__init__(self.config, self.server_state, state)
         self.conn: LimitedParser = LimitedParser(self.config.h11_max_incomplete_event_size or HEAD)
-        super().connection_made(BatchedTransport(transport, self.turn, self._linger))  # type: ignore[arg-type]
+        super().connection_made(BatchedTransport(transport, self.writes, self._linger))  # type: ignore[arg-type]
 
     def admit(self) -> None:
-        """The current request may be worked on: the connection is not anonymous any more."""
-        self.crowd.admit(self)
+        """Mark the connection as admitted: its current request passed the guard."""
+        self.table.admit(self)
 
     def abort(self) -> None:
         self.transport.abort()
 
     def chunk(self, data: bytes) -> bool:
-        """Send a part of a streamed answer as one chunk, past h11 and uvicorn. False, and nothing is sent, if the answer is
-        not chunked or the client does not read fast enough."""
+        """Send a part of a streamed answer as one chunk, without h11 and uvicorn. Returns False, and sends nothing, if the
+        answer is not chunked or the client reads too slowly."""
         if not self.conn.chunked or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def data_received(self, data: bytes) -> None:
-        if self._refused is not None:
-            self._refused += len(data)
-            if self._refused > MOST_DROPPED:
+        if self._dropped is not None:
+            self._dropped += len(data)
+            if self._dropped > MOST_DROPPED:
                 self.transport.close()
             return
         if not self._parses:
@@ -232,11 +235,11 @@ class Connection(H11Protocol):
             self._parse()
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:  # a part of a head, or nothing
-            self._start()
+            self._start_timer()
         else:
-            self._stop()
+            self._stop_timer()
             if self.cycle is not None and not self.transport.is_closing():
-                self.crowd.work(self)
+                self.table.mark_busy(self)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -246,13 +249,14 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:
-            self.crowd.wait(self)
+            self.table.mark_idle(self)
         if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
-            self._start()
+            self._start_timer()
 
     def _refuse(self, problem: h11.RemoteProtocolError) -> None:
-        """Answer a request that is not valid HTTP, if its answer has not begun, and close the connection."""
-        reason, *_ = str(problem).partition(":")  # h11 appends the bytes, which may hold a key
+        """Answer an invalid request, if its answer has not begun, and close the connection."""
+        # h11 appends the bytes of the request, which may hold a key.
+        reason, *_ = str(problem).partition(":")
         self.invalid.add(self.client[0] if self.client else "", reason)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             message = str(problem) if isinstance(problem, RefusedError) else INVALID
@@ -266,23 +270,23 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn would log advice to install packages for each such request; the guard refuses WebSockets."""
+        """Log nothing: uvicorn would advise to install packages for each such request. The guard refuses WebSockets."""
 
     def pause_writing(self) -> None:
         if self._parses:
             super().pause_writing()
-        if self._reader is None:
-            self._reader = self.loop.call_later(self.send_seconds, self.transport.abort)
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.send_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._parses:
             super().resume_writing()
-        self._read_on()
+        self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.crowd.leave(self)
-        self._stop()
-        self._read_on()
+        self.table.remove(self)
+        self._stop_timer()
+        self._stop_write_timer()
         if self._parses:
             super().connection_lost(exc)
         else:
@@ -295,37 +299,37 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _linger(self) -> bool:
-        """Whether the connection stays open to drop the rest that its client sends; nothing more is written."""
+        """Decide whether the connection stays open to read and drop the rest of a request; nothing more is written."""
         if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
             return False
         try:
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-        except OSError:  # it has just gone
+        except OSError:  # the client has closed the connection
             return False
-        self._refused = 0
+        self._dropped = 0
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.flow.resume_reading()
-        self._stop()
-        self._clock = self.loop.call_later(self.body_seconds, self.transport.close)
-        self.crowd.wait(self)
+        self._stop_timer()
+        self._read_timer = self.loop.call_later(self.body_seconds, self.transport.close)
+        self.table.mark_idle(self)
         return True
 
-    def _start(self) -> None:
-        if self._clock is None:
-            self._clock = self.loop.call_later(self.head_seconds, self._close)
+    def _start_timer(self) -> None:
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(self.head_seconds, self._close)
 
-    def _stop(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _stop_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _read_on(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _close(self) -> None:
         if not self.transport.is_closing():
@@ -333,14 +337,14 @@ class Connection(H11Protocol):
 
 
 def make_protocol(
-    crowd: ConnectionTable | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
+    table: ConnectionTable | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
 ) -> Callable[..., Any]:
-    """The protocol class of one server. `refuse`: Guard.refuse_early. `seconds`: head_seconds, send_seconds, body_seconds of
-    Connection."""
+    """Return the protocol class of one server. `refuse`: Guard.refuse_early. `seconds`: head_seconds, send_seconds and
+    body_seconds of Connection."""
     own: dict[str, Any] = {
-        "crowd": crowd or ConnectionTable(1 << 20, 1 << 20),
+        "table": table or ConnectionTable(1 << 20, 1 << 20),
         "proxies": proxies or Proxies(),
-        "turn": WriteBatch(),
+        "writes": WriteBatch(),
         "invalid": BurstLog(log, logging.WARNING, "requests that are not valid HTTP"),
     }
     if refuse is not None:

@@ -27,19 +27,19 @@ class One:
 
 
 class Made:
-    """A crowd, and the connections that it has closed."""
+    """A table, and the connections that it has closed."""
 
     def __init__(self, most: int, anonymous: int) -> None:
         self.clock = Clock()
-        self.crowd = ConnectionTable(most, anonymous, self.clock)
+        self.table = ConnectionTable(most, anonymous, self.clock)
         self.closed: list[One] = []
 
     def enter(self, address: str, admitted: bool = False, limited: bool = True) -> One:
         made = One(address, self.closed)
-        self.crowd.enter(made, limited)
+        self.table.add(made, limited)
         if admitted:
-            self.crowd.work(made)
-            self.crowd.admit(made)
+            self.table.mark_busy(made)
+            self.table.admit(made)
         return made
 
 
@@ -50,10 +50,10 @@ def test_one_more_anonymous_connection_of_an_address_closes_its_oldest() -> None
     made.clock.now += GRACE
     made.enter("a")
     assert made.closed == [first]
-    made.crowd.admit(second)
+    made.table.admit(second)
     made.enter("a")
     assert made.closed == [first]
-    made.crowd.leave(other)
+    made.table.remove(other)
 
 
 def test_admitted_connections_do_not_count_for_their_address() -> None:
@@ -61,7 +61,7 @@ def test_admitted_connections_do_not_count_for_their_address() -> None:
     made = Made(100, 2)
     keyed = [made.enter("a", admitted=True) for _ in range(10)]
     for one in keyed[:5]:
-        made.crowd.wait(one)
+        made.table.mark_idle(one)
     for _ in range(50):
         made.clock.now += GRACE
         made.enter("a")
@@ -74,7 +74,7 @@ def test_a_burst_of_new_connections_may_show_its_keys_first() -> None:
     burst = [made.enter("a") for _ in range(20)]
     assert made.closed == []
     for one in burst:
-        made.crowd.admit(one)
+        made.table.admit(one)
     made.clock.now += GRACE
     made.enter("a")
     assert made.closed == []
@@ -92,7 +92,7 @@ def test_of_too_many_the_largest_address_loses_its_oldest() -> None:
     """An address with one connection stays, although it came first; a client with a key stays, although it waits."""
     made = Made(5, 100)
     keyed = made.enter("a", admitted=True)
-    made.crowd.wait(keyed)
+    made.table.mark_idle(keyed)
     honest = made.enter("b")
     flood = [made.enter("c") for _ in range(8)]
     assert made.closed == flood[:5]
@@ -105,11 +105,11 @@ def test_if_all_have_keys_the_one_that_waits_longest_makes_room() -> None:
     made = Made(3, 100)
     keyed = [made.enter("a", admitted=True) for _ in range(3)]
     for one in (keyed[1], keyed[0]):
-        made.crowd.wait(one)
+        made.table.mark_idle(one)
     made.enter("b")
     assert made.closed == [keyed[1]]
-    made.crowd.work(keyed[0])
-    made.crowd.admit(made.enter("c"))  # in place of the one from b
+    made.table.mark_busy(keyed[0])
+    made.table.admit(made.enter("c"))  # in place of the one from b
     assert len(made.closed) == 2
     made.enter("d")  # all that are left have requests
     assert keyed[0] not in made.closed
@@ -120,12 +120,12 @@ def test_nothing_is_remembered_of_connections_that_ended() -> None:
     made = Made(3, 2)
     for number in range(10):
         one = made.enter(str(number), admitted=number % 2 == 0)
-        made.crowd.wait(one)
-        made.crowd.leave(one)
-        made.crowd.wait(one)
-    assert not made.crowd._all
-    assert not made.crowd._anonymous
-    assert not made.crowd._idle
+        made.table.mark_idle(one)
+        made.table.remove(one)
+        made.table.mark_idle(one)
+    assert not made.table._all
+    assert not made.table._anonymous
+    assert not made.table._idle
 
 
 @pytest.mark.parametrize(
