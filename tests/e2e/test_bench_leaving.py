@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench import audit as audits
-from headrace.bench.audit import Text, Votes, audit, criteria_of
-from headrace.bench.leaving import Rule, bytes_a_step, checks, perturbed, rule_of, thresholds
+from headrace.bench import early_exit_audit as audits
+from headrace.bench.early_exit import ExitRule, bytes_a_step, checks, perturbed, rule_of, thresholds
+from headrace.bench.early_exit_audit import ExitPredictions, Text, audit, criteria_of
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
 from headrace.llm import LLM
@@ -21,7 +21,7 @@ from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
 from headrace.startup import rules
 from headrace.startup.opening import open_model
-from headrace.training.exit_heads import Weights
+from headrace.training.exit_heads import WeightBytes
 from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import read_teacher
 from tests.cli_shell import Shell
@@ -75,14 +75,14 @@ def test_an_audit_is_what_the_engine_says(
     heads = files.load(folder, llm.opened)
     assert criteria_of(heads) == audits.CRITERIA
     votes = audit(llm, heads, texts, audits.CRITERIA)
-    assert votes.choices[-1].tolist() == votes.came.tolist() == [token for text in texts for token in text.tokens[1:]]
+    assert votes.choices[-1].tolist() == votes.actual.tolist() == [token for text in texts for token in text.tokens[1:]]
     assert not votes.agree.all(), "an exit was meant to say something else now and then"
     for number, layers in enumerate(AFTER):
         files.save(tmp_path, Heads(EXIT, 2, heads.tensors, AFTER, layers), llm.opened, {})
         with LLM(model, exits=tmp_path, speculate=None, backend="native", threads=1) as other:
             for criterion in audits.CRITERIA:
                 found = audited(other, texts, criterion)
-                assert [one.confidence for one in found] == votes.sure[criterion][number].tolist()
+                assert [one.confidence for one in found] == votes.confidence[criterion][number].tolist()
                 assert [one.votes for one in found] == [*zip(votes.choices[number], votes.choices[-1], strict=True)]
     assert audited(llm, texts, "max_prob") == audited(llm, texts, "max_prob"), "the engine is as it was"
 
@@ -93,15 +93,15 @@ def test_an_audit_is_what_the_engine_says(
     monkeypatch.setattr(Leaving, "exit_at", unchanged)
     wrong = audit(llm, heads, texts, ("max_prob",))
     assert (wrong.choices[0] == wrong.choices[1]).all()
-    assert not np.array_equal(wrong.sure["max_prob"][0], votes.sure["max_prob"][0])
+    assert not np.array_equal(wrong.confidence["max_prob"][0], votes.confidence["max_prob"][0])
 
 
 def test_a_text_that_is_known_goes_on_as_it_does(llm: LLM, folder: Path) -> None:
     """Its own tokens come, whatever the model would have written."""
     heads, tokens = files.load(folder, llm.opened), llm.tokenizer.encode("The mill stands by a river.")
     votes = audit(llm, heads, [Text(tokens[:1], tokens[1:])], ("margin",))
-    assert votes.came.tolist() == tokens[2:]
-    assert votes.written.tolist() == list(range(1, len(tokens) - 1))
+    assert votes.actual.tolist() == tokens[2:]
+    assert votes.position.tolist() == list(range(1, len(tokens) - 1))
     for at in range(2, len(tokens)):  # what the whole model says of each is what it writes after those before
         assert llm.generate(tokens[:at], GREEDY.replace(max_tokens=1))[0].outputs[0].token_ids == [votes.choices[-1][at - 2]]
     with pytest.raises(ValueError, match="longer than one token"):
@@ -110,8 +110,8 @@ def test_a_text_that_is_known_goes_on_as_it_does(llm: LLM, folder: Path) -> None
 
 def test_a_falling_threshold_lets_late_tokens_leave() -> None:
     sure, written = np.full(10, 0.75), np.arange(10)
-    assert not Rule("max_prob", 0.8).leaves(sure, written, 10).any()
-    falling = Rule("max_prob", 0.8, 4.0).leaves(sure, written, 10)  # min(1, 0.72 + 0.1 e^(-0.4 t))
+    assert not ExitRule("max_prob", 0.8).exits(sure, written, 10).any()
+    falling = ExitRule("max_prob", 0.8, 4.0).exits(sure, written, 10)  # min(1, 0.72 + 0.1 e^(-0.4 t))
     assert falling.tolist() == [0.72 + 0.1 * np.exp(-0.4 * t) <= 0.75 for t in range(10)]
     assert 0 < falling.sum() < 10
 
@@ -126,7 +126,7 @@ def test_thresholds_part_the_tokens_evenly() -> None:
 def test_bytes_of_steps_by_hand() -> None:
     """Four layers of 8 and a head of 16 of 16 tokens, no map: an exit after two layers. A step whose rows all leave reads two
     layers and the exit; another one all layers and both heads; and one row cannot lag by more than seven tokens."""
-    weights = Weights(32.0, 16.0, 4, 16, 0)
+    weights = WeightBytes(32.0, 16.0, 4, 16, 0)
     heads = Heads(EXIT, 1, {"vocab": torch.arange(16)}, (2,), 2)
     first, early, late = Exited(4), Exited(2, 0.9), Exited(4, 0.1)
     below, whole = (16 + 16) / 48, (32 + 16 + 16) / 48
@@ -150,11 +150,11 @@ def test_a_late_change_costs_less_than_an_early_one(llm: LLM) -> None:
 
 
 def test_what_is_timed_is_asked_or_calibrated(folder: Path, tmp_path: Path) -> None:
-    assert rule_of(tmp_path, None, None) == Rule("max_prob", 0.9)
-    assert rule_of(tmp_path, "margin", 0.4) == Rule("margin", 0.4)
+    assert rule_of(tmp_path, None, None) == ExitRule("max_prob", 0.9)
+    assert rule_of(tmp_path, "margin", 0.4) == ExitRule("margin", 0.4)
     for rule, state in ((("margin", 0.7, 0.0), "deferred"), (("max_prob", 0.6, 2.0), "propagate")):
         rules.save(tmp_path, rules.Rule(*rule, 64, "text", 0.1, 0.05, 59, 0.01, 3.5, 0.2, "", state))
-    assert rule_of(tmp_path, None, None) == rule_of(tmp_path, "margin", None) == Rule("margin", 0.7)
+    assert rule_of(tmp_path, None, None) == rule_of(tmp_path, "margin", None) == ExitRule("margin", 0.7)
     with pytest.raises(ValueError, match="no threshold of max_prob was calibrated for these exits; give one"):
         rule_of(tmp_path, "max_prob", None)
     with pytest.raises(ValueError, match="unknown criterion 'entropy' of an exit"):
@@ -164,7 +164,9 @@ def test_what_is_timed_is_asked_or_calibrated(folder: Path, tmp_path: Path) -> N
 
 
 def test_votes_agree_token_by_token() -> None:
-    votes = Votes(np.array([2, 3, 4]), np.array([[1, 5, 3], [1, 2, 5], [1, 2, 3]]), {}, np.array([1, 2, 9]), np.arange(3))
+    votes = ExitPredictions(
+        np.array([2, 3, 4]), np.array([[1, 5, 3], [1, 2, 5], [1, 2, 3]]), {}, np.array([1, 2, 9]), np.arange(3)
+    )
     assert votes.agree.tolist() == [[True, False, True], [True, True, False]]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.exits import Predictions, calibration_errors, confusion, overthinking
+from headrace.bench.classifier import Predictions, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, Exits, leave_at
 from headrace.startup.exits import CALIBRATION, INFO

@@ -1,0 +1,214 @@
+"""Measure the exits of a classifier on labelled texts: accuracy, layers, speed by batch size, overthinking."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headrace.bench.figures import Column, Line, Table
+from headrace.bench.machine import machine
+from headrace.llm import LLM
+from headrace.runner.classifier import CRITERIA, leave_at, probabilities
+from headrace.startup.exits import Pair
+from headrace.stats.calibration import calibration_error
+from headrace.training.classifier import LabelledTexts, exit_logits, grid_of
+
+BATCHES = (1, 8, 32)
+ROUNDS = 5
+# Texts that are timed at most.
+TIMED_TEXTS = 256
+BINS = 15
+# Confusions of more labels than this are not printed.
+PRINTED_LABELS = 10
+BATCH_COLUMNS = (
+    Column("batch", "batch"),
+    Column("times as fast", "speedup", ".2f"),
+    Column("rounds", lambda row: f"{row['least']:.2f}..{row['most']:.2f}"),
+)
+EXIT_COLUMNS = (
+    Column("after layer", lambda row: row[0]),
+    Column("right", lambda row: row[1], ".3f"),
+    Column("off its own word", lambda row: row[2], ".3f"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Outputs of all exits: `probs` [exits, texts, classes], the right `classes` [texts], `layers` of the exits [exits]."""
+
+    probs: np.ndarray
+    classes: np.ndarray
+    layers: np.ndarray
+
+    @property
+    def right(self) -> np.ndarray:
+        """Whether an exit's class is right: [exits, texts] bool."""
+        same: np.ndarray = self.probs.argmax(-1) == self.classes
+        return same
+
+    def under_rule(self, criterion: str, threshold: float) -> tuple[float, float]:
+        """Accuracy and mean layers per text under a rule."""
+        at = leave_at(criterion, threshold, self.probs)
+        return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
+
+
+def predict(llm: LLM, data: LabelledTexts) -> Predictions:
+    """Run all exits on all texts. Raises ValueError for a label that the classifier does not have."""
+    assert llm.classifier is not None
+    number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
+    if strange := sorted(set(data.labels) - set(number)):
+        raise ValueError(f"the classifier knows no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])
+    logits = np.swapaxes(np.array(exit_logits(llm, data.texts)), 0, 1)
+    classes = np.array([number[label] for label in data.labels])
+    return Predictions(probabilities(logits), classes, np.array(llm.classifier.exits.layers))
+
+
+def overthinking(predictions: Predictions) -> dict[str, float]:
+    """Overthinking of a classifier: see `overthinking_of`."""
+    return overthinking_of(predictions.right, predictions.layers)
+
+
+def overthinking_of(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
+    """Shares of overthinking (Kaya et al., "Shallow-Deep Networks", 2019), of which exits are right [exits, texts] bool.
+
+    `wasteful`: an earlier exit and the last one are right. `destructive`: an earlier exit is right and the last one wrong;
+    `of_errors`: its share of the last exit's errors. `best`: accuracy of an ideal choice of the exit. `needed`: mean layers up
+    to the first right exit, of the texts on which the last exit is right. layers: [exits]; the last is the full model.
+    """
+    early, last = right[:-1].any(0), right[-1]
+    needed = layers[right.argmax(0)][last]
+    return {
+        "wasteful": float((early & last).mean()),
+        "destructive": float((early & ~last).mean()),
+        "of_errors": float((early & ~last).sum() / max(1, (~last).sum())),
+        "best": float(right.any(0).mean()),
+        "needed": float(needed.mean()) if len(needed) else float("nan"),
+    }
+
+
+def calibration_errors(predictions: Predictions) -> list[float]:
+    """Expected calibration error of each exit, over BINS bins."""
+    pairs = zip(predictions.probs.max(-1), predictions.right, strict=True)
+    return [calibration_error(confidence, right, BINS) for confidence, right in pairs]
+
+
+def confusion(predictions: Predictions, criterion: str, threshold: float) -> list[list[int]]:
+    """Confusion matrix under a rule: number of texts by right class (rows) and predicted class (columns)."""
+    at, count = leave_at(criterion, threshold, predictions.probs), predictions.probs.shape[-1]
+    chosen = predictions.probs.argmax(-1)[at, np.arange(len(at))]
+    counts: list[list[int]] = (
+        np.bincount(predictions.classes * count + chosen, minlength=count**2).reshape(count, count).tolist()
+    )
+    return counts
+
+
+def curves(predictions: Predictions) -> dict[str, list[dict[str, float]]]:
+    """Accuracy and mean layers at each threshold, by criterion."""
+    by_criterion: dict[str, list[dict[str, float]]] = {}
+    for criterion in CRITERIA:
+        by_criterion[criterion] = []
+        for threshold in grid_of(criterion, predictions.probs.shape[-1], len(predictions.layers)):
+            accuracy, layers = predictions.under_rule(criterion, threshold)
+            by_criterion[criterion].append({"threshold": threshold, "accuracy": accuracy, "layers": layers})
+    return by_criterion
+
+
+def speedup(llm: LLM, texts: Sequence[str | Pair], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
+    """Speed-up of early exit over the full model at one batch size: see `interleaved_speedup`."""
+
+    def classified(criterion: str, threshold: float | None) -> None:
+        for start in range(0, len(texts), batch):
+            llm.classify(texts[start : start + batch], criterion=criterion, threshold=threshold)
+
+    return {"batch": batch} | interleaved_speedup(lambda: classified("off", None), lambda: classified(*rule), rounds)
+
+
+def interleaved_speedup(first: Callable[[], object], second: Callable[[], object], rounds: int) -> dict[str, float]:
+    """Ratios of the first call's wall time and CPU time to the second's: medians over alternating rounds, after a warm-up."""
+    walls, cpus = [], []
+    for number in range(rounds + 1):
+        (wall, cpu), (other_wall, other_cpu) = _timed(first), _timed(second)
+        if number:
+            walls.append(wall / other_wall)
+            cpus.append(cpu / other_cpu)
+    return {"speedup": median(walls), "cpu": median(cpus), "least": min(walls), "most": max(walls)}
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall seconds, and CPU seconds of the process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(
+    llm: LLM, data: LabelledTexts, criterion: str | None, threshold: float | None, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Content of the JSON file: figures under a rule, by default the calibrated one. Raises ValueError without a rule."""
+    assert llm.classifier is not None
+    rule = llm.classifier.rule(criterion, threshold)
+    if not rule[0]:
+        raise ValueError("this classifier has no calibrated threshold; name a criterion and a threshold")
+    predictions = predict(llm, data)
+    accuracy, layers = predictions.under_rule(*rule)
+    depth = float(predictions.layers[-1])
+    texts = data.texts[:TIMED_TEXTS]
+    return {
+        "machine": machine(),
+        "backend": llm.backend,
+        "n": len(data.texts),
+        "criterion": rule[0],
+        "threshold": rule[1],
+        "full_accuracy": float(predictions.right[-1].mean()),
+        "accuracy": accuracy,
+        "mean_layers": layers,
+        "layers": depth / layers,
+        "exit_layers": predictions.layers.tolist(),
+        "by_exit": predictions.right.mean(-1).tolist(),
+        "calibration_error": calibration_errors(predictions),
+        "labels": list(llm.classifier.exits.labels),
+        "confusion": confusion(predictions, *rule),
+        "batches": [speedup(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],
+        "overthinking": overthinking(predictions),
+        "curves": curves(predictions),
+    }
+
+
+def curve_lines(result: dict[str, Any]) -> list[Line]:
+    """Curves of accuracy (percent) over layers per text, by criterion."""
+    lines = []
+    for criterion, points in result["curves"].items():
+        ordered = sorted(points, key=lambda point: point["layers"])
+        lines.append(Line(criterion, [point["layers"] for point in ordered], [100 * point["accuracy"] for point in ordered]))
+    return lines
+
+
+def printed(result: dict[str, Any]) -> list[Table | str]:
+    """Tables and lines of the terminal."""
+    exits = zip(result["exit_layers"], result["by_exit"], result["calibration_error"], strict=True)
+    parts: list[Table | str] = [Table(BATCH_COLUMNS, result["batches"]), Table(EXIT_COLUMNS, list(exits))]
+    labels = result["labels"]
+    if len(labels) <= PRINTED_LABELS:
+        columns = [Column("is, and said to be", "label"), *(Column(label, label) for label in labels)]
+        rows = [
+            {"label": label, **dict(zip(labels, row, strict=True))}
+            for label, row in zip(labels, result["confusion"], strict=True)
+        ]
+        parts.append(Table(columns, rows))
+    return [*parts, *_summary(result)]
+
+
+def _summary(result: dict[str, Any]) -> list[str]:
+    lost = 100 * (result["full_accuracy"] - result["accuracy"])
+    thought = result["overthinking"]
+    return [
+        f"{result['criterion']} {result['threshold']:.4g}: {result['accuracy']:.3f} right of {result['n']} "
+        f"(whole model {result['full_accuracy']:.3f}, {lost:+.1f} points lost), "
+        f"{result['mean_layers']:.2f} layers a text, {result['layers']:.2f} times fewer",
+        f"overthinking: {thought['wasteful']:.1%} were right before the last exit already, {thought['destructive']:.1%} were, "
+        f"and end wrong ({thought['of_errors']:.0%} of what is wrong in the end); leaving where it is right would give "
+        f"{thought['best']:.3f}",
+    ]
