@@ -10,14 +10,26 @@ import headrace
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import Cell
 from headrace.bench.competitors import OURS, Build, fitting, heading, kv_bytes, load_competitors
+from headrace.bench.figures import Column, Table, named
 from headrace.bench.interleave import judge, measure
 from headrace.bench.machine import Say, commit
 from headrace.host import cores
 from headrace.startup.loading import open_model
 
 OTHER = "other"
-PAIRS = 9  # the fewest of a cell: their interval leaves out an outlier at each end
-FLOOR = 0.99  # of the other build's speed
+# Fewest pairs of a cell: their interval leaves out one outlier at each end.
+PAIRS = 9
+# Least ratio to the other build's speed that is not called slower.
+FLOOR = 0.99
+COLUMNS = (
+    Column("cell", "cell"),
+    Column("this build", "tokens_per_s", ".1f"),
+    Column("other build", lambda row: row["peers"][OTHER]["tokens_per_s"], ".1f"),
+    Column("ratio", "ratio", ".3f"),
+    Column("interval", lambda row: "{:.3f} to {:.3f}".format(*row["interval"])),
+    Column("GB/s", "bandwidth_gb_s", ".1f"),
+    Column("other load", "others_cpu", ".0%"),
+)
 
 
 def compare_builds(
@@ -31,12 +43,13 @@ def compare_builds(
     say: Say = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Both builds in turns, as it stands in the JSON: `builds` with version, commit and file of each, and per cell our
-    tokens_per_s, the other's, the `ratio` of ours to it with its `interval`; `verdict` over all cells so far.
+    """Measure both builds in alternation; returns the content of the JSON file.
 
-    `other`: a virtual environment in which the other build is installed. Each is a process, stopped while the other measures.
-    `done` gets what there is after every cell. Raises ValueError for fewer than PAIRS pairs, for an environment without
-    Python, without Headrace or with this very build, and WorkerError where a build fails.
+    other: virtual environment of the other build. Each build is a process that is stopped while the other measures.
+    The result has `builds` (version, commit, file), per cell both speeds and the `ratio` with its `interval`, and a `verdict`
+    over all cells so far. done: called with it after each cell.
+    Raises ValueError for fewer than PAIRS pairs, or if `other` has no Python, no Headrace or this build; WorkerError if a build
+    fails.
     """
     if pairs < PAIRS:
         raise ValueError(f"{pairs} pairs of a cell say too little; measure {PAIRS} or more")
@@ -68,7 +81,7 @@ def compare_builds(
 
 
 def check(builds: dict[str, dict[str, str]], other: Path) -> None:
-    """Raises ValueError where one of the processes has imported the build that the other should have, or had."""
+    """Raise ValueError if a process has imported the wrong build."""
     if builds[OURS]["file"] != headrace.__file__:
         raise ValueError(f"{builds[OURS]['file']} is imported in place of {headrace.__file__}: run the command of that build")
     if builds[OTHER]["file"] == builds[OURS]["file"]:
@@ -76,7 +89,7 @@ def check(builds: dict[str, dict[str, str]], other: Path) -> None:
 
 
 def verdict(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Not slower: no cell's interval lies wholly below FLOOR, and the geometric mean of the cells' ratios is no less."""
+    """Not slower: no interval lies below FLOOR, and the geometric mean of the ratios is at least FLOOR."""
     ratios = [figures["ratio"] for figures in cells.values()]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     below = [name for name, figures in cells.items() if figures["interval"][1] < FLOOR]
@@ -87,3 +100,18 @@ def _why(other: Path, error: str) -> str:
     if "No module named 'headrace'" in error:
         return f"{other} has no Headrace; install the other build there: {other}/bin/python -m pip install FOLDER"
     return f"the build in {other} does not run: {error}"
+
+
+def printed(result: dict[str, Any]) -> list[Table | str]:
+    """Table and lines of the terminal."""
+    lines = [
+        f"{name}: {build['version']}, {'commit ' + build['commit'] if build['commit'] else 'no commit'}, {build['file']}"
+        for name, build in zip(("this build", "other build"), result["builds"].values(), strict=True)
+    ]
+    verdict = result["verdict"]
+    below = f"the intervals of {', '.join(verdict['below'])} lie" if verdict["below"] else "no cell's interval lies"
+    lines.append(
+        f"{'not slower' if verdict['not_slower'] else 'slower'}: "
+        f"{below} wholly below {FLOOR}, the geometric mean of the ratios is {verdict['geometric_mean']:.3f}"
+    )
+    return [Table(COLUMNS, named(result["cells"], "cell")), "", *lines]

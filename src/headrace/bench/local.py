@@ -1,4 +1,4 @@
-"""Headrace alone on this machine: the cells that peers are measured in, and how decoding slows as the context grows."""
+"""Measure Headrace on this machine: prefill, decoding by batch size and context length, verification."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ from typing import Any
 from headrace.bench.bandwidth import BandwidthProbe
 from headrace.bench.cells import CELLS, Cell
 from headrace.bench.competitors import fitting, heading, kv_bytes, load_competitors
+from headrace.bench.figures import Column, Table, named
 from headrace.bench.interleave import measure
 from headrace.bench.machine import Say
 from headrace.host import cores
@@ -23,10 +24,18 @@ LOCAL = {
     "v5": Cell("v5", 1, 128, 64, fed=5),
     "v8": Cell("v8", 1, 128, 64, fed=8),
 }
+COLUMNS = (
+    Column("cell", "cell"),
+    Column("tokens/s", "tokens_per_s", ".1f"),
+    Column("least", "least", ".1f"),
+    Column("most", "most", ".1f"),
+    Column("GB/s", "bandwidth_gb_s", ".1f"),
+    Column("other load", "others_cpu", ".0%"),
+)
 
 
 def pick(names: str) -> list[Cell]:
-    """The cells of a comma-separated list; empty: all. Raises ValueError for an unknown one."""
+    """Cells of a comma-separated list of names, all if it is empty. Raises ValueError for an unknown name."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(LOCAL)
     if unknown := [name for name in wanted if name not in LOCAL]:
         raise ValueError(f"there is no cell {unknown[0]!r}; choose from {', '.join(LOCAL)}")
@@ -43,12 +52,11 @@ def measure_local(
     say: Say = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """The figures as they stand in the JSON: load_s, peak_rss_mb, bandwidth_gb_s (median), machine, commit, and per cell
-    tokens_per_s (median of `rounds`), the smallest and largest, and bandwidth and other processes' load state it.
+    """Content of the JSON file: load_s, peak_rss_mb, bandwidth_gb_s, machine, commit, and the figures of each cell.
 
-    `cost`, of v5 and v8 after b1: seconds of their step, of 5 and 8 tokens, in those of a step of one.
-
-    The model runs in a process of its own, so that its memory is its own. `done` gets what there is after every cell.
+    A cell has tokens_per_s (median of `rounds`), least, most, bandwidth_gb_s and others_cpu. v5 and v8 also have `cost`: time
+    of their step of 5 or 8 tokens divided by that of a step of one token, if b1 was measured before.
+    The model runs in a process of its own, so peak_rss_mb is its memory. done: called after each cell with the result so far.
     """
     opened = open_model(model)
     opened.source.close()
@@ -70,10 +78,22 @@ def measure_local(
                 "bandwidth_gb_s": median(state.bandwidth),
                 "others_cpu": median(state.others_cpu),
             }
-            one = result["cells"].get("b1")
-            if cell.fed > 1 and one:
-                result["cells"][cell.name]["cost"] = cell.fed * one["tokens_per_s"] / median(speeds)
+            single = result["cells"].get("b1")
+            if cell.fed > 1 and single:
+                result["cells"][cell.name]["cost"] = cell.fed * single["tokens_per_s"] / median(speeds)
             result["bandwidth_gb_s"] = median(figures["bandwidth_gb_s"] for figures in result["cells"].values())
             result["peak_rss_mb"] = variant.peak_rss_mb
             done(result)
     return result
+
+
+def printed(result: dict[str, Any]) -> list[Table | str]:
+    """Table and lines of the terminal."""
+    costs = {name[1:]: figures["cost"] for name, figures in result["cells"].items() if "cost" in figures}
+    return [
+        Table(COLUMNS, named(result["cells"], "cell")),
+        "",
+        *(f"a step of {count} tokens to verify costs {cost:.2f} of a step of one" for count, cost in costs.items()),
+        f"{result['about']}, {result['threads']} threads: loaded in {result['load_s']:.1f} s, "
+        f"peak memory {result['peak_rss_mb']:.0f} MiB, memory read at {result['bandwidth_gb_s']:.1f} GB/s",
+    ]

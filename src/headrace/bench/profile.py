@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each phase and kind of kernel beside what it touches, and what the machine can do."""
+"""Profile of the native core: time, bytes and products of each phase and kernel of a step, and its share of the limit."""
 
 import random
 import time
@@ -9,16 +9,30 @@ from typing import Any
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.threads import thread_pool
 from headrace.bench.competitors import heading
+from headrace.bench.figures import Column, Table
 from headrace.bench.machine import Say
 from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
 ROWS = (1, 4, 8, 16, 32, 256)
-MOST_SEQUENCES = 32  # more rows than that are those of a prompt
-CONTEXT = 128  # tokens before the ones that decode
+# More rows than this are the tokens of one prompt; fewer are one token each of as many sequences.
+MOST_SEQUENCES = 32
+# Tokens of context of each decoding sequence.
+CONTEXT = 128
 PRODUCTS = ("int8", "bf16", "f32")
 SUMS = ("seconds", "idle", "weight_bytes", "row_bytes", "macs")
+COLUMNS = (
+    Column("rows", "rows"),
+    Column("phase", "phase"),
+    Column("ms", "ms", ".3f"),
+    Column("idle", "idle_ms", ".3f"),
+    Column("weights MB", "weight_mb", ".2f"),
+    Column("rows MB", "row_mb", ".2f"),
+    Column("MMAC", "mmacs", ".1f"),
+    Column("of limit", lambda row: None if row["share"] is None else f"{row['share']:.0%} {row['limit']}"),
+    Column("kernel", "kernel"),
+)
 
 
 def profile(
@@ -30,13 +44,12 @@ def profile(
     say: Say = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """The figures as they stand in the JSON: `isa`, `bandwidth_gb_s` and `gmacs` (of int8, bf16, f32), measured before; and in
-    `steps` by rows of a step its `ms`, what of these lies `outside_ms` the core, and `phases` and `kernels`: lines of ms, idle
-    ms, MB of weights or K and V, MB of rows, millions of products, all of one step, and `share`: of the time that memory or
-    products would take at best.
+    """Content of the JSON file: the machine's `limits`, and in `steps` by number of rows the figures of one step.
 
-    Up to 32 rows are one token of as many sequences, 256 a prompt; a step that is profiled follows others of its kind. Times
-    are as the first thread sees them, idle ones the mean over all threads. Raises ValueError where the core is not there.
+    A step has `ms`, `outside_ms` (outside the core), and `phases` and `kernels`: lines with ms, idle ms, MB of weights or K and
+    V, MB of rows, millions of products, and `share`: least possible time on this machine divided by the time.
+    Times are those of the first thread, idle times the mean over all threads. Profiled steps follow unprofiled ones of the same
+    kind. Raises ValueError if the core is missing.
     """
     if rounds < 1 or not rows or min(rows) < 1:
         raise ValueError("a profile has at least one row and one round")
@@ -58,16 +71,17 @@ def profile(
 
 
 def limits(threads: int) -> dict[str, Any]:
-    """What the machine can do with so many threads, measured now: memory read, and products in registers."""
+    """Measure this machine's limits with `threads` threads: memory read bandwidth (GB/s), products in registers (GMAC/s)."""
     pool = thread_pool(threads)
     peaks = {products: max(core().dot_rate(pool, products, 20)) / 1e9 for products in PRODUCTS}
-    peaks["bf16"] = max(peaks["bf16"], peaks["f32"])  # what no instruction multiplies in pairs is widened once for many rows
+    # Without an instruction for pairs of bfloat16 the weights are widened to float32 once for many rows.
+    peaks["bf16"] = max(peaks["bf16"], peaks["f32"])
     bandwidth = median(core().read_bandwidth(pool, 256, 8)) / 1e9
     return {"isa": core().cpu_info()["isa"], "threads": pool.size, "bandwidth_gb_s": bandwidth, "gmacs": peaks}
 
 
 def _run(llm: LLM, program: NativeProgram, rows: int, rounds: int) -> float:
-    """Steps of so many rows with the profile on: their seconds."""
+    """Run `rounds` profiled steps of `rows` rows; returns their seconds."""
     rng, size = random.Random(rows), llm.model_config.vocab_size
     decodes = rows <= MOST_SEQUENCES
     params = SamplingParams(temperature=0.0, max_tokens=llm.memory_plan.max_model_len - CONTEXT, ignore_eos=True)
@@ -114,7 +128,7 @@ def _step(program: NativeProgram, rows: int, rounds: int, seconds: float, machin
 
 
 def _line(entries: Iterable[dict[str, Any]], steps: int, machine: dict[str, Any]) -> dict[str, Any]:
-    """Entries of one kernel, together, a step's."""
+    """Sums over entries of one kernel, per step."""
     entries = list(entries)
     sums = {name: sum(entry[name] for entry in entries) / steps for name in SUMS}
     limit, share = share_of(machine, entries[0]["products"], sums["weight_bytes"], sums["macs"], sums["seconds"])
@@ -134,10 +148,31 @@ def _line(entries: Iterable[dict[str, Any]], steps: int, machine: dict[str, Any]
 def share_of(
     machine: dict[str, Any], products: str, weight_bytes: float, macs: float, seconds: float
 ) -> tuple[str, float | None]:
-    """What bounds this work on the machine (`limits`), "memory" or the kind of products, and the share of the seconds that it
-    would take at best; "" and None where nothing does."""
+    """What limits work on the machine (`limits`), and the least possible time divided by `seconds`.
+
+    The limit is "memory" or a kind of products; without bytes and products it is "" and the share None.
+    """
     reading = weight_bytes / (machine["bandwidth_gb_s"] * 1e9)
     multiplying = macs / (machine["gmacs"][products] * 1e9) if products else 0.0
     best = max(reading, multiplying)
     limit = "" if not best else "memory" if reading >= multiplying else products
     return limit, best / seconds if best and seconds else None
+
+
+def printed(result: dict[str, Any]) -> list[Table | str]:
+    """Table and lines of the terminal."""
+    lines = []
+    for rows, step in result["steps"].items():
+        lines += [{"rows": rows, **line} for line in step["phases"]]
+        lines += [{"rows": rows, "phase": "all of", **line} for line in step["kernels"]]
+    peaks = ", ".join(f"{products} {gmacs:.0f}" for products, gmacs in result["gmacs"].items())
+    return [
+        Table(COLUMNS, lines),
+        "",
+        *(
+            f"{rows} rows: {step['ms']:.3f} ms a step, {step['idle_ms']:.3f} idle, {step['outside_ms']:.3f} outside the core"
+            for rows, step in result["steps"].items()
+        ),
+        f"{result['isa']}, {result['threads']} threads: memory read at {result['bandwidth_gb_s']:.1f} GB/s, "
+        f"products at most {peaks} GMAC/s",
+    ]
