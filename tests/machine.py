@@ -10,7 +10,7 @@ from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TARGET, UPPER, Exited, KVGroup
 from headrace.data.types import Draft, Request, Sequence, Status
-from headrace.drafting.base import Drafter, Fed, Filled, Run
+from headrace.drafting.base import Drafter, MarkFilled, RunModel, TargetFeed
 from headrace.drafting.mixed import upper_rows
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
@@ -150,12 +150,12 @@ class ScriptedModel(Scripted):
     def lag(self, seq: Sequence) -> int:
         return max(len(seq.tokens) - seq.decode.memory.get(self.name, 0), 1)
 
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        behind = sum(self.lag(work.seq) for work in works)
-        longest = max(len(work.seq.decode.draft.tokens) for work in works if work.seq.decode.draft is not None)
-        self.clock.pass_by(longest * (DRAFT + DRAFT_ROW * len(works)) + TOKEN * max(behind - 2 * len(works), 0))
-        for work in works:
-            work.seq.decode.memory[self.name] = len(work.seq.tokens)
+    def propose_tokens(self, targets: list[TargetFeed], run: RunModel, mark_filled: MarkFilled) -> None:
+        behind = sum(self.lag(target.seq) for target in targets)
+        longest = max(len(target.seq.decode.draft.tokens) for target in targets if target.seq.decode.draft is not None)
+        self.clock.pass_by(longest * (DRAFT + DRAFT_ROW * len(targets)) + TOKEN * max(behind - 2 * len(targets), 0))
+        for target in targets:
+            target.seq.decode.memory[self.name] = len(target.seq.tokens)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
 from headrace.data.types import Request
 from headrace.drafting import blocks
-from headrace.drafting.base import Drafter, Fed
+from headrace.drafting.base import Drafter, TargetFeed
 from headrace.drafting.blocks import Blocks
 from headrace.drafting.draft_model import Chain, DraftModel
 from headrace.drafting.lookahead import Jacobi, Lookahead
@@ -248,15 +248,15 @@ def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch, way: str) -
 def test_a_block_that_is_verified_open_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: in its verification, too, every token of a block sees the whole block, so that what is accepted has K
     and V that decoding token by token would not have."""
-    settle = blocks.settle
+    set_chain = blocks.set_chain
 
-    def left_open(work: Fed, chain: Chain) -> None:
-        settle(work, chain)
-        work.feed.full = bool(work.feed.nodes)
+    def left_open(target: TargetFeed, chain: Chain) -> None:
+        set_chain(target, chain)
+        target.feed.full = bool(target.feed.nodes)
 
     model = stories()
     play = in_torch(model, prompts_of(4, model.config.vocab_size))
-    monkeypatch.setattr(blocks, "settle", left_open)
+    monkeypatch.setattr(blocks, "set_chain", left_open)
     with pytest.raises(AssertionError, match="blocks, greedy: prompts"):
         check(play, {"blocks": WAYS["blocks"]}, 16)
 

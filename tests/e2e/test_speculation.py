@@ -17,9 +17,9 @@ from headrace.data.types import Draft, Request, Sequence
 from headrace.decoding.processors import History
 from headrace.decoding.sampling import Sampling
 from headrace.drafting.base import Drafter
-from headrace.drafting.controller import Acceptance
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.policy import Acceptance
 from headrace.drafting.speculation import Speculation
 from headrace.drafting.suffix import SuffixTree
 from headrace.engine.engine import AdmissionError, Engine

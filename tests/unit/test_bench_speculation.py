@@ -11,7 +11,7 @@ from headrace.bench.plots import draw
 from headrace.bench.speculation import SpeedUp, lines, theory
 from headrace.cli.origins import Origins
 from headrace.data.types import Delta
-from headrace.drafting.controller import expected
+from headrace.drafting.policy import expected_tokens
 from headrace.workflows.prompts import read_prompts
 
 
@@ -38,7 +38,7 @@ def test_the_theory_is_that_of_the_card() -> None:
     assert [gamma for gamma, _ in line] == [0, 1, 2, 3, 4]
     assert line[0][1] == 1.0
     for gamma, gain in line[1:]:
-        assert gain == pytest.approx(expected(0.8, gamma) / (0.1 * gamma + 1))
+        assert gain == pytest.approx(expected_tokens(0.8, gamma) / (0.1 * gamma + 1))
     half = [SpeedUp("t", 1, 2, 0.5, 1.0, 1.4, 0.1, 1.2, 1.0, 1.0, 1.0)]
     assert theory(half)[1][1] == pytest.approx((1 + 0.5 * 0.5) / (0.5 * 0.1 + 1.1))
     assert theory(half)[2][1] == pytest.approx((1 + 0.5 * 0.75) / (0.5 * 2 * 0.1 + 1.2))

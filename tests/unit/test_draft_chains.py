@@ -62,7 +62,7 @@ def test_nobody_drafts_from_a_source_that_is_not_encoded_yet() -> None:
     bringing, other = work(0, known=1, seen=0, room=2), work(1, known=1, seen=0, room=2)
     bringing.feed.source = (5, 6, 7)
     run = Script({11: sure(4, 5)})
-    DraftModel(least=0.7).fill([bringing, other], run, ignored)
+    DraftModel(least=0.7).propose_tokens([bringing, other], run, ignored)
     assert bringing.seq.decode.draft is None
     assert (bringing.feed.nodes, bringing.feed.new, bringing.seq.kv.computed[1]) == ((), (0,), 0)
     assert other.seq.decode.draft is not None
@@ -72,7 +72,7 @@ def test_nobody_drafts_from_a_source_that_is_not_encoded_yet() -> None:
 def test_a_chain_is_drawn_token_by_token_below_what_the_model_has_read() -> None:
     one, filled = work(0, known=9, seen=5, room=3), []
     run = Script({10: sure(4, 5, 6)})
-    DraftModel(least=0.7).fill([one], run, lambda *what: filled.append(what))
+    DraftModel(least=0.7).propose_tokens([one], run, lambda *what: filled.append(what))
     want = Sample(0, logprobs=0)
     assert run.calls == [
         [Feed(10, 5, 4, (0,), (want,))],
@@ -105,7 +105,7 @@ def test_a_chain_ends_where_it_is_unlikely_and_where_the_output_ends(kind: str, 
     drafter = DraftModel(least=0.7) if kind == "draft" else TrainedHeads(4, least=0.7)
     one, beside = work(0, known=9, seen=8, room=4), work(1, known=5, seen=4, room=4)
     run = Script({10: said + sure(*[8] * 4), 11: sure(21, 22, 23, 24)})
-    drafter.fill([one, beside], run, ignored)
+    drafter.propose_tokens([one, beside], run, ignored)
     assert beside.seq.decode.draft is not None
     assert beside.seq.decode.draft.tokens == [21, 22, 23, 24]
     assert (one.seq.decode.draft.tokens if one.seq.decode.draft is not None else []) == chain
@@ -118,7 +118,7 @@ def test_what_the_model_reads_first_is_bounded_and_the_shortest_goes_first() -> 
     long, short, mid = work(0, 40, 0, 1), work(1, 9, 0, 1), work(2, 20, 8, 1)
     run = Script({11: sure(4), 12: sure(5), 10: sure(6)})
     drafter = DraftModel(least=0.0, budget=30)
-    drafter.fill([long, short, mid], run, ignored)
+    drafter.propose_tokens([long, short, mid], run, ignored)
     assert [(feed.slot, feed.start, feed.count, bool(feed.wants)) for feed in run.calls[0]] == [
         (11, 0, 9, True),
         (12, 8, 12, True),
@@ -129,7 +129,7 @@ def test_what_the_model_reads_first_is_bounded_and_the_shortest_goes_first() -> 
     assert all(want.logprobs is None for feed in run.calls[0] for want in feed.wants), "nobody asks how likely it is"
     run.calls.clear()
     long.seq.decode.draft = Draft([0], [-1])
-    drafter.fill([long], run, ignored)
+    drafter.propose_tokens([long], run, ignored)
     assert [(feed.start, feed.count) for feed in run.calls[0]] == [(9, 30)]
 
 
@@ -137,7 +137,7 @@ def test_a_part_of_the_target_reads_the_last_token_alone() -> None:
     one = work(0, known=9, seen=0, room=2)
     drafter = DraftModel("self", group=None)
     run = Script({10: sure(4, 5)})
-    drafter.fill([one], run, lambda *what: pytest.fail("it fills no group"))
+    drafter.propose_tokens([one], run, lambda *what: pytest.fail("it fills no group"))
     assert [(feed.start, feed.count) for (feed,) in run.calls] == [(8, 1), (9, 0)]
     assert one.seq.kv.computed == [8, 0]
     assert drafter.lag(one.seq) == 1
@@ -146,7 +146,7 @@ def test_a_part_of_the_target_reads_the_last_token_alone() -> None:
 
 def test_what_is_not_kept_is_read_again_once_it_is_known() -> None:
     one = work(0, known=9, seen=8, room=3)
-    DraftModel("feature", keeps=False).fill([one], Script({10: sure(4, 5, 6)}), ignored)
+    DraftModel("feature", keeps=False).propose_tokens([one], Script({10: sure(4, 5, 6)}), ignored)
     assert one.seq.kv.computed == [8, 9]
 
 
@@ -156,14 +156,14 @@ def test_a_back_end_that_leaves_out_an_answer_is_a_fault(kind: str, call: int) -
     made = {"draft": DraftModel(), "self": DraftModel("self", group=None), "heads": TrainedHeads(2)}
     works = [work(0, 9, 8, 2), work(1, 5, 4, 2)]
     with pytest.raises(ValueError, match="shorter"):
-        made[kind].fill(works, Script({10: sure(4, 5), 11: sure(6, 7)}, call), ignored)  # type: ignore[attr-defined]
+        made[kind].propose_tokens(works, Script({10: sure(4, 5), 11: sure(6, 7)}, call), ignored)  # type: ignore[attr-defined]
 
 
 def test_heads_all_speak_in_one_step_from_the_last_row() -> None:
     one = work(0, known=9, seen=8, room=3)
     drafter = TrainedHeads(3)
     run = Script({10: sure(4, 5, 6)})
-    drafter.fill([one], run, ignored)
+    drafter.propose_tokens([one], run, ignored)
     want = Sample(0, logprobs=0, at=Where.TREE)
     assert run.calls == [[Feed(10, 8, 1, (0,), (want,), nodes=(0, 0), parents=(-1, 0))]]
     assert one.feed.new == ()

@@ -12,12 +12,12 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import MAX_NODES, Answer, Drawn, Failed
 from headrace.data.settings import ModelSettings
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import READ, SHORT, Drafter, Observes
+from headrace.drafting.base import READ_EACH, READ_TOKENS, Drafter, Observes
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import Jacobi, Lookahead
 from headrace.drafting.ngram import Ngrams, PromptLookup
-from headrace.drafting.speculation import bounded, prune
+from headrace.drafting.speculation import cut_depth, prune
 from headrace.drafting.suffix import MEMORY, SEPARATOR, TOKEN_BYTES, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
 from headrace.startup.loading import open_files
@@ -74,7 +74,7 @@ def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -
 
 
 def test_to_find_an_end_again_moves_the_longest_of_those_that_end_there() -> None:
-    """Of 20 ends that came before only eight are told that they are here now too: a step's work is bounded."""
+    """Of 20 ends that came before only eight are told that they are here now too: a step's work is cut_depth."""
     automaton = SuffixAutomaton()
     for _ in range(21):
         automaton.push(1)
@@ -169,9 +169,9 @@ def test_what_was_said_before_the_last_is_remembered_too() -> None:
 
 @pytest.mark.parametrize("make", [PromptLookup, SuffixTree])
 def test_a_long_text_is_read_in_several_steps(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step reads more than READ tokens, and SHORT of each text beyond that, whoever's they are."""
+    """No step reads more than READ_TOKENS tokens, and READ_EACH of each text beyond that, whoever's they are."""
     read = [0]
-    for owner, name in ((SuffixAutomaton, "push"), (Ngrams, "_pass")):
+    for owner, name in ((SuffixAutomaton, "push"), (Ngrams, "_add")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, plain=plain: (read.__setitem__(0, read[0] + 1), plain(*args))[1])
     drafter = make()
@@ -183,7 +183,7 @@ def test_a_long_text_is_read_in_several_steps(make: Callable[[], Any], monkeypat
         for number, (request, seq) in enumerate(texts):
             if number not in drafts and (draft := drafter.draft(request, seq, 3)) is not None:
                 drafts[number] = draft
-        assert read[0] - before <= READ + 3 * SHORT
+        assert read[0] - before <= READ_TOKENS + 3 * READ_EACH
         assert (len(drafts) > 0) == (step > 1)
     assert [draft.tokens for draft in drafts.values()] == [[10, 11, 12]] * 3
 
@@ -196,7 +196,7 @@ def test_outputs_that_ended_are_read_in_several_steps(monkeypatch: pytest.Monkey
     for _ in range(6):
         lengths.append(sum(len(past.text) for past in drafter.pasts(b"")))
         drafter.begin()
-    assert lengths == [READ, 2 * READ, 3 * READ, 4 * READ, 10_002, 10_002]
+    assert lengths == [READ_TOKENS, 2 * READ_TOKENS, 3 * READ_TOKENS, 4 * READ_TOKENS, 10_002, 10_002]
     for at in (0, 10_000):
         draft = drafter.draft(*sequence([at + 4990, at + 4991]), 3)
         assert draft is not None
@@ -370,16 +370,16 @@ def fitting(rng: random.Random, draft: Draft) -> list[bool]:
 
 def test_a_drafter_that_does_not_heed_its_bounds_is_cut() -> None:
     chain = Draft([7] * 90, list(range(-1, 89)))
-    cut = bounded(chain, 5)
+    cut = cut_depth(chain, 5)
     assert cut is not None
     assert (cut.tokens, cut.parents) == ([7] * 5, [-1, 0, 1, 2, 3])
-    siblings = bounded(Draft(list(range(90)), [-1] * 90, memo=list(range(90))), 5)
+    siblings = cut_depth(Draft(list(range(90)), [-1] * 90, memo=list(range(90))), 5)
     assert siblings is not None
     assert (siblings.tokens, siblings.memo) == (list(range(MAX_NODES)), list(range(MAX_NODES)))
-    tree = bounded(Draft([1, 2, 3, 4], [-1, 0, 1, 0], memo=["a", "b", "c", "d"]), 2)
+    tree = cut_depth(Draft([1, 2, 3, 4], [-1, 0, 1, 0], memo=["a", "b", "c", "d"]), 2)
     assert tree is not None
     assert (tree.tokens, tree.parents, tree.memo) == ([1, 2, 4], [-1, 0, 0], ["a", "b", "d"])
-    assert bounded(Draft([], []), 5) is None
+    assert cut_depth(Draft([], []), 5) is None
 
 
 def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:

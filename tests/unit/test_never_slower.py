@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.drafting.budget import SHARE, START, Budget, Budgets
-from headrace.drafting.controller import Acceptance
-from headrace.drafting.costs import SAMPLES, Costs
+from headrace.drafting.policy import Acceptance, Budget, Budgets, Costs
+from headrace.drafting.tuning import TUNING
 from tests.machine import PROMPT, TOKEN, Bench, Clock, Exits, Text, step_time
 
 EDIT, CODE, CHAT, RANDOM = Text(0.85, 0.85), Text(0.3, 0.8, 4), Text(0.3, 0.65, 4), Text(0.1, 0.2, 8)
@@ -21,14 +20,14 @@ def bench(text: Text, **more: object) -> Bench:
 
 def free_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model reads before it drafts is not counted."""
-    monkeypatch.setattr(Costs, "catching_up", lambda self, tokens: 0.0)
-    monkeypatch.setattr(Budgets, "caught_up", lambda self, name, seconds: None)
+    monkeypatch.setattr(Costs, "reading_seconds", lambda self, tokens: 0.0)
+    monkeypatch.setattr(Budgets, "charge_reading", lambda self, name, seconds: None)
 
 
 def no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Purses are always full."""
-    monkeypatch.setattr(Budget, "add", lambda self, seconds, base: None)
-    monkeypatch.setattr(Budgets, "caught_up", lambda self, name, seconds: None)
+    """Budgets are always full."""
+    monkeypatch.setattr(Budget, "add", lambda self, seconds, base, tuning: None)
+    monkeypatch.setattr(Budgets, "charge_reading", lambda self, name, seconds: None)
 
 
 def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +80,7 @@ def test_whatever_the_estimates_say_no_more_is_lost_than_the_budget(spoil, monke
         spoil(monkeypatch)
     runs, tokens = 12, 60
     lost = 1 / bench(RANDOM).gain(1, tokens, runs) - 1
-    bound = 2 * (START / (runs * tokens) + SHARE) + PROMPT * TOKEN / (runs * tokens * step_time(1))
+    bound = 2 * (TUNING.start_steps / (runs * tokens) + TUNING.loss_share) + PROMPT * TOKEN / (runs * tokens * step_time(1))
     assert lost > 0.3 if spoil else 0 < lost <= bound * 1.1
 
 
@@ -129,39 +128,41 @@ def test_next_to_requests_that_exit_early_no_text_loses(kind: str, text: str) ->
 
 def measured(base: float = 1.0, wide: float = 1.5) -> Costs:
     costs = Costs()
-    costs.step_took(2, base)
-    costs.step_took(4, wide)
+    costs.record_step(2, base)
+    costs.record_step(4, wide)
     return costs
 
 
-def test_a_purse_takes_what_drafts_save_and_pays_what_they_cost() -> None:
+def test_a_budget_takes_what_drafts_save_and_pays_what_they_cost() -> None:
     budgets = Budgets()
     budgets.open(["ngram", "draft"], 1.0)
-    budgets.drafted("draft", 0.3)
-    budgets.verified("draft", 1, 1)
-    budgets.verified("ngram", 1, 0)
+    budgets.charge_draft("draft", 0.3)
+    budgets.record_draft("draft", 1, 1)
+    budgets.record_draft("ngram", 1, 0)
     budgets.record_step(2, 4, 1.5)
     budgets.settle(measured())
-    assert budgets.by_drafter["ngram"].steps == pytest.approx(START - 0.25), "its half of what two rows cost"
-    assert budgets.by_drafter["draft"].steps == pytest.approx(START + 0.5 - 0.25 - 0.3), "a token of two is half a step saved"
-    budgets.caught_up("draft", 10.0)
-    assert budgets.by_drafter["draft"].steps > 0, "its drafts go on"
+    assert budgets.by_drafter["ngram"].drafting == pytest.approx(TUNING.start_steps - 0.25), "its half of what two rows cost"
+    assert budgets.by_drafter["draft"].drafting == pytest.approx(TUNING.start_steps + 0.5 - 0.25 - 0.3), (
+        "a token of two is half a step saved"
+    )
+    budgets.charge_reading("draft", 10.0)
+    assert budgets.by_drafter["draft"].drafting > 0, "its drafts go on"
     assert budgets.empty("draft")
     assert not budgets.empty("ngram")
     for _ in range(1100):
         budgets.record_step(2, 2, 1.0)
         budgets.settle(measured())
-    assert budgets.by_drafter["draft"].ahead == START, "time gives it back, up to what it began with"
+    assert budgets.by_drafter["draft"].reading == TUNING.start_steps, "time gives it back, up to what it began with"
 
 
 def test_a_slow_step_is_believed_no_longer_than_it_must() -> None:
     costs = Costs()
     for seconds in (3.0, 1.0, 2.0, 9.0):
-        costs.step_took(1, seconds)
-    assert costs.step(1) == 1.0
-    for _ in range(SAMPLES):
-        costs.step_took(1, 2.0)
-    assert costs.step(1) == 2.0
+        costs.record_step(1, seconds)
+    assert costs.step_seconds(1) == 1.0
+    for _ in range(TUNING.samples):
+        costs.record_step(1, 2.0)
+    assert costs.step_seconds(1) == 2.0
 
 
 def test_plain_steps_are_measured_often_at_first() -> None:
@@ -169,5 +170,5 @@ def test_plain_steps_are_measured_often_at_first() -> None:
     for step in range(200):
         if costs.stale(1):
             plain.append(step)
-        costs.step_took(1 if costs.stale(1) else 2, 1.0)
+        costs.record_step(1 if costs.stale(1) else 2, 1.0)
     assert plain[:6] == [0, 1, 10, 27, 60, 125]

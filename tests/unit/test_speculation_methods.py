@@ -5,26 +5,26 @@ import re
 import pytest
 
 from headrace.drafting.draft_model import DraftModel
-from headrace.drafting.draft_model_kv import Companion
+from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.methods import METHODS, speculation
 
-DRAFT, SELF, BLOCKS = Companion("draft", 1, 1), Companion("self", 1), Companion("blocks", 1, mask=3)
-HEADS, FEATURE = Companion("heads", 1, kind="heads", count=3), Companion("heads", 1, 1, "feature", 5)
+DRAFT, SELF, BLOCKS = DraftSource("draft", 1, 1), DraftSource("self", 1), DraftSource("blocks", 1, mask=3)
+HEADS, FEATURE = DraftSource("heads", 1, kind="heads", count=3), DraftSource("heads", 1, 1, "feature", 5)
 
 
 @pytest.mark.parametrize(
     ("method", "given", "names"),
     [
         ("auto", {}, ["ngram"]),
-        ("auto", {"companion": DRAFT}, ["ngram", "draft"]),
-        ("auto", {"companion": HEADS}, ["ngram", "heads"]),
-        ("auto", {"companion": FEATURE}, ["ngram", "feature"]),
-        ("heads", {"companion": HEADS}, ["heads"]),
-        ("heads", {"companion": FEATURE}, ["feature"]),
-        ("draft", {"companion": DRAFT}, ["draft"]),
-        ("self", {"companion": SELF}, ["self"]),
-        ("blocks", {"companion": BLOCKS}, ["blocks"]),
+        ("auto", {"source": DRAFT}, ["ngram", "draft"]),
+        ("auto", {"source": HEADS}, ["ngram", "heads"]),
+        ("auto", {"source": FEATURE}, ["ngram", "feature"]),
+        ("heads", {"source": HEADS}, ["heads"]),
+        ("heads", {"source": FEATURE}, ["feature"]),
+        ("draft", {"source": DRAFT}, ["draft"]),
+        ("self", {"source": SELF}, ["self"]),
+        ("blocks", {"source": BLOCKS}, ["blocks"]),
         ("ngram", {}, ["ngram"]),
         ("suffix", {}, ["suffix"]),
         ("lookahead", {}, ["lookahead"]),
@@ -39,9 +39,9 @@ def test_a_name_says_who_drafts(method: str, given: dict, names: list[str]) -> N
 
 
 def test_who_drafts_with_what_of_the_target() -> None:
-    """A companion has K and V of its own, a part of the target the target's; a feature layer keeps nothing of a chain."""
+    """A draft model has its own K/V, a part of the target uses the target's; a feature layer keeps nothing of a chain."""
     kept = {}
-    for method, given in (("draft", {"companion": DRAFT}), ("self", {"companion": SELF}), ("heads", {"companion": FEATURE})):
+    for method, given in (("draft", {"source": DRAFT}), ("self", {"source": SELF}), ("heads", {"source": FEATURE})):
         made = speculation(method, True, 1000, **given)
         assert made is not None
         (drafter,) = made.drafters
@@ -66,25 +66,25 @@ def test_off_is_off(method: str | None) -> None:
 
 def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_something() -> None:
     assert speculation("auto", False, 1000) is None
-    assert speculation("auto", False, 1000, companion=DRAFT) is not None
-    assert speculation("auto", False, 1000, companion=HEADS) is not None
+    assert speculation("auto", False, 1000, source=DRAFT) is not None
+    assert speculation("auto", False, 1000, source=HEADS) is not None
     assert speculation("ngram", False, 1000) is not None
 
 
 @pytest.mark.parametrize(
     ("method", "more", "message"),
     [
-        ("off", {"companion": DRAFT}, "a draft model was given and speculation is off; leave one of the two out"),
-        (None, {"companion": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
+        ("off", {"source": DRAFT}, "a draft model was given and speculation is off; leave one of the two out"),
+        (None, {"source": HEADS}, "trained heads were given and speculation is off; leave one of the two out"),
         ("guess", {}, f"unknown speculation 'guess'; use {', '.join(METHODS)} or off"),
         ("ngram", {"draft_tokens": 0}, "draft_tokens must be between 1 and 16, not 0"),
         ("ngram", {"draft_tokens": 17}, "draft_tokens must be between 1 and 16, not 17"),
         ("draft", {}, "speculation by a draft model needs one; name it with draft (--draft)"),
         ("heads", {}, "speculation by heads needs trained ones; name their folder with draft (--draft)"),
-        ("suffix", {"companion": DRAFT}, "a draft model was given and suffix does not use that; choose auto or draft"),
+        ("suffix", {"source": DRAFT}, "a draft model was given and suffix does not use that; choose auto or draft"),
         (
             "draft",
-            {"companion": HEADS},
+            {"source": HEADS},
             "trained heads were given and draft does not use that; choose auto or heads",
         ),
     ],

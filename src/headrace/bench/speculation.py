@@ -10,7 +10,7 @@ from typing import Any
 from headrace.bench.figures import Column, Line
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
-from headrace.drafting.controller import expected
+from headrace.drafting.policy import expected_tokens
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 
@@ -130,8 +130,8 @@ def _row(
     tokens = sum(run.tokens for run in drafted) / sequence_steps
     base = median(run.seconds / max(1.0, run.steps / batch) for run in plain)
     per_step = drafts / sequence_steps
-    c = made.costs.draft(batch) / base
-    v = (made.costs.step(batch + round(per_step * batch)) or base) / (made.costs.step(batch) or base)
+    c = made.costs.draft_seconds(batch) / base
+    v = (made.costs.step_seconds(batch + round(per_step * batch)) or base) / (made.costs.step_seconds(batch) or base)
     return SpeedUp(
         task,
         batch,
@@ -202,7 +202,7 @@ def theory(rows: Sequence[SpeedUp]) -> list[tuple[int, float]]:
     for gamma in range(1, rows[-1].gamma + 1):
         (low, below), (high, above) = next(pair for pair in pairwise(known) if pair[1][0] >= gamma)
         v = below + (above - below) * (gamma - low) / (high - low)
-        line.append((gamma, (1 + share * (expected(least.acceptance, gamma) - 1)) / (share * gamma * c + v)))
+        line.append((gamma, (1 + share * (expected_tokens(least.acceptance, gamma) - 1)) / (share * gamma * c + v)))
     return line
 
 

@@ -1,7 +1,8 @@
-"""Drafts by a model: a smaller companion with K and V of its own, or a part of the target (Leviathan et al. 2022).
+"""Drafts by a model: a smaller draft model with its own K/V, or a part of the target.
 
-The chain's tokens are drawn with the target's own parameters and noise, so that a draft that thinks like the target also
-draws like it. All sequences draft together: one step of the model for each token of the longest chain.
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", arXiv 2211.17192. The chain's tokens are
+drawn with the target's sampling parameters and noise, so a draft model with the target's probabilities draws the target's
+tokens. All sequences draft together: one step of the model for each token of the longest chain.
 """
 
 import math
@@ -11,31 +12,33 @@ import numpy as np
 
 from headrace.data.plan import Answer, AnyWant, Drawn, Feed, Propose, Sample
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Fed, Filled, Run
+from headrace.drafting.base import MarkFilled, RunModel, TargetFeed
+
+SMALLEST = 1e-30  # of a probability, before its logarithm
 
 
 @dataclass(slots=True)
 class Chain:
-    """A draft as it grows. `q`: what each token was drawn from, for the rejection rule; `log_prob`: of all of it."""
+    """A growing draft. q: for the rejection rule, the distribution of each token, float32 [vocabulary] as bytes. log_prob:
+    natural log of the chain's probability."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[bytes] = field(default_factory=list)
     log_prob: float = 0.0
 
     @property
-    def likely(self) -> float:
-        """The probability of the chain as a whole."""
+    def probability(self) -> float:
+        """The probability of the whole chain under the draft model."""
         return math.exp(self.log_prob)
 
 
 class DraftModel:
-    """Fills chains that the scheduler has found room for.
+    """Fills reserved chains by steps of a model.
 
-    `model` is who runs the feeds (StepPlan.model), `group` the KV group that these fill; None where it is the target's own,
-    which the verification writes again. Without `keeps` what a chain has put there is put there again once its tokens are
-    known: a feature layer then reads the target's rows in place of its own. A chain ends where it is less likely than `least`
-    as a whole under the draft's own distribution: what follows would rarely be reached. `budget` bounds the known tokens fed
-    in a step to catch up; a sequence that is not caught up then goes without a draft.
+    model: its number in plans (StepPlan.model). group: the KV group that its feeds fill; None: the target's own, which the
+    verification writes again. keeps: the chain's K/V stay valid once its tokens are known; a feature layer reads the target's
+    rows then, so its K/V are written again. least: a chain ends when its probability falls below this, as later tokens would
+    rarely be reached. budget: known tokens that a step may read; a sequence with unread tokens left gets no draft.
     """
 
     def __init__(
@@ -56,113 +59,116 @@ class DraftModel:
         self.budget = budget
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        """Room for a chain; `fill` says of which tokens, once its blocks are there."""
+        """Room for a chain of `most` tokens; `propose_tokens` fills it."""
         return Draft([0] * most, list(range(-1, most - 1)))
 
     def lag(self, seq: Sequence) -> int:
+        """Known tokens that the model has not read."""
         return 1 if self.group is None else len(seq.tokens) - seq.kv.computed[self.group]
 
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        """Replace the tokens of these works' drafts; an empty draft is taken off."""
-        ready = self._catch_up(works)
+    def propose_tokens(self, targets: list[TargetFeed], run: RunModel, mark_filled: MarkFilled) -> None:
+        """Read unread tokens, then draw the chains token by token. An empty chain removes its draft."""
+        ready = self._catch_up(targets)
         feeds = [feed for _, feed in ready]
-        outs = run(self.model, feeds) if feeds else []
+        answers = run(self.model, feeds) if feeds else []
         if self.group is not None:
-            for (work, _), feed in zip(ready, feeds, strict=True):
-                work.seq.kv.computed[self.group] = feed.start + feed.count
-                filled(work.seq, self.group, feed.start)
-        going = [(work, answers[0]) for (work, feed), answers in zip(ready, outs, strict=True) if feed.wants]
-        chains: dict[int, Chain] = {id(work): Chain() for work in works}
-        while going := self._extend(going, chains):
-            outs = run(
-                self.model,
-                [_next(work, chains[id(work)].tokens, self._want(work, len(chains[id(work)].tokens))) for work, _ in going],
-            )
+            for (target, _), feed in zip(ready, feeds, strict=True):
+                target.seq.kv.computed[self.group] = feed.start + feed.count
+                mark_filled(target.seq, self.group, feed.start)
+        growing = [(target, given[0]) for (target, feed), given in zip(ready, answers, strict=True) if feed.wants]
+        chains: dict[int, Chain] = {id(target): Chain() for target in targets}
+        while growing := self._extend(growing, chains):
+            answers = run(self.model, [self._next_feed(target, chains[id(target)].tokens) for target, _ in growing])
             if self.group is not None and self.keeps:
-                for work, _ in going:
-                    work.seq.kv.computed[self.group] += 1
-            going = [(work, answers[0]) for (work, _), answers in zip(going, outs, strict=True)]
-        for work in works:
-            settle(work, chains[id(work)])
+                for target, _ in growing:
+                    target.seq.kv.computed[self.group] += 1
+            growing = [(target, given[0]) for (target, _), given in zip(growing, answers, strict=True)]
+        for target in targets:
+            set_chain(target, chains[id(target)])
 
-    def _catch_up(self, works: list[Fed]) -> list[tuple[Fed, Feed]]:
-        """Feeds of the known tokens that the model has not seen, as far as the budget goes."""
+    def _catch_up(self, targets: list[TargetFeed]) -> list[tuple[TargetFeed, Feed]]:
+        """Feeds of the known tokens that the model has not read, the shortest first, within the budget."""
         room = self.budget
         feeds = []
-        for work in sorted(works, key=lambda work: len(work.seq.tokens) - self._start(work)):
-            start, length = self._start(work), len(work.seq.tokens)
+        for target in sorted(targets, key=lambda target: len(target.seq.tokens) - self._start(target)):
+            start, length = self._start(target), len(target.seq.tokens)
             count = min(length - start, room)
-            if count > 0 and not work.feed.source:  # a source that comes with the step itself has not been encoded yet
-                wants = (self._want(work),) if start + count == length else ()
-                allowed = mask_behind(work, []) if wants else b""
-                feeds.append((work, Feed(work.seq.wire.slot, start, count, work.feed.new, wants, allowed=allowed)))
-                work.feed.new = ()
+            # A source that comes with this very step is not encoded yet, so no model can read it.
+            if count > 0 and not target.feed.source:
+                wants = (self._want(target),) if start + count == length else ()
+                allowed = mask_after(target, []) if wants else b""
+                feeds.append((target, Feed(target.seq.wire.slot, start, count, target.feed.new, wants, allowed=allowed)))
+                target.feed.new = ()
                 room -= count
         return feeds
 
-    def _start(self, work: Fed) -> int:
-        return work.feed.start if self.group is None else work.seq.kv.computed[self.group]
+    def _start(self, target: TargetFeed) -> int:
+        return target.feed.start if self.group is None else target.seq.kv.computed[self.group]
 
-    def _want(self, work: Fed, chain: int = 0) -> AnyWant:
-        index = work.seq.decode.index
-        return Propose(index, chain) if work.request.params.rejects else Sample(index, logprobs=0 if self.least > 0 else None)
+    def _want(self, target: TargetFeed, drafted: int = 0) -> AnyWant:
+        index = target.seq.decode.index
+        if target.request.params.rejects:
+            return Propose(index, drafted)
+        return Sample(index, logprobs=0 if self.least > 0 else None)
 
-    def _extend(self, going: list[tuple[Fed, Answer]], chains: dict[int, Chain]) -> list[tuple[Fed, Answer]]:
-        """Append what was drawn; returns those whose chains go on."""
-        on = []
-        for work, answer in going:
-            draft, chain = work.seq.decode.draft, chains[id(work)]
+    def _next_feed(self, target: TargetFeed, chain: list[int]) -> Feed:
+        """The feed of a chain's last token, which asks for the next one."""
+        start = len(target.seq.tokens) + len(chain) - 1
+        wants = (self._want(target, len(chain)),)
+        feed = Feed(target.seq.wire.slot, start, 0, (), wants, nodes=tuple(chain[-1:]), parents=(-1,))
+        feed.allowed = mask_after(target, chain)
+        return feed
+
+    def _extend(self, growing: list[tuple[TargetFeed, Answer]], chains: dict[int, Chain]) -> list[tuple[TargetFeed, Answer]]:
+        """Append each answer's token to its chain; returns the targets whose chains go on."""
+        going_on = []
+        for target, answer in growing:
+            draft, chain = target.seq.decode.draft, chains[id(target)]
             assert draft is not None
             if not append_drawn(answer, chain):
                 continue
-            more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in work.request.stop_ids
-            if more and chain.likely >= self.least:
-                on.append((work, answer))
-        return on
+            more = len(chain.tokens) < len(draft.tokens) and chain.tokens[-1] not in target.request.stop_ids
+            if more and chain.probability >= self.least:
+                going_on.append((target, answer))
+        return going_on
 
 
 def append_drawn(answer: Answer, chain: Chain) -> bool:
-    """The model's token, drawn where its logits are; False: there is none."""
+    """Append the model's token to a chain; False if the answer has none."""
     if not isinstance(answer, Drawn) or not answer.tokens:
         return False
     chain.tokens.append(answer.tokens[0])
     chain.log_prob += answer.logprobs[0].logprob if answer.logprobs else 0.0
-    if answer.q:  # what it was drawn from, held to the grammar as p is
+    if answer.q:
         chain.q.append(answer.q)
-        chain.log_prob += math.log(max(float(np.frombuffer(answer.q, dtype="<f4")[answer.tokens[0]]), 1e-30))
+        chain.log_prob += math.log(max(float(np.frombuffer(answer.q, dtype="<f4")[answer.tokens[0]]), SMALLEST))
     return True
 
 
-def mask_behind(work: Fed, chain: list[int]) -> bytes:
-    """What may follow a chain where the output is held to a grammar; empty where it is not, or where nothing may."""
-    if work.seq.decode.constraint is None:
+def mask_after(target: TargetFeed, chain: list[int]) -> bytes:
+    """The grammar's mask of the token after a chain; empty without a grammar, or if the grammar allows no token."""
+    if target.seq.decode.constraint is None:
         return b""
-    ahead = work.seq.decode.constraint.copy()
+    ahead = target.seq.decode.constraint.copy()
     for token in chain:
         ahead.push(token)
     return ahead.masks()
 
 
-def _next(work: Fed, chain: list[int], want: AnyWant) -> Feed:
-    """The feed of a chain's last token."""
-    feed = Feed(
-        work.seq.wire.slot, len(work.seq.tokens) + len(chain) - 1, 0, (), (want,), nodes=tuple(chain[-1:]), parents=(-1,)
-    )
-    feed.allowed = mask_behind(work, chain)
-    return feed
+def set_chain(target: TargetFeed, grown: Chain) -> None:
+    """Make the chain the sequence's draft, as far as its grammar allows. An empty chain removes the draft.
 
-
-def settle(work: Fed, grown: Chain) -> None:
-    """The draft is this chain, as far as the sequence's grammar allows."""
-    draft, constraint, chain = work.seq.decode.draft, work.seq.decode.constraint, grown.tokens
+    A chain with q was drawn under the grammar's masks. It must not be cut: q would be another distribution.
+    """
+    draft, constraint, chain = target.seq.decode.draft, target.seq.decode.constraint, grown.tokens
     assert draft is not None
     if constraint is not None and chain and not grown.q:
         fits = constraint.fitting(chain, list(range(-1, len(chain) - 1)))
         chain = chain[: fits.index(False)] if False in fits else chain
-    work.request.metrics.drafted -= len(draft.tokens) - len(chain)
+    target.request.metrics.drafted -= len(draft.tokens) - len(chain)
     draft.tokens[:], draft.parents[:] = chain, range(-1, len(chain) - 1)
     draft.q = grown.q or None
-    work.feed.nodes, work.feed.parents, work.feed.q = tuple(chain), tuple(draft.parents), tuple(grown.q)
+    target.feed.nodes, target.feed.parents, target.feed.q = tuple(chain), tuple(draft.parents), tuple(grown.q)
     if not chain:
-        work.request.metrics.drafts -= 1
-        work.seq.decode.draft = None
+        target.request.metrics.drafts -= 1
+        target.seq.decode.draft = None

@@ -1,12 +1,16 @@
-"""What drafts beside the target, as drafters need to know it."""
+"""The model that drafts for a target, as drafters address it: its number in plans and its KV group."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Companion:
-    """A model (`draft`), trained `heads` (of a kind, `count` tokens at once), a part of the target (`self`), or all of
-    it, which fills in its `mask` token (`blocks`). `model` is its number in plans, `group` that of its own KV group."""
+class DraftSource:
+    """What drafts for a target: a draft model (role `draft`), trained heads (`heads`), a part of the target (`self`), or the
+    full target, which fills in masks (`blocks`).
+
+    model: its number in plans (StepPlan.model). group: its own KV group, if it has one. kind, count: of trained heads, and how
+    many tokens they draft at once. mask: id of the mask token (`blocks`).
+    """
 
     role: str
     model: int
@@ -17,5 +21,5 @@ class Companion:
 
     @property
     def given(self) -> str:
-        """What a caller said to have it; a part of the target is there by the method's name alone."""
+        """The start of an error message about an argument that the caller gave; empty for a part of the target."""
         return {"draft": "a draft model was", "heads": "trained heads were"}.get(self.role, "")

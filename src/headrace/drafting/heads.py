@@ -1,17 +1,19 @@
-"""Drafts by trained heads: each says what comes so many tokens later, all from one hidden row of the target."""
+"""Drafts by trained heads: head i predicts the token i + 1 places ahead, all from one hidden row of the target."""
 
 from headrace.data.plan import Answer, Each, Feed, LogitRow, Logits, Sample, Where
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Fed, Filled, Run
-from headrace.drafting.draft_model import Chain, append_drawn, settle
+from headrace.drafting.base import MarkFilled, RunModel, TargetFeed
+from headrace.drafting.draft_model import Chain, append_drawn, set_chain
 
 
 class TrainedHeads:
-    """Fills chains that the scheduler has found room for, all sequences' in one step of the heads.
+    """Fills the reserved chains of all sequences in one step of the heads.
 
-    There are `count` heads, and `model` runs them (StepPlan.model). The chain ends where it is less likely than `least` as a
-    whole under the heads' own distributions. Tokens are drawn with the noise of their places, as the target's will be; what
-    the sampling makes of a text (penalties) ends for heads with what is known, as none sees what the one before it said.
+    count: heads. model: their number in plans (StepPlan.model). least: a chain ends when its probability under the heads falls
+    below this. Tokens are drawn with the noise of their positions, as the target's will be. Penalties count known tokens only,
+    since no head sees the token of the head before it.
+
+    Source: Stern et al., "Blockwise Parallel Decoding", arXiv 1811.03115; Cai et al., "Medusa", arXiv 2401.10774.
     """
 
     name = "heads"
@@ -22,42 +24,43 @@ class TrainedHeads:
         self.least = least
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        """Room for a chain; `fill` says of which tokens."""
+        """Room for a chain; `propose_tokens` fills it."""
         most = min(most, self.count)
         return Draft([0] * most, list(range(-1, most - 1)))
 
     def lag(self, seq: Sequence) -> int:
-        """Nothing but the last token: heads read the row that the target has left."""
+        """Only the last token: heads read the target's hidden row."""
         return 1
 
-    def fill(self, works: list[Fed], run: Run, filled: Filled) -> None:
-        """Replace the tokens of these works' drafts; an empty draft is taken off."""
-        feeds = [self._feed(work) for work in works]
-        for work in works:
-            work.feed.new = ()
-        for work, out in zip(works, run(self.model, feeds), strict=True):
-            settle(work, self._chain(work, out[0]))
+    def propose_tokens(self, targets: list[TargetFeed], run: RunModel, mark_filled: MarkFilled) -> None:
+        """Run the heads once and draw each chain. An empty chain removes its draft."""
+        feeds = [self._feed(target) for target in targets]
+        for target in targets:
+            target.feed.new = ()
+        for target, answers in zip(targets, run(self.model, feeds), strict=True):
+            set_chain(target, self._chain(target, answers[0]))
 
-    def _feed(self, work: Fed) -> Feed:
+    def _feed(self, target: TargetFeed) -> Feed:
         """The last known token, and a node for each head but the first."""
-        draft, seq = work.seq.decode.draft, work.seq
+        draft, seq = target.seq.decode.draft, target.seq
         assert draft is not None
         more = len(draft.tokens) - 1
-        here = work.request.params.rejects or seq.decode.constraint is not None  # what may come next hangs on the head before
-        drawn = Sample(seq.decode.index, logprobs=0 if self.least > 0 else None, at=Where.TREE)
-        wants = (Logits(Where.TREE) if here else drawn,)
+        # Under the rejection rule or a grammar a token depends on those before it, so the host draws from rows of logits.
+        on_host = target.request.params.rejects or seq.decode.constraint is not None
+        sample = Sample(seq.decode.index, logprobs=0 if self.least > 0 else None, at=Where.TREE)
+        wants = (Logits(Where.TREE) if on_host else sample,)
         start = len(seq.tokens) - 1
-        return Feed(seq.wire.slot, start, 1, work.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
+        return Feed(seq.wire.slot, start, 1, target.feed.new, wants, nodes=(0,) * more, parents=tuple(range(-1, more - 1)))
 
-    def _chain(self, work: Fed, answer: Answer) -> Chain:
+    def _chain(self, target: TargetFeed, answer: Answer) -> Chain:
         chain = Chain()
         for one in answer.answers if isinstance(answer, Each) else ():
-            going = self._draw(work, one.row, chain) if isinstance(one, LogitRow) else append_drawn(one, chain)
-            if not going or chain.likely < self.least or chain.tokens[-1] in work.request.stop_ids:
+            if isinstance(one, LogitRow):
+                from headrace.drafting.rows import draw_from_rows  # torch
+
+                drawn = draw_from_rows(target, one.row, chain)
+            else:
+                drawn = append_drawn(one, chain)
+            if not drawn or chain.probability < self.least or chain.tokens[-1] in target.request.stop_ids:
                 break
         return chain
-
-    def _draw(self, work: Fed, row: bytes, chain: Chain) -> bool:
-        from headrace.drafting.rows import draw_from_rows  # torch
-
-        return draw_from_rows(work, row, chain)

@@ -1,8 +1,11 @@
 """Jacobi and lookahead decoding: the target drafts for itself, in the same step that verifies.
 
-Jacobi (Santilli et al. 2023): guess n tokens, and let every step's own answers be the next guess. Lookahead (Fu et al. 2024):
-keep several such trajectories, collect the n-grams they pass through, and verify those that begin with the last token. Under
-sampling the answers are drawn with each position's own noise, so a trajectory converges to what sampling would have said.
+Jacobi: guess n tokens; the answers of each step are the next guess. Lookahead: keep several such trajectories, collect the
+n-grams they pass through, and verify those that begin with the last token. Under sampling each position has its own noise, so a
+trajectory converges to the tokens that plain sampling draws.
+
+Source: Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", arXiv 2305.10427; Fu et
+al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", arXiv 2402.02057.
 """
 
 import random
@@ -13,11 +16,11 @@ from itertools import takewhile
 from headrace.data.plan import MAX_NODES, Answer, Drawn
 from headrace.data.types import Draft, Request, Sequence
 
-LENGTH = 5  # of lookahead's n-grams
+LENGTH = 5  # tokens of a lookahead n-gram
 
 
 class Jacobi:
-    """Proposes the last step's answers for the next `width` tokens; at first, tokens of the prompt."""
+    """Proposes the last step's answers for the next `width` tokens; in the first step random tokens of the text."""
 
     name = "jacobi"
 
@@ -31,26 +34,28 @@ class Jacobi:
         return Draft(guess, list(range(-1, width - 1)), drafter=self.name, observed=True)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
-        """What was answered behind the accepted nodes is the next guess; the first of it is already a token."""
-        behind = takewhile(lambda token: token is not None, map(_token, nodes[len(path) :]))  # after a node nothing may come
+        """The answers behind the accepted nodes are the next guess."""
+        behind = takewhile(lambda token: token is not None, map(_token, nodes[len(path) :]))
         seq.decode.memory[self.name] = list(behind)
 
 
 @dataclass(slots=True)
 class Window:
-    """The trajectories of one sequence: `levels[i][j]` is i steps along the one that began j + 1 tokens ahead."""
+    """The trajectories of one sequence. levels[i][j]: token i of the trajectory that began j + 1 tokens ahead. pool: collected
+    n-grams, by their first token."""
 
     levels: list[list[int]]
-    pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)  # by first token
-    read: int = 0  # tokens whose n-grams are in the pool, where the prompt's and the output's are taken too
+    pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = field(default_factory=OrderedDict)
+    read: int = 0  # tokens of the text whose n-grams are in the pool (`from_prompt`)
 
 
 class Lookahead:
-    """A window of `width` trajectories of `length` - 1 tokens, and up to `guesses` collected n-grams to verify, as one tree.
+    """Drafts one tree: a window of `width` trajectories of `length` - 1 tokens, and up to `guesses` collected n-grams to
+    verify.
 
-    A node of the window descends from the first level up to its column and then along its own trajectory; guesses descend
-    from the last known token. A draft's memo has a column at the node whose answer extends that trajectory. `from_prompt`
-    takes n-grams from the text itself too (the authors' POOL_FROM_PROMPT), which is prompt lookup by another name.
+    The ancestors of a window node are the first level up to its column, and then its own trajectory. Guesses descend from the
+    last known token. A draft's memo has the column at the node whose answer extends that trajectory. from_prompt: collect the
+    n-grams of the text too (the authors' POOL_FROM_PROMPT), like prompt lookup.
     """
 
     name = "lookahead"
@@ -62,7 +67,7 @@ class Lookahead:
             raise ValueError(f"lookahead needs length >= 2 and (width + guesses) * (length - 1) <= {MAX_NODES}, not {nodes}")
         self.width, self.length, self.guesses = width, length, guesses
         self.from_prompt = from_prompt
-        self.most_firsts = 4096  # first tokens the pool of a sequence remembers
+        self.max_pool = 4096  # first tokens in the pool of a sequence
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         if self.width == 0 or self.guesses == 0:
@@ -74,7 +79,8 @@ class Lookahead:
         children: dict[tuple[int, int], int] = {}
         for guess in reversed(window.pool.get(seq.tokens[-1], {})):  # the latest first
             _graft(draft, guess[:most], children)
-        draft.confidence = 2 if draft.tokens else 1  # without a guess little can be accepted, which says nothing of guesses
+        # Drafts with and without guesses have acceptance averages of their own.
+        draft.confidence = 2 if draft.tokens else 1
         root = -1
         for column in range(min(self.width, most - len(window.levels) + 1)):
             root = node = _append(draft, window.levels[0][column], root)
@@ -84,10 +90,12 @@ class Lookahead:
         return draft if draft.tokens else None
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], nodes: tuple[Answer, ...]) -> None:
-        """Collect what each trajectory has passed through, and move the window past the tokens that came out."""
+        """Collect the n-gram of each trajectory, and move the window past the accepted tokens."""
         window: Window = seq.decode.memory[self.name]
-        for column, token in zip(draft.memo, map(_token, nodes), strict=False):  # a tree may have been cut short
-            if column is None or token is None:  # a trajectory that was not fed, or after which nothing may come, stays
+        # A tree that was cut has fewer nodes than memo entries.
+        for column, token in zip(draft.memo, map(_token, nodes), strict=False):
+            # A trajectory that was not fed, or whose answer has no token, does not move.
+            if column is None or token is None:
                 continue
             passed = (*(level[column] for level in window.levels), token)
             self._collect(window, passed)
@@ -111,7 +119,7 @@ class Lookahead:
         known.move_to_end(ngram[1:])
         if len(known) > self.guesses:
             known.popitem(last=False)
-        if len(window.pool) > self.most_firsts:
+        if len(window.pool) > self.max_pool:
             window.pool.popitem(last=False)
 
     def _read(self, window: Window, tokens: list[int]) -> None:
@@ -121,7 +129,7 @@ class Lookahead:
 
 
 def _token(answer: Answer) -> int | None:
-    """What was drawn after a node; None: nothing may come there."""
+    """The token drawn after a node; None if the grammar allows none."""
     return answer.tokens[0] if isinstance(answer, Drawn) else None
 
 
@@ -133,7 +141,7 @@ def _append(draft: Draft, token: int, parent: int) -> int:
 
 
 def _graft(draft: Draft, tokens: tuple[int, ...], children: dict[tuple[int, int], int]) -> None:
-    """Add a chain below the root, sharing what is there."""
+    """Add a chain below the root; equal beginnings share nodes."""
     node = -1
     for token in tokens:
         if (node, token) not in children:
@@ -142,5 +150,5 @@ def _graft(draft: Draft, tokens: tuple[int, ...], children: dict[tuple[int, int]
 
 
 def _noise(request: Request, seq: Sequence, count: int, salt: int = 0) -> list[int]:
-    """Tokens of the text at random, always the same ones for the same text: where a trajectory begins matters little."""
+    """Random tokens of the text, the same ones for the same text and seed: the start of a trajectory matters little."""
     return random.Random(hash((request.seed, len(seq.tokens), salt))).choices(seq.tokens, k=max(count, 0))

@@ -1,9 +1,9 @@
-"""Speculation by name: which drafters `LLM(speculate=...)` asks for."""
+"""Speculation by name: the drafters of `LLM(speculate=...)`."""
 
 from headrace.drafting.base import Drafter
 from headrace.drafting.blocks import Blocks
 from headrace.drafting.draft_model import DraftModel
-from headrace.drafting.draft_model_kv import Companion
+from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import LENGTH, Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup
@@ -27,16 +27,16 @@ def speculation(
     invariant: bool,
     max_model_len: int,
     draft_tokens: int | None = None,
-    companion: Companion | None = None,
+    source: DraftSource | None = None,
 ) -> Speculation | None:
-    """The speculation a method's name means; None: there is none. Raises ValueError for a name nobody has.
+    """Build the speculation of a method; None: no drafts. Raises ValueError for a method that is unknown or lacks its model.
 
-    `auto` is prompt lookup where kernels are row-invariant (`invariant`), so that no output can change, and nothing
-    elsewhere; a draft model or trained heads that were given (`companion`) are asked too, everywhere. `draft_tokens` fixes how
-    deep drafts are; None: what was measured decides, and 0 is a choice.
+    invariant: a row's result does not depend on the other rows of a step, so drafts cannot change an output. `auto` uses prompt
+    lookup then, and no drafts otherwise; it uses a given draft model or trained heads (`source`) in any case.
+    draft_tokens: the fixed depth of drafts; None: the drafting policy decides.
     """
-    what = "" if companion is None else companion.given
-    given = companion.role if companion is not None and what else ""
+    what = "" if source is None else source.given
+    given = source.role if source is not None and what else ""
     if method in OFF and given:
         raise ValueError(f"{what} given and speculation is off; leave one of the two out")
     if method in OFF or (method == "auto" and not invariant and not given):
@@ -48,29 +48,30 @@ def speculation(
         raise ValueError("speculation by a draft model needs one; name it with draft (--draft)")
     if method == "heads" and not given:
         raise ValueError("speculation by heads needs trained ones; name their folder with draft (--draft)")
-    return Speculation(_drafters(str(method), draft_tokens, companion), max_model_len, draft_tokens)
+    return Speculation(_drafters(str(method), draft_tokens, source), max_model_len, draft_tokens)
 
 
-def _drafters(method: str, most: int | None, companion: Companion | None) -> list[Drafter]:
+def _drafters(method: str, most: int | None, source: DraftSource | None) -> list[Drafter]:
     match method:
-        case "draft" | "heads" | "self" | "blocks" if companion is not None:
-            return [_by(companion)]
+        case "draft" | "heads" | "self" | "blocks" if source is not None:
+            return [_model_drafter(source)]
         case "suffix":
             return [SuffixTree()]
         case "lookahead":
-            return [Lookahead(length=LENGTH if most is None else min(LENGTH, most + 1))]  # no deeper, and one drawn behind it
+            # An n-gram's first token is known and its last one is drawn by the target, so drafts are no deeper than `most`.
+            return [Lookahead(length=LENGTH if most is None else min(LENGTH, most + 1))]
         case "jacobi":
             return [Jacobi()]
-        case "auto" if companion is not None:
-            return [PromptLookup(), _by(companion)]
+        case "auto" if source is not None:
+            return [PromptLookup(), _model_drafter(source)]
         case _:
             return [PromptLookup()]
 
 
-def _by(companion: Companion) -> Drafter:
-    if companion.role == "blocks":
-        return Blocks(companion.mask, model=companion.model)
-    if companion.kind == "heads":
-        return TrainedHeads(companion.count, model=companion.model)
-    name, keeps = companion.kind or companion.role, companion.role != "heads"
-    return DraftModel(name, model=companion.model, group=companion.group, keeps=keeps)
+def _model_drafter(source: DraftSource) -> Drafter:
+    if source.role == "blocks":
+        return Blocks(source.mask, model=source.model)
+    if source.kind == "heads":
+        return TrainedHeads(source.count, model=source.model)
+    name, keeps = source.kind or source.role, source.role != "heads"
+    return DraftModel(name, model=source.model, group=source.group, keeps=keeps)

@@ -1,4 +1,4 @@
-"""Speculation as the engine sees it: who drafts for which sequence, and how far."""
+"""Speculation as the engine sees it: asks drafters for drafts and applies the drafting policy to them."""
 
 import logging
 import time
@@ -9,60 +9,60 @@ from typing import Any, TypeVar
 
 from headrace.data.plan import MAX_NODES, Answers, Each, StepOutput, StepPlan
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import Drafter, Fed, Filled, ModelDrafter, Observes, Reads, Remembers, Run, check_draft
-from headrace.drafting.budget import WAITED, Budgets
-from headrace.drafting.controller import LEAST, Acceptance, Choice, choose, value
-from headrace.drafting.costs import Costs
-from headrace.drafting.draft_model import Chain, settle
+from headrace.drafting.base import (
+    Drafter,
+    MarkFilled,
+    ModelDrafter,
+    Observes,
+    Reads,
+    Remembers,
+    RunModel,
+    TargetFeed,
+    check_draft,
+)
+from headrace.drafting.draft_model import Chain, set_chain
 from headrace.drafting.mixed import MixedCosts
+from headrace.drafting.policy import Acceptance, Budgets, Candidate, Costs, choose_depths, draft_value, pause_steps
+from headrace.drafting.tuning import TUNING, Tuning
 
 log = logging.getLogger("headrace")
 
-AnyFed = TypeVar("AnyFed", bound=Fed)
-
-CROWD, REST = 4, 3  # in batches of this size a sequence that gives nothing to draft is left alone for so many steps
-TREE_REST = 16  # and one whose tree does not pay, for so many: to build it takes time too
-ASKING = 0.01  # of all time, that asking may take where nothing comes of it again and again
-TEXT = 256.0  # tokens that an output is thought to have before one has ended
-LEFT = 32  # and how many it is thought to have still, at least
-LAG, GAP = 3, 16  # tokens behind that a model reads as it begins to draft; and beyond which it catches up with a text
-OURS = ""  # no drafter's name: where what is kept of a sequence lies
-FAILURES = 3  # after so many a drafter is not asked again for a request
-MOST = 16  # the longest chain, unless told otherwise: what lies further is seldom reached
+AnyTarget = TypeVar("AnyTarget", bound=TargetFeed)
+STATE = ""  # key of `SequenceState` in a sequence's memory; no drafter has this name
 
 
 @dataclass(slots=True)
 class Proposal:
-    """The best draft that anyone has for a sequence, before it is decided how much of it is verified."""
+    """The best draft for a sequence, before the policy decides how much of it the target verifies."""
 
     request: Request
     seq: Sequence
     draft: Draft
-    choice: Choice
+    candidate: Candidate
 
 
 @dataclass(slots=True)
 class Unverified:
-    """A proposal that was not verified: the tokens that come will say whether it was right."""
+    """The first token of a draft that was not verified: the next token of the sequence shows whether it was right."""
 
-    length: int  # of the sequence when it was made
+    length: int  # tokens of the sequence at that time
     token: int
     kind: tuple[str, int]
 
 
 @dataclass(slots=True)
-class Standing:
-    """What is kept of a sequence, beside what its drafters remember; it goes when the sequence goes."""
+class SequenceState:
+    """What speculation remembers of a sequence; it ends with the sequence."""
 
     unverified: Unverified | None = None
-    rest: int = 0  # the last step without a drafter
+    rests_until: int = 0  # the last step without a draft
 
 
 class Speculation:
-    """Asks drafters for each sequence that may carry a draft, and decides which of the drafts are worth their rows.
+    """Gives drafts to the sequences that may carry one; owned by an engine.
 
-    With `gamma` every draft is verified, up to so many tokens deep; without, what was measured decides, and 0 is a choice.
-    `clock`: seconds, of which only differences count.
+    gamma: the depth of every draft; None: the policy decides, and may decide for no draft. clock: returns seconds, of which
+    only differences count.
     """
 
     def __init__(
@@ -71,28 +71,30 @@ class Speculation:
         max_model_len: int,
         gamma: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.drafters = tuple(drafters)
         self.max_model_len = max_model_len
         self.gamma = gamma
-        self.vocab_size = 2**31  # of the target: the engine's to say
-        self._usual, self._mixed = Costs(), MixedCosts()
-        self.costs = self._usual  # of the step under way: its kind of rows
-        self.acceptance = Acceptance()
-        self.budgets = Budgets()
+        self.tuning = tuning
+        self.vocab_size = 2**31  # of the target; the engine sets it
+        self._usual, self._mixed = Costs(tuning), MixedCosts(tuning)
+        self.costs = self._usual  # for the rows of the step under way
+        self.acceptance = Acceptance(tuning)
+        self.budgets = Budgets(tuning)
         self._clock = clock
-        self._text = TEXT  # how long outputs are, on average
+        self._output_tokens = tuning.output_tokens  # average over finished outputs
         self._step = 0
-        self._pause = 0  # the last step in which nobody is asked
-        self._idle = 0  # times in a row that drafters were asked and nothing was worth its rows
-        self._failed: dict[tuple[str, str], int] = {}  # by request and drafter: how often it raised
-        # Asked once: to ask a protocol takes as long as to draft.
-        self._fills = {drafter.name: drafter for drafter in drafters if isinstance(drafter, ModelDrafter)}
-        self._reads = [drafter for drafter in drafters if isinstance(drafter, Reads)]
+        self._pause = 0  # the last step without drafts
+        self._idle = 0  # times in a row that no draft was worth its rows
+        self._failures: dict[tuple[str, str], int] = {}  # exceptions by request and drafter
+        # Looked up once: an isinstance check of a protocol takes as long as a draft.
+        self._models = {drafter.name: drafter for drafter in drafters if isinstance(drafter, ModelDrafter)}
+        self._readers = [drafter for drafter in drafters if isinstance(drafter, Reads)]
 
     def serves(self, request: Request) -> bool:
-        """Whether a request's sequences may carry drafts: its strategy can verify them, no processor must see every token in
-        order, and the whole model writes all of them."""
+        """Whether a request's sequences may carry drafts: its strategy verifies them, no processor must see every token in
+        order, and the full model writes all tokens."""
         return (
             bool(request.strategy.speculates)
             and not request.params.leaves
@@ -100,7 +102,7 @@ class Speculation:
         )
 
     def refusal(self, request: Request) -> str:
-        """Why drafts here cannot be verified as the request wants it; empty where they can."""
+        """Why the request's verification rule does not work with these drafters; empty if it does."""
         trees = [drafter.name for drafter in self.drafters if getattr(drafter, "trees", False)]
         if not request.params.rejects or not trees:
             return ""
@@ -108,238 +110,250 @@ class Speculation:
         return f"verification {rule!r} takes chains, and {', '.join(trees)} drafts trees; use noise, or another drafter"
 
     def pauses(self) -> bool:
-        """Whether nobody is asked for the step that begins: where nothing paid a moment ago, to ask for each sequence takes
-        longer than there is to gain."""
+        """Begin a step; returns whether it goes without drafts, because no draft paid a moment ago."""
         self._step += 1
         self.budgets.settle(self.costs)
         return self._step <= self._pause
 
     def propose(self, seqs: Many[tuple[Request, Sequence]], plain: int, early: int = 0) -> None:
-        """Give drafts to these sequences, all of which decode. `plain`: how many sequences decode in all; `early`: how many of
-        those may exit early."""
-        began, made = self._clock(), []
+        """Give drafts to these sequences, all of which decode.
+
+        plain: sequences that decode in the step, with or without drafts. early: those of them that may exit early.
+        """
+        began, proposals = self._clock(), []
         self.costs = self._mixed.costs if early else self._usual
-        rows = self._mixed.rows(plain, early) if early else plain
-        for drafter in self._reads:
+        rows = self._mixed.expected_rows(plain, early) if early else plain
+        for drafter in self._readers:
             drafter.begin()
-        if (base := self.costs.step(rows)) is not None:
+        if (base := self.costs.step_seconds(rows)) is not None:
             self.budgets.open([drafter.name for drafter in self.drafters], base)
+        crowd = self.gamma is None and plain >= self.tuning.crowd
         for request, seq in seqs:
             if self._rests(seq):
                 continue
-            proposal = self._best(request, seq, rows, plain)
+            proposal = self._best(request, seq, plain)
             if proposal is not None:
-                made.append(proposal)
-            if self.gamma is None and plain >= CROWD and (proposal is None or proposal.choice.alpha < LEAST):
-                _standing(seq).rest = self._step + REST
-        if self.gamma is None:
-            choose([proposal.choice for proposal in made], rows, self.costs, self.budgets.by_drafter, plain)
-        for proposal in made:
-            self._decide(proposal)
-            if self.gamma is None and proposal.choice.rows and self._too_costly(proposal.choice, rows, plain):
-                _standing(proposal.seq).rest = self._step + TREE_REST
-        if self.gamma is None and base is not None:
-            self._idle = 0 if any(proposal.choice.gamma for proposal in made) else self._idle + 1
-            self._pause = self._step + self._pause_for(plain, (self._clock() - began) / base)
+                proposals.append(proposal)
+            if crowd and (proposal is None or proposal.candidate.alpha < self.tuning.min_alpha):
+                _state(seq).rests_until = self._step + self.tuning.rest_steps
+        if self.gamma is not None:
+            for proposal in proposals:
+                proposal.seq.decode.draft = proposal.draft
+            return
+        candidates = [proposal.candidate for proposal in proposals]
+        depths = choose_depths(candidates, rows, self.costs, self.budgets.by_drafter, plain)
+        for proposal, depth in zip(proposals, depths, strict=True):
+            self._apply(proposal, depth)
+            if proposal.candidate.tree_rows and not depth and self._too_costly(proposal.candidate, rows, plain):
+                _state(proposal.seq).rests_until = self._step + self.tuning.tree_rest_steps
+        if base is not None:
+            self._idle = 0 if any(depths) else self._idle + 1
+            self._pause = self._step + pause_steps(self._idle, plain, (self._clock() - began) / base, self.tuning)
 
-    def fill(self, works: list[AnyFed], run: Run, filled: Filled) -> list[AnyFed]:
-        """These works' drafts have their room: drafters that run a model now say of which tokens they are. Returns the works
-        whose drafts failed."""
-        failed: list[AnyFed] = []
-        for name, drafter in self._fills.items() if works else ():
-            mine = [work for work in works if work.seq.decode.draft is not None and work.seq.decode.draft.drafter == name]
-            if not mine:
+    def run_models(self, targets: list[AnyTarget], run: RunModel, mark_filled: MarkFilled) -> list[AnyTarget]:
+        """Let drafters that run a model replace the tokens of these targets' drafts. Returns the targets whose drafter
+        failed."""
+        failed: list[AnyTarget] = []
+        for name, drafter in self._models.items() if targets else ():
+            own = [one for one in targets if one.seq.decode.draft is not None and one.seq.decode.draft.drafter == name]
+            if not own:
                 continue
             try:
-                self._fill(drafter, name, [*mine], run, filled)
+                self._run_model(drafter, name, [*own], run, mark_filled)
             except Exception:
-                self._note_failure(name, list({work.request.id: work.request for work in mine}.values()))
-                for work in mine:
-                    if work.seq.decode.draft is not None:
-                        settle(work, Chain())
-                failed += mine
+                self._record_failure(name, list({one.request.id: one.request for one in own}.values()))
+                for one in own:
+                    if one.seq.decode.draft is not None:
+                        set_chain(one, Chain())
+                failed += own
         return failed
 
-    def _fill(self, drafter: ModelDrafter, name: str, works: list[Fed], run: Run, filled: Filled) -> None:
-        behind = sum(drafter.lag(work.seq) for work in works)
+    def _run_model(
+        self, drafter: ModelDrafter, name: str, targets: list[TargetFeed], run: RunModel, mark_filled: MarkFilled
+    ) -> None:
+        behind = sum(drafter.lag(one.seq) for one in targets)
         began = self._clock()
-        drafter.fill(works, run, filled)
+        drafter.propose_tokens(targets, run, mark_filled)
         seconds = self._clock() - began
-        made = [work.seq.decode.draft for work in works if work.seq.decode.draft is not None]
-        for draft in made:
+        drafts = [one.seq.decode.draft for one in targets if one.seq.decode.draft is not None]
+        for draft in drafts:
             draft.drafter = name
-        self._filled(name, len(works), max([len(draft.tokens) for draft in made], default=1), behind, seconds)
+        self._record_draft(name, len(targets), max([len(draft.tokens) for draft in drafts], default=1), behind, seconds)
 
-    def _filled(self, name: str, sequences: int, longest: int, behind: int, seconds: float) -> None:
-        """A model drafted for so many sequences, `longest` steps, and first read what it was behind."""
-        if behind <= LAG * sequences:
-            self.costs.draft_took(sequences, seconds / longest)
-            self.budgets.drafted(name, min(seconds, WAITED * longest * self.costs.draft(sequences)))
+    def _record_draft(self, name: str, sequences: int, depth: int, behind: int, seconds: float) -> None:
+        """Learn from a draft model that read `behind` known tokens and ran `depth` steps for `sequences` sequences."""
+        if behind <= self.tuning.free_lag * sequences:
+            self.costs.record_draft(sequences, seconds / depth)
+            usual = self.tuning.contention * depth * self.costs.draft_seconds(sequences)
+            self.budgets.charge_draft(name, min(seconds, usual))
             return
-        reading = max(seconds - longest * self.costs.draft_guess(sequences), 0.0)
-        self.costs.caught_up(behind, reading)
-        ahead = reading if behind > GAP * sequences else 0.0
-        self.budgets.drafted(name, seconds - ahead)
-        self.budgets.caught_up(name, ahead)
+        reading = max(seconds - depth * self.costs.draft_estimate(sequences), 0.0)
+        self.costs.record_reading(behind, reading)
+        whole_text = reading if behind > self.tuning.max_lag * sequences else 0.0
+        self.budgets.charge_draft(name, seconds - whole_text)
+        self.budgets.charge_reading(name, whole_text)
 
     def record_step(self, plan: StepPlan, output: StepOutput) -> None:
-        """Learn from the time of a step. Steps with prompts say nothing of verification; of a pause only the last counts."""
+        """Learn from the time of a step. Steps with prompts show nothing about verification; of a pause only the last
+        counts."""
         seconds = output.seconds
         self.costs = self._mixed.costs if output.exited else self._usual
         if self._step < self._pause or len(output.exited) == len(plan.feeds):
-            self.budgets.passed(seconds)
+            self.budgets.record_pause(seconds)
             return
         if output.exited and all(feed.count == 1 for feed in plan.feeds):
             self.budgets.record_step(*self._mixed.record_step(plan, output), seconds, len(plan.feeds))
             return
         rows, plain = plan.num_tokens, len(plan.feeds)
-        alone = rows == plain or all(feed.count == 1 for feed in plan.feeds)
-        if alone:
-            self.costs.step_took(rows, seconds)
+        decodes_only = rows == plain or all(feed.count == 1 for feed in plan.feeds)
+        if decodes_only:
+            self.costs.record_step(rows, seconds)
         else:
             decoding = [feed for feed in plan.feeds if feed.count == 1]
             plain, rows = len(decoding), sum(1 + len(feed.nodes) for feed in decoding)
         if plain:
-            self.budgets.record_step(plain, rows, seconds if alone else None)
+            self.budgets.record_step(plain, rows, seconds if decodes_only else None)
 
     def observe(self, request: Request, seq: Sequence, draft: Draft, path: tuple[int, ...], answers: Answers) -> None:
-        """A draft of this sequence was verified. Where it is `observed`, the last answer is of its nodes."""
+        """Learn from a verified draft, of which `path` was accepted. If the draft is `observed`, the last answer has the
+        target's token after each node."""
         tip = path[-1] if path else -1
-        tried = len(path) + int(tip in draft.parents)  # below the tip of the path there was something, and it was wrong
+        tried = len(path) + int(tip in draft.parents)  # a child of the path's last node was rejected
         self.acceptance.observe(request.id, (draft.drafter, draft.confidence), len(path), tried)
-        self.budgets.verified(draft.drafter, len(draft.tokens), len(path))
+        self.budgets.record_draft(draft.drafter, len(draft.tokens), len(path))
         for drafter in self.drafters if draft.observed else ():
             if drafter.name == draft.drafter and isinstance(drafter, Observes) and isinstance(answers[-1], Each):
-                self._ask(drafter, request, drafter.observe, request, seq, draft, path, answers[-1].answers)
+                self._call(drafter, request, drafter.observe, request, seq, draft, path, answers[-1].answers)
 
     def end(self, request: Request) -> None:
-        """A request is over: what its outputs were may help the next."""
+        """Forget a finished request; drafters that learn from outputs receive its outputs."""
         self.acceptance.forget(request.id)
         for seq in request.finished:
-            self._text += 0.1 * (_written(seq) - self._text)
+            self._output_tokens += self.tuning.output_weight * (_written(seq) - self._output_tokens)
             for drafter in self.drafters:
                 if isinstance(drafter, Remembers):
-                    self._ask(drafter, request, drafter.remember, request, seq)
-        for drafter in self.drafters if self._failed else ():
-            self._failed.pop((request.id, drafter.name), None)
+                    self._call(drafter, request, drafter.remember, request, seq)
+        for drafter in self.drafters if self._failures else ():
+            self._failures.pop((request.id, drafter.name), None)
 
-    def _pause_for(self, plain: int, asked: float) -> int:
-        """Steps until drafters are asked again, which took as long as `asked` plain steps. Each time that nothing comes of it
-        one more, until it takes no more than its share of the time; one by one, as any token may begin what pays."""
-        return max(plain // 2, min(self._idle, int(asked / ASKING))) if self._idle else 0
-
-    def _too_costly(self, choice: Choice, rows: int, tokens: int) -> bool:
-        """Whether a tree was left out because it would cost more than it brings."""
-        base = self.costs.step(rows)
-        return choice.gamma == 0 and base is not None and value(choice, rows, self.costs, tokens) <= tokens / base
+    def _too_costly(self, tree: Candidate, rows: int, tokens: int) -> bool:
+        """Whether a tree costs more than it brings."""
+        base = self.costs.step_seconds(rows)
+        return base is not None and draft_value(tree, rows, self.costs, tokens) <= tokens / base
 
     def _rests(self, seq: Sequence) -> bool:
-        """Whether nobody drafts for a sequence now, because it gave nothing to believe a moment ago."""
-        rests = _standing(seq).rest >= self._step
+        """Whether a sequence gets no draft now, because its last drafts did not pay."""
+        rests = _state(seq).rests_until >= self._step
         if rests:
             seq.decode.draft = None
         return rests
 
-    def _left(self, request: Request, seq: Sequence) -> int:
-        """How many tokens an output may still have."""
-        left = self.max_model_len - len(seq.tokens)
+    def _remaining(self, request: Request, seq: Sequence) -> int:
+        """The most tokens an output may still have."""
+        remaining = self.max_model_len - len(seq.tokens)
         if request.params.max_tokens is not None:
-            left = min(left, request.params.max_tokens - _written(seq))
-        return left
+            remaining = min(remaining, request.params.max_tokens - _written(seq))
+        return remaining
 
-    def _room(self, request: Request, seq: Sequence) -> int:
-        """How deep a draft may be: the step adds a token of its own, so it ends one before the output must."""
+    def _max_depth(self, request: Request, seq: Sequence) -> int:
+        """The deepest draft. The step adds a token of its own, so a draft ends one token before the output must."""
         if len(seq.tokens) == seq.prompt_len and request.width > 1:
-            return 0  # the prompt's sequence becomes several: none can follow a draft
-        return min(MOST if self.gamma is None else self.gamma, self._left(request, seq) - 1, MAX_NODES)
+            return 0  # the prompt's sequence forks after this step, and a fork cannot follow a draft
+        limit = self.tuning.max_depth if self.gamma is None else self.gamma
+        return min(limit, self._remaining(request, seq) - 1, MAX_NODES)
 
-    def _best(self, request: Request, seq: Sequence, rows: int, tokens: int) -> Proposal | None:
-        """Of all drafters' proposals the one that is worth most."""
-        self._settle_shadow(request, seq)
+    def _best(self, request: Request, seq: Sequence, tokens: int) -> Proposal | None:
+        """The proposal with the largest value, of all drafters."""
+        self._observe_unverified(request, seq)
         seq.decode.draft = None
-        if (most := self._room(request, seq)) <= 0:
+        if (depth := self._max_depth(request, seq)) <= 0:
             return None
-        made = []
+        proposals = []
         for drafter in self.drafters:
-            model = self._fills.get(drafter.name)
+            model = self._models.get(drafter.name)
             lag = model.lag(seq) if model is not None and self.gamma is None else 0
-            if lag > GAP and self.budgets.empty(drafter.name):
+            if lag > self.tuning.max_lag and self.budgets.empty(drafter.name):
                 continue
-            draft = self._ask(drafter, request, self._drafted, drafter, request, seq, most)
+            draft = self._call(drafter, request, self._draft, drafter, request, seq, depth)
             if draft is None:
                 continue
             draft.drafter = draft.drafter or drafter.name
-            alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.confidence))
-            deep, rows = _shape(draft, model is not None)
-            choice = Choice(alpha, min(deep, most), model is not None, rows=rows, drafter=drafter.name)
-            if lag > GAP:
-                choice.ahead = self.costs.catching_up(lag)
-                choice.rest = int(min(self._left(request, seq), max(self._text - _written(seq), LEFT)))
-            elif lag > LAG:
-                choice.behind = self.costs.catching_up(lag)
-            made.append(Proposal(request, seq, draft, choice))
-        if len(made) < 2:
-            return made[0] if made else None
-        return max(made, key=lambda proposal: value(proposal.choice, rows, self.costs, tokens))
+            proposals.append(Proposal(request, seq, draft, self._candidate(request, seq, draft, drafter.name, lag, depth)))
+        if len(proposals) < 2:
+            return proposals[0] if proposals else None
+        # Compared at the rows of the last draft. The rows of the step would be exact, but change which drafter drafts.
+        rows = proposals[-1].candidate.tree_rows
+        return max(proposals, key=lambda proposal: draft_value(proposal.candidate, rows, self.costs, tokens))
 
-    def _drafted(self, drafter: Drafter, request: Request, seq: Sequence, most: int) -> Draft | None:
-        """What a drafter proposes, as far as it can be fed and a grammar lets it come."""
-        draft = drafter.draft(request, seq, most)
+    def _candidate(self, request: Request, seq: Sequence, draft: Draft, name: str, lag: int, most: int) -> Candidate:
+        by_model = name in self._models
+        depth, tree_rows = _shape(draft, by_model)
+        read_seconds = lag_seconds = 0.0
+        remaining = 256
+        if lag > self.tuning.max_lag:
+            read_seconds = self.costs.reading_seconds(lag)
+            expected = max(self._output_tokens - _written(seq), self.tuning.min_remaining)
+            remaining = int(min(self._remaining(request, seq), expected))
+        elif lag > self.tuning.free_lag:
+            lag_seconds = self.costs.reading_seconds(lag)
+        alpha = self.acceptance.alpha(request.id, (draft.drafter, draft.confidence))
+        return Candidate(alpha, min(depth, most), by_model, tree_rows, name, lag_seconds, read_seconds, remaining)
+
+    def _draft(self, drafter: Drafter, request: Request, seq: Sequence, depth: int) -> Draft | None:
+        """A drafter's draft, cut to what a step can feed and the sequence's grammar allows."""
+        draft = drafter.draft(request, seq, depth)
         if draft is None:
             return None
-        if known := drafter.name not in self._fills:  # of a model's draft only the room is
+        # The draft of a model is only room for tokens so far.
+        if has_tokens := drafter.name not in self._models:
             check_draft(draft, self.vocab_size)
-        draft = bounded(draft, most)
-        if draft is not None and known and seq.decode.constraint is not None:
+        draft = cut_depth(draft, depth)
+        if draft is not None and has_tokens and seq.decode.constraint is not None:
             draft = prune(draft, seq.decode.constraint.fitting(draft.tokens, draft.parents))
         return draft
 
-    def _ask(self, drafter: Drafter, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
-        """What a drafter says. One that raises costs its request a draft; one that keeps raising is not asked for it again."""
-        if self._off(drafter.name, request):
+    def _call(self, drafter: Drafter, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
+        """The result of a drafter's method; None if it raises. A request does without a drafter that keeps raising."""
+        if self._failures and self._failures.get((request.id, drafter.name), 0) >= self.tuning.max_failures:
             return None
         try:
             return hook(*args)
         except Exception:
-            self._note_failure(drafter.name, [request])
+            self._record_failure(drafter.name, [request])
             return None
 
-    def _off(self, name: str, request: Request) -> bool:
-        """Whether a drafter has raised too often for a request."""
-        return bool(self._failed) and self._failed.get((request.id, name), 0) >= FAILURES
-
-    def _note_failure(self, name: str, requests: list[Request]) -> None:
+    def _record_failure(self, name: str, requests: list[Request]) -> None:
         log.exception("drafter %s failed; this step of %s does without", name, ", ".join(request.id for request in requests))
         for request in requests:
-            self._failed[request.id, name] = self._failed.get((request.id, name), 0) + 1
+            self._failures[request.id, name] = self._failures.get((request.id, name), 0) + 1
 
-    def _decide(self, proposal: Proposal) -> None:
-        draft, seq = proposal.draft, proposal.seq
-        if self.gamma is not None:
-            seq.decode.draft = draft
+    def _apply(self, proposal: Proposal, depth: int) -> None:
+        """Give a sequence its draft, cut to the chosen depth."""
+        draft, seq, candidate = proposal.draft, proposal.seq, proposal.candidate
+        tree = candidate.tree_rows > 0
+        if depth == 0:
+            if not candidate.by_model and not tree:
+                kind = (draft.drafter, draft.confidence)
+                _state(seq).unverified = Unverified(len(seq.tokens), draft.tokens[0], kind)
             return
-        gamma, tree = proposal.choice.gamma, proposal.choice.rows > 0
-        if gamma == 0 and not proposal.choice.model and not tree:
-            _standing(seq).unverified = Unverified(len(seq.tokens), draft.tokens[0], (draft.drafter, draft.confidence))
-        if gamma > 0 and not tree:
-            del draft.tokens[gamma:], draft.parents[gamma:]
-        if gamma > 0:
-            seq.decode.draft = draft
+        if not tree:
+            del draft.tokens[depth:], draft.parents[depth:]
+        seq.decode.draft = draft
 
-    def _settle_shadow(self, request: Request, seq: Sequence) -> None:
-        """Learn from a proposal that nobody paid for."""
-        standing = _standing(seq)
-        unverified, standing.unverified = standing.unverified, None
+    def _observe_unverified(self, request: Request, seq: Sequence) -> None:
+        """Learn from a draft that was not verified: the sequence now has the token in its place."""
+        state = _state(seq)
+        unverified, state.unverified = state.unverified, None
         if unverified is not None and len(seq.tokens) > unverified.length:
             right = seq.tokens[unverified.length] == unverified.token
             self.acceptance.observe(request.id, unverified.kind, int(right), 1)
 
 
-def _standing(seq: Sequence) -> Standing:
-    if OURS not in seq.decode.memory:
-        seq.decode.memory[OURS] = Standing()
-    standing: Standing = seq.decode.memory[OURS]
-    return standing
+def _state(seq: Sequence) -> SequenceState:
+    if STATE not in seq.decode.memory:
+        seq.decode.memory[STATE] = SequenceState()
+    state: SequenceState = seq.decode.memory[STATE]
+    return state
 
 
 def _written(seq: Sequence) -> int:
@@ -347,30 +361,30 @@ def _written(seq: Sequence) -> int:
     return len(seq.tokens) - seq.prompt_len
 
 
-def _shape(draft: Draft, model: bool) -> tuple[int, int]:
-    """How deep a draft is, and how many nodes it has where it is a tree; 0: a chain."""
-    if model or draft.parents == list(range(-1, len(draft.tokens) - 1)):
+def _shape(draft: Draft, by_model: bool) -> tuple[int, int]:
+    """The depth of a draft, and its nodes if it is a tree (0: a chain)."""
+    if by_model or draft.parents == list(range(-1, len(draft.tokens) - 1)):
         return len(draft.tokens), 0
     return max(_depths(draft)), len(draft.tokens)
 
 
 def _depths(draft: Draft) -> list[int]:
-    """How many tokens each node and those above it are."""
+    """The depth of each node; children of the last known token have depth 1."""
     depths: list[int] = []
     for parent in draft.parents:
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return depths
 
 
-def bounded(draft: Draft, most: int) -> Draft | None:
-    """The nodes that lie no deeper than `most`, MAX_NODES at most. None: nothing is left."""
-    if len(draft.tokens) <= min(most, MAX_NODES):
+def cut_depth(draft: Draft, depth: int) -> Draft | None:
+    """The nodes no deeper than `depth`, at most MAX_NODES; None if none remains."""
+    if len(draft.tokens) <= min(depth, MAX_NODES):
         return draft if draft.tokens else None
-    return prune(draft, [node < MAX_NODES and depth <= most for node, depth in enumerate(_depths(draft))])
+    return prune(draft, [node < MAX_NODES and at <= depth for node, at in enumerate(_depths(draft))])
 
 
 def prune(draft: Draft, fits: list[bool]) -> Draft | None:
-    """The nodes that fit; where one does not, nothing below it does. None: nothing is left."""
+    """The nodes that fit; None if none remains. The caller marks all nodes below one that does not fit."""
     kept = [node for node, fit in enumerate(fits) if fit]
     if len(kept) == len(fits):
         return draft

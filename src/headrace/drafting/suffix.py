@@ -1,25 +1,25 @@
-"""Suffix decoding: the longest end of a text that came before, in itself or in earlier outputs, and what followed.
+"""Suffix decoding: proposes the tokens after the longest suffix of a text that occurs earlier in it or in finished outputs.
 
-Texts are held in suffix automata (Blumer et al. 1985): online, and linear in their length. After SuffixDecoding (Oliaro et
-al. 2024): the longer the match, the further it is trusted.
+Texts are stored in suffix automata, which grow online in linear time (Blumer et al., "The Smallest Automaton Recognizing the
+Subwords of a Text", 1985). A longer match gives a longer draft, as in Oliaro et al., "SuffixDecoding", arXiv 2411.04975.
 """
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.base import READ, SHORT
+from headrace.drafting.base import READ_EACH, READ_TOKENS
 
-SEPARATOR = -1  # between texts; no token
+SEPARATOR = -1  # between texts; not a token id
 TENANTS = 16
-MEMORY = 200_000  # tokens of ended outputs that are remembered, of all tenants together
-TOKEN_BYTES = 768  # of an automaton for each token of its text, at most; the memory plan counts them
+MEMORY = 200_000  # tokens of finished outputs, of all tenants together
+TOKEN_BYTES = 768  # most bytes of an automaton per token of its text; the memory plan counts them
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text. A state is a set of substrings that end at the same places.
+    """All substrings of a growing text. A state is a set of substrings with the same end positions.
 
-    `ends[s]` is a place after the latest known end of state s; `follow` gives what came after it.
+    ends[s]: the index after a known occurrence of state s, the latest one that was looked at.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SuffixAutomaton:
         self._last = 0
 
     def push(self, token: int) -> None:
-        """Append a token. (The usual construction; a clone keeps the links of what it splits.)"""
+        """Append a token, by the usual online construction."""
         self.text.append(token)
         new = self._state({}, self._length[self._last] + 1, -1)
         at = self._last
@@ -42,7 +42,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, at: int, token: int) -> int:
-        """The state that `token` leads to from `at` and that holds no longer substrings than that."""
+        """The state that `token` leads to from `at`, split if it also holds longer substrings."""
         target = self._next[at][token]
         if self._length[target] == self._length[at] + 1:
             return target
@@ -62,20 +62,22 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def repeated(self, seen: int = 8) -> tuple[int, int]:
-        """The place after an earlier occurrence of the longest end of the text that has one, and its length; (0, 0): none.
+        """The longest suffix of the text that occurs earlier: the index after that occurrence, and its length; (0, 0): none.
 
-        What is found now ends here too, so next time this place is the latest one (for the `seen` longest such ends).
+        The `seen` longest such suffixes also end here, so the end of the text becomes their latest occurrence.
         """
         state = self._link[self._last]
-        found = (self.ends[state], self._length[state]) if state > 0 else (0, 0)
+        match = (self.ends[state], self._length[state]) if state > 0 else (0, 0)
         while state > 0 and seen:
             self.ends[state] = len(self.text)
             state, seen = self._link[state], seen - 1
-        return found
+        return match
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """From the longest end of another text that occurs here (its state and length) to that with one more token."""
-        while state > 0 and length <= self._length[self._link[state]]:  # the state was split since
+        """Extend a match by a token: from the longest suffix of another text that occurs here (state, length) to the next
+        one."""
+        # The state may have been split since the last call.
+        while state > 0 and length <= self._length[self._link[state]]:
             state = self._link[state]
         while state > 0 and token not in self._next[state]:
             state = self._link[state]
@@ -91,7 +93,7 @@ class SuffixAutomaton:
 
 @dataclass(slots=True)
 class Follower:
-    """The longest end of a text that a tenant's automaton contains, as the text goes on."""
+    """The longest suffix of a growing text that occurs in another text's automaton."""
 
     past: SuffixAutomaton
     state: int = 0
@@ -101,27 +103,27 @@ class Follower:
         self.state, self.length = self.past.advance(self.state, self.length, token)
 
 
-class Reading:
-    """Where one sequence stands: its own automaton, and its longest ends that earlier outputs contain."""
+class SequenceIndex:
+    """Of one sequence: its own automaton, and its matches in the tenant's finished outputs."""
 
     def __init__(self) -> None:
         self.own = SuffixAutomaton()
         self.pasts: list[Follower] = []
 
-    def meet(self, pasts: list[SuffixAutomaton]) -> None:
-        """These hold what earlier outputs were; one that is new is met with the last tokens that were read."""
+    def match_against(self, pasts: list[SuffixAutomaton]) -> None:
+        """Match against these automata. A new one starts with the last READ_EACH tokens."""
         if [one.past for one in self.pasts] != pasts:
             known = {id(one.past): one for one in self.pasts}
             self.pasts = [known.get(id(past)) or self._begin(past) for past in pasts]
 
     def _begin(self, past: SuffixAutomaton) -> Follower:
         new = Follower(past)
-        for token in self.own.text[-SHORT:]:
+        for token in self.own.text[-READ_EACH:]:
             new.follow(token)
         return new
 
     def read(self, tokens: list[int], most: int) -> int:
-        """Go on with `tokens` for at most so many of them; returns how many these were."""
+        """Add up to `most` tokens that follow those read before; returns how many."""
         at = len(self.own.text)
         more = tokens[at : at + most]
         for token in more:
@@ -131,7 +133,7 @@ class Reading:
         return len(more)
 
     def find(self) -> tuple[list[int], int, int]:
-        """The text that has the longest known end of this one, the place after it there, and its length; 0: there is none."""
+        """The longest match: the text it lies in, the index after it there, and its length (0: no match)."""
         place, length = self.own.repeated()
         text = self.own.text
         for one in self.pasts:
@@ -141,11 +143,11 @@ class Reading:
 
 
 class SuffixTree:
-    """Proposes what followed the longest known end of a sequence, as many tokens as `factor` times the match is long.
+    """Proposes the tokens after the longest match of a sequence's suffix: `factor` tokens for each token of the match.
 
-    Ended outputs are remembered, prompts included, up to `memory` tokens. A tenant has two automata: when the younger one is
-    full, the older one is dropped. If all tenants together have more, the one that was idle longest is dropped. A tenant never
-    sees the tokens of another, not even through speed. A text that is too long to read in one step is read in several.
+    It remembers finished outputs with their prompts, up to `memory` tokens. A tenant has two automata; when the younger one is
+    full, the older one is dropped. If all tenants together exceed `memory`, the tenant idle longest is dropped. Drafts for one
+    tenant never depend on another tenant's texts, not even by speed. A long text is read over several steps.
     """
 
     name = "suffix"
@@ -154,32 +156,32 @@ class SuffixTree:
         self.factor = factor
         self.shortest = shortest
         self.memory = memory
-        self._pasts: OrderedDict[bytes, list[SuffixAutomaton]] = OrderedDict()  # by tenant, the younger first
-        self._ended: deque[tuple[bytes, deque[int]]] = deque()  # outputs that are still to be read
-        self._unread = 0  # tokens of these
-        self._room = READ
+        self._pasts: OrderedDict[bytes, list[SuffixAutomaton]] = OrderedDict()  # by tenant; the younger automaton first
+        self._ended: deque[tuple[bytes, deque[int]]] = deque()  # finished outputs, not read yet
+        self._unread = 0  # tokens of `_ended`
+        self._room = READ_TOKENS
 
     def begin(self) -> None:
-        self._room = READ
+        self._room = READ_TOKENS
         self._read_ended()
 
     def pasts(self, tenant: bytes) -> list[SuffixAutomaton]:
-        """What a tenant's outputs were."""
-        found = self._pasts.setdefault(tenant, [SuffixAutomaton()])
+        """The automata of a tenant's finished outputs."""
+        pasts = self._pasts.setdefault(tenant, [SuffixAutomaton()])
         self._pasts.move_to_end(tenant)
         if len(self._pasts) > TENANTS:
             self._pasts.popitem(last=False)
-        return found
+        return pasts
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
-        reading = seq.decode.memory.get(self.name)
-        if reading is None:
-            reading = seq.decode.memory[self.name] = Reading()
-        reading.meet(self.pasts(request.tenant))
-        self._room -= reading.read(seq.tokens, max(self._room, SHORT))
-        if len(reading.own.text) < len(seq.tokens):
+        index = seq.decode.memory.get(self.name)
+        if index is None:
+            index = seq.decode.memory[self.name] = SequenceIndex()
+        index.match_against(self.pasts(request.tenant))
+        self._room -= index.read(seq.tokens, max(self._room, READ_EACH))
+        if len(index.own.text) < len(seq.tokens):
             return None
-        text, place, length = reading.find()
+        text, place, length = index.find()
         if length < self.shortest:
             return None
         tokens = text[place : place + min(most, int(length * self.factor))]
@@ -192,10 +194,10 @@ class SuffixTree:
         )
 
     def remember(self, request: Request, seq: Sequence) -> None:
-        """Keep an ended output, or its end if it is longer than an automaton."""
+        """Remember a finished output, or its end if it does not fit an automaton."""
         self._ended.append((request.tenant, deque([*seq.tokens[1 - self.memory // 2 :], SEPARATOR])))
         self._unread += len(self._ended[-1][1])
-        while len(self._ended) > 1 and self._unread > self.memory:  # they end faster than they are read
+        while len(self._ended) > 1 and self._unread > self.memory:
             self._unread -= len(self._ended.popleft()[1])
         self._read_ended()
 
@@ -205,7 +207,7 @@ class SuffixTree:
         return sum(len(one.text) for pasts in self._pasts.values() for one in pasts)
 
     def _read_ended(self) -> None:
-        """Put outputs that have ended where they are found, as far as there is room in this step."""
+        """Add finished outputs to the automata, within this step's room."""
         while self._ended and self._room > 0:
             tenant, tokens = self._ended[0]
             pasts = self.pasts(tenant)
@@ -222,5 +224,5 @@ class SuffixTree:
 
 
 def _confidence(length: int) -> int:
-    """Matches of 1, 2 or 3, up to 7, and more tokens are counted apart."""
+    """Matches of 1, 2 to 3, 4 to 7 and more tokens have acceptance averages of their own."""
     return min(length.bit_length(), 4)

@@ -305,7 +305,7 @@ class Engine:
             return self.executor.submit(StepPlan(plan.step, model, feeds=feeds)).result().feeds
 
         works = [work for work in flight.works if work.seq.decode.draft is not None and not work.seq.decode.draft.required]
-        for work in speculation.fill(works, run, self.blocks.fill):
+        for work in speculation.run_models(works, run, self.blocks.fill):
             self.scheduler.drop_draft(work)
 
     def _land(self, flight: Flight) -> StepOutput | None:

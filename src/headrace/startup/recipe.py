@@ -13,7 +13,7 @@ from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.data.progress import Progress, Silent
 from headrace.data.settings import ModelSettings
-from headrace.drafting.draft_model_kv import Companion
+from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
 from headrace.startup import memory
@@ -123,7 +123,7 @@ class Recipe:
             groups += [KVGroup(CASCADE), KVGroup(UPPER)]
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
-    def drafter(self) -> Companion | None:
+    def drafter(self) -> DraftSource | None:
         """What drafts beside the target."""
         groups = self.groups()
         for number, role in enumerate(self.roles):
@@ -131,7 +131,7 @@ class Recipe:
                 group = next((g for g, each in enumerate(groups) if each.model == number), None)
                 kind, count = ("", 0) if role.heads is None else (role.heads.kind, role.heads.count)
                 mask = self.target.config.mask_id
-                return Companion(role.name, number, group, kind, count, -1 if mask is None else mask)
+                return DraftSource(role.name, number, group, kind, count, -1 if mask is None else mask)
         return None
 
     def head_ids(self) -> dict[str, np.ndarray]:

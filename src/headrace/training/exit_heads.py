@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softmax
 
 from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress, Silent
-from headrace.drafting.controller import expected
+from headrace.drafting.policy import expected_tokens
 from headrace.models.registry import describe
 from headrace.runner.heads import EXIT, Tensors, unit
 from headrace.startup import heads as files
@@ -77,7 +77,7 @@ class ExitReport:
     def promise(self) -> float:
         """Speed-up of drafting at batch 1 by bytes alone, if a verification costs as much as a plain step."""
         lengths = range(1, LONGEST_DRAFT + 1)
-        return max(expected(self.agreement, count) / (count * self.cost + 1.0) for count in lengths)
+        return max(expected_tokens(self.agreement, count) / (count * self.cost + 1.0) for count in lengths)
 
 
 @dataclass(frozen=True, slots=True)

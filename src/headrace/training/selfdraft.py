@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
-from headrace.drafting.controller import expected
+from headrace.drafting.policy import expected_tokens
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
 
@@ -72,7 +72,7 @@ class SpanTrial:
         return self._report(span, alpha, cost)
 
     def _report(self, span: Span, alpha: float, cost: float) -> SpanReport:
-        speedups = [expected(alpha, g) / (g * cost + self.verify[g] / self.verify[0]) for g in range(1, LONGEST_DRAFT + 1)]
+        speedups = [expected_tokens(alpha, g) / (g * cost + self.verify[g] / self.verify[0]) for g in range(1, LONGEST_DRAFT + 1)]
         return SpanReport(span, alpha, cost, max(speedups), 1 + speedups.index(max(speedups)))
 
     def _verify_costs(self) -> list[float]:

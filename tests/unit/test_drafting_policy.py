@@ -1,4 +1,4 @@
-"""The controller: it finds the best gamma from what was measured, and leaves off what does not pay."""
+"""The drafting policy: it chooses the gamma that pays most by the measured times, and 0 if none pays."""
 
 import random
 from itertools import pairwise
@@ -8,18 +8,17 @@ import pytest
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, StepOutput, StepPlan
 from headrace.data.types import Draft, Request, Sequence
-from headrace.drafting.budget import SHARE, Budget
-from headrace.drafting.controller import TRIAL, Acceptance, Belief, Choice, choose, expected, value
-from headrace.drafting.costs import ENOUGH, SAMPLES, Costs
-from headrace.drafting.speculation import TREE_REST, Speculation
+from headrace.drafting.policy import Acceptance, Average, Budget, Candidate, Costs, choose_depths, draft_value, expected_tokens
+from headrace.drafting.speculation import Speculation
+from headrace.drafting.tuning import TUNING, Tuning
 
 
 def costs(steps: dict[int, float], draft: float = 0.0, plain: int = 1) -> Costs:
     made = Costs()
-    for rows, seconds in [*steps.items(), *[(plain, steps[plain])] * ENOUGH]:
-        made.step_took(rows, seconds)
+    for rows, seconds in [*steps.items(), *[(plain, steps[plain])] * TUNING.plain_samples]:
+        made.record_step(rows, seconds)
     if draft:
-        made.draft_took(1, draft)
+        made.record_draft(1, draft)
     return made
 
 
@@ -29,59 +28,56 @@ def flat(seconds: float = 1.0) -> dict[int, float]:
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.5, 0.1), (0.7, 0.05), (0.8, 0.2), (0.9, 0.1), (0.9, 0.2)])
 def test_it_picks_the_gamma_that_pays_most(alpha: float, c: float) -> None:
-    choice = Choice(alpha, 16, model=True)
-    choose([choice], 1, costs(flat(), c))
-    best = max(range(17), key=lambda gamma: expected(alpha, gamma) / (1 + gamma * c))
-    assert choice.gamma == best
+    choice = Candidate(alpha, 16, by_model=True)
+    (gamma,) = choose_depths([choice], 1, costs(flat(), c))
+    best = max(range(17), key=lambda gamma: expected_tokens(alpha, gamma) / (1 + gamma * c))
+    assert gamma == best
 
 
 def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
     """From some batch size on verification is bound by arithmetic: nothing is gained, and the controller sees it coming."""
     steep = {rows: float(rows) for rows in range(1, 40)}
-    choice = Choice(0.9, 8)
-    choose([choice], 1, costs(steep))
-    assert choice.gamma == 0
+    assert choose_depths([Candidate(0.9, 8)], 1, costs(steep)) == [0]
     for batch in (1, 2, 4, 8, 16, 32):
         bound = {rows: max(1.0, rows / 8) for rows in range(batch, batch + 40)}
-        choices = [Choice(0.9, 4) for _ in range(batch)]
-        choose(choices, batch, costs(bound, plain=batch))
-        assert (sum(one.gamma for one in choices) > 0) == (batch < 8)
+        depths = choose_depths([Candidate(0.9, 4) for _ in range(batch)], batch, costs(bound, plain=batch))
+        assert (sum(depths) > 0) == (batch < 8)
 
 
 def test_what_a_draft_is_worth_is_tokens_over_seconds() -> None:
     """Of the gamma that pays most, beside other sequences; a model's steps and what it must read first take time too."""
     made = costs({rows: 1 + 0.1 * (rows - 2) for rows in range(2, 20)}, draft=0.2, plain=2)
-    assert value(Choice(0.9, 1), 2, made) == pytest.approx((1 + expected(0.9, 1)) / 1.1)
-    assert value(Choice(0.9, 4), 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1 + 0.1 * g) for g in range(1, 5)))
-    model = Choice(0.9, 4, model=True, behind=0.4, ahead=0.2, rest=6)
-    assert model.surcharge == pytest.approx(0.2)
-    assert value(model, 2, made) == pytest.approx(max((1 + expected(0.9, g)) / (1.2 + 0.3 * g) for g in range(1, 5)))
-    assert value(Choice(0.9, 4, rows=10), 2, made) == pytest.approx((1 + expected(0.9, 4)) / 2.0)
-    assert value(Choice(0.9, 4), 2, Costs()) == 0.9, "the surest, before anything was measured"
+    assert draft_value(Candidate(0.9, 1), 2, made) == pytest.approx((1 + expected_tokens(0.9, 1)) / 1.1)
+    assert draft_value(Candidate(0.9, 4), 2, made) == pytest.approx(
+        max((1 + expected_tokens(0.9, g)) / (1 + 0.1 * g) for g in range(1, 5))
+    )
+    model = Candidate(0.9, 4, by_model=True, lag_seconds=0.4, read_seconds=0.2, remaining=6)
+    assert model.surcharge() == pytest.approx(0.2)
+    assert draft_value(model, 2, made) == pytest.approx(
+        max((1 + expected_tokens(0.9, g)) / (1.2 + 0.3 * g) for g in range(1, 5))
+    )
+    assert draft_value(Candidate(0.9, 4, tree_rows=10), 2, made) == pytest.approx((1 + expected_tokens(0.9, 4)) / 2.0)
+    assert draft_value(Candidate(0.9, 4), 2, Costs()) == 0.9, "the surest, before anything was measured"
 
 
 def test_nothing_is_drafted_before_a_plain_step_was_measured() -> None:
-    choice = Choice(0.99, 8)
-    choose([choice], 1, Costs())
-    assert choice.gamma == 0
+    assert choose_depths([Candidate(0.99, 8)], 1, Costs()) == [0]
 
 
 def test_a_plain_step_is_measured_again_now_and_then() -> None:
     made = costs({1: 1.0, 5: 1.0})
     drafted = 0
     for _ in range(200):
-        choice = Choice(0.9, 4)
-        choose([choice], 1, made)
-        drafted += choice.gamma > 0
-        made.step_took(1 + choice.gamma, 1.0)
+        (gamma,) = choose_depths([Candidate(0.9, 4)], 1, made)
+        drafted += gamma > 0
+        made.record_step(1 + gamma, 1.0)
     assert 190 <= drafted < 200
 
 
 def test_the_likelier_draft_goes_first() -> None:
     table = {rows: 1.0 if rows <= 4 else 10.0 for rows in range(1, 20)}
-    sure, unsure = Choice(0.9, 8), Choice(0.3, 8)
-    choose([unsure, sure], 2, costs(table, plain=2))
-    assert (sure.gamma, unsure.gamma) == (2, 0)
+    sure, unsure = Candidate(0.9, 8), Candidate(0.3, 8)
+    assert choose_depths([unsure, sure], 2, costs(table, plain=2)) == [0, 2]
 
 
 def test_acceptance_follows_each_request() -> None:
@@ -103,15 +99,15 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
         acceptance.observe(f"{number}", kind, 0, 4)
         acceptance.forget(f"{number}")
     begins = []
-    for number in range(40, 40 + 2 * TRIAL):
+    for number in range(40, 40 + 2 * TUNING.retry_requests):
         begins.append(acceptance.alpha(f"{number}", kind))
         acceptance.forget(f"{number}")
-    assert begins[:TRIAL] == [begins[0]] * TRIAL
-    assert begins[0] < 0.3 < begins[TRIAL], "then as if nothing were known"
+    assert begins[: TUNING.retry_requests] == [begins[0]] * TUNING.retry_requests
+    assert begins[0] < 0.3 < begins[TUNING.retry_requests], "then as if nothing were known"
     beside = [acceptance.alpha(request, kind) for request in ("one", "two", "one")]
-    assert beside[0] == beside[2] == begins[TRIAL] > beside[1], "one request of a batch, not all"
+    assert beside[0] == beside[2] == begins[TUNING.retry_requests] > beside[1], "one request of a batch, not all"
     acceptance.forget("one")
-    assert acceptance.alpha("two", kind) == begins[TRIAL], "it ended without a draft"
+    assert acceptance.alpha("two", kind) == begins[TUNING.retry_requests], "it ended without a draft"
     acceptance.forget("two")
     acceptance.observe("trial", kind, 0, 4)
     assert acceptance.alpha("next", kind) < 0.3, "one trial, not many"
@@ -123,28 +119,33 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
 def test_what_was_measured_counts_for_what_it_was_measured_of() -> None:
     """The least of a few measurements: of steps of so many rows, of draft steps of so many sequences, of tokens read."""
     made = Costs()
-    assert (made.step(1), made.draft(1), made.draft_guess(1), made.catching_up(9)) == (None, 0.0, 0.0, 0.0)
+    assert (made.step_seconds(1), made.draft_seconds(1), made.draft_estimate(1), made.reading_seconds(9)) == (
+        None,
+        0.0,
+        0.0,
+        0.0,
+    )
     for rows, seconds in ((1, 1.0), (1, 0.8), (8, 2.0), (8, 3.0)):
-        made.step_took(rows, seconds)
-    assert (made.step(1), made.step(8)) == (0.8, 2.0)
-    assert made.draft_guess(1) == pytest.approx(0.3 * 0.8)
-    assert made.catching_up(10) == pytest.approx(10 * 0.06 * 0.8)
+        made.record_step(rows, seconds)
+    assert (made.step_seconds(1), made.step_seconds(8)) == (0.8, 2.0)
+    assert made.draft_estimate(1) == pytest.approx(0.3 * 0.8)
+    assert made.reading_seconds(10) == pytest.approx(10 * 0.06 * 0.8)
     for sequences, seconds in ((1, 0.2), (1, 0.1), (8, 0.5), (8, 0.7)):
-        made.draft_took(sequences, seconds)
-    assert (made.draft(1), made.draft(8)) == (0.1, 0.5)
-    assert made.draft_guess(8) == 0.5
+        made.record_draft(sequences, seconds)
+    assert (made.draft_seconds(1), made.draft_seconds(8)) == (0.1, 0.5)
+    assert made.draft_estimate(8) == 0.5
     for tokens, seconds in ((10, 0.5), (100, 3.0), (10, 0.4)):
-        made.caught_up(tokens, seconds)
-    assert made.catching_up(10) == pytest.approx(0.3)
-    for _ in range(SAMPLES):
-        made.step_took(1, 1.5)
-    assert made.step(1) == 1.5, "what was before the last few is forgotten"
+        made.record_reading(tokens, seconds)
+    assert made.reading_seconds(10) == pytest.approx(0.3)
+    for _ in range(TUNING.samples):
+        made.record_step(1, 1.5)
+    assert made.step_seconds(1) == 1.5, "what was before the last few is forgotten"
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
 def test_the_measured_acceptance_is_the_true_one(alpha: float) -> None:
     rng = random.Random(2)
-    acceptance = Acceptance(memory=100)
+    acceptance = Acceptance(Tuning(request_memory=100))
     for _ in range(1000):
         accepted = next((i for i in range(4) if rng.random() >= alpha), 4)
         acceptance.observe("r", ("ngram", 1), accepted, 4)
@@ -159,15 +160,15 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
     acceptance, made = Acceptance(), Costs()
     seconds, tokens = 0.0, 0
     while tokens < 400:
-        choice = Choice(acceptance.alpha("r", ("model", 0)), 8, model=True)
-        choose([choice], 1, made)
-        took = 1.0 + slope * choice.gamma
-        accepted = next((i for i in range(choice.gamma) if rng.random() >= alpha), choice.gamma)
-        if choice.gamma:
-            made.draft_took(1, 0.3)
-            acceptance.observe("r", ("model", 0), accepted, choice.gamma)
-        made.step_took(1 + choice.gamma, took)
-        seconds += took + 0.3 * choice.gamma
+        choice = Candidate(acceptance.alpha("r", ("model", 0)), 8, by_model=True)
+        (gamma,) = choose_depths([choice], 1, made)
+        took = 1.0 + slope * gamma
+        accepted = next((i for i in range(gamma) if rng.random() >= alpha), gamma)
+        if gamma:
+            made.record_draft(1, 0.3)
+            acceptance.observe("r", ("model", 0), accepted, gamma)
+        made.record_step(1 + gamma, took)
+        seconds += took + 0.3 * gamma
         tokens += accepted + 1
     assert seconds <= 1.03 * tokens
 
@@ -175,10 +176,9 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
 def test_a_draft_may_lose_what_its_step_takes_more_than_a_plain_one_and_no_more() -> None:
     """Four rows of 0.1 s more and four steps of a model of 0.2 s more: 1.2 s, each of them counted once."""
     for budget, gamma in ((1.25, 4), (1.15, 3), (0.55, 1), (0.25, 0)):
-        choice = Choice(0.99, 4, model=True, drafter="draft")
+        choice = Candidate(0.99, 4, by_model=True, drafter="draft")
         made = costs({rows: 1 + 0.1 * (rows - 1) for rows in range(1, 10)}, draft=0.2)
-        choose([choice], 1, made, {"draft": Budget(budget, budget)})
-        assert choice.gamma == gamma
+        assert choose_depths([choice], 1, made, {"draft": Budget(budget, budget)}) == [gamma]
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------------
@@ -186,35 +186,32 @@ def test_a_draft_may_lose_what_its_step_takes_more_than_a_plain_one_and_no_more(
 
 def test_a_tree_is_verified_whole_or_not_at_all() -> None:
     for cost, taken in ((0.001, True), (0.2, False)):
-        tree = Choice(0.6, 4, rows=40)
-        choose([tree], 1, costs({rows: 1 + cost * (rows - 1) for rows in (1, 20, 41)}))
-        assert tree.gamma == (4 if taken else 0)
-    hopeless = Choice(0.02, 4, rows=40)
-    choose([hopeless], 1, costs({1: 1.0, 41: 1.0}))
-    assert hopeless.gamma == 0
+        tree = Candidate(0.6, 4, tree_rows=40)
+        made = costs({rows: 1 + cost * (rows - 1) for rows in (1, 20, 41)})
+        assert choose_depths([tree], 1, made) == [4 if taken else 0]
+    hopeless = Candidate(0.02, 4, tree_rows=40)
+    assert choose_depths([hopeless], 1, costs({1: 1.0, 41: 1.0})) == [0]
 
 
 def test_a_tree_larger_than_any_step_yet_is_tried_once() -> None:
     """Nobody can guess what so many rows cost; once that is known, it decides."""
     for seconds, again in ((1.1, True), (9.0, False)):
         made = costs({1: 1.0, 2: 1.0}, plain=2)
-        first, beside = Choice(0.7, 4, rows=30), Choice(0.6, 4, rows=30)
-        choose([beside, first], 2, made)
-        assert (first.gamma, beside.gamma) == (4, 0), "one at a time"
-        made.step_took(32, seconds)
-        tree = Choice(0.7, 4, rows=30)
-        choose([tree], 2, made)
-        assert (tree.gamma > 0) == again
-    beyond = Choice(0.7, 4, rows=34)
-    choose([beyond], 2, made)
-    assert beyond.gamma == 0, "a little larger than what is known to be dear"
+        first, other = Candidate(0.7, 4, tree_rows=30), Candidate(0.6, 4, tree_rows=30)
+        assert choose_depths([other, first], 2, made) == [0, 4], "one at a time"
+        made.record_step(32, seconds)
+        tree = Candidate(0.7, 4, tree_rows=30)
+        (depth,) = choose_depths([tree], 2, made)
+        assert (depth > 0) == again
+    beyond = Candidate(0.7, 4, tree_rows=34)
+    assert choose_depths([beyond], 2, made) == [0], "a little larger than what is known to be dear"
 
 
 def test_the_batch_takes_as_many_trees_as_pay() -> None:
     table = {rows: max(1.0, rows / 30) for rows in (1, 4, 24, 44, 64, 84)}
-    trees = [Choice(0.6, 3, rows=20) for _ in range(4)]
-    choose(trees, 4, costs(table, plain=4))
-    assert sum(tree.gamma > 0 for tree in trees) == 1
+    trees = [Candidate(0.6, 3, tree_rows=20) for _ in range(4)]
+    depths = choose_depths(trees, 4, costs(table, plain=4))
+    assert sum(depth > 0 for depth in depths) == 1
 
 
 # -- who is asked --------------------------------------------------------------------------------------------------------------
@@ -244,8 +241,8 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
     asked = []
     for _ in range(3 * every):
         before = drafter.asked
-        speculation.costs.step_took(batch, 1.0)
-        speculation.costs.step_took(batch + 1, 9.0)  # a row too many
+        speculation.costs.record_step(batch, 1.0)
+        speculation.costs.record_step(batch + 1, 9.0)  # a row too many
         if not speculation.pauses():
             speculation.propose(pairs, batch)
         asked.append(drafter.asked > before)
@@ -276,11 +273,11 @@ def asked_at(drafter: Slow, steps: int) -> tuple[list[int], Speculation]:
     speculation = Speculation([drafter], 1000, clock=drafter.clock)
     request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
     seq, found = Sequence(0, [2, 3], 1), []
-    speculation.costs.step_took(2, 1.0)
-    speculation.acceptance.everyone["slow", 1] = Belief(0.9)
+    speculation.costs.record_step(2, 1.0)
+    speculation.acceptance.shared["slow", 1] = Average(0.9, TUNING.prior_weight)
     for step in range(steps):
-        speculation.costs.step_took(1, 1.0)
-        speculation.costs.step_took(1, 1.0)
+        speculation.costs.record_step(1, 1.0)
+        speculation.costs.record_step(1, 1.0)
         before = drafter.asked
         if not speculation.pauses():
             speculation.propose([(request, seq)], 1)
@@ -306,18 +303,18 @@ def test_of_a_pause_the_last_step_is_measured_and_all_of_it_allows_for_losses() 
     drafter = Slow()
     asked, speculation = asked_at(drafter, 100)
     budget = speculation.budgets.by_drafter[drafter.name]
-    budget.steps = budget.ahead = 0.0
+    budget.drafting = budget.reading = 0.0
     plan, rest = StepPlan(1, feeds=[Feed(0, 3, 1)]), asked[-1] + 12 - 99
     assert rest > 1
     speculation.record_step(plan, StepOutput(1, seconds=0.5))  # of a step before the last
     for _ in range(rest):
-        assert speculation.costs.step(1) == 1.0
+        assert speculation.costs.step_seconds(1) == 1.0
         assert speculation.pauses()
-        assert budget.steps == 0.0
+        assert budget.drafting == 0.0
         speculation.record_step(plan, StepOutput(1, seconds=0.5))
-    assert speculation.costs.step(1) == 0.5
+    assert speculation.costs.step_seconds(1) == 0.5
     assert not speculation.pauses()
-    assert budget.steps == budget.ahead == pytest.approx(SHARE * 0.5 * (rest + 1))
+    assert budget.drafting == budget.reading == pytest.approx(TUNING.loss_share * 0.5 * (rest + 1))
 
 
 class Bushy(Counting):
@@ -328,18 +325,18 @@ class Bushy(Counting):
         return Draft([1] * 20, [-1] * 20, confidence=1)
 
 
-@pytest.mark.parametrize(("seconds", "gamma", "every"), [(9.0, None, TREE_REST + 1), (1.0, None, 1), (9.0, 2, 1)])
+@pytest.mark.parametrize(("seconds", "gamma", "every"), [(9.0, None, TUNING.tree_rest_steps + 1), (1.0, None, 1), (9.0, 2, 1)])
 def test_a_sequence_whose_tree_is_dear_is_left_alone(seconds: float, gamma: int | None, every: int) -> None:
     drafter = Bushy()
     speculation = Speculation([drafter], 1000, gamma)
     request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
     seq = Sequence(0, [2, 3], 1)
-    for _ in range(ENOUGH):
-        speculation.costs.step_took(1, 1.0)
+    for _ in range(TUNING.plain_samples):
+        speculation.costs.record_step(1, 1.0)
     asked = []
     for _ in range(3 * every):
-        speculation.costs.step_took(21, seconds)
-        speculation.costs.step_took(1, 1.0)
+        speculation.costs.record_step(21, seconds)
+        speculation.costs.record_step(1, 1.0)
         before = drafter.asked
         if not speculation.pauses():
             speculation.propose([(request, seq)], 1)
