@@ -144,7 +144,7 @@ def test_the_companion_catches_up_and_reads_what_it_wrote(side: Torch) -> None:
     """After rejections and prefix hits the draft's chains are those that the draft model alone would draw."""
     engine = engine_of(side, "other", gamma=3)
     chains: list[tuple[list[int], list[int]]] = []
-    engine.speculation.fill = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
+    engine.speculation.run_models = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
     for prompt, _ in [load(3)[1], load(3)[3], load(3)[1]]:
         run(side, engine, [(prompt, GREEDY)])
     draft = side.drafts["other"]
@@ -155,7 +155,7 @@ def test_the_companion_catches_up_and_reads_what_it_wrote(side: Torch) -> None:
 
 
 def watched(speculation: Any, chains: list[tuple[list[int], list[int]]]) -> Callable[..., Any]:
-    fill = speculation.fill
+    fill = speculation.run_models
 
     def watching(works: list[Any], run: Any, filled: Any) -> Any:
         failed = fill(works, run, filled)
@@ -187,7 +187,7 @@ def test_a_hit_without_the_drafts_keys_would_be_seen(side: Torch) -> None:
         engine = engine_of(side, "near", gamma=3)
         if broken:
             stale_hits(engine)
-        engine.speculation.fill = watched(engine.speculation, chains[broken])  # type: ignore[union-attr, method-assign]
+        engine.speculation.run_models = watched(engine.speculation, chains[broken])  # type: ignore[union-attr, method-assign]
         for job in jobs:
             engine.blocks.begin()
             engine.blocks.end()
@@ -220,5 +220,5 @@ def test_a_draft_that_fails_costs_no_answer(side: Torch, often: int, least: int,
     speculation.observe = observing
     requests = run(side, engine, load(4))
     assert least <= calls[0] <= most
-    assert not speculation._failed
+    assert not speculation._failures
     assert [sum(getattr(one.metrics, name) for one in requests) for name in ("drafts", "drafted")] == verified

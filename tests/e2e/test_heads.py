@@ -204,7 +204,7 @@ def chains_of(side: Torch, made: Heads, after: int = 0) -> list[tuple[list[int],
     """Texts and what was drafted after them, across rejections, prefix hits and preemption."""
     chains: list[tuple[list[int], list[int]]] = []
     engine = engine_of(side, made, blocks=24 if side.block != BLOCK else 7, budget=24, after=after)
-    engine.speculation.fill = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
+    engine.speculation.run_models = watched(engine.speculation, chains)  # type: ignore[union-attr, method-assign]
     for _ in range(2):
         run(side, engine, [(prompt, GREEDY.replace(max_tokens=20)) for prompt in prompts()])
     assert engine.scheduler.preemptions > 0

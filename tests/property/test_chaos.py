@@ -105,12 +105,12 @@ def unguarded(hook: str) -> Callable[[Engine], None]:
     """An engine that guards all hooks but one."""
 
     def tamper(engine: Engine) -> None:
-        ask = engine._ask
+        ask = engine._call_hook
 
         def asking(request: Request, what: Callable, *args: object) -> object:
             return what(*args) if what.__name__ == hook else ask(request, what, *args)
 
-        engine._ask = asking  # type: ignore[method-assign]
+        engine._call_hook = asking  # type: ignore[method-assign]
 
     return tamper
 

@@ -107,7 +107,7 @@ def test_what_a_draft_left_behind_is_not_found_again(broken: bool) -> None:
 
 def publish_what_was_written(engine: Engine) -> None:
     """Blocks are offered as soon as nodes were written to them, under the tokens that came out in place of the draft's."""
-    settle = engine.children._settle
+    settle = engine.children._accept_path
 
     def publish(request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
         settle(request, seq, length, path)
@@ -115,7 +115,7 @@ def publish_what_was_written(engine: Engine) -> None:
         engine.blocks.publish(seq)
         seq.kv.computed = computed
 
-    engine.children._settle = publish  # type: ignore[method-assign]
+    engine.children._accept_path = publish  # type: ignore[method-assign]
 
 
 # -- negative controls: each breaks one rule of verification, and the loads above must notice --------------------------

@@ -9,19 +9,19 @@ from headrace.data.plan import Answer, Answers, AnyWant, Drawn, Each, Failed, Fe
 from headrace.data.types import Draft, Holding, Request, Sequence, Wire
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
-from headrace.engine.feeding import Work
+from headrace.engine.feeding import FeedWork
 
 SURE, UNSURE = -0.01, -0.5  # ln of a probability
 
 
-def work(number: int, known: int, seen: int, room: int, **params: object) -> Work:
+def work(number: int, known: int, seen: int, room: int, **params: object) -> FeedWork:
     """A sequence of so many known tokens, of which the companion has seen some, with room for a chain."""
     request = Request(str(number), [1], SamplingParams(**params), 0, None, 0, stop_ids=frozenset({99}))  # type: ignore[arg-type]
     request.metrics.drafts, request.metrics.drafted = 1, room
     seq = Sequence(number, [number] * known, 1, Holding(computed=[known - 1, seen]), Wire(slot=10 + number))
     seq.decode.draft = Draft([0] * room, list(range(-1, room - 1)), drafter="draft")
     feed = Feed(seq.wire.slot, known - 1, 1, (number,), nodes=(0,) * room, parents=tuple(range(-1, room - 1)))
-    return Work(request, seq, feed, True)
+    return FeedWork(request, seq, feed, True)
 
 
 class Script:

@@ -1,4 +1,4 @@
-"""What may enter the loop: everything a client can send is checked once, here, and refused with what to change."""
+"""Checks of requests before they enter the loop. A request that could never run is refused with what to change."""
 
 from headrace.data.config import EngineConfig
 from headrace.data.fields import PROMPT, FieldError, unheeded
@@ -12,12 +12,12 @@ from headrace.decoding.refine import Refine
 
 
 class AdmissionError(FieldError):
-    """A request that could never run; the message says what to change."""
+    """A request that could never run; the message contains what to change."""
 
 
 class Limits:
-    """The bounds of one engine: context, vocabulary, slots, token budget, blocks, what its model can fill in. `start`: what an
-    output begins with where prompts are sources; `judges`: its exits have classifiers."""
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks. mask_id: mask token, if the model fills in
+    masks. start: first output token if prompts are sources. judges: the exits have classifiers."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Limits:
 
 
 def admit(request: Request, limits: Limits) -> None:
-    """Say how wide a request is. Raises AdmissionError unless it can run to its end on this engine."""
+    """Set a request's width. Raises AdmissionError unless it can run to its end on this engine."""
     if not isinstance(request.strategy, Strategy):
         raise AdmissionError(
             "strategy", f"{type(request.strategy).__name__} is no strategy; inherit from headrace.decoding.base.Strategy"
@@ -92,7 +92,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 
 
 def _check_source(request: Request, limits: Limits) -> None:
-    """What an encoder-decoder reads and what it is asked for."""
+    """Check an encoder-decoder's source and what is requested of it."""
     if not _least_answer(request) or request.params.prompt_logprobs is not None:
         raise AdmissionError(
             "model", "this model writes from a source, which it neither scores nor embeds; ask it for its output alone"
@@ -107,7 +107,7 @@ def _check_vocabulary(request: Request, limits: Limits) -> None:
 
 
 def _least_answer(request: Request) -> int:
-    """How many tokens a request writes at the least: scores and embeddings need no room for any."""
+    """The fewest tokens a request outputs: 0 for scores, embeddings and classes."""
     return int(request.strategy.generates)
 
 
@@ -136,7 +136,7 @@ def _check_ids(request: Request, limits: Limits) -> None:
 
 
 def _check_honours(request: Request) -> None:
-    """Nothing may be asked for that the strategy would drop."""
+    """Refuse parameters that the strategy would ignore."""
     honours: frozenset[str] = request.strategy.honours
     given = unheeded(request.params, honours)
     if request.processors and "processors" not in honours:
@@ -160,9 +160,10 @@ def _check_processors(request: Request) -> None:
 
 
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool = False) -> int:
-    """Bits of the KV groups that a request's own feeds fill. Raises AdmissionError where the engine has no such group.
-    `judges`: the exits have classifiers."""
-    needed = {TARGET.name, FEATURES, UPPER}  # if there are any: heads may draft for any request, any may find its prefix
+    """Bit mask of the KV groups that a request's feeds fill. Raises AdmissionError if the engine lacks one. judges: the exits
+    have classifiers."""
+    # Heads may draft for any request, and any request may find another's prefix.
+    needed = {TARGET.name, FEATURES, UPPER}
     if params.exit_threshold is not None:
         _check_exits(params, groups, judges)
     if params.cascade_threshold is not None:
@@ -210,7 +211,8 @@ def _check_width(request: Request, limits: Limits) -> None:
 
 
 def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int, source: int = 0) -> int:
-    """The most blocks a request can hold: full prompt blocks and its source's are shared, everything else is not."""
+    """The most blocks a request can hold. Its sequences share the full prompt blocks and the source's blocks, and nothing
+    else."""
     shared = prompt_len // block_size
     each = -(-(prompt_len + output_len - 1) // block_size) - shared
     return shared + width * max(each, 0) + -(-source // block_size)

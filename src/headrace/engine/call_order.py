@@ -1,4 +1,4 @@
-"""Threads that share an engine take turns."""
+"""A lock that threads get in the order in which they asked for it."""
 
 import threading
 from collections import deque
@@ -6,24 +6,24 @@ from types import TracebackType
 
 
 class FairLock:
-    """A lock that is handed on in the order in which threads asked for it, so that none that asks again overtakes one that
-    waits. A thread that has it must not ask for it."""
+    """First in, first out, unlike `threading.Lock`: a thread that asks again does not overtake one that waits. Not
+    reentrant."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._taken = False
+        self._held = False
         self._waiting: deque[threading.Lock] = deque()
 
     def __enter__(self) -> None:
         with self._guard:
-            if not self._taken:
-                self._taken = True
+            if not self._held:
+                self._held = True
                 return
             turn = threading.Lock()
             turn.acquire()
             self._waiting.append(turn)
         try:
-            turn.acquire()  # until who has the lock lets this one go
+            turn.acquire()  # released by the thread that holds the lock
         except BaseException:  # Ctrl-C
             with self._guard:
                 handed = turn not in self._waiting
@@ -41,4 +41,4 @@ class FairLock:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._taken = False
+                self._held = False

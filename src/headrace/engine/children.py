@@ -1,4 +1,4 @@
-"""What becomes of sequences: their children and their ends."""
+"""Applies a strategy's children to sequences: appended tokens, accepted drafts, forks, ended outputs."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from headrace.engine.scheduler import Scheduler
 
 
 class Children:
-    """Tokens appended, drafts settled, forks made, outputs ended. `ids`: of new sequences."""
+    """Turns sequences into their children; owned by an engine. ids: numbers of new sequences."""
 
     def __init__(self, scheduler: Scheduler, stopping: Stopping, vocab_size: int, ids: Iterator[int]) -> None:
         self.scheduler = scheduler
@@ -18,21 +18,21 @@ class Children:
         self._ids = ids
 
     def become(self, request: Request, parent: Sequence, children: list[Child], outbox: Outbox) -> list[Sequence]:
-        """Let a sequence become its children; returns those that go on. What they stream goes to `outbox`."""
+        """Apply the children of one sequence; returns the unfinished ones. Streamed deltas go to `outbox`."""
         draft, length = parent.decode.draft, len(parent.tokens)
         survivors: list[Sequence] = []
         for child in children:
             seq = parent if len(children) == 1 else parent.fork(next(self._ids))
             self._grow(request, parent, seq, child, outbox)
-            if seq.decode.constraint is not None and self._failed(request, seq):
+            if seq.decode.constraint is not None and self._drops_failed(request, seq):
                 continue
             if draft is not None and seq is parent:
-                self._settle(request, parent, length, child.path)
+                self._accept_path(request, parent, length, child.path)
             (survivors if seq.text.finish_reason is None else request.finished).append(seq)
         return survivors
 
-    def _failed(self, request: Request, seq: Sequence) -> bool:
-        """Whether a sequence's grammar has failed and it is dropped; where nothing may be dropped, the request has failed."""
+    def _drops_failed(self, request: Request, seq: Sequence) -> bool:
+        """Handle a failed grammar: returns True if the strategy drops the sequence, otherwise fails the request."""
         if not seq.decode.constraint.error:
             return False
         if request.strategy.drops_failed:
@@ -42,7 +42,7 @@ class Children:
         return request.strategy.drops_failed
 
     def _grow(self, request: Request, parent: Sequence, seq: Sequence, child: Child, outbox: Outbox) -> None:
-        """Give `seq` what its child brings, up to where the output ends."""
+        """Append a child's accepted draft tokens and new token to `seq`, up to the end of the output."""
         decode = seq.decode
         if child.index is not None and child.index != decode.index:
             if request.strategy.streams and not 0 <= child.index < request.params.n:
@@ -62,11 +62,11 @@ class Children:
             delta.accepted = min(len(child.path), len(delta.token_ids))
         if not request.strategy.streams:
             seq.text.shown += delta.text
-        elif tokens or delta.finish_reason is not None:  # a step may only bring a draft nearer
+        elif tokens or delta.finish_reason is not None:
             outbox.append(delta)
 
-    def _settle(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
-        """The draft below `length` known tokens was verified: its path is kept."""
+    def _accept_path(self, request: Request, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
+        """Keep the K/V of the accepted path of a verified draft."""
         draft, seq.decode.draft = seq.decode.draft, None
         assert draft is not None
         if seq.text.finish_reason is None:
@@ -75,7 +75,7 @@ class Children:
             request.metrics.accept(min(len(path), len(seq.tokens) - length))
 
     def results(self, request: Request) -> list[Delta]:
-        """The outputs of a request that does not stream; where there is none, it has failed."""
+        """The outputs of a request that does not stream. Without any, the request has failed."""
         ranked = request.strategy.results(request)
         if len(ranked) > request.params.n:
             raise ValueError(f"the strategy gave {len(ranked)} outputs, and n is {request.params.n}")
@@ -85,7 +85,7 @@ class Children:
         return [result(request, seq, score, at) for at, (seq, score) in enumerate(ranked)]
 
     def close(self, request: Request, seq: Sequence, reason: str) -> Delta:
-        """End an output where it stands."""
+        """End an output that is still open."""
         seq.text.finish_reason = reason
         request.finished.append(seq)
         return Delta(
@@ -99,7 +99,7 @@ class Children:
 
 
 def result(request: Request, seq: Sequence, score: float, at: int) -> Delta:
-    """A whole output at once."""
+    """The delta of a whole output."""
     return Delta(
         request.id,
         at,

@@ -1,4 +1,4 @@
-"""The loop. Every decoding method, batched with every other, goes through `Engine.step`."""
+"""The engine loop. Every decoding method, batched with every other, runs through `Engine.step`."""
 
 import itertools
 import logging
@@ -27,7 +27,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
 from headrace.engine.children import Children
 from headrace.engine.executor import Done, Executor, Ticket
-from headrace.engine.feeding import Flight, Work
+from headrace.engine.feeding import FeedWork, Flight
 from headrace.engine.outbox import Outbox
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
@@ -39,11 +39,13 @@ log = logging.getLogger("headrace")
 
 
 class Engine:
-    """Requests in, deltas out. One thread calls it; it knows neither prefill nor decode, neither beam nor speculation.
+    """Runs requests to their ends: `add` queues one, `step` returns the deltas of one step. One thread calls it. The loop has
+    no branches for prefill, decode, beams or speculation.
 
-    `vocab_size` bounds token ids; `eos_ids` end an output unless the request ignores them. `speculation` proposes drafts for
-    the requests that take them; `groups` are the KV groups, the target's first. `mask_id`: of models that fill in masks.
-    `start`: what an encoder-decoder's output begins with; a prompt is its source. `judges`: exits have classifiers.
+    vocab_size: bound of token ids. eos_ids: end tokens, unless the request ignores them. speculation: proposes drafts for the
+    requests that take them. groups: KV groups, the target's first. mask_id: mask token of a model that fills in masks. start:
+    first output token of an encoder-decoder, whose prompts are sources. judges: the exits have classifiers. clock: seconds, for
+    the requests' metrics.
     """
 
     def __init__(
@@ -78,12 +80,13 @@ class Engine:
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
         self.requests: dict[str, Request] = {}
         self.fed = 0  # tokens of the last step
-        self.failing = 0  # steps that failed since the last that went well; to try a request again is not held to be one
+        # Failed steps since the last successful one; a retried request's step does not reset it.
+        self.failing = 0
         self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
         self._names = itertools.count()
-        self._idle = 0  # steps in a row that could feed nobody
-        self._lawful: Any = ()  # wants that were looked at last
+        self._idle = 0  # steps in a row without a feed
+        self._checked_wants: Any = ()  # the wants checked last
         self._clock = clock
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -99,16 +102,17 @@ class Engine:
         constraint: Constraint | None = None,
         turn: int = 0,
     ) -> Request:
-        """Queue a request; of equal priorities the smallest `turn` begins first, then who came first. `constraint`: what its
-        structured outputs were compiled to; else that is done here.
+        """Queue a request. Of equal priorities the smallest `turn` starts first, then the earliest.
 
-        Raises AdmissionError, saying what to change, for whatever could never run.
+        salt: separates tenants in the prefix cache. constraint: the compiled structured outputs; None: compiled here.
+
+        Raises AdmissionError, with what to change, for a request that could never run.
         """
         arrival = next(self._ids)
         name = request_id or self._free_name()
         if name in self.requests:
             raise AdmissionError("request_id", f"request id {name!r} is in use; choose another")
-        # Without the cache a prefix is shared with nobody but its own siblings.
+        # Without prefix caching only a request's own sequences share its prefix.
         root = salt if self.config.cache.prefix_caching else salt + arrival.to_bytes(8, "little")
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         request = Request(
@@ -143,7 +147,7 @@ class Engine:
         return request
 
     def _sequence(self, request: Request, root: bytes) -> Sequence:
-        """The first sequence of a request: its prompt, or, where that is a source, what every output begins with."""
+        """The request's first sequence: its prompt, or the start token if the prompt is a source."""
         groups, tokens, wire = self.blocks.groups, request.prompt, Wire()
         kv = Holding(root, groups_filled(request.params, groups, self.limits.judges), computed=[0] * len(groups))
         if self.limits.start is not None:
@@ -153,7 +157,7 @@ class Engine:
         return Sequence(next(self._ids), list(tokens), len(tokens), kv, wire)
 
     def _free_name(self) -> str:
-        """A request id that no open request has, a caller's own ids included."""
+        """A request id that no open request uses."""
         return next(name for name in map("request-{}".format, self._names) if name not in self.requests)
 
     def _reserve(self, params: SamplingParams) -> None:
@@ -174,7 +178,7 @@ class Engine:
             raise AdmissionError("structured_outputs", str(error)) from None
 
     def abort(self, request_id: str) -> None:
-        """End a request as it stands; its blocks come back at once, or when the step in flight has landed."""
+        """End a request. Its blocks are free at once, or after its step in flight has landed."""
         request = self.requests.get(request_id)
         if request is None or request.aborted:
             return
@@ -184,17 +188,18 @@ class Engine:
 
     @property
     def busy(self) -> bool:
+        """Whether requests are open or deltas wait for delivery."""
         return bool(self.requests or self._outbox)
 
     def tokens_read(self, name: str) -> int:
-        """How many tokens of an open request's prompt have been computed, or found in the prefix cache, so far; else 0."""
+        """Prompt tokens of an open request that are computed or found in the prefix cache; 0 if there is no such request."""
         request = self.requests.get(name)
         return 0 if request is None else max((seq.kv.computed[0] for seq in request.seqs), default=0)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     @keep_torch_threads()
     def step(self) -> list[Delta]:
-        """Run one step and return what it added to whom; empty when there is nothing to do."""
+        """Run one step; returns the deltas of all requests, empty if there is nothing to do."""
         self.fed = 0
         self._launch()
         if self._flights:
@@ -206,36 +211,39 @@ class Engine:
                 self.scheduler.advance(flight, output)
                 now = self._clock()
                 for request, outputs in self._caught_up(flight, output):
-                    self._ask(request, self._commit, request, outputs, now)
+                    self._call_hook(request, self._commit, request, outputs, now)
             self._sweep(flight)
         elif self.requests and not self._outbox:
-            self._stuck()
+            self._end_unfed()
         return self._deliver()
 
-    def _ask(self, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
-        """What a hook says. One that raises fails its request and no other, which the step's end sweeps out; it says None."""
+    def _call_hook(self, request: Request, hook: Callable[..., Any], *args: Any) -> Any:
+        """The result of a strategy's or constraint's method. If it raises, returns None and fails this request alone; `_sweep`
+        ends it."""
         try:
             return hook(*args)
-        except Exception as error:  # a strategy, processor or constraint may raise anything
+        except Exception as error:
+            # A strategy, processor or constraint may raise anything.
             level = logging.DEBUG if isinstance(error, ProcessorError) else logging.ERROR
             log.log(level, "request %s failed", request.id, exc_info=True)
             request.error = request.error or f"{type(error).__name__}: {error}"
             return None
 
     def _launch(self) -> None:
-        """Schedule, draft and submit until the executor is full."""
+        """Schedule, draft and submit plans until the executor is full."""
         while len(self._flights) < self.executor.depth:
             self._propose()
             if (flight := self.scheduler.schedule()) is None:
                 return
-            self._flights.append(flight)  # before any hook runs: whatever one does, the flight lands
+            # Registered before any hook runs, so that the flight lands whatever a hook does.
+            self._flights.append(flight)
             if self.speculation is not None:
-                self._fill(self.speculation, flight)
+                self._run_draft_models(self.speculation, flight)
             now = self._clock()
             for work in flight.works:
                 if work.request.metrics.scheduled is None:
                     work.request.metrics.scheduled = now
-                self._ask(work.request, self._want, work)
+                self._call_hook(work.request, self._set_wants, work)
             if flight.ticket is None:
                 flight.ticket = self._submit(flight.plan)
 
@@ -245,28 +253,29 @@ class Engine:
         except Exception as error:
             return Done(None, error)
 
-    def _want(self, work: Work) -> None:
-        """Put into a feed what is wanted of it, and what may be drawn where a grammar says so."""
+    def _set_wants(self, work: FeedWork) -> None:
+        """Set a feed's wants and, under a grammar, the masks of the tokens that may be drawn."""
         seq, feed, last = work.seq, work.feed, work.last
         decode = seq.decode
         if decode.constraint is not None and last:
             feed.allowed = decode.constraint.masks(feed.nodes, feed.parents)
         wants = work.request.strategy.want(work.request, seq, feed, last)
-        if wants is not self._lawful:  # most feeds want the same, and share it
+        # Most feeds share one tuple of wants.
+        if wants is not self._checked_wants:
             if not isinstance(wants, tuple) or not all(map(wanted, wants)):
                 raise ValueError(f"the strategy wants what no step gives: {wants!r}")
-            self._lawful = wants
+            self._checked_wants = wants
         if last and decode.draft is not None and decode.draft.observed:
             wants = (*wants, Sample(decode.index, at=Where.NODES))
         feed.wants = wants
 
     def _propose(self) -> None:
-        """Give the sequences of idle requests what their next step is to verify; the scheduler finds room for it."""
+        """Give the sequences of idle requests their drafts for the next step; the scheduler finds room for them."""
         scheduler = self.scheduler
         for request in scheduler.candidates:
             if request.drafts and not request.in_flight:
                 for seq in request.seqs:
-                    seq.decode.draft = self._ask(request, self._required, request, seq)
+                    seq.decode.draft = self._call_hook(request, self._required_draft, request, seq)
                 if request.error is not None:
                     self._end(request, "error")
         if self.speculation is not None and not self.speculation.pauses():
@@ -276,8 +285,8 @@ class Engine:
             early = sum(request.params.leaves for request in others)
             self.speculation.propose([pair for pair in decoding if pair[0].speculates], len(decoding), early)
 
-    def _required(self, request: Request, seq: Sequence) -> Draft | None:
-        """What a strategy's next step must verify. Raises ValueError where no step could feed it."""
+    def _required_draft(self, request: Request, seq: Sequence) -> Draft | None:
+        """The draft that a strategy's next step must verify. Raises ValueError for a draft that no step can feed."""
         draft: Draft | None = request.strategy.draft(request, seq)
         if draft is None:
             return None
@@ -289,16 +298,18 @@ class Engine:
         check_draft(draft, self.limits.vocab_size)
         return draft
 
-    def _fill(self, speculation: Speculation, flight: Flight) -> None:
-        """Let a model that drafts say which tokens the drafts are that found room."""
+    def _run_draft_models(self, speculation: Speculation, flight: Flight) -> None:
+        """Let draft models choose the tokens of the drafts that have room. Their plans run before the target's plan of this
+        step."""
         plan = flight.plan
 
         def run(model: int, feeds: list[Feed]) -> list[Answers]:
-            # What changes slots, tables and pools comes first, and with the target's plan: the companions share it.
+            # Changes of slots, tables and pools belong to the target's plan and hold for all models, so they run first.
             ahead = StepPlan(plan.step, 0, plan.free, plan.new, plan.tables, plan.moves, plan.copies)
             try:
                 self.executor.submit(ahead).result()
-            except Exception as error:  # what of it was carried out is not known, so the target's step has failed with it
+            except Exception as error:
+                # Part of the changes may have been carried out, so the target's step fails too.
                 flight.ticket = Done(None, error)
                 raise
             plan.free, plan.new, plan.tables, plan.moves, plan.copies = [], [], [], [], []
@@ -309,8 +320,8 @@ class Engine:
             self.scheduler.drop_draft(work)
 
     def _land(self, flight: Flight) -> StepOutput | None:
-        """The step's result. A step that fails commits nothing: its requests are tried again one by one, and those end with the
-        error whose own step fails."""
+        """The step's output; None if it failed. A failed step commits nothing: its requests are retried one by one, and a
+        request whose own step fails ends with the error."""
         output: StepOutput | None = None
         try:
             output = flight.ticket.result()
@@ -319,7 +330,8 @@ class Engine:
             if list(map(len, output.feeds)) != [len(work.feed.wants) for work in flight.works]:
                 raise RuntimeError("a feed was not answered as it wanted")
             self.failing = self.failing if flight.retry else 0
-        except Exception as error:  # whatever the back end raises must not take the other requests down
+        except Exception as error:
+            # An error of the back end must not end the other requests.
             output = None
             self.failing += 1
             if flight.retry:
@@ -334,17 +346,19 @@ class Engine:
         return output
 
     def _caught_up(self, flight: Flight, output: StepOutput) -> Iterator[tuple[Request, Outputs]]:
-        """The requests whose sequences all have logits now, with them; strategies see every feed on the way."""
+        """Yields the requests whose sequences all have answers, with these. Strategies observe every feed on the way, prompt
+        chunks included."""
         for number, exited in output.exited.items():
             flight.works[number].seq.decode.exited = exited
         pairs = zip(flight.works, output.feeds, strict=True)
-        for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):  # a request's works come together
+        # The feeds of one request are next to each other.
+        for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):
             outputs = []
             for work, answers in fed:
                 seq = work.seq
                 dead = "" if seq.decode.constraint is None else seq.decode.constraint.error
                 if dead and request.strategy.drops_failed:
-                    request.dropped = dead  # it brings no candidates, so it has no children
+                    request.dropped = dead
                 else:
                     request.constraint_failed |= bool(dead) and request.error is None
                     request.error = request.error or dead or None
@@ -352,14 +366,14 @@ class Engine:
                         if type(answer) is Failed:
                             request.error = request.error or answer.error
                 if request.observes and request.error is None and not request.aborted:
-                    self._ask(request, request.strategy.observe, request, seq, work.feed, answers)
+                    self._call_hook(request, request.strategy.observe, request, seq, work.feed, answers)
                 if work.last:
                     outputs.append((seq, answers))
             if outputs and request.error is None and not request.aborted:
                 yield request, outputs
 
     def _commit(self, request: Request, outputs: Outputs, now: float) -> None:
-        """Accept, append, fork, drop: every parent becomes its children, and what ended leaves the request."""
+        """Turn the answers into children: append, accept, fork or drop."""
         chosen: list[list[Child]] = request.strategy.select(request, outputs)
         if len(chosen) != len(outputs):
             raise ValueError(f"the strategy gave children for {len(chosen)} sequences of {len(outputs)}")
@@ -371,22 +385,23 @@ class Engine:
             if draft is not None and parent.decode.draft is None and not draft.required and self.speculation is not None:
                 self.speculation.observe(request, parent, draft, children[0].path, answers)
             live += len(survivors)
-            if survivors != [parent]:  # else it goes on as it is
+            if survivors != [parent]:
                 changed.append((parent, survivors))
-        if live > request.width:  # the slots of others
+        # More sequences would take the slots of other requests.
+        if live > request.width:
             raise ValueError(f"the strategy holds {live} sequences, and width() says at most {request.width}")
-        changed.sort(key=lambda pair: bool(pair[1]))  # those that end first: their slots may be all there are
+        # Ended parents first: the forks of others may need their slots.
+        changed.sort(key=lambda pair: bool(pair[1]))
         for parent, survivors in changed:
             self.scheduler.commit(request, parent, survivors)
-        # a strategy with drafts of its own has passes that only mend them
+        # A strategy with required drafts has passes that add no token.
         if not request.drafts or any(child.token is not None or child.path for children in chosen for child in children):
             request.metrics.wrote(now)
         if request.error is None and (request.strategy.done(request) or not request.seqs):
             self._end(request, None)
 
-    def _stuck(self) -> None:
-        """Requests are open, nothing is under way, and nobody can be fed: a fault of the engine. They end with it, so that no
-        caller waits for ever."""
+    def _end_unfed(self) -> None:
+        """End all requests if two steps in a row could feed none: a fault of the engine, and no caller may wait for ever."""
         self._idle += 1
         if self._idle < 2:
             return
@@ -396,13 +411,13 @@ class Engine:
             self._end(request, "error")
 
     def _sweep(self, flight: Flight) -> None:
-        """End what was aborted or has failed."""
+        """End the flight's requests that were aborted or failed."""
         for request in [work.request for work in flight.works]:
             if (request.error is not None or request.aborted) and request.status is not Status.FINISHED:
                 self._end(request, "abort" if request.error is None else "error")
 
     def _end(self, request: Request, reason: str | None) -> None:
-        """Take a request out of the loop; outputs that are still open end with `reason`."""
+        """Take a request out of the loop; open outputs end with `reason`."""
         open_seqs = list(request.seqs)
         self.scheduler.finish(request)
         del self.requests[request.id]
@@ -412,7 +427,7 @@ class Engine:
         if request.strategy.streams:
             self._outbox.extend(self.children.close(request, seq, reason or "stop") for seq in open_seqs)
         elif reason is None:
-            self._outbox.extend(self._ask(request, self.children.results, request) or ())
+            self._outbox.extend(self._call_hook(request, self.children.results, request) or ())
         last = self._outbox.last_of(request.id)
         if last is None or (request.error is not None and last.error is None):
             reason = reason if request.error is None else "error"
@@ -422,11 +437,11 @@ class Engine:
         last.finished = True
 
     def _deliver(self) -> list[Delta]:
-        """Hand over the deltas; static batching delivers a batch when its last request is done."""
+        """Return the deltas. Static batching delivers a batch when its last request is done."""
         if self.config.scheduler.policy == "static" and self.scheduler.running:
             return []
         return self._outbox.take()
 
     def check(self) -> None:
-        """Raise AssertionError unless the cache's books are in order."""
+        """Raise AssertionError unless block tables, reference counts and the prefix cache agree."""
         self.blocks.check(self.scheduler.held)

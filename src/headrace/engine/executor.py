@@ -1,4 +1,4 @@
-"""Where plans are carried out: `Executor` is the contract, `InProcess` runs them in the caller's thread."""
+"""Where plans are carried out: the `Executor` protocol, and `InProcess`, which runs them in the caller's thread."""
 
 import time
 from typing import Protocol
@@ -7,28 +7,30 @@ from headrace.data.plan import StepOutput, StepPlan
 
 
 class Ticket(Protocol):
+    """A submitted plan."""
+
     def result(self) -> StepOutput:
-        """The step's output; waits for it. Raises what the step raised."""
+        """The step's output, once it is there. Raises what the step raised."""
 
 
 class Executor(Protocol):
-    """Carries out plans in the order they are submitted. `depth`: plans that may be under way at once."""
+    """Carries out plans in the order they are submitted. depth: plans that may be under way at once."""
 
     depth: int
 
     def submit(self, plan: StepPlan) -> Ticket: ...
 
     def reserve(self, group: str) -> None:
-        """Take the memory of a KV group of hidden rows, before the first of them. Raises ValueError where it does not fit."""
+        """Allocate a KV group of hidden rows, before the first row. Raises ValueError if it does not fit."""
 
     def kv_bytes(self) -> int:
-        """Bytes the paged pool takes on the device."""
+        """Bytes of the paged pools on the device."""
 
     def close(self) -> None: ...
 
 
-class Runs(Protocol):
-    """What an executor drives: a runner."""
+class PlanRunner(Protocol):
+    """Carries out plans one at a time: `runner.runner.Runner`."""
 
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
@@ -40,7 +42,7 @@ class Runs(Protocol):
 
 
 class Done:
-    """A ticket whose step has run."""
+    """The ticket of a finished step."""
 
     def __init__(self, output: StepOutput | None, error: Exception | None) -> None:
         self._output = output
@@ -54,11 +56,11 @@ class Done:
 
 
 class InProcess:
-    """Runs each plan at once in the calling thread (CPU: depth 1)."""
+    """Runs each plan at once in the calling thread (CPU, depth 1). It measures the step's seconds."""
 
     depth = 1
 
-    def __init__(self, runner: Runs) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self.runner = runner
 
     def submit(self, plan: StepPlan) -> Ticket:
@@ -67,7 +69,8 @@ class InProcess:
             output = self.runner.execute(plan)
             output.seconds = time.perf_counter() - began
             return Done(output, None)
-        except Exception as error:  # handed over where the result is asked for
+        except Exception as error:
+            # `Done.result` raises it.
             return Done(None, error)
 
     def reserve(self, group: str) -> None:

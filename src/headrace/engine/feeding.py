@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a step feeds, with the blocks for them. Work is known tokens + draft - computed."""
+"""Chooses which tokens of a sequence a step feeds, and reserves their blocks."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -12,8 +12,9 @@ from headrace.data.types import Request, Sequence
 from headrace.kv.blocks import BlockManager, Span
 
 
-class Work(msgspec.Struct, eq=False, gc=False):
-    """One feed of a plan and whose it is. `last`: it reaches the last known token and what the draft must have."""
+class FeedWork(msgspec.Struct, eq=False, gc=False):
+    """One feed of a plan with its request and sequence. last: the feed reaches the last known token and the end of a required
+    draft."""
 
     request: Request
     seq: Sequence
@@ -23,19 +24,22 @@ class Work(msgspec.Struct, eq=False, gc=False):
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """A plan on its way through the executor, with what its result belongs to."""
+    """A plan on its way through the executor, with the feeds that its result belongs to."""
 
     plan: StepPlan
     room: int  # tokens the budget still allows
-    works: list[Work] = field(default_factory=list)
+    works: list[FeedWork] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks and of the sources this step computes
     ticket: Any = None  # None: not submitted yet
-    retry: bool = False  # one request has it to itself, as the step failed that it was in
+    retry: bool = False  # a step of one request, whose last step failed
 
 
 class Feeding:
-    """Puts feeds into a plan. `flights`: the plans that are under way, whose blocks nobody computes again. `upper`: the number
-    of the group that lags where tokens leave early; `exit`: after how many layers rows leave that are propagated (0: none)."""
+    """Puts feeds into plans.
+
+    flights: plans under way; blocks that they compute are not computed again. upper: the KV group above an exit, which may lag.
+    exit: layers below the exit if K/V above it are propagated (0: none).
+    """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, flights: list[Flight]) -> None:
         self.config = config
@@ -45,10 +49,8 @@ class Feeding:
         self._flights = flights
 
     def feed_token(self, request: Request, flight: Flight) -> bool:
-        """The short way for most feeds: one new token of a single sequence, into a block that it has to itself.
-
-        Returns whether that was all there was to do.
-        """
+        """Fast path of most feeds: one new token of a request's only sequence, into a block that only this sequence uses.
+        Returns False if the request needs more."""
         seq = request.seqs[0]
         start, draft = len(seq.tokens) - 1, seq.decode.draft
         if seq.kv.computed[0] != start or len(request.seqs) > 1 or flight.room < 1 or not self.blocks.writable(seq, start):
@@ -60,13 +62,12 @@ class Feeding:
         return True
 
     def spans(self, request: Request, flight: Flight) -> list[Span]:
-        """The range each sequence is to be fed: all it has, or, where that cannot be, all but the last token.
+        """The token range of each sequence to feed: up to its last token and required draft, or, if not all sequences reach
+        that in this step, up to the token before.
 
-        What a sequence has are its known tokens and the draft it must have. A request is caught up when all its sequences
-        catch up in one step; until then each holds back its last token.
-        A sequence whose next block or source another feed is computing right now waits for it and then matches it. A source is
-        encoded whole, with the first feed that needs it: one that begins within the budget may exceed it, by the draft that it
-        must have, too. A feed has one depth.
+        A sequence waits if another feed computes its next block or its source right now, and matches that later. A source is
+        encoded whole, with the first feed that needs it; a feed that starts within the token budget may exceed it by its source
+        and required draft. All rows of a feed have one depth.
         """
         room = max(flight.room, 0)
         shares = 0 if self.config.whole else request.shares
@@ -74,12 +75,12 @@ class Feeding:
         held = False
         spans: list[Span] = []
         for seq in request.seqs:
-            lacks = seq.kv.source and not seq.kv.encoded
-            if lacks and self.blocks.match_source(seq):
-                lacks = False
+            unencoded = seq.kv.source and not seq.kv.encoded
+            if unencoded and self.blocks.match_source(seq):
+                unencoded = False
                 if not request.metrics.preemptions:
                     request.metrics.cached_tokens += seq.kv.source
-            if lacks:
+            if unencoded:
                 key = self.blocks.source_key(seq)
                 if not room or self._under_way(key, promises):
                     held = True
@@ -88,7 +89,8 @@ class Feeding:
                 room = max(room - seq.kv.source, 1 + goal(seq) - len(seq.tokens))
             if shares:
                 saved = self.blocks.match(seq, most=shares)
-                if not request.metrics.preemptions:  # what a preempted request finds again it has computed itself
+                # A preempted request finds its own blocks again.
+                if not request.metrics.preemptions:
                     request.metrics.cached_tokens += saved
                 if self._promised(seq, promises, shares):
                     held = True
@@ -97,7 +99,7 @@ class Feeding:
             most = goal(seq)
             end = most if start + room >= most else min(start + room, len(seq.tokens))
             if self.exit and request.params.exit_threshold is not None:
-                end = min(end, depth_ends(seq, start))
+                end = min(end, end_of_depth(seq, start))
             spans.append((seq, start, end))
             promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
             room -= end - start
@@ -106,8 +108,8 @@ class Feeding:
         return [(seq, start, end) for seq, start, end in spans if end > start]
 
     def _promised(self, seq: Sequence, promises: set[bytes], most: int) -> bool:
-        """Whether the block `seq` would compute next, and could share, is being computed by another feed. `most`: so many of
-        its tokens it may share."""
+        """Whether another feed computes the block that `seq` would compute next and may share. most: tokens of `seq` that may
+        be shared."""
         index, offset = divmod(seq.kv.computed[0], self.blocks.block_size)
         if offset or (index + 1) * self.blocks.block_size > self.blocks.exact(seq, min(len(seq.tokens) - 1, most)):
             return False
@@ -117,11 +119,12 @@ class Feeding:
         return key in promises or any(key in flight.promises for flight in self._flights)
 
     def _completed(self, seq: Sequence, start: int, end: int) -> list[bytes]:
-        """Hashes of the blocks that feeding [start, end) fills, as far as others may have them."""
+        """Hashes of the full blocks of [start, end) that may be shared."""
         size = self.blocks.block_size
         return [self.blocks.hash(seq, index) for index in range(start // size, self.blocks.exact(seq, end) // size)]
 
     def feed(self, request: Request, spans: list[Span], flight: Flight) -> None:
+        """Reserve blocks for the ranges and add their feeds to the plan."""
         for seq, start, end in spans:
             flight.plan.copies += self.blocks.grow(seq, start, end)
             self._sync_tables(seq, flight.plan)
@@ -142,20 +145,21 @@ class Feeding:
             feed.nodes, feed.parents, feed.full = tuple(draft.tokens), tuple(draft.parents), draft.full
         if self.upper is not None:
             feed.lag = start - seq.kv.computed[self.upper]
-        if seq.kv.left and has_left(seq, start):
+        if seq.kv.left and was_propagated(seq, start):
             feed.depth = self.exit
         wire.sent = length
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
-        flight.room -= end - start + feed.lag  # lagging rows run through the upper layers, unless the token exits again
-        flight.works.append(Work(request, seq, feed, end == goal(seq)))
+        # Lagging rows run through the upper layers, unless the token exits again.
+        flight.room -= end - start + feed.lag
+        flight.works.append(FeedWork(request, seq, feed, end == goal(seq)))
         if known // self.blocks.block_size > start // self.blocks.block_size:
             flight.promises.update(self._completed(seq, start, known))
         request.in_flight = True
 
     def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
-        """Move what was accepted off its place to where it belongs, before anything else of the step happens."""
+        """Move accepted K/V to the places of their tokens, before anything else in the step."""
         table, size = seq.kv.tables[0], self.blocks.block_size
         for pair in seq.kv.moves:
             source, to = (table[index // size] * size + index % size for index in pair)
@@ -164,7 +168,8 @@ class Feeding:
         self.blocks.truncate(seq, end)
 
     def add_drafts(self, flight: Flight, running: list[Request]) -> None:
-        """Optional drafts take what budget and blocks are left, but a block for each sequence to grow; the rest is cut off."""
+        """Give optional drafts the remaining budget and blocks, keeping one block for each running sequence to grow. Longer
+        drafts are cut."""
         works = [
             (work, work.seq.decode.draft)
             for work in flight.works
@@ -190,27 +195,27 @@ class Feeding:
 
     def _sync_tables(self, seq: Sequence, plan: StepPlan) -> None:
         for index, table in enumerate(seq.kv.tables):
-            known = seq.wire.synced[index]
-            if known < len(table):
-                plan.tables.append(TableDelta(seq.wire.slot, index, known, table[known:]))
+            synced = seq.wire.synced[index]
+            if synced < len(table):
+                plan.tables.append(TableDelta(seq.wire.slot, index, synced, table[synced:]))
                 seq.wire.synced[index] = len(table)
 
 
 def goal(seq: Sequence) -> int:
-    """How far a sequence must be fed to be caught up: known tokens and the draft it must have."""
+    """The tokens a sequence must be fed to be caught up: known tokens and the required draft."""
     draft = seq.decode.draft
     return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
 
 
-def has_left(seq: Sequence, index: int) -> bool:
-    """Whether the row at a KV index left and was propagated when it was computed first."""
+def was_propagated(seq: Sequence, index: int) -> bool:
+    """Whether the row at a KV index exited early and its upper K/V were propagated."""
     at = bisect_left(seq.kv.left, index)
     return at < len(seq.kv.left) and seq.kv.left[at] == index
 
 
-def depth_ends(seq: Sequence, start: int) -> int:
-    """Where the depth of the rows from KV index `start` on is another: those that left, those that did not, and the last known
-    token's after the prompt, of which the exit decides."""
+def end_of_depth(seq: Sequence, start: int) -> int:
+    """The end of the rows from KV index `start` on that have one depth: propagated rows, rows through all layers, and the last
+    known token behind the prompt, which may exit now."""
     left, tip = seq.kv.left, len(seq.tokens) - 1
     at = bisect_left(left, start)
     if at < len(left) and left[at] == start:

@@ -1,4 +1,4 @@
-"""Callers of one engine, from any thread: which request belongs to which caller, and who runs the next step."""
+"""One engine for callers in any thread: they run its steps one at a time, and each receives the deltas of its own requests."""
 
 import random
 from collections import deque
@@ -15,8 +15,8 @@ from headrace.engine.call_order import FairLock
 from headrace.engine.engine import Engine
 from headrace.engine.signals import Uninterrupted
 
-Inbox = deque[Delta]  # the deltas of one caller's requests, from steps of its own thread or of another
-Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, which the output does not contain yet
+Inbox = deque[Delta]  # deltas of one caller's requests, whichever thread ran the step
+Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, not added to it yet
 
 
 class ClosedError(RuntimeError):
@@ -27,35 +27,37 @@ class ClosedError(RuntimeError):
 
 
 class Lockstep:
-    """The open requests of an engine, and in whose inbox what becomes of them goes. `encode`: prompts that are texts; `seed`:
-    from it come the seeds of requests that have none."""
+    """The open requests of an engine, and the inbox that receives the deltas of each; owned by an LLM.
+
+    encode: turns text prompts into tokens. seed: of the generator that gives seeds to requests without one.
+    """
 
     _open: dict[str, tuple[RequestOutput, Inbox]]
 
     def __init__(self, engine: Engine, encode: Callable[[str], list[int]], seed: int | None) -> None:
         self.engine = engine
         self._encode = encode
-        self._turns, self._seeds, self._open = FairLock(), random.Random(seed) if seed is not None else None, {}
-        self._unread: Inbox = deque(maxlen=0)  # of requests whose caller calls `step` and reads the output
+        self._lock, self._seeds, self._open = FairLock(), random.Random(seed) if seed is not None else None, {}
+        self._unread: Inbox = deque(maxlen=0)  # of callers of `step`, who read the output instead
         self._unchecked: list[Unchecked] = []
         self.closed = False
 
     @property
     def open(self) -> int:
-        """Requests whose outputs are not complete."""
+        """Number of requests whose outputs are not complete."""
         return len(self._open)
 
     def step(self) -> list[RequestOutput]:
-        """Run one engine step for everything queued; returns the outputs that ended in it. Raises ClosedError."""
-        with self._turns:
+        """Run one engine step; returns the outputs that ended in it. Raises ClosedError."""
+        with self._lock:
             ended = self._step()
             unchecked = self._take_unchecked(self._unread)
         return ended + [self._check(*one) for one in unchecked]
 
     def close(self) -> None:
-        """Release the model between two steps. A second call does nothing; open requests of other threads end with
-        ClosedError."""
-        with self._turns:
+        """Release the model between two steps. Open requests of other threads end with ClosedError. A second call does
+        nothing."""
+        with self._lock:
             if not self.closed:
                 self.closed = True
                 self.engine.executor.close()
@@ -71,7 +73,7 @@ class Lockstep:
         with Uninterrupted():
             for delta in self.engine.step():
                 if delta.request_id not in self._open:
-                    continue  # its caller has gone
+                    continue
                 output, inbox = self._open[delta.request_id]
                 if delta.finished and delta.error is None and output.structured is not None:
                     self._unchecked.append((output, inbox, delta))
@@ -84,13 +86,14 @@ class Lockstep:
         return ended
 
     def _take_unchecked(self, inbox: Inbox) -> list[Unchecked]:
-        """Ended outputs of one caller that have to be checked; the caller does so outside the turn, so that others go on."""
-        found = [one for one in self._unchecked if one[1] is inbox]
+        """Remove and return the ended outputs of one caller whose constraint must be checked. The caller checks them without
+        the lock, so that other threads go on."""
+        own = [one for one in self._unchecked if one[1] is inbox]
         self._unchecked = [one for one in self._unchecked if one[1] is not inbox]
-        return found
+        return own
 
     def _check(self, output: RequestOutput, inbox: Inbox, last: Delta) -> RequestOutput:
-        """Complete an output and check it against its constraint; a check may take seconds."""
+        """Complete an output and check it against its constraint, which may take seconds."""
         output.add(last)
         try:
             check_outputs(output)
@@ -99,7 +102,7 @@ class Lockstep:
             raise
         finally:
             inbox.append(last)
-            with self._turns:
+            with self._lock:
                 self._open.pop(output.request_id, None)
         return output
 
@@ -111,14 +114,19 @@ class Lockstep:
         strategy: Strategy | None,
         inbox: Inbox | None = None,
     ) -> list[RequestOutput]:
-        """Queue every prompt or none; equal beginnings come next to each other, so that the prefix cache hits. `inbox`
-        receives the deltas of each step. Raises ClosedError, AdmissionError."""
+        """Queue all prompts, or none if one is refused. Equal beginnings are queued next to each other, so that the prefix
+        cache hits.
+
+        inbox: receives the deltas of each step. Raises ClosedError, AdmissionError.
+        """
         self.check_open()
         encoded = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         outputs: dict[int, RequestOutput] = {}
-        with self._turns, Uninterrupted():  # no request is queued that is not known here
-            self.check_open()  # another thread may have closed it while this one waited for its turn
+        # Uninterrupted: a signal must not leave a request in the engine that is not recorded here.
+        with self._lock, Uninterrupted():
+            # Another thread may have closed the engine meanwhile.
+            self.check_open()
             try:
                 for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
                     params = settings[at]
@@ -134,34 +142,37 @@ class Lockstep:
         return [outputs[at] for at in range(len(prompts))]
 
     def drain(self, outputs: list[RequestOutput], inbox: Inbox, cancelled: Callable[[], bool] | None = None) -> Iterator[Delta]:
-        """Step the engine until these requests are done; leaving early aborts what is left."""
-        left = deque(outputs)
+        """Step the engine until these requests are done. Closing the generator aborts the unfinished ones."""
+        unfinished = deque(outputs)
         try:
             while True:
                 while inbox:
                     yield inbox.popleft()
                 if cancelled is not None and cancelled():
                     self.abort(inbox)
-                with self._turns:  # other threads' steps bring something, too: what has ended is looked at between steps
+                # Other threads' steps bring deltas too, so finished outputs are looked for before each step.
+                with self._lock:
                     unchecked = self._take_unchecked(inbox)
-                    while left and left[0].finished:
-                        left.popleft()
-                    if left and not inbox and not unchecked:
+                    while unfinished and unfinished[0].finished:
+                        unfinished.popleft()
+                    if unfinished and not inbox and not unchecked:
                         if not self.engine.busy:
-                            raise RuntimeError(f"the engine has lost request {left[0].request_id}: please report this fault")
+                            raise RuntimeError(
+                                f"the engine has lost request {unfinished[0].request_id}: please report this fault"
+                            )
                         self._step()
-                    elif not left and not inbox:
+                    elif not unfinished and not inbox:
                         return
                 for one in unchecked:
                     self._check(*one)
         finally:
-            if left:
+            if unfinished:
                 self.abort(inbox)
 
     def abort(self, inbox: Inbox) -> None:
-        """End the open requests of the caller with this inbox, and deliver their last deltas. Signals wait until it is done:
-        a second Ctrl-C must not leave a request in the engine."""
-        with self._turns, Uninterrupted():
+        """End the open requests of the caller with this inbox, and deliver their last deltas. Signals wait until it is done: a
+        second Ctrl-C must not leave a request in the engine."""
+        with self._lock, Uninterrupted():
             names = [name for name, (_, box) in self._open.items() if box is inbox]
             try:
                 for name in names if not self.closed else ():

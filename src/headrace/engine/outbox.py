@@ -1,4 +1,4 @@
-"""Deltas that wait for delivery, with the last one of each request at hand."""
+"""Deltas to be delivered, with the last one of each request."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from headrace.data.types import Delta
 
 
 class Outbox:
-    """The deltas of one or more steps, in order. Finding a request's last delta does not depend on how many others wait."""
+    """The deltas of one or more steps, in order. The last delta of a request is found in constant time."""
 
     def __init__(self) -> None:
         self._deltas: list[Delta] = []
@@ -24,10 +24,10 @@ class Outbox:
             self.append(delta)
 
     def last_of(self, request_id: str) -> Delta | None:
-        """The last delta of a request that waits here."""
+        """The last delta of a request in this outbox."""
         return self._last.get(request_id)
 
     def take(self) -> list[Delta]:
-        """All deltas; the outbox is empty afterwards."""
+        """Remove and return all deltas."""
         deltas, self._deltas, self._last = self._deltas, [], {}
         return deltas

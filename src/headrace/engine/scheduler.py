@@ -1,7 +1,10 @@
-"""Who is fed what in the next step: queues, token budget, blocks, preemption. Knows no strategy and no tensor.
+"""Chooses the feeds of each step: queues, token budget, blocks, preemption. It sees no strategy and no tensor.
 
-Work is known tokens + draft - computed (Orca's iteration-level scheduling, Sarathi-Serve's chunked prefill);
-preemption recomputes.
+A sequence's work is its known tokens plus its draft, minus the computed tokens. So prefill, decode and chunked prefill are one
+rule. Preempted requests recompute.
+
+Source: Yu et al., "Orca", OSDI 2022 (iteration-level scheduling); Agrawal et al., "Sarathi-Serve", arXiv 2403.02310 (chunked
+prefill).
 """
 
 from bisect import bisect_left, insort
@@ -9,18 +12,18 @@ from bisect import bisect_left, insort
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import NewSlot, StepOutput, StepPlan
 from headrace.data.types import Holding, Request, Sequence, Status, Wire
-from headrace.engine.feeding import Feeding, Flight, Work
+from headrace.engine.feeding import Feeding, FeedWork, Flight
 from headrace.kv.blocks import BlockManager
 
 
 class Scheduler:
-    """Builds step plans for the requests it holds.
+    """Builds the plan of each step; owned by an engine.
 
-    Running requests go first, those that only decode before those in prefill, then waiting ones, each in the order
-    (priority, turn, arrival). A request whose blocks run short preempts the last running one; nothing is admitted in such a
-    step.
-    Requests whose step failed go before all others, each in a step of its own, until it has caught up.
-    `depth`: plans that may be under way at once.
+    Order: running requests that only decode, running requests in prefill, waiting requests; each by (priority, turn, arrival).
+    A request short of blocks preempts the last running one, and such a step admits none. Requests whose step failed come before
+    all others, each in a step of its own, until they have caught up.
+
+    depth: plans that may be under way at once.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, depth: int = 1) -> None:
@@ -29,15 +32,15 @@ class Scheduler:
         self.depth = depth
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.retries: list[Request] = []  # of those, the ones whose step failed
+        self.retries: list[Request] = []  # requests whose step failed; they are also in waiting or running
         self.preemptions = 0
-        self._own = [g for g, group in enumerate(blocks.groups) if group.model == 0]
-        self._companions = [g for g, group in enumerate(blocks.groups) if group.model != 0]
+        self._target_groups = [g for g, group in enumerate(blocks.groups) if group.model == 0]
+        self._draft_groups = [g for g, group in enumerate(blocks.groups) if group.model != 0]
         self._step = 0
         self._flights: list[Flight] = []
         self.feeding = Feeding(config, blocks, self._flights)
         self._slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._freed_slots: list[int] = []  # to be told to the runner with the next plan
+        self._freed_slots: list[int] = []  # for the next plan
         self._new_slots: list[NewSlot] = []
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -50,8 +53,8 @@ class Scheduler:
 
     @property
     def candidates(self) -> list[Request]:
-        """Those that the next step may feed; of those that wait as many as it can admit, so that its work does not grow with
-        the queue."""
+        """Requests that the next step may feed. Of the waiting ones only as many as one step can admit, so that the cost does
+        not grow with the queue."""
         first = self.waiting[: self.config.max_num_seqs]
         later = [request for request in self.retries if request.status is Status.WAITING and request not in first]
         return [*self.running, *first, *later]
@@ -62,8 +65,8 @@ class Scheduler:
         return [seq for request in self.requests for seq in request.seqs]
 
     def finish(self, request: Request) -> None:
-        """Take a request out; its blocks and slots come back."""
-        _take_out(self.running if request.status is Status.RUNNING else self.waiting, request)
+        """Take a request out and free its blocks and slots."""
+        _remove(self.running if request.status is Status.RUNNING else self.waiting, request)
         if request in self.retries:
             self.retries.remove(request)
         request.status = Status.FINISHED
@@ -72,12 +75,12 @@ class Scheduler:
         request.seqs = []
 
     def drop(self, seq: Sequence) -> None:
-        """Give back what a sequence holds."""
+        """Free a sequence's blocks and slot."""
         self.blocks.release(seq)
         self._free_slot(seq)
 
     def commit(self, request: Request, parent: Sequence, children: list[Sequence]) -> None:
-        """Replace a sequence by its unfinished children: the first inherits table and slot, the others fork from it."""
+        """Replace a sequence by its unfinished children: the first takes over table and slot, the others fork from it."""
         at = request.seqs.index(parent)
         assert len(children) < 2 or not parent.kv.moves, "a sequence that follows its draft has one child"
         for child in children[1:]:
@@ -93,7 +96,7 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def schedule(self) -> Flight | None:
-        """The next step's plan, or None when nothing can be fed now."""
+        """The flight of the next step; None if nothing can be fed now."""
         flight = Flight(StepPlan(self._step), self.config.max_num_batched_tokens)
         while True:
             self.blocks.begin()
@@ -114,22 +117,22 @@ class Scheduler:
         return flight
 
     def land(self, flight: Flight) -> None:
-        """The step's result is in, or it failed: its requests may be scheduled again."""
+        """The flight's result is there: its requests may be scheduled again."""
         self._flights.remove(flight)
         for work in flight.works:
             work.request.in_flight = False
 
     def fail(self, flight: Flight) -> None:
-        """The step failed, and what the runner carried out of its plan is not known.
+        """Undo a failed flight, whose plan the runner may have carried out in part.
 
-        Slots that nobody has are given back once more; a request that was to get slots with this plan and was not fed begins
-        again. So do the requests that were fed, each in a step of its own; those that had one are the caller's to end, as are
-        those that have failed otherwise.
+        Idle slots are freed again with the next plan. A request whose new slots came with this plan is preempted. So are the
+        fed requests, to be retried one by one; requests that failed otherwise, or were retried in this step, are ended by the
+        engine.
         """
         idle = set(self._slots)
         self._freed_slots += [slot for slot in flight.plan.free if slot in idle]
-        made = {new.slot for new in flight.plan.new}
-        for request in [r for r in self.running if not r.in_flight and any(seq.wire.slot in made for seq in r.seqs)]:
+        announced = {new.slot for new in flight.plan.new}
+        for request in [r for r in self.running if not r.in_flight and any(seq.wire.slot in announced for seq in r.seqs)]:
             self._preempt(request)
         if flight.retry:
             return
@@ -139,8 +142,8 @@ class Scheduler:
                 self.retries.append(request)
 
     def advance(self, flight: Flight, output: StepOutput) -> None:
-        """The step went well: what it fed is computed, and full blocks are offered to others. Above the exit K and V are there
-        as far as a feed has reached; one that had lagged has filled blocks that were offered without them."""
+        """Record a successful step: its feeds are computed, and full blocks are published. Above an exit K/V reach as far as a
+        feed ran; a lagging sequence has then filled blocks that were published without them."""
         for number, work in enumerate(flight.works):
             reached = number not in output.unfilled
             if number in output.propagated:
@@ -155,44 +158,45 @@ class Scheduler:
             self.retries.remove(flight.works[0].request)
 
     def accept(self, seq: Sequence, length: int, path: tuple[int, ...]) -> None:
-        """The draft below `length` known tokens was verified: keep the K/V of `path`, give up the rest.
+        """Keep the K/V of an accepted `path` of the draft behind `length` known tokens, and free the rest.
 
-        K/V that does not lie where its token now is moves there with the next feed; until then nothing of it is published
-        and its blocks are kept.
+        K/V at another place than their token's move with the next feed. Until then they are not published and their blocks
+        stay.
         """
         kv = seq.kv
         kv.moves = [(length + node, length + place) for place, node in enumerate(path) if node != place]
         if not kv.moves:
             self._computed(seq, length + len(path))
             self.blocks.truncate(seq, length + len(path))
-        for g in self._companions:  # their chain is the path as far as it was accepted
+        # A draft model's chain is valid as far as it was accepted.
+        for g in self._draft_groups:
             kv.computed[g] = min(kv.computed[g], length + len(path))
-        for g in self._filled_by(seq):
+        for g in self._target_groups_of(seq):
             kv.computed[g] = length + len(path)
 
-    def drop_draft(self, work: Work) -> None:
-        """The feed goes without its draft; what companions hold of the sequence is not to be trusted."""
+    def drop_draft(self, work: FeedWork) -> None:
+        """Feed without the draft, whose model failed; its K/V of the sequence are invalid."""
         work.seq.decode.draft, work.feed.nodes, work.feed.parents = None, (), ()
-        for g in self._companions:
+        for g in self._draft_groups:
             work.seq.kv.computed[g] = 0
 
     def _computed(self, seq: Sequence, end: int, reached: bool = True) -> None:
-        """The target's groups now reach `end`, those above an exit if it was `reached`; full blocks are offered to others."""
+        """Set the target's groups to `end`, those above an exit only if `reached`; publish full blocks."""
         kv = seq.kv
-        for g in self._own:
+        for g in self._target_groups:
             if kv.groups >> g & 1 and kv.computed[g] < end and (reached or g != self.feeding.upper):
                 kv.computed[g] = end
         if end // self.blocks.block_size > kv.published:
             self.blocks.publish(seq)
 
-    def _filled_by(self, seq: Sequence) -> list[int]:
-        """The groups that the target's feeds of a sequence fill."""
-        return [g for g in self._own if seq.kv.groups >> g & 1]
+    def _target_groups_of(self, seq: Sequence) -> list[int]:
+        """The target's KV groups that a sequence's feeds fill."""
+        return [g for g in self._target_groups if seq.kv.groups >> g & 1]
 
     # -- feeding -------------------------------------------------------------------------------------------------------
     def _retry(self, flight: Flight) -> bool:
-        """Feed the first request whose step failed, and nobody else. False where there is none, or no room for any: then the
-        others go on, so that there will be."""
+        """Feed the first request whose step failed, alone. False if there is none or no room; then other requests run and free
+        blocks."""
         flight.retry = bool(self.retries)
         for request in self.retries:
             if request.in_flight:
@@ -217,20 +221,20 @@ class Scheduler:
         return short
 
     def _feed(self, request: Request, flight: Flight) -> bool:
-        """Feed a running request what it has, if there are blocks for it; returns whether they ran short."""
+        """Feed one running request if there are blocks; returns whether they ran short."""
         spans = self.feeding.spans(request, flight)
         short = False
         while (need := self.blocks.need(spans)) > self.blocks.available:
             short = True
-            # What a victim gives up can be used from the next step on; then this request is tried again.
+            # A victim's blocks are usable from the next step on; then this request is tried again.
             if need <= self.blocks.available + self.blocks.freed_this_step or not self._preempt_after(request):
                 return short
         self.feeding.feed(request, spans, flight)
         return short
 
     def _lane(self) -> list[Request]:
-        """The running requests that a step looks at. Of those that only need their next token it takes a share, so that the
-        others' steps can be under way beside it."""
+        """The running requests that a step looks at. With depth d a step takes 1/d of those that only decode, so that the
+        others' steps overlap with it."""
         ordered = sorted(self.running, key=_in_prefill)
         if self.depth == 1:
             return ordered
@@ -240,7 +244,7 @@ class Scheduler:
 
     # -- preempting and admitting --------------------------------------------------------------------------------------
     def _preempt_after(self, request: Request) -> bool:
-        """Preempt the last running request that comes after `request`; False when there is none."""
+        """Preempt the last running request behind `request`; False if there is none."""
         later = [r for r in self.running if not r.in_flight and r.order > request.order]
         if not later:
             return False
@@ -248,14 +252,14 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        """All of a request's sequences give up their blocks; on resume the first recomputes what the others then match."""
+        """Free all blocks of a request. On resume its first sequence recomputes the prefix, which the others then match."""
         self.preemptions += 1
         victim.metrics.preemptions += 1
         for seq in victim.seqs:
             self.drop(seq)
             seq.decode.draft = None
         victim.status = Status.WAITING
-        _take_out(self.running, victim)
+        _remove(self.running, victim)
         insort(self.waiting, victim, key=_order)
 
     def _admit(self, flight: Flight) -> None:
@@ -267,28 +271,29 @@ class Scheduler:
                 return
 
     def _admit_one(self, request: Request, flight: Flight) -> bool:
-        """Begin to feed a waiting request; returns whether there was room for it."""
+        """Start a waiting request; returns whether there was room for it."""
         if request.width + sum(r.width for r in self.running) > self.config.max_num_seqs:
             return False
         spans = self.feeding.spans(request, flight)
         leader = request.seqs[0]
         whole = [(leader, leader.kv.computed[0], len(leader.tokens))]
-        # Room to grow for those who run already, so that admission does not cause the next preemption.
+        # One block for each running sequence to grow, so that admission does not cause the next preemption.
         reserve = sum(len(r.seqs) for r in self.running)
         cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
-        cut = cut or (flight.retry and not spans)  # its slots must come with its own step
+        # A retried request must get its slots with its own step.
+        cut = cut or (flight.retry and not spans)
         if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
             for seq in request.seqs:
                 self.blocks.release(seq)
             if not request.metrics.preemptions:
-                request.metrics.cached_tokens = 0  # it will match again
+                request.metrics.cached_tokens = 0  # counted again when it is admitted
             return False
         self._start(request)
         self.feeding.feed(request, spans, flight)
         return True
 
     def _start(self, request: Request) -> None:
-        _take_out(self.waiting, request)
+        _remove(self.waiting, request)
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         stop_ids = sorted(request.stop_ids)
@@ -324,15 +329,15 @@ def _order(request: Request) -> tuple[int, int, int]:
     return request.order
 
 
-def _take_out(queue: list[Request], request: Request) -> None:
-    """Remove a request from a queue that is sorted by order; no two requests have the same."""
+def _remove(queue: list[Request], request: Request) -> None:
+    """Remove a request from a queue sorted by order, which is unique."""
     at = bisect_left(queue, request.order, key=_order)
     assert queue[at] is request
     del queue[at]
 
 
 def _in_prefill(request: Request) -> bool:
-    """Sorts requests that only need their next token first, since a long prompt must not delay them."""
+    """Whether a request has more than its next token to compute. Used as a sort key: a long prompt must not delay decodes."""
     for seq in request.seqs:  # noqa: SIM110 - any() takes twice as long
         if len(seq.tokens) - seq.kv.computed[0] > 1:
             return True

@@ -21,14 +21,14 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class Uninterrupted:
-    """While open, the signal handlers of Python wait; they run on leaving, and what they raise reaches the caller.
+    """While open, Python's signal handlers wait. They run when it closes, and their exceptions reach the caller.
 
-    An exception raised by a handler inside a step would look like an error of the step: it would fail the requests and never
-    reach the caller. Handlers run in the main thread, so in any other thread this changes nothing.
+    An exception raised by a handler inside a step would look like an error of the step: it would fail the requests and not
+    reach the caller. Handlers run in the main thread, so in any other thread this does nothing.
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, FrameType | None] = {}  # by signal number, in order of arrival
+        self._pending: dict[int, FrameType | None] = {}  # by signal number, in order of arrival
         self._before: dict[int, Handler] = {}
 
     def __enter__(self) -> "Uninterrupted":
@@ -44,9 +44,10 @@ class Uninterrupted:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             _signal.signal(number, handler)
-        with contextlib.ExitStack() as stack:  # every handler runs, also if an earlier one raises
-            for number, frame in reversed(self._noted.items()):
+        # ExitStack: every handler runs, also if an earlier one raises.
+        with contextlib.ExitStack() as stack:
+            for number, frame in reversed(self._pending.items()):
                 stack.callback(self._before[number], number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.setdefault(number, frame)
+        self._pending.setdefault(number, frame)
