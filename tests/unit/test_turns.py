@@ -47,7 +47,7 @@ def test_nobody_is_inside_with_another() -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
     assert most == [1]
-    assert not turns._taken
+    assert not turns._held
     assert not turns._waiting
 
 
@@ -72,7 +72,7 @@ def test_who_gives_up_waiting_is_not_waited_for() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         holder = pool.submit(hold)
-        while not turns._taken:
+        while not turns._held:
             time.sleep(0.001)
         with pytest.raises(KeyboardInterrupt), turns:
             pass
