@@ -72,7 +72,8 @@ class SpanTrial:
         return self._report(span, alpha, cost)
 
     def _report(self, span: Span, alpha: float, cost: float) -> SpanReport:
-        speedups = [expected_tokens(alpha, g) / (g * cost + self.verify[g] / self.verify[0]) for g in range(1, LONGEST_DRAFT + 1)]
+        plain, gammas = self.verify[0], range(1, LONGEST_DRAFT + 1)
+        speedups = [expected_tokens(alpha, gamma) / (gamma * cost + self.verify[gamma] / plain) for gamma in gammas]
         return SpanReport(span, alpha, cost, max(speedups), 1 + speedups.index(max(speedups)))
 
     def _verify_costs(self) -> list[float]:
