@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from headrace import core as native
-from headrace.compress.folder import compress_folder
-from headrace.compress.run import Pipeline
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
@@ -23,7 +23,7 @@ TEXTS = [[5, 6, 7, 8, 9, 300, 11, 4], [3, 399], [12, 13, 14]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("activations")
-    compress_folder(write_folder(at / "whole", "llama-gqa"), at / "w8a8", Pipeline(format="w8a8", threads=1))
+    compress(write_folder(at / "whole", "llama-gqa"), at / "w8a8", Pipeline(format="w8a8", threads=1))
     return at / "w8a8"
 
 
@@ -58,7 +58,7 @@ def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path
     """auto is token where config.json says so, and only there; group is what auto is elsewhere."""
     if backend == "native" and not native.available():
         pytest.skip(native.reason())
-    compress_folder(write_folder(tmp_path / "whole", "llama-gqa"), tmp_path / "int8", Pipeline(format="int8", threads=1))
+    compress(write_folder(tmp_path / "whole", "llama-gqa"), tmp_path / "int8", Pipeline(format="int8", threads=1))
 
     def first(path: Path, activations: str) -> list[float]:
         llm = LLM(str(path), backend=backend, activations=activations, max_model_len=64)

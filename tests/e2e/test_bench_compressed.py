@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import compressed_page as pages
-from headrace.compress.folder import compress_folder
-from headrace.compress.run import Pipeline, compress
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress
 from tests.cli_shell import Shell
 from tests.tiny_files import write_tiny_gguf
 from tests.unit.test_choices import ARC, PLAIN, write
@@ -25,7 +25,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_three_models(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:
     """Eight bits lose less than four; against itself the first loses nothing. The page has all of it and asks nobody."""
     compress(tiny_gguf, tmp_path / "a.gguf", Pipeline(format="Q8_0"))
-    compress_folder(tiny_gguf, tmp_path / "b", Pipeline(format="int4-g32"))
+    compress(tiny_gguf, tmp_path / "b", Pipeline(format="int4-g32"))
     tasks = write(tmp_path / "some.jsonl", ARC, PLAIN, PLAIN)
     file, page = tmp_path / "figures.json", tmp_path / "page.html"
     options = ("--text", text, "--tokens", 1024, "--tasks", tasks, "--cells", "b1", "--rounds", 1, "--threads", 1)

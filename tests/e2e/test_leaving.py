@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.compress.run import Pipeline, compress
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.settings import ModelSettings
 from headrace.data.types import Request

@@ -2,6 +2,7 @@
 be written is refused in one line."""
 
 import contextlib
+import importlib
 import json
 import re
 import subprocess
@@ -20,11 +21,11 @@ import tokenizers
 import torch
 import transformers
 
-from headrace.compress import run
-from headrace.compress.folder import compress_folder
+from headrace.compress import plan
 from headrace.compress.format_cost import format_costs
 from headrace.compress.mixes import MIXES, mix_named, tensor_kind
-from headrace.compress.run import Pipeline, compress, predict
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress, predict
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.registry import read_config
@@ -109,8 +110,8 @@ def test_the_vocabulary_is_that_of_the_folder(tmp_path: Path) -> None:
 def test_a_writer_that_forgets_rotary_pairs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     folder = write_folder(tmp_path / "folder", "llama-gqa")
-    right = run.write_parts
-    monkeypatch.setattr(run, "write_parts", lambda parts, values: right([replace(p, row_order=None) for p in parts], values))
+    right = plan.write_parts
+    monkeypatch.setattr(plan, "write_parts", lambda parts, values: right([replace(p, row_order=None) for p in parts], values))
     compress(folder, tmp_path / "out.gguf", Pipeline(format="F32"))
     models = (load_model(source) for source in (SafetensorsFolder(folder), GGUFFile(tmp_path / "out.gguf")))
     assert largest_gap(*(feed(model, BATCH, "whole") for model in models)) > 0.01
@@ -162,7 +163,7 @@ def test_what_is_stored_so_already_is_copied(tmp_path: Path) -> None:
 def test_threads_and_chunks_leave_the_bytes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     compress(model, tmp_path / "one.gguf", Pipeline(format="Q4_1", threads=1))
-    monkeypatch.setattr(run, "CHUNK", 500)
+    monkeypatch.setattr(plan, "CHUNK", 500)
     compress(model, tmp_path / "two.gguf", Pipeline(format="Q4_1", threads=3))
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
 
@@ -171,7 +172,7 @@ def test_threads_and_chunks_leave_the_bytes_alone(tmp_path: Path, monkeypatch: p
 def test_one_matrix_is_in_memory_at_a_time(kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a writer that keeps what it read."""
     folder = write_folder(tmp_path / "folder", "llama-gqa")
-    right, alive, most, held = run.write_parts, [], [0], []
+    right, alive, most, held = plan.write_parts, [], [0], []
 
     def watched(parts: Any, values: Any) -> torch.Tensor:
         made = right(parts, values)
@@ -180,7 +181,7 @@ def test_one_matrix_is_in_memory_at_a_time(kept: bool, tmp_path: Path, monkeypat
         held.append(made if kept else None)
         return made
 
-    monkeypatch.setattr(run, "write_parts", watched)
+    monkeypatch.setattr(plan, "write_parts", watched)
     compress(folder, tmp_path / "out.gguf", Pipeline(format="Q8_0"))
     assert (most[0] == 1) != kept
     assert len(alive) > 20
@@ -232,9 +233,9 @@ def test_models_that_are_not_written_are_refused(tmp_path: Path) -> None:
         predict(folder)
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_moe", "num_experts": 128}
     (folder / "config.json").write_text(json.dumps(config))
-    for write, out, number_format in ((compress, "out.gguf", "Q8_0"), (compress_folder, "out", "int8")):
+    for out, number_format in (("out.gguf", "Q8_0"), ("out", "int8")):
         with pytest.raises(WeightError, match="has layers of 128 experts, which are not built") as caught:
-            write(folder, tmp_path / out, Pipeline(format=number_format))
+            compress(folder, tmp_path / out, Pipeline(format=number_format))
         assert "\n" not in str(caught.value)
 
 
@@ -428,3 +429,10 @@ def test_llama_cpp_has_the_logits_of_what_was_written(tmp_path: Path) -> None:
         with np.load(tmp_path / f"{name}.npz") as stored:
             theirs = [torch.from_numpy(stored[str(i)]) for i in range(len(BATCH))]
         assert largest_gap(ours, theirs) < llama_cpp_tolerance(name)
+
+
+@pytest.mark.parametrize(("name", "function"), [("run", "compress"), ("folder", "compress_folder")])
+def test_old_module_names_warn(name: str, function: str) -> None:
+    with pytest.warns(DeprecationWarning, match="is now headrace.compress.write"):
+        module = importlib.reload(importlib.import_module(f"headrace.compress.{name}"))
+    assert getattr(module, function) is compress

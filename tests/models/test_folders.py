@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from headrace import core as native
 from headrace.compress import folder as folders
-from headrace.compress.folder import compress_folder
-from headrace.compress.folder_plan import prepare_folder
+from headrace.compress.containers.folder import FolderPlan
 from headrace.compress.grids.targets import target
 from headrace.compress.layouts import grouped
-from headrace.compress.run import Pipeline, compress, work_folder
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.work_folder import WorkFolder
+from headrace.compress.write import compress, prepare, work_path
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.weights.decode import dequantize_numpy
@@ -58,8 +58,8 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
     """Of a folder with biases and a tied head: matrices of whole groups are rounded, all else is as it was, which is said."""
     source = write_folder(tmp_path / "folder", "qwen2-tied")
     wanted = Pipeline(format=number_format, layout=layout, threads=1)
-    report = compress_folder(source, tmp_path / "out", wanted)
-    assert prepare_folder(source, wanted).report.bytes == report.bytes
+    report = compress(source, tmp_path / "out", wanted)
+    assert prepare(source, wanted, FolderPlan).report.bytes == report.bytes
     assert report.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
     before, after = SafetensorsFolder(source), opened(tmp_path / "out")
     rounded = {name for name in after.names() if name in after.scheme.matrices}
@@ -89,8 +89,8 @@ def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book:
     """To the bit: matrices as the walk coded them, norms with what was folded into them; less is lost than to nearest."""
     out = tmp_path / "out.v1"
     wanted = pipeline(book, method=method, format="int4-g32", layout="gptq", keep_work=True, judge="self")
-    report = compress_folder(model, out, wanted)
-    work, read = WorkFolder(work_folder(out)), load_model(open_folder(out))
+    report = compress(model, out, wanted)
+    work, read = WorkFolder(work_path(out)), load_model(open_folder(out))
     kinds = work.about(1)["kinds"]
     for part, rows in zip(("q", "k", "v"), read.layers[1].qkv.weight.split(read.layers[1].qkv.sizes), strict=True):
         name = f"layers.1.qkv.{part}.weight"
@@ -110,7 +110,7 @@ def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book:
 def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """After a full disk: the layers are not made again, and the bytes are those of a run that was not stopped."""
     wanted = pipeline(book, format="int8", write_imatrix=tmp_path / "i.gguf")
-    compress_folder(model, tmp_path / "whole", wanted)
+    compress(model, tmp_path / "whole", wanted)
     assert "blk.1.ffn_down.weight" in read_imatrix(tmp_path / "i.gguf")
 
     def full(*_: object) -> None:
@@ -119,15 +119,15 @@ def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(folders, "write_safetensors", full)
         with pytest.raises(OSError, match="no space left"):
-            compress_folder(model, tmp_path / "out", wanted)
+            compress(model, tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
-    assert WorkFolder(work_folder(tmp_path / "out")).done == 2
+    assert WorkFolder(work_path(tmp_path / "out")).done == 2
     with pytest.raises(WeightError, match="was begun for something else"):
-        compress_folder(model, tmp_path / "out", pipeline(book, format="int4-g32"))
+        compress(model, tmp_path / "out", pipeline(book, format="int4-g32"))
     with monkeypatch.context() as patch:
         patch.setattr(WorkFolder, "finish_layer", full)
-        compress_folder(model, tmp_path / "out", wanted)
-    assert not work_folder(tmp_path / "out").exists()
+        compress(model, tmp_path / "out", wanted)
+    assert not work_path(tmp_path / "out").exists()
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
     assert one.read_bytes() == other.read_bytes()
 
@@ -135,13 +135,13 @@ def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path
 def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
     """The folder 2:4 holds what the GGUF file of the same command holds."""
     chosen: dict[str, Any] = {"method": ("sparsegpt",), "sparsity": "2:4"}
-    report = compress_folder(model, tmp_path / "out", pipeline(book, format="int4-g32-sym", **chosen))
+    report = compress(model, tmp_path / "out", pipeline(book, format="int4-g32-sym", **chosen))
     assert report.zeros is not None
     assert report.zeros >= 0.5
     assert describe(tmp_path / "out")["quantised"] == "2:4, 4 bits, groups of 32"
     with pytest.raises(ValueError, match="the layout 2:4 holds two of each four weights"):
-        compress_folder(model, tmp_path / "two", pipeline(book, format="int4-g32-sym", layout="2:4"))
-    compress_folder(model, tmp_path / "dense", pipeline(book, format="int4-g32-sym", layout="compressed", **chosen))
+        compress(model, tmp_path / "two", pipeline(book, format="int4-g32-sym", layout="2:4"))
+    compress(model, tmp_path / "dense", pipeline(book, format="int4-g32-sym", layout="compressed", **chosen))
     for name in opened(tmp_path / "dense").scheme.matrices:
         one, two = (read_tensor(open_folder(tmp_path / path), name) for path in ("out", "dense"))
         assert torch.equal(one, two), name
@@ -173,7 +173,7 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
 )
 def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=line) as found:
-        compress_folder(model, tmp_path / "out", Pipeline(**{"format": "int4-g32", **changes}))
+        compress(model, tmp_path / "out", Pipeline(**{"format": "int4-g32", **changes}))
     assert "\n" not in str(found.value)
     with pytest.raises(ValueError, match="layouts are of folders"):
         compress(model, tmp_path / "out.gguf", Pipeline(format="Q4_0", layout="gptq"))
@@ -207,7 +207,7 @@ def test_compressed_tensors_decompresses_it_alike(
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    compress_folder(model, tmp_path / "out", Pipeline(format=number_format, head=head, threads=1))
+    compress(model, tmp_path / "out", Pipeline(format=number_format, head=head, threads=1))
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(said)
     ours, tensors = opened(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
@@ -231,7 +231,7 @@ def test_a_head_that_no_walk_has_seen_is_written_too(
     book: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    report = compress_folder(model, tmp_path / "out", pipeline(book, method=("gptq",), format=number_format, head=head))
+    report = compress(model, tmp_path / "out", pipeline(book, method=("gptq",), format=number_format, head=head))
     assert {each.kind for each in report.matrices.values()} >= {number_format, head}
     errors = [sum(getattr(told, name) for told in report.outputs.values()) for name in ("error", "nearest")]
     assert errors[0] < errors[1]

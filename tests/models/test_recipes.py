@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from headrace.compress import calibration_pass as measured
-from headrace.compress.folder import compress_folder
-from headrace.compress.folder_plan import prepare_folder
+from headrace.compress.containers.folder import FolderPlan
 from headrace.compress.judge import judge
 from headrace.compress.report import Report
-from headrace.compress.run import compress, work_folder
 from headrace.compress.texts import draw_texts, passage_hashes
+from headrace.compress.write import compress, prepare, work_path
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.llm import LLM
@@ -45,11 +44,11 @@ def opened(path: Path) -> QuantizedFolder:
 
 def test_a_smaller_model_as_a_folder_is_that_of_two_commands(model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
     """Cut and rounded at once, and first cut as a file: the same numbers; and what was cut is told."""
-    report = compress_folder(model, tmp_path / "out", pipeline(book, method=SMALLER, format="int4-g32", **CUTS))
+    report = compress(model, tmp_path / "out", pipeline(book, method=SMALLER, format="int4-g32", **CUTS))
     assert [(cut.before, cut.after) for cut in report.cuts] == [(64, 32), (2, 1), (2, 1)]
-    assert not work_folder(tmp_path / "out").exists()
+    assert not work_path(tmp_path / "out").exists()
     compress(model, tmp_path / "cut.gguf", pipeline(book, method=SMALLER, format="F32", **CUTS))
-    compress_folder(tmp_path / "cut.gguf", tmp_path / "two", pipeline(book, method=("rtn",), format="int4-g32"))
+    compress(tmp_path / "cut.gguf", tmp_path / "two", pipeline(book, method=("rtn",), format="int4-g32"))
     one, two = (tmp_path / name / "model.safetensors" for name in ("out", "two"))
     assert one.read_bytes() == two.read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -65,7 +64,7 @@ def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, 
     command goes on to the same bytes."""
     method = ("neurons", "awq", "sparsegpt")
     wanted = pipeline(book, method=method, format="int4-g32-sym", sparsity="2:4", keep_neurons=0.5)
-    report = compress_folder(model, tmp_path / "whole", wanted)
+    report = compress(model, tmp_path / "whole", wanted)
     assert report.zeros is not None
     assert report.zeros >= 0.5
     assert describe(tmp_path / "whole")["quantised"] == "2:4, 4 bits, groups of 32"
@@ -74,14 +73,14 @@ def test_pruned_rounded_and_two_of_four_in_one_command(model: Path, book: Path, 
         quads = read_floats(opened(tmp_path / "whole"), name).reshape(-1, 4)
         assert ((quads != 0).sum(1) <= 2).all(), name
     for file in ("layer_0001.safetensors", "0-neurons.gguf", "0-neurons.json", "state.json"):
-        killed_at(file, 1, lambda: compress_folder(model, tmp_path / "out", wanted))
-    cut = work_folder(tmp_path / "out") / "0-neurons.gguf"
+        killed_at(file, 1, lambda: compress(model, tmp_path / "out", wanted))
+    cut = work_path(tmp_path / "out") / "0-neurons.gguf"
     right = cut.read_bytes()
     cut.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     with pytest.raises(WeightError, match=r"0-neurons.gguf is damaged; remove .*out.work to begin again"):
-        compress_folder(model, tmp_path / "out", wanted)
+        compress(model, tmp_path / "out", wanted)
     cut.write_bytes(right)
-    compress_folder(model, tmp_path / "out", wanted)
+    compress(model, tmp_path / "out", wanted)
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
     assert one.read_bytes() == other.read_bytes()
 
@@ -99,7 +98,7 @@ def test_cut_healed_and_rounded_in_one_command(
     wanted = pipeline(book, method=("neurons", "heal", "gptq"), **heal)
 
     def made(name: str) -> Report:
-        return compress_folder(model, tmp_path / name, wanted, healer=Healing())
+        return compress(model, tmp_path / name, wanted, healer=Healing())
 
     report = made("whole")
     healed = report.record()["healed"]
@@ -138,8 +137,8 @@ def test_a_folder_that_is_cut_keeps_its_words_and_settings(book: Path, tmp_path:
     """Qwen2 with biases and a tied head: what stays a float has the format it had, config.json all that no size is."""
     source = write_folder(tmp_path / "folder", "qwen2-tied")
     wanted = pipeline(book, method=("kv-heads", "gptq"), kv_heads=1, format="int4-g32", tokens=512)
-    predicted = prepare_folder(source, wanted).report
-    report = compress_folder(source, tmp_path / "out", wanted)
+    predicted = prepare(source, wanted, FolderPlan).report
+    report = compress(source, tmp_path / "out", wanted)
     assert (report.bytes, set(report.matrices)) == (predicted.bytes, set(predicted.matrices))
     before, after = SafetensorsFolder(source), opened(tmp_path / "out")
     table = "model.embed_tokens.weight"
@@ -189,8 +188,8 @@ def test_a_head_of_integers(name: str, tmp_path: Path) -> None:
     """Of a tied head the table of tokens: each number the nearest, named in config.json; the others are as without it."""
     source = write_folder(tmp_path / "folder", name)
     plain, wanted = (pipeline(source, method=("rtn",), format="int4-g32", head=head) for head in (None, "int8"))
-    compress_folder(source, tmp_path / "plain", plain)
-    report = compress_folder(source, tmp_path / "out", wanted)
+    compress(source, tmp_path / "plain", plain)
+    report = compress(source, tmp_path / "out", wanted)
     table = "lm_head" if name == "llama-gqa" else "model.embed_tokens"
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert [group["targets"] for group in config["config_groups"].values()][1:] == [[table]]
@@ -209,11 +208,11 @@ def test_bytes_go_where_they_take_most_error_away(model: Path, book: Path, tmp_p
     """More bytes, less error; no more than was allowed; and a budget for everything gives 8 bits to all."""
     found, sizes = [], []
     for name in ("int4-g32", "int8"):
-        predicted = prepare_folder(model, pipeline(book, format=name, method=("rtn",))).report
+        predicted = prepare(model, pipeline(book, format=name, method=("rtn",)), FolderPlan).report
         sizes.append(sum(one.nbytes for one in predicted.matrices.values()))
     for budget in (sizes[0], sum(sizes) // 2, sizes[1] + 999):
         out = tmp_path / str(budget)
-        report = compress_folder(model, out, pipeline(book, format="int4-g32", budget=budget, method=("gptq",)))
+        report = compress(model, out, pipeline(book, format="int4-g32", budget=budget, method=("gptq",)))
         assert sum(one.nbytes for one in report.matrices.values()) <= budget
         kinds = {told.kind for told in report.outputs.values()}
         found.append((kinds, sum(told.error for told in report.outputs.values())))

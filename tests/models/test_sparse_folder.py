@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from headrace import core as native
-from headrace.compress.folder import compress_folder
-from headrace.compress.folder_plan import prepare_folder
-from headrace.compress.run import Pipeline, compress
+from headrace.compress.containers.folder import FolderPlan
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress, prepare
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def test_a_folder_of_two_of_four(name: str, bits: int, tmp_path: Path) -> None:
     """It holds what a GGUF file of the dense kind holds, number for number; said by inspect, read back as the same model."""
     source = write_folder(tmp_path / "folder", name)
     pipeline = Pipeline(format=f"int{bits}-g32-sym", method=("magnitude",), sparsity="2:4")
-    report = compress_folder(source, tmp_path / "sparse", pipeline)
+    report = compress(source, tmp_path / "sparse", pipeline)
     dense = compress(
         source, tmp_path / "dense.gguf", Pipeline(format=f"Q{bits}_0", method=("magnitude",), sparsity="2:4", head="F32")
     )
@@ -92,7 +92,7 @@ def test_a_folder_of_two_of_four(name: str, bits: int, tmp_path: Path) -> None:
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     """With its vocabulary and chat template; the zeros written out, it writes the same text."""
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    report = compress_folder(model, tmp_path / "sparse", TWO_OF_FOUR)
+    report = compress(model, tmp_path / "sparse", TWO_OF_FOUR)
     assert len(report.warnings) == 1
     assert "matrices of 32 x 48 are no whole groups of int4-g32-sym: they are written as floats with" in report.warnings[0]
     llm, original = (
@@ -141,7 +141,7 @@ class WithZeros:
 def test_the_core_runs_it_packed(bits: int, tmp_path: Path) -> None:
     """Logits are bit for bit those of the same numbers with their zeros, in fewer bytes."""
     source = write_folder(tmp_path / "folder", "llama-gqa")
-    compress_folder(source, tmp_path / "sparse", Pipeline(format=f"int{bits}-g32-sym", method=("magnitude",), sparsity="2:4"))
+    compress(source, tmp_path / "sparse", Pipeline(format=f"int{bits}-g32-sym", method=("magnitude",), sparsity="2:4"))
     folder = SafetensorsFolder(tmp_path / "sparse")
     scheme = TwoFour(folder, {})
     programs = [program_of(QuantizedFolder(folder, each)) for each in (scheme, WithZeros(scheme))]
@@ -151,7 +151,7 @@ def test_the_core_runs_it_packed(bits: int, tmp_path: Path) -> None:
 
 
 def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
-    compress_folder(write_folder(tmp_path / "folder", "llama-gqa"), tmp_path / "sparse", TWO_OF_FOUR)
+    compress(write_folder(tmp_path / "folder", "llama-gqa"), tmp_path / "sparse", TWO_OF_FOUR)
     weights = tmp_path / "sparse" / "model.safetensors"
     whole = SafetensorsFolder(tmp_path / "sparse")
     name = next(one for one in whole.names() if one.endswith("_index"))
@@ -176,12 +176,12 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
 def test_other_folders_are_refused(pipeline: Pipeline, message: str, tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ValueError, match=message):
-        compress_folder(model, tmp_path / "out", pipeline)
+        compress(model, tmp_path / "out", pipeline)
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="there exists; give another name"):
-        compress_folder(model, tmp_path / "there", TWO_OF_FOUR)
+        compress(model, tmp_path / "there", TWO_OF_FOUR)
     with pytest.raises(WeightError, match="folders of gpt2 hold matrices by columns"):
-        prepare_folder(write_folder(tmp_path / "gpt2", "gpt2"), TWO_OF_FOUR)
+        prepare(write_folder(tmp_path / "gpt2", "gpt2"), TWO_OF_FOUR, FolderPlan)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "there", "tiny.gguf"]
 
 
@@ -193,5 +193,5 @@ def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(two_four, "stored_parts", fail)
     with pytest.raises(OSError, match="no space left"):
-        compress_folder(model, tmp_path / "out", TWO_OF_FOUR)
+        compress(model, tmp_path / "out", TWO_OF_FOUR)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.compress.folder import compress_folder
 from headrace.compress.grids.column_masks import KeptBlocks
-from headrace.compress.run import Pipeline, Report, compress
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.report import Report
+from headrace.compress.write import compress
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model, read_tensor
@@ -95,7 +96,7 @@ def test_what_texts_chose_is_kept_in_a_folder(model: Path, book: Path, tmp_path:
     """To the bit, of Q4_0: two of four are there already, and its numbers are those of int4 in groups of 32."""
     compress(model, tmp_path / "a.gguf", pipeline(book, method=("sparsegpt",), sparsity="2:4", format="Q4_0"))
     rounded = Pipeline(method=("magnitude",), sparsity="2:4", format="int4-g32-sym", threads=1)
-    compress_folder(tmp_path / "a.gguf", tmp_path / "folder", rounded)
+    compress(tmp_path / "a.gguf", tmp_path / "folder", rounded)
     one, other = (load_model(open_files(tmp_path / name).source) for name in ("a.gguf", "folder"))
     for (name, value), (_, same) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert not name.startswith("layers.") or bool((value.float() == same.float()).all()), name

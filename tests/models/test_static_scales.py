@@ -12,8 +12,8 @@ from torch.nn.functional import linear
 
 from headrace import core as native
 from headrace.backends.eager.rounded import round_inputs
-from headrace.compress.folder import compress_folder
-from headrace.compress.run import Pipeline
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.base import Model
@@ -72,7 +72,7 @@ def with_scales(folder: Path, texts: list[list[int]]) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     at = tmp_path_factory.mktemp("static")
-    compress_folder(write_folder(at / "whole", "llama-gqa"), at / "w8a8", Pipeline(format="w8a8", threads=1))
+    compress(write_folder(at / "whole", "llama-gqa"), at / "w8a8", Pipeline(format="w8a8", threads=1))
     return with_scales(at / "w8a8", TEXTS)
 
 
@@ -183,9 +183,9 @@ def test_smoothquant_pays_where_a_few_inputs_are_large(tmp_path: Path) -> None:
     for method in ("rtn", "smoothquant"):
         out = tmp_path / method
         if method == "rtn":
-            compress_folder(source, out, Pipeline(format="w8a8", threads=1))
+            compress(source, out, Pipeline(format="w8a8", threads=1))
         else:
-            compress_folder(source, out, Pipeline(format="w8a8-static", method=(method,), threads=1, **reads))
+            compress(source, out, Pipeline(format="w8a8-static", method=(method,), threads=1, **reads))
             written = scales_of(out)
         with_scales(out, TEXTS)
         made = [one.numpy() for one in feed(rounded_model(out, "tensor"), JUDGED, "whole")]
@@ -200,7 +200,7 @@ def test_smoothquant_pays_where_a_few_inputs_are_large(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
     """Scales that are none, and folders without any; one with a zero point, or of float8, is no scale of int8."""
     plain = tmp_path / "plain"
-    compress_folder(write_folder(tmp_path / "whole", "llama-gqa"), plain, Pipeline(format="w8a8", threads=1))
+    compress(write_folder(tmp_path / "whole", "llama-gqa"), plain, Pipeline(format="w8a8", threads=1))
     with pytest.raises(ValueError, match="takes the scales of inputs that a folder .*plain has none: choose token"):
         LLM(str(plain), activations="tensor")
     tensors = load_file(folder / "model.safetensors")

@@ -15,10 +15,12 @@ from headrace.compress.base import Compressor
 from headrace.compress.cutting import Neurons
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.layer_pass import LayerPass
-from headrace.compress.run import Pipeline, Report, compress, predict, work_folder
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.report import Report
 from headrace.compress.structure import Cut, pruned_config
 from headrace.compress.texts import draw_texts
 from headrace.compress.work_folder import WorkFolder
+from headrace.compress.write import compress, predict, work_path
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
@@ -82,7 +84,7 @@ def test_a_file_that_was_cut_is_the_masked_model(
     read = draw_texts(open_files(model), str(book), 2048, 0, Silent())
     masked = hidden(GGUFFile(model), read, tmp_path / "masked", step_of(cut, config))
     np.testing.assert_allclose(hidden(written, read, tmp_path / "cut"), masked, rtol=1e-4, atol=1e-4)
-    assert not work_folder(out).exists()
+    assert not work_path(out).exists()
     for backend in ("torch", "native"):
         made = LLM(str(out), backend=backend, max_model_len=64).generate(["the water of"], SamplingParams(max_tokens=3))
         assert len(made[0].outputs[0].token_ids) == 3

@@ -18,16 +18,16 @@ import torch
 from headrace.compress import texts as own_texts
 from headrace.compress.base import Inputs, Matrix, ScaleMapping, Visit
 from headrace.compress.calibration_pass import plan_of
-from headrace.compress.folder import compress_folder
 from headrace.compress.folding import SmoothQuant
 from headrace.compress.judge import judge
 from headrace.compress.layer_pass import LayerPass
+from headrace.compress.pipeline import Pipeline
 from headrace.compress.report import report_path
 from headrace.compress.rounding import Rounding
-from headrace.compress.run import Pipeline, compress, predict, work_folder
 from headrace.compress.scale_mappings import scale_mappings
 from headrace.compress.texts import check_apart, draw_texts, passage_hashes
 from headrace.compress.work_folder import PLAN, STATE, TEXTS, WorkFolder
+from headrace.compress.write import compress, predict, work_path
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
@@ -132,7 +132,7 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     assert len(report.outputs) == 2 * 7
     assert all(told.error < 0.95 * told.nearest for told in report.outputs.values())
     assert sum(told.held for told in report.outputs.values()) < sum(told.held_nearest for told in report.outputs.values())
-    assert not work_folder(out).exists()
+    assert not work_path(out).exists()
     written = GGUFFile(out)
     assert written.metadata["headrace.compress"] == "gptq Q4_0"
     assert {written.info(name).kind for name in written.names() if "blk" in name} == {"Q4_0", "F32"}
@@ -169,7 +169,8 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from headrace.compress.run import Pipeline, compress
+from headrace.compress.write import compress
+from headrace.compress.pipeline import Pipeline
 model, book, out = sys.argv[1:]
 right = os.replace
 def replace(old, new):
@@ -190,10 +191,10 @@ def test_killed_at_three_points_it_goes_on_to_the_same_bytes(model: Path, book: 
     done = subprocess.run([sys.executable, "-c", CHILD, model, book, out], capture_output=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     for name in (STATE, "out.gguf"):
-        assert WorkFolder(work_folder(out)).done == 1
+        assert WorkFolder(work_path(out)).done == 1
         killed_at(name, 1, lambda: compress(model, out, asked))
         assert not out.exists()
-    assert WorkFolder(work_folder(out)).done == 2
+    assert WorkFolder(work_path(out)).done == 2
     compress(model, out, asked)
     assert out.read_bytes() == whole.read_bytes()
 
@@ -211,7 +212,7 @@ def stopped(model: Path, book: Path, out: Path) -> Path:
         patch.setattr(WorkFolder, "finish_layer", finish)
         with pytest.raises(KeyboardInterrupt):
             compress(model, out, pipeline(book))
-    return work_folder(out)
+    return work_path(out)
 
 
 def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, tmp_path: Path) -> None:
@@ -271,15 +272,15 @@ def test_what_is_gone_on_with_is_what_was_left(
 
 def test_only_one_command_writes_a_file(model: Path, book: Path, tmp_path: Path) -> None:
     """The second is one line at once, of a file and of a folder; what a command leaves that was killed says nothing."""
-    for out, call in ((tmp_path / "out.gguf", compress), (tmp_path / "out", compress_folder)):
-        asked = pipeline(book, method=("rtn",), format="Q4_0" if call is compress else "int4-g32")
+    for out, number_format in ((tmp_path / "out.gguf", "Q4_0"), (tmp_path / "out", "int4-g32")):
+        asked = pipeline(book, method=("rtn",), format=number_format)
         with (
             file_lock(out),
             pytest.raises(ValueError, match=f"^{re.escape(str(out))} is being written by another command; wait"),
         ):
-            call(model, out, asked)
+            compress(model, out, asked)
         (tmp_path / f".{out.name}.lock").touch()
-        call(model, out, asked)
+        compress(model, out, asked)
         assert not list(tmp_path.glob(".*"))
 
 
@@ -309,7 +310,6 @@ def test_stopped_while_it_was_judged_it_goes_on(
     out, other = tmp_path / name, tmp_path / "other.txt"
     other.write_text(" ".join(reversed(book.read_text().split()[:500])))
     asked = pipeline(book, format=number_format, judge=str(other), tokens=256)
-    run, room = (compress, "run") if name == "out.gguf" else (compress_folder, "folder")
 
     def written() -> bytes:
         return (out if out.is_file() else out / "model.safetensors").read_bytes()
@@ -318,20 +318,20 @@ def test_stopped_while_it_was_judged_it_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"headrace.compress.{room}.judge", stop)
+        patch.setattr("headrace.compress.write.judge", stop)
         with pytest.raises(KeyboardInterrupt):
-            run(model, out, asked)
+            compress(model, out, asked)
     before = written()
     with pytest.raises(ValueError, match="exists; give another name"):
-        run(model, out, replace(asked, method=("rtn",)))
+        compress(model, out, replace(asked, method=("rtn",)))
     with pytest.raises(WeightError, match=r"\(act-order: True then, False now\)"):
-        run(model, out, replace(asked, act_order=False))
-    assert run(model, out, asked).judged is not None
+        compress(model, out, replace(asked, act_order=False))
+    assert compress(model, out, asked).judged is not None
     assert written() == before
-    assert not work_folder(out).exists()
+    assert not work_path(out).exists()
     assert report_path(out).is_file()
     with pytest.raises(ValueError, match="exists; give another name"):
-        run(model, out, asked)
+        compress(model, out, asked)
     if out.is_file():
         compress(model, out, Pipeline(format="Q4_0"), overwrite=True)
         assert not report_path(out).exists()
@@ -390,8 +390,8 @@ def test_a_full_disk_loses_nothing_that_was_done(
         patch.setattr(os, "replace", full)
         with pytest.raises(WeightError, match=r"the disk is full; what is done is kept: make room"):
             compress(model, out, pipeline(book))
-    assert WorkFolder(work_folder(out)).done == 1
-    assert not list(work_folder(out).glob("*.part"))
+    assert WorkFolder(work_path(out)).done == 1
+    assert not list(work_path(out).glob("*.part"))
     compress(model, out, pipeline(book))
     assert out.read_bytes() == whole.read_bytes()
 
@@ -434,7 +434,7 @@ def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> Non
     report = compress(model, tmp_path / "out.gguf", pipeline(book, tokens=100))
     assert "256 tokens are few" not in " ".join(report.warnings)  # a whole text, more than two for each input
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.compress.run.WINDOW", 100)
+        patch.setattr("headrace.compress.write.WINDOW", 100)
         patch.setattr("headrace.compress.calibration_pass.WINDOW", 100)
         few = compress(model, tmp_path / "few.gguf", pipeline(book, tokens=100))
     assert few.warnings[0].startswith("100 tokens are few to measure 64 inputs on")
@@ -627,7 +627,7 @@ def test_a_model_beside_itself_lost_nothing(model: Path, book: Path, tmp_path: P
     report = compress(model, tmp_path / "out.gguf", pipeline(book, format="Q4_1", judge="self", keep_work=True))
     assert report.judged is not None
     assert report.judged.kl > 0
-    assert sum(map(len, own_texts.load_texts(WorkFolder(work_folder(tmp_path / "out.gguf")), TEXTS))) == 1024
+    assert sum(map(len, own_texts.load_texts(WorkFolder(work_path(tmp_path / "out.gguf")), TEXTS))) == 1024
     whole = load_model(GGUFFile(model))
     context = build(KVPool(whole.config, 3, 16), [FeedRows(read[0], [0, 1, 2])])
     rows = whole(context)[19:39].double().log_softmax(-1)
@@ -639,7 +639,8 @@ def test_a_model_beside_itself_lost_nothing(model: Path, book: Path, tmp_path: P
 MEASURED = """
 import sys, torch
 from headrace.compress.rounding import Rounding
-from headrace.compress.run import Pipeline, compress, predict
+from headrace.compress.write import compress, predict
+from headrace.compress.pipeline import Pipeline
 torch.set_num_threads(1)
 pipeline = Pipeline(method=("gptq",), format="Q4_0", calibrate=sys.argv[2], tokens=1024, threads=1)
 said = predict(sys.argv[1], pipeline).largest

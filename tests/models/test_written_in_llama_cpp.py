@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.compress.run import Pipeline, compress
+from headrace.compress.pipeline import Pipeline
+from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files

@@ -180,22 +180,21 @@ def _check_new(out: Path, overwrite: bool) -> None:
 
 
 def _predicted(path: Path, out: Path | None, pipeline: Any) -> Any:
-    from headrace.compress import folder_plan, layouts, run
+    from headrace.compress.layouts import is_of_folders
+    from headrace.compress.write import FolderPlan, GGUFPlan, container_of, predict
 
-    as_folder = out.suffix != ".gguf" if out is not None else layouts.is_of_folders(pipeline.format)
-    report = folder_plan.prepare_folder(path, pipeline).report if as_folder else run.predict(path, pipeline)
+    by_format = FolderPlan if is_of_folders(pipeline.format) else GGUFPlan
+    report = predict(path, pipeline, container_of(out) if out is not None else by_format)
     for line in report.warnings:
         say(line)
     return report
 
 
 def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
-    from headrace.compress import folder, run
+    from headrace.compress.write import compress
 
     try:
-        if out.suffix != ".gguf":
-            return folder.compress_folder(path, out, pipeline, status(), _healer(pipeline))
-        return run.compress(path, out, pipeline, status(), overwrite, _healer(pipeline))
+        return compress(path, out, pipeline, status(), overwrite, _healer(pipeline))
     except KeyboardInterrupt:
         if pipeline.reads:
             say(f"{out}: stopped; the same command goes on where it was")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace import core as native
 from headrace.compress.base import Compressor, OutputReport, Visit, apply_methods
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.folding import Awq, SmoothQuant
@@ -97,11 +96,6 @@ def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
-def threads_of(pipeline: Pipeline) -> int:
-    """Those asked for, or as many as there are cores for this process."""
-    return pipeline.threads or native.processors()
-
-
 def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
     """What is said of too few texts."""
     if tokens >= FEW * width:
@@ -160,7 +154,7 @@ def run_methods(
     opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: WorkFolder, texts: Texts, tell: Progress
 ) -> PassOutput:
     """Carry the methods out, from where an earlier run was stopped. `kinds` by target. Raises ValueError as Work does."""
-    threads = threads_of(pipeline)
+    threads = pipeline.thread_count
     folds: dict[str, Compressor] = {"awq": Awq(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
     steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
@@ -236,7 +230,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "calibrate": calibrate,
         "tokens": pipeline.tokens or "auto",
         "seed": pipeline.seed,
-        "threads": threads_of(pipeline),  # sums have another order on more or fewer
+        "threads": pipeline.thread_count,  # sums have another order on more or fewer
         "version": VERSION,
         **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
     }

@@ -69,6 +69,11 @@ class Pipeline:
     threads: int = 0
 
     @property
+    def thread_count(self) -> int:
+        """CPU threads: as given, otherwise one for each core that this process may use."""
+        return self.threads or native.processors()
+
+    @property
     def folds(self) -> bool:
         """Whether norms and matrices of the layers are scaled."""
         return any(name in FOLDS for name in self.method)
@@ -91,7 +96,7 @@ class Pipeline:
         rate = RATE if self.heal_rate is None else self.heal_rate
         if self.heal_steps < 1 or not 0 < rate < 1:
             raise ValueError("--heal-steps is 1 or more, and --heal-rate between 0 and 1")
-        return Heal(self.heal_steps, rate, self.seed, self.threads or native.processors())
+        return Heal(self.heal_steps, rate, self.seed, self.thread_count)
 
     @property
     def reads(self) -> bool:

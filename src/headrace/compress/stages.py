@@ -14,7 +14,7 @@ import torch
 
 from headrace.compress.base import Compressor
 from headrace.compress.calibration_pass import run_pass
-from headrace.compress.container import entries, given_tensors, tensor_info
+from headrace.compress.containers.gguf import alignment_of, entries, extra_tensors, tensor_info
 from headrace.compress.cutting import Distances, Heads, Neurons, least_moving_layers
 from headrace.compress.healing import Healer, HealReport, heal_texts
 from headrace.compress.judge import Judgement
@@ -30,7 +30,7 @@ from headrace.data.progress import Progress
 from headrace.models import gguf_keys
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
-from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
+from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
 from headrace.weights.source import TensorInfo
@@ -61,10 +61,16 @@ def copy_report(made: Report, before: Report, left: PrunedModel) -> None:
 
 
 def cut_model(
-    opened: Opened, cuts: Sequence[Cut], work: WorkFolder, texts: Texts, tell: Progress, threads: int, words: bool = True
+    opened: Opened,
+    cuts: Sequence[Cut],
+    work: WorkFolder,
+    texts: Texts,
+    progress: Progress,
+    threads: int,
+    vocabulary: bool = True,
 ) -> PrunedModel:
     """Carry cuts out, from where an earlier run was stopped. The file of each takes the place of the one before, in the folder
-    of the work; with `words` it has the vocabulary, too. Raises ValueError as `pruned_config` and Work do, and OSError."""
+    of the work; with `vocabulary` it has the vocabulary, too. Raises ValueError as `pruned_config` and Work do, and OSError."""
     names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((at for at, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
@@ -72,7 +78,7 @@ def cut_model(
         opened = _left(work, f"{names[done]}.json", files[done])
     for at in range(done + 1, len(cuts)):
         own = WorkFolder(work.folder / names[at])
-        _cut(opened, cuts[at], work, own, files[at], texts, tell, threads, words)
+        _cut(opened, cuts[at], work, own, files[at], texts, progress, threads, vocabulary)
         opened = _left(work, f"{names[at]}.json", files[at])
         own.remove()
         if at:
@@ -90,23 +96,23 @@ def heal_model(
     source: str,
     judged: Texts,
     work: WorkFolder,
-    tell: Progress,
-    words: bool = True,
+    progress: Progress,
+    vocabulary: bool = True,
 ) -> PrunedModel:
     """Train what the cuts left on texts of `source` other than `judged`, from where an earlier run was stopped: a file beside
     theirs. Raises ValueError where nobody is given who trains, and as the healer, its texts and Work do."""
     if healer is None:
         raise ValueError("the method heal trains, and nobody is given who does: pass healer=Healing() of training.healing")
     texts, file, folder = (
-        heal_texts(original, source, how, work, judged, tell),
+        heal_texts(original, source, how, work, judged, progress),
         work.folder / "healed.gguf",
         work.folder / "heal",
     )
     if not (work.folder / HEALED).is_file():
-        made = healer.heal(original, left.opened, texts, how, folder, tell)
+        made = healer.heal(original, left.opened, texts, how, folder, progress)
         config, values = left.opened.config, part_values(made.model)
         with work.writing(file) as part:
-            _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, words)
+            _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, vocabulary)
         work.write(HEALED, {**asdict(made.report), "sha256": sha256_of(file)})
     shutil.rmtree(folder, ignore_errors=True)
     metadata = work.read(HEALED)
@@ -128,15 +134,15 @@ def _cut(
     own: WorkFolder,
     out: Path,
     texts: Texts,
-    tell: Progress,
+    progress: Progress,
     threads: int,
-    words: bool,
+    vocabulary: bool,
 ) -> None:
     """One cut: `own` is its walk's work; what is said of `out` is written last."""
     config = opened.config
     target = pruned_config(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
-    run_pass(LayerPass(opened.source, texts, own, {}), [_step(cut, config, target)], own, tell, threads)
+    run_pass(LayerPass(opened.source, texts, own, {}), [_step(cut, config, target)], own, progress, threads)
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
     gone = least_moving_layers([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
@@ -149,7 +155,7 @@ def _cut(
         return torch.from_numpy(own.tensor(int(name.split(".")[1]), name))
 
     with work.writing(out) as part:
-        _write(opened, target, kept, changed, left, part, words)
+        _write(opened, target, kept, changed, left, part, vocabulary)
     about = {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"], "sha256": sha256_of(out)}
     work.write(f"{own.folder.name}.json", about)
 
@@ -171,7 +177,7 @@ def _write(
     changed: set[str],
     left: Callable[[str], torch.Tensor],
     path: Path,
-    words: bool,
+    vocabulary: bool,
 ) -> None:
     """The model with `target`'s numbers: of `changed` parts those that are `left`, of layer i what was layer kept[i]."""
     source = opened.source
@@ -180,9 +186,9 @@ def _write(
         whole, smaller = gguf_keys.stored_config(whole), gguf_keys.stored_config(target)
     stored = stored_as(describe(smaller), "gguf")
     read = {part.target: part for parts in plan(describe(opened.config), source).values() for part in parts}
-    given = given_tensors(opened, set(stored_as(describe(whole), "gguf")), smaller)
+    extra = extra_tensors(opened, set(stored_as(describe(whole), "gguf")), smaller)
     copied: dict[str, str] = {}  # from which tensor of the file read
-    tensors: list[TensorInfo] = [info for info, _ in given.values()]
+    tensors: list[TensorInfo] = [info for info, _ in extra.values()]
     for name, parts in stored.items():
         origins = [_before(part.target, kept) for part in parts]
         info = source.info(read[origins[0]].source)
@@ -199,7 +205,7 @@ def _write(
         return read_part(read[before], source, torch.float32)
 
     def chunks() -> Chunks:
-        for name, (_, data) in given.items():
+        for name, (_, data) in extra.items():
             yield name, data
         for name, parts in stored.items():
             if name in copied:
@@ -208,9 +214,7 @@ def _write(
             else:
                 yield name, write_parts(parts, values).contiguous().numpy().view(np.uint8)
 
-    metadata = source.metadata if isinstance(source, GGUFFile) else {}
-    keys = entries(opened, smaller, {}, words)
-    write_gguf(path, keys, tensors, chunks(), metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+    write_gguf(path, entries(opened, smaller, {}, vocabulary), tensors, chunks(), alignment_of(opened))
 
 
 def _before(target: str, kept: list[int]) -> str:

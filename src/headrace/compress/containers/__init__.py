@@ -1,0 +1,1 @@
+"""Containers: the file formats that a compressed model is written in."""
