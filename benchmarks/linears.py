@@ -20,7 +20,7 @@ from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 from headrace.core import core
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import POINTS
+from headrace.weights.schemes.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS
 
 TYPES = (

@@ -11,7 +11,7 @@ from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
-from headrace.weights.quantized.activations import activations_of
+from headrace.weights.schemes.compressed_tensors import activations_of
 from tests.models.gates import program_of
 from tests.models.test_compress import write_folder
 from tests.tiny_native import Feeder

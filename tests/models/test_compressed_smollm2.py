@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.compress.base import Compressor
-from headrace.compress.folding import Awq
+from headrace.compress.folding import AWQ
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import draw_texts
@@ -51,7 +51,7 @@ class SmolLM2:
         else:
             prune = (method, parse_sparsity(sparsity)) if sparsity else None
             steps: list[Compressor] = [Rounding(method == "gptq", prune=prune)]
-            model = walked(source, self.read, [Awq(), *steps] if method == "awq" else steps, format).model
+            model = walked(source, self.read, [AWQ(), *steps] if method == "awq" else steps, format).model
         lost = self.cost(model) - self.before
         print(f"{method} {format} {sparsity}: {lost:.4f} of {self.before:.4f}", flush=True)
         return lost

@@ -15,7 +15,7 @@ from headrace.backends.eager import rounded as inputs
 from headrace.bench.kv import VARIANTS, losses
 from headrace.compress import cutting
 from headrace.compress.base import Compressor, Matrix, Visit
-from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.folding import AWQ, SmoothQuant
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.grids.targets import nearest, target
 from headrace.compress.judge import compare_logits
@@ -43,7 +43,7 @@ def steps(method: str, sparsity: str) -> list[Compressor]:
     if sparsity:
         return [Rounding(False, prune=(method, parse_sparsity(sparsity)))]
     rounding = Rounding(method in ("gptq", "act-order"), ordered=method == "act-order")
-    return [Awq(), rounding] if method == "awq" else [rounding]
+    return [AWQ(), rounding] if method == "awq" else [rounding]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace import core as native
-from headrace.compress import folder as folders
+from headrace.compress import plan
+from headrace.compress.containers import folder as folders
 from headrace.compress.containers.folder import FolderPlan
 from headrace.compress.grids.targets import target
 from headrace.compress.layouts import grouped
@@ -26,8 +27,8 @@ from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import WeightError
 from tests.models.test_compress import write_folder
 from tests.models.test_walk import book, model, pipeline  # noqa: F401
@@ -243,22 +244,26 @@ def test_a_large_head_takes_its_numbers_and_its_rows(chunk: int, monkeypatch: py
     """Besides the numbers, which are made outside, there are rows of int8 and what a chunk needs; of one chunk, the control,
     there are squares in double."""
     values = np.ones((4096, 1024), np.float32)
-    monkeypatch.setattr(folders, "_values", lambda job, name: values)
-    monkeypatch.setattr(folders, "CHUNK", chunk)
-    job = SimpleNamespace(
-        made=None,
-        stored={"lm_head.weight": [SimpleNamespace(target="output.weight", stored=values.shape)]},
-        layouts={"lm_head.weight": grouped("int8")},
-        formats={"lm_head.weight": "int8"},
+    monkeypatch.setattr(FolderPlan, "values", lambda plan, name: values)
+    monkeypatch.setattr(plan, "CHUNK", chunk)
+    blank: Any = SimpleNamespace()
+    head = FolderPlan(
+        original=blank,
+        opened=blank,
+        pipeline=Pipeline(format="int4-g32", threads=1),
+        stored={"lm_head.weight": [cast(Any, SimpleNamespace(target="output.weight", stored=values.shape))]},
+        read={},
         importance={},
-        pipeline=Pipeline(format="int4-g32"),
+        formats={"lm_head.weight": "int8"},
+        report=blank,
+        layouts={"lm_head.weight": grouped("int8")},
     )
     tracemalloc.start()
     try:
-        rows, error, zeros = folders._rows(cast(Any, job), "lm_head.weight", 1)
+        rows, lost, energy, _ = head.all_rows("lm_head.weight")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert (len(rows), zeros) == (4096, None)
-    assert error < 1e-6
+    assert len(rows) == 4096
+    assert lost < 1e-6 * energy
     assert (peak < rows.nbytes + 2 * values.size) == (chunk < values.size)

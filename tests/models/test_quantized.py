@@ -21,7 +21,7 @@ from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.loader import load_model
 from headrace.weights.parts import plan
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gates import program_of

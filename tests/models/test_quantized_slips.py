@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.weights.dequant import read_floats
-from headrace.weights.quantized import awq as reader
-from headrace.weights.quantized.folder import open_folder
+from headrace.weights.schemes import awq as reader
+from headrace.weights.schemes.folder import open_folder
 from tests.quantized import DATA, LAYER, Made, awq, gptq, kept, mxfp4
 
 K = f"{LAYER}.self_attn.k_proj"

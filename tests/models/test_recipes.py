@@ -23,8 +23,8 @@ from headrace.weights.dequant import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import WeightError
 from tests import tiny_files
 from tests.killed import each_step, forgetful, killed_at

@@ -21,11 +21,11 @@ from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import KINDS
 from headrace.weights.loader import load_model, read_tensor
-from headrace.weights.quantized import two_four
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
-from headrace.weights.quantized.rows import rows_of
-from headrace.weights.quantized.two_four import TwoFour
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes import two_four
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
+from headrace.weights.schemes.rows import integer_rows
+from headrace.weights.schemes.two_four import TwoFourReader
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.sparse import DENSE, sparse_parts, spread
 from tests.models.feeding import feed
@@ -120,7 +120,7 @@ def dense_twin(sparse: Path, out: Path) -> Path:
 class WithZeros:
     """The same matrices as rows of the dense kinds."""
 
-    def __init__(self, sparse: TwoFour) -> None:
+    def __init__(self, sparse: TwoFourReader) -> None:
         self.sparse, self.summary = sparse, sparse.summary
         self.matrices = {}
         for name, coded in sparse.matrices.items():
@@ -130,7 +130,7 @@ class WithZeros:
     def rows(self, name: str) -> np.ndarray:
         kind = self.sparse.matrices[name].info.kind
         numbers, indices, scales = sparse_parts(kind, self.sparse.rows(name))
-        return rows_of(DENSE[kind], spread(numbers, indices), scales)
+        return integer_rows(DENSE[kind], spread(numbers, indices), scales)
 
     def columns(self, name: str) -> None:
         pass
@@ -143,7 +143,7 @@ def test_the_core_runs_it_packed(bits: int, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "folder", "llama-gqa")
     compress(source, tmp_path / "sparse", Pipeline(format=f"int{bits}-g32-sym", method=("magnitude",), sparsity="2:4"))
     folder = SafetensorsFolder(tmp_path / "sparse")
-    scheme = TwoFour(folder, {})
+    scheme = TwoFourReader(folder, {})
     programs = [program_of(QuantizedFolder(folder, each)) for each in (scheme, WithZeros(scheme))]
     ours, dense = (Feeder(program, BATCH).whole() for program in programs)
     assert all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(ours, dense, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from headrace import core as native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import POINTS, WIDE, coded_rows, integers_of, rows_of
+from headrace.weights.schemes.rows import POINTS, WIDE, grouped_rows, integer_rows, row_integers
 from tests.native_blocks import dense, random_rows
 
 if not native.available():
@@ -50,7 +50,7 @@ def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
     """Few rows and many, ragged sizes, segments, logits, outliers. Control: the zero points of the row before."""
     for n, k, unit in ((37, 384, 0), (16, 768, 64)):
         rows = random_rows(kind, n, k)
-        variants = [(rows_of("Q5_0", *integers_of(kind, rows)), "Q5_0"), (rows, kind), (shifted(kind, rows), kind)]
+        variants = [(integer_rows("Q5_0", *row_integers(kind, rows)), "Q5_0"), (rows, kind), (shifted(kind, rows), kind)]
         layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
         for m in (1, 2, 3, 5, 8, 41):
             x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
@@ -70,7 +70,7 @@ def test_without_zero_points_it_is_q4_0_bit_for_bit(isa: str, pool) -> None:
     values = rng.integers(-8, 8, (n, k)).astype(np.int8)
     scales = rng.standard_normal((n, k // 128)).astype(np.float16).repeat(4, axis=1)
     made = [("Q4_0", values), ("G4_128", values), ("G4_128", np.roll(values, 1, axis=0))]
-    layers = [core.PackedLinear([packed(rows_of(kind, each, scales), kind, k, pool)]) for kind, each in made]
+    layers = [core.PackedLinear([packed(integer_rows(kind, each, scales), kind, k, pool)]) for kind, each in made]
     for m in (1, 3, 8, 41):
         x = rng.standard_normal((m, k)).astype(np.float32)
         for path in ("direct", "panels"):
@@ -91,8 +91,8 @@ def test_with_zero_points_of_128_it_is_q8_0_bit_for_bit(kind: str, isa: str, poo
         other = zeros.copy()
         other[: n // 2, : WIDE[kind] // 32] = 129
         variants = [
-            (rows_of("Q8_0", (codes - np.uint8(128)).view(np.int8), scales), "Q8_0"),
-            *((coded_rows(kind, codes, points, scales), kind) for points in (zeros, other)),
+            (integer_rows("Q8_0", (codes - np.uint8(128)).view(np.int8), scales), "Q8_0"),
+            *((grouped_rows(kind, codes, points, scales), kind) for points in (zeros, other)),
         ]
         layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
         for m in (1, 2, 3, 5, 8, 41):
@@ -111,7 +111,7 @@ def test_bytes_and_any_zero_point_become_rows(kind: str) -> None:
     codes = rng.integers(0, 256, (256, 4 * span)).astype(np.uint8)
     zeros = np.arange(1024).reshape(256, 4).astype(np.uint8)
     scales = rng.standard_normal((256, 4)).astype(np.float16)
-    rows = coded_rows(kind, codes, *(each.repeat(span // 32, axis=1) for each in (zeros, scales)))
+    rows = grouped_rows(kind, codes, *(each.repeat(span // 32, axis=1) for each in (zeros, scales)))
     values = codes.astype(np.float32) - zeros.repeat(span, axis=1)
     wanted = scales.astype(np.float32).repeat(span, axis=1) * values
     assert np.array_equal(dequantize_numpy(rows.reshape(-1), kind).reshape(256, -1), wanted)
@@ -126,15 +126,15 @@ def test_integers_become_rows_and_back(kind: str) -> None:
     codes = rng.integers(0, 16, (20, 4, span))
     values = (codes - zeros[:, :, None]).astype(np.int8).reshape(20, -1)
     scales = rng.standard_normal((20, 4)).astype(np.float16)
-    rows = rows_of(kind, values, scales.repeat(span // 32, axis=1))
-    found, again = integers_of(kind, rows)
+    rows = integer_rows(kind, values, scales.repeat(span // 32, axis=1))
+    found, again = row_integers(kind, rows)
     assert np.array_equal(found, values)
     assert np.array_equal(again, scales.repeat(span // 32, axis=1))
     wanted = scales.astype(np.float32).repeat(span, axis=1) * values
     assert np.array_equal(dequantize_numpy(rows.reshape(-1), kind).reshape(20, -1), wanted)
     for wrong in ([-9, 7], [0, 16], [-17, -10]):
         with pytest.raises(ValueError, match="integers that 4 bits and a zero point do not hold"):
-            rows_of(kind, np.resize(np.array(wrong, np.int8), (1, span)), np.ones((1, span // 32), np.float16))
+            integer_rows(kind, np.resize(np.array(wrong, np.int8), (1, span)), np.ones((1, span // 32), np.float16))
 
 
 @pytest.mark.parametrize("kind", POINTS)

@@ -6,7 +6,7 @@ import pytest
 from headrace import core as native
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import rows_of
+from headrace.weights.schemes.rows import integer_rows
 from headrace.weights.sparse import INDICES, sparse_parts, sparse_rows, spread
 from tests.native_blocks import SPARSE, dense, random_rows
 
@@ -31,7 +31,7 @@ def packed(rows: np.ndarray, kind: str, k: int, pool):
 def as_dense(kind: str, rows: np.ndarray) -> np.ndarray:
     """Rows of the dense kind with the same integers and scales."""
     kept, indices, scales = sparse_parts(kind, rows)
-    return rows_of(SPARSE[kind], spread(kept, indices), scales)
+    return integer_rows(SPARSE[kind], spread(kept, indices), scales)
 
 
 def with_indices(kind: str, rows: np.ndarray, change: dict[int, int]) -> np.ndarray:

@@ -10,23 +10,37 @@ from headrace.compress.grids.encode import encode
 from headrace.compress.grids.groups import fit, stored
 from headrace.compress.grids.loop import GroupGrids, reconstruct
 from headrace.compress.grids.targets import integers_named, target
+from headrace.weights.bits import pack_fields, unpack_fields
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import read_floats
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
-from headrace.weights.quantized.gptq import BITS
-from headrace.weights.quantized.rows import integers_of, packed, rows_of, unpacked
-from headrace.weights.quantized.written import Awq, Compressed, Gptq, Integers, Layout
+from headrace.weights.schemes.awq import AWQWriter
+from headrace.weights.schemes.base import IntegerFormat, SchemeWriter
+from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
+from headrace.weights.schemes.gptq import BITS, GPTQWriter
+from headrace.weights.schemes.rows import integer_rows, row_integers
 from tests.quantized import LLAMA, MATRICES, Made, awq, gptq, kept, matrices, others
 
 GRIDS = [
-    *(Integers(4, 128), Integers(4, 64), Integers(4, 32, symmetric=False), Integers(4, symmetric=False), Integers(8)),
-    *(Integers(4, 128, symmetric=False), Integers(3, 64, symmetric=False), Integers(5, 32), Integers(7, symmetric=False)),
+    *(
+        IntegerFormat(4, 128),
+        IntegerFormat(4, 64),
+        IntegerFormat(4, 32, symmetric=False),
+        IntegerFormat(4, symmetric=False),
+        IntegerFormat(8),
+    ),
+    *(
+        IntegerFormat(4, 128, symmetric=False),
+        IntegerFormat(3, 64, symmetric=False),
+        IntegerFormat(5, 32),
+        IntegerFormat(7, symmetric=False),
+    ),
 ]
-LAYOUTS: list[Layout] = [
-    *(Compressed(each) for each in GRIDS),
-    Compressed(Integers(8, activations=True)),
-    *(Gptq(each) for each in GRIDS if each.bits in BITS),
-    *(Awq(each) for each in GRIDS if each.bits == 4),
+LAYOUTS: list[SchemeWriter] = [
+    *(CompressedTensorsWriter(each) for each in GRIDS),
+    CompressedTensorsWriter(IntegerFormat(8, activations=True)),
+    *(GPTQWriter(each) for each in GRIDS if each.bits in BITS),
+    *(AWQWriter(each) for each in GRIDS if each.bits == 4),
 ]
 
 
@@ -38,11 +52,11 @@ def matrix(n: int = 24, k: int = 256) -> np.ndarray:
     return w
 
 
-def values(of: Integers, rows: np.ndarray) -> np.ndarray:
+def values(of: IntegerFormat, rows: np.ndarray) -> np.ndarray:
     return dequantize_numpy(rows.reshape(-1), of.kind).reshape(len(rows), -1)
 
 
-def plain(w: np.ndarray, of: Integers) -> np.ndarray:
+def plain(w: np.ndarray, of: IntegerFormat) -> np.ndarray:
     """To nearest in the whole range of each group, with scales in 16 bits."""
     x = w.reshape(-1, of.group or w.shape[1])
     least, most = of.range
@@ -56,7 +70,7 @@ def plain(w: np.ndarray, of: Integers) -> np.ndarray:
 
 
 @pytest.mark.parametrize("of", GRIDS, ids=str)
-def test_the_grid_of_a_group(of: Integers) -> None:
+def test_the_grid_of_a_group(of: IntegerFormat) -> None:
     """Less error than the whole range leaves; integers fit; 0 stays 0; a row depends on itself alone."""
     w = matrix()
     found = fit(w, of)
@@ -84,7 +98,7 @@ def test_groups_of_32_are_blocks(bits: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("of", GRIDS, ids=str)
-def test_the_loop_leaves_integers_of_the_grid(of: Integers) -> None:
+def test_the_loop_leaves_integers_of_the_grid(of: IntegerFormat) -> None:
     """Without correlations it rounds to nearest; with them errors are made good; what is stored says what was made."""
     w = torch.from_numpy(matrix())
     k = w.shape[1]
@@ -106,7 +120,7 @@ def test_the_loop_leaves_integers_of_the_grid(of: Integers) -> None:
         made = reconstruct(w, factor, grids=one, keep=None, order=turn)
         rows, said = one.rows(made)
         assert torch.equal(said, made)
-        assert np.array_equal(rows_of(of.kind, *integers_of(of.kind, rows)), rows)
+        assert np.array_equal(integer_rows(of.kind, *row_integers(of.kind, rows)), rows)
         error, plain_error = (float(((v - w).double() @ moment * (v - w).double()).sum()) for v in (made, nearest))
         assert error < 0.8 * plain_error
     with pytest.raises(ValueError, match="columns in another order need scales"):
@@ -117,13 +131,13 @@ def test_words_are_packed_and_unpacked() -> None:
     rng = np.random.default_rng(0)
     for bits in range(2, 9):
         fields = rng.integers(0, 1 << bits, (3, 40)).astype(np.uint8)
-        words = packed(fields, bits)
+        words = pack_fields(fields, bits)
         assert words.dtype == np.dtype("<i4")
         assert words.shape == (3, -(-40 * bits // 32))
-        assert np.array_equal(unpacked(words, bits)[:, :40], fields)
+        assert np.array_equal(unpack_fields(words, bits)[:, :40], fields)
 
 
-def written(layout: Layout, folder: Path) -> tuple[QuantizedFolder, dict[str, np.ndarray]]:
+def written(layout: SchemeWriter, folder: Path) -> tuple[QuantizedFolder, dict[str, np.ndarray]]:
     """A tiny model in a layout, and its matrices as they were rounded."""
     made = Made(layout.settings(["model.layers.7.mlp.up_proj"]), others(np.random.default_rng(0)))
     made.config = {**LLAMA, "intermediate_size": 256}  # groups of 128
@@ -131,7 +145,7 @@ def written(layout: Layout, folder: Path) -> tuple[QuantizedFolder, dict[str, np
     of = layout.integers  # type: ignore[attr-defined]
     for name, (n, k) in matrices(256).items():
         assert layout.fits(n, k) == (k % (of.group or k) == 0)
-        one = of if layout.fits(n, k) else Integers(of.bits, 32, of.symmetric)
+        one = of if layout.fits(n, k) else IntegerFormat(of.bits, 32, of.symmetric)
         chosen = type(layout)(one)  # type: ignore[call-arg]
         rows = target(f"int{one.bits}{f'-g{one.group}' if one.group else '-row'}{'-sym' if one.symmetric else ''}").encode(
             matrix(n, k)
@@ -147,13 +161,13 @@ def written(layout: Layout, folder: Path) -> tuple[QuantizedFolder, dict[str, np
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_what_is_written_is_read(layout: Layout, tmp_path: Path) -> None:
+def test_what_is_written_is_read(layout: SchemeWriter, tmp_path: Path) -> None:
     """By readers that are held to other projects' files: to the bit (but for the sign of 0)."""
     source, wanted = written(layout, tmp_path)
     for name, expected in wanted.items():
         assert np.array_equal(read_floats(source, f"{name}.weight"), expected), name
     assert source.scheme.summary.split(",")[0] in ("compressed-tensors", "GPTQ", "AWQ")
-    if isinstance(layout, Gptq) and not layout.integers.symmetric:
+    if isinstance(layout, GPTQWriter) and not layout.integers.symmetric:
         shifted = Made({**layout.settings([]), "checkpoint_format": "gptq"})
         shifted.tensors = {info: torch.from_numpy(np.array(source._folder.array(info))) for info in source._folder.names()}
         wrong = open_folder(shifted.write(tmp_path / "v1"))
@@ -164,14 +178,14 @@ def test_what_is_written_is_read(layout: Layout, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "layout"),
     [
-        (kept("int8"), Compressed(Integers(8, activations=True))),
-        (gptq(version=2), Gptq(Integers(4, 32))),
-        (gptq(8, version=2), Gptq(Integers(8, 32))),
-        (awq(zeros=False), Awq(Integers(4, 32))),
+        (kept("int8"), CompressedTensorsWriter(IntegerFormat(8, activations=True))),
+        (gptq(version=2), GPTQWriter(IntegerFormat(4, 32))),
+        (gptq(8, version=2), GPTQWriter(IntegerFormat(8, 32))),
+        (awq(zeros=False), AWQWriter(IntegerFormat(4, 32))),
     ],
     ids=["int8", "gptq", "gptq of 8 bits", "awq"],
 )
-def test_it_is_what_others_write(made: Made, layout: Layout, tmp_path: Path) -> None:
+def test_it_is_what_others_write(made: Made, layout: SchemeWriter, tmp_path: Path) -> None:
     """What was read of theirs is written as theirs was, tensor for tensor."""
     source = open_folder(made.write(tmp_path))
     assert isinstance(source, QuantizedFolder)
@@ -182,9 +196,9 @@ def test_it_is_what_others_write(made: Made, layout: Layout, tmp_path: Path) -> 
 
 
 def test_names_and_what_is_refused() -> None:
-    assert integers_named("INT8") == integers_named("int8-row-sym") == Integers(8)
-    assert integers_named("w8a8") == Integers(8, activations=True)
-    assert integers_named("int4-g128") == Integers(4, 128, symmetric=False)
+    assert integers_named("INT8") == integers_named("int8-row-sym") == IntegerFormat(8)
+    assert integers_named("w8a8") == IntegerFormat(8, activations=True)
+    assert integers_named("int4-g128") == IntegerFormat(4, 128, symmetric=False)
     for name, line in (
         ("int8-g32", "8 bits are written without zero points, which would gain next to nothing; write int8-g32-sym"),
         ("int4-g48", "groups of a multiple of 32"),
@@ -196,9 +210,9 @@ def test_names_and_what_is_refused() -> None:
         with pytest.raises(ValueError, match=line):
             integers_named(name)
     with pytest.raises(ValueError, match="rows of 96 numbers are no whole groups of 64"):
-        fit(np.zeros((2, 96), np.float32), Integers(4, 64))
+        fit(np.zeros((2, 96), np.float32), IntegerFormat(4, 64))
     with pytest.raises(ValueError, match="NaN or infinite"):
-        fit(np.full((2, 64), np.nan, np.float32), Integers(4, 64))
+        fit(np.full((2, 64), np.nan, np.float32), IntegerFormat(4, 64))
     rows = target("int4-g32-sym").encode(matrix())
     with pytest.raises(ValueError, match="scales differ within a group of 64"):
-        Compressed(Integers(4, 64)).tensors(rows)
+        CompressedTensorsWriter(IntegerFormat(4, 64)).tensors(rows)

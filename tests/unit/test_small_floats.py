@@ -14,8 +14,9 @@ from headrace.compress.grids.nvfp4 import Nvfp4
 from headrace.compress.grids.spec import parse
 from headrace.compress.grids.targets import nearest, target
 from headrace.weights.dequant import read_floats
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
-from headrace.weights.quantized.written_floats import GROUPS, MXFP4, NVFP4, SmallFloats, nvfp4_parts
+from headrace.weights.schemes.compressed_tensors import SmallFloatsWriter
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
+from headrace.weights.schemes.small_floats import GROUPS, MXFP4, NVFP4, nvfp4_parts
 from tests.quantized import MATRICES, Made, kept, nvfp4, others
 
 
@@ -30,7 +31,7 @@ def matrix(n: int = 24, k: int = 256, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("name", GROUPS)
 def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     """By a reader that is held to files of compressed-tensors; bfloat16, as which the core holds NVFP4, says the same."""
-    layout, wanted = SmallFloats(name), {}
+    layout, wanted = SmallFloatsWriter(name), {}
     made = Made(layout.settings([]), others(np.random.default_rng(0)))
     for number, (matrix_name, (n, k)) in enumerate(MATRICES.items()):
         w = matrix(n, k, number) * np.float32(10.0**-number)
@@ -54,7 +55,7 @@ def test_mxfp4_is_written_as_compressed_tensors_writes_it(tmp_path: Path) -> Non
     made = kept(MXFP4)
     source = open_folder(made.write(tmp_path))
     for name in MATRICES:
-        for key, value in SmallFloats(MXFP4).tensors(source.raw(f"{name}.weight")).items():
+        for key, value in SmallFloatsWriter(MXFP4).tensors(source.raw(f"{name}.weight")).items():
             assert torch.equal(torch.from_numpy(np.array(value)), made.tensors[f"{name}.{key}"]), (name, key)
 
 
@@ -113,7 +114,7 @@ def test_the_column_loop_stays_on_the_grid(ordered: bool) -> None:
         result = reconstruct(w, found.factor, grids=grids, keep=None, order=order)
         stored, said = grids.rows(result)
         assert torch.equal(said, result)
-        assert SmallFloats(NVFP4).tensors(stored)["weight_packed"].shape == (32, k // 2)
+        assert SmallFloatsWriter(NVFP4).tensors(stored)["weight_packed"].shape == (32, k // 2)
         low, high = to.ends(stored)
         assert ((said.numpy() >= low) & (said.numpy() <= high)).all()
         return result

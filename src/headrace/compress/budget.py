@@ -12,7 +12,7 @@ from headrace.compress.grids.hessian import output_error
 from headrace.compress.grids.targets import integers_named, nearest, target
 from headrace.compress.rounding import importance_of
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.written_floats import GROUPS
+from headrace.weights.schemes.small_floats import GROUPS
 
 LADDERS = (
     ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"),

@@ -12,7 +12,7 @@ import torch
 
 from headrace.compress.base import Compressor, OutputReport, Visit, apply_methods
 from headrace.compress.budget import Ladder, Sensitivity
-from headrace.compress.folding import Awq, SmoothQuant
+from headrace.compress.folding import AWQ, SmoothQuant
 from headrace.compress.healing import heal_bytes
 from headrace.compress.layer_pass import LIBRARIES, LayerPass, TimeEstimate, layer_width, peak_bytes
 from headrace.compress.mean_keys import TOKENS, mean_keys
@@ -155,7 +155,7 @@ def run_methods(
 ) -> PassOutput:
     """Carry the methods out, from where an earlier run was stopped. `kinds` by target. Raises ValueError as Work does."""
     threads = pipeline.thread_count
-    folds: dict[str, Compressor] = {"awq": Awq(threads), "smoothquant": SmoothQuant()}
+    folds: dict[str, Compressor] = {"awq": AWQ(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
     steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
     run_pass(LayerPass(opened.source, texts, work, kinds), steps, work, tell, threads)

@@ -18,7 +18,7 @@ LEAST = 1e-4  # of a mean
 ALPHA, TINY = 0.8, 1e-5  # of SmoothQuant: the share of the range that goes into the columns; the least of a largest number
 
 
-class Awq:
+class AWQ:
     """Inputs that are large on average are made smaller, and the columns that multiply them larger: for each edge by the power
     of the mean |x| whose rounding leaves the least error of the outputs; 0 is no scale at
     all."""

@@ -18,7 +18,7 @@ from headrace.models.registry import describe
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan, stored_as
-from headrace.weights.quantized.written_floats import GROUPS
+from headrace.weights.schemes.small_floats import GROUPS
 from headrace.weights.source import WeightError, WeightSource
 
 ROWS = 32  # of each matrix that are rounded, evenly spread: a sample

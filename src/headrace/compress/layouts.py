@@ -6,21 +6,25 @@ from typing import Any
 from headrace.compress.grids.targets import EXAMPLES, integers_named
 from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.pipeline import LAYOUTS, Pipeline
-from headrace.weights.quantized.gptq import BITS as GPTQ_BITS
-from headrace.weights.quantized.written import Awq, Compressed, Gptq, Grouped, Integers, Layout, TwoFour, mixed
-from headrace.weights.quantized.written_floats import GROUPS, SmallFloats
+from headrace.weights.schemes.awq import AWQWriter
+from headrace.weights.schemes.base import IntegerFormat, SchemeWriter
+from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter, GroupWriter, SmallFloatsWriter, mixed_settings
+from headrace.weights.schemes.gptq import BITS as GPTQ_BITS
+from headrace.weights.schemes.gptq import GPTQWriter
+from headrace.weights.schemes.small_floats import GROUPS
+from headrace.weights.schemes.two_four import TwoFourWriter
 
-NAMED: dict[str, type] = {"gptq": Gptq, "awq": Awq, "2:4": TwoFour}
-SPARSE = {Integers(4, 32): "S4", Integers(8, 32): "S8"}
+NAMED: dict[str, type] = {"gptq": GPTQWriter, "awq": AWQWriter, "2:4": TwoFourWriter}
+SPARSE = {IntegerFormat(4, 32): "S4", IntegerFormat(8, 32): "S8"}
 
 
-def layout_of(pipeline: Pipeline) -> Layout:
+def layout_of(pipeline: Pipeline) -> SchemeWriter:
     """Raises ValueError for formats and layouts that folders do not have."""
     name = pipeline.format
     if name.lower() in GROUPS:
         if pipeline.layout not in (None, LAYOUTS[0]):
             raise ValueError(f"the layout {pipeline.layout} holds integers, and {name} are none: leave --layout out")
-        return SmallFloats(name.lower())
+        return SmallFloatsWriter(name.lower())
     if {name.upper(), name.upper().replace("-", "_")} & {*MIXES, *SHORT}:
         raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {EXAMPLES}")
     integers = integers_named(name)
@@ -34,9 +38,9 @@ def layout_of(pipeline: Pipeline) -> Layout:
                 "the layout 2:4 holds two of each four weights: give --method magnitude --sparsity 2:4 and --format "
                 "int4-g32-sym or int8-g32-sym"
             )
-        return TwoFour(SPARSE[integers])
+        return TwoFourWriter(SPARSE[integers])
     if wanted == "compressed":
-        return Compressed(integers)
+        return CompressedTensorsWriter(integers)
     if integers.activations:
         raise ValueError(f"the layout {wanted} says nothing of activations, which w8a8 rounds: leave it out, or choose int8")
     if wanted == "awq" and integers.bits != 4:
@@ -44,32 +48,32 @@ def layout_of(pipeline: Pipeline) -> Layout:
     if wanted == "gptq" and integers.bits not in GPTQ_BITS:
         bits = ", ".join(map(str, GPTQ_BITS))
         raise ValueError(f"the layout gptq holds {bits} bits, and {name} has {integers.bits}: leave it out, or choose int4")
-    return Awq(integers) if wanted == "awq" else Gptq(integers)
+    return AWQWriter(integers) if wanted == "awq" else GPTQWriter(integers)
 
 
-def grouped(name: str) -> Grouped:
+def grouped(name: str) -> GroupWriter:
     """The layout of compressed-tensors for a format by its name, in any case of letters. Raises ValueError as `integers_named`
     does."""
-    return SmallFloats(name.lower()) if name.lower() in GROUPS else Compressed(integers_named(name))
+    return SmallFloatsWriter(name.lower()) if name.lower() in GROUPS else CompressedTensorsWriter(integers_named(name))
 
 
-def check_mixed(layout: Layout, option: str) -> None:
+def check_mixed(layout: SchemeWriter, option: str) -> None:
     """Raise ValueError where a folder cannot hold several formats, which `option` asks for."""
-    if not isinstance(layout, Compressed | SmallFloats):
+    if not isinstance(layout, CompressedTensorsWriter | SmallFloatsWriter):
         name = next(name for name, kind in NAMED.items() if isinstance(layout, kind))
         raise ValueError(f"the layout {name} holds integers of one format: leave {option} out, or take --layout compressed")
 
 
-def settings_of_layouts(layouts: Mapping[str, Layout], whole: Sequence[str], by_name: bool) -> dict[str, Any]:
+def settings_of_layouts(layouts: Mapping[str, SchemeWriter], whole: Sequence[str], by_name: bool) -> dict[str, Any]:
     """quantization_config of a folder whose matrices `layouts` holds by stored name, and whose modules `whole` are floats.
     `by_name`: formats are said of each."""
     if not by_name:
         return next(iter(layouts.values())).settings(whole)
-    groups: dict[Grouped, list[str]] = {}
+    groups: dict[GroupWriter, list[str]] = {}
     for name, layout in layouts.items():
-        assert isinstance(layout, Compressed | SmallFloats)
+        assert isinstance(layout, CompressedTensorsWriter | SmallFloatsWriter)
         groups.setdefault(layout, []).append(name.removesuffix(".weight"))
-    return mixed(groups, whole)
+    return mixed_settings(groups, whole)
 
 
 def is_of_folders(name: str) -> bool:

@@ -22,7 +22,7 @@ from headrace.startup.opening import Opened
 from headrace.startup.recipe import EXITS, Recipe, Role
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
-from headrace.weights.quantized.folder import input_scale
+from headrace.weights.schemes.folder import input_scale
 
 log = logging.getLogger("headrace")
 

@@ -16,8 +16,8 @@ from headrace.weights import catalog, hub, names
 from headrace.weights import fingerprints as known
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import HEADS_INFO, trained
 
 

@@ -10,7 +10,7 @@ from headrace.models.registry import describe
 from headrace.startup.memory import check_weights_fit, gib
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
-from headrace.weights.quantized.folder import QuantizedFolder
+from headrace.weights.schemes.folder import QuantizedFolder
 
 
 def missing(model: str | Path) -> str:

@@ -1,17 +1,17 @@
-"""Stored blocks to numbers in numpy alone: what runs without the native core, and the oracle of its tests.
+"""Dequantisation of stored blocks in numpy, bit for bit as the native core does it; also the core's test oracle.
 
-Block layouts after the GGUF specification (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), but for those that
-GGUF lacks (`weights.kinds`).
+Block layouts: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `weights.kinds` for the kinds that GGUF lacks.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
+from headrace.weights.bits import split_planes, unpack_halves
 from headrace.weights.kinds import KINDS
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice those of E2M1
+MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # 2 * E2M1
 NF4_VALUES = np.array([-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54, 69, 89, 123], np.float32)
 FP4_VALUES = np.array([0, 1, 64, 96, 32, 48, 16, 24, 0, -1, -64, -96, -32, -48, -16, -24], np.float32)
 
@@ -19,9 +19,9 @@ Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a 
 
 
 def dequantize_numpy(data: np.ndarray, kind: str) -> np.ndarray:
-    """Whole blocks of `kind` (uint8 [bytes]) as float32 [elements]."""
+    """Whole blocks of `kind`, uint8 [bytes], as float32 [elements]."""
     blocks = np.ascontiguousarray(data).reshape(-1, KINDS[kind].nbytes)
-    with np.errstate(all="ignore"):  # damaged scales may be infinite; what comes of them is the loader's to judge
+    with np.errstate(all="ignore"):  # damaged scales may be infinite; the loader refuses the result
         return np.ascontiguousarray(DECODERS[kind](blocks), np.float32).reshape(-1)
 
 
@@ -30,21 +30,9 @@ def _half(blocks: Blocks, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _nibbles(blocks: Blocks, at: int) -> np.ndarray:
-    """16 bytes to 32 numbers: low nibbles, then high ones. uint8 [n, 32]."""
-    packed = blocks[:, at : at + 16]
-    return np.concatenate([packed & 15, packed >> 4], axis=1)
-
-
 def _fifth_bits(blocks: Blocks, at: int) -> np.ndarray:
     """Bit i of a 32-bit word belongs to element i. uint8 [n, 32], 0 or 16."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
-
-
-def _fields(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """`count` bit fields of every byte, lowest first, as a new axis before the last: uint8 [..., count, bytes]."""
-    shifts = np.arange(count, dtype=np.uint8)[:, None] * np.uint8(bits)
-    return packed[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
 
 
 def _signed(values: np.ndarray, offset: int) -> np.ndarray:
@@ -64,19 +52,19 @@ def _bf16(blocks: Blocks) -> np.ndarray:
 
 
 def _q4_0(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * _signed(_nibbles(blocks, 2), 8)
+    return _half(blocks, 0) * _signed(unpack_halves(blocks[:, 2:18]), 8)
 
 
 def _q4_1(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * _signed(_nibbles(blocks, 4), 0) + _half(blocks, 2)
+    return _half(blocks, 0) * _signed(unpack_halves(blocks[:, 4:20]), 0) + _half(blocks, 2)
 
 
 def _q5_0(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * _signed(_nibbles(blocks, 6) | _fifth_bits(blocks, 2), 16)
+    return _half(blocks, 0) * _signed(unpack_halves(blocks[:, 6:22]) | _fifth_bits(blocks, 2), 16)
 
 
 def _q5_1(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * _signed(_nibbles(blocks, 8) | _fifth_bits(blocks, 4), 0) + _half(blocks, 2)
+    return _half(blocks, 0) * _signed(unpack_halves(blocks[:, 8:24]) | _fifth_bits(blocks, 4), 0) + _half(blocks, 2)
 
 
 def _q8_0(blocks: Blocks) -> np.ndarray:
@@ -85,7 +73,7 @@ def _q8_0(blocks: Blocks) -> np.ndarray:
 
 def _q2_k(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    q = _fields(blocks[:, 16:80].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
+    q = split_planes(blocks[:, 16:80].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
     scale = _half(blocks, 80) * _signed(blocks[:, :16] & 15, 0)
     minimum = _half(blocks, 82) * _signed(blocks[:, :16] >> 4, 0)
     return scale[:, :, None] * _signed(q, 0) - minimum[:, :, None]
@@ -93,10 +81,10 @@ def _q2_k(blocks: Blocks) -> np.ndarray:
 
 def _q3_k(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    low = _fields(blocks[:, 32:96].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
-    high = _fields(blocks[:, :32], 1, 8).reshape(n, 16, 16) << 2
-    nibbles = _fields(blocks[:, 96:104], 4, 2).reshape(n, 16)
-    tops = _fields(blocks[:, 104:108], 2, 4).reshape(n, 16) << 4
+    low = split_planes(blocks[:, 32:96].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16)
+    high = split_planes(blocks[:, :32], 1, 8).reshape(n, 16, 16) << 2
+    nibbles = split_planes(blocks[:, 96:104], 4, 2).reshape(n, 16)
+    tops = split_planes(blocks[:, 104:108], 2, 4).reshape(n, 16) << 4
     scale = _half(blocks, 108) * _signed(nibbles | tops, 32)
     return scale[:, :, None] * _signed(low | high, 4)
 
@@ -111,47 +99,47 @@ def _scale_min(blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
 
 def _q4_k(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    q = _fields(blocks[:, 16:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
+    q = split_planes(blocks[:, 16:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
     scale, minimum = _scale_min(blocks)
     return scale * _signed(q, 0) - minimum
 
 
 def _q5_k(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    low = _fields(blocks[:, 48:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
-    high = _fields(blocks[:, 16:48], 1, 8) << 4
+    low = split_planes(blocks[:, 48:].reshape(n, 4, 32), 4, 2).reshape(n, 8, 32)
+    high = split_planes(blocks[:, 16:48], 1, 8) << 4
     scale, minimum = _scale_min(blocks)
     return scale * _signed(low | high, 0) - minimum
 
 
 def _q6_k(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    low = _fields(blocks[:, :128].reshape(n, 2, 64), 4, 2).reshape(n, 16, 16)
-    high = _fields(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16) << 4
+    low = split_planes(blocks[:, :128].reshape(n, 2, 64), 4, 2).reshape(n, 16, 16)
+    high = split_planes(blocks[:, 128:192].reshape(n, 2, 32), 2, 4).reshape(n, 16, 16) << 4
     scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     return scale[:, :, None] * _signed(low | high, 32)
 
 
 def _iq4_nl(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * IQ4_VALUES[_nibbles(blocks, 2)]
+    return _half(blocks, 0) * IQ4_VALUES[unpack_halves(blocks[:, 2:18])]
 
 
 def _nf4(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * NF4_VALUES[_nibbles(blocks, 2)]
+    return _half(blocks, 0) * NF4_VALUES[unpack_halves(blocks[:, 2:18])]
 
 
 def _fp4(blocks: Blocks) -> np.ndarray:
-    return _half(blocks, 0) * FP4_VALUES[_nibbles(blocks, 2)]
+    return _half(blocks, 0) * FP4_VALUES[unpack_halves(blocks[:, 2:18])]
 
 
 def _mxfp4(blocks: Blocks) -> np.ndarray:
     power = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return power.astype(np.float32) * MXFP4_VALUES[_nibbles(blocks, 1)]
+    return power.astype(np.float32) * MXFP4_VALUES[unpack_halves(blocks[:, 1:17])]
 
 
 def _s4(blocks: Blocks) -> np.ndarray:
     nibbles = blocks[:, 6:]
-    return _two_of_four(blocks, _signed(np.concatenate([nibbles & 15, nibbles >> 4], axis=1), 8))
+    return _two_of_four(blocks, _signed(unpack_halves(nibbles), 8))
 
 
 def _s8(blocks: Blocks) -> np.ndarray:
@@ -162,7 +150,7 @@ def _g4(blocks: Blocks) -> np.ndarray:
     """A zero point beyond 16 makes numbers NaN."""
     n, zero = len(blocks), blocks[:, 2:3].astype(np.float32)
     scale = np.where(zero > 16, np.float32(np.nan), _half(blocks, 0))
-    q = _fields(blocks[:, 3:].reshape(n, -1, 16), 4, 2).reshape(n, -1)
+    q = split_planes(blocks[:, 3:].reshape(n, -1, 16), 4, 2).reshape(n, -1)
     return scale * (q.astype(np.float32) - zero)
 
 
@@ -173,7 +161,7 @@ def _g8(blocks: Blocks) -> np.ndarray:
 def _two_of_four(blocks: Blocks, kept: np.ndarray) -> np.ndarray:
     """kept: float32 [n, 16], two of every four. Where indices do not ascend numbers are NaN."""
     n = len(blocks)
-    indices = _fields(blocks[:, 2:6, None], 2, 4).reshape(n, 8, 2)
+    indices = split_planes(blocks[:, 2:6, None], 2, 4).reshape(n, 8, 2)
     values = np.zeros((n, 8, 4), np.float32)
     np.put_along_axis(values, indices.astype(np.int64), kept.reshape(n, 8, 2), 2)
     values[indices[:, :, 0] >= indices[:, :, 1]] = np.nan
@@ -182,10 +170,10 @@ def _two_of_four(blocks: Blocks, kept: np.ndarray) -> np.ndarray:
 
 def _iq4_xs(blocks: Blocks) -> np.ndarray:
     n = len(blocks)
-    low = _fields(blocks[:, 4:8, None], 4, 2).reshape(n, 8)
-    high = _fields(blocks[:, 2:4, None], 2, 4).reshape(n, 8) << 4
+    low = split_planes(blocks[:, 4:8, None], 4, 2).reshape(n, 8)
+    high = split_planes(blocks[:, 2:4, None], 2, 4).reshape(n, 8) << 4
     scale = _half(blocks, 0) * _signed(low | high, 32)
-    q = _fields(blocks[:, 8:].reshape(n, 8, 16), 4, 2).reshape(n, 8, 32)
+    q = split_planes(blocks[:, 8:].reshape(n, 8, 16), 4, 2).reshape(n, 8, 32)
     return scale[:, :, None] * IQ4_VALUES[q]
 
 

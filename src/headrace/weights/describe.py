@@ -12,8 +12,8 @@ import numpy as np
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import FILE, FORMAT_KEY
-from headrace.weights.quantized.folder import QuantizedFolder, open_folder
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import TensorInfo, WeightSource
 
 LINE = 16  # dimensions that the core pads heads to

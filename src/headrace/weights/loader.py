@@ -13,7 +13,7 @@ from headrace.models.registry import describe, read_config
 from headrace.weights.dequant import CHUNK, check_finite, dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.parts import WeightPart, plan, stored_as
-from headrace.weights.quantized.folder import input_scale
+from headrace.weights.schemes.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # read by copying

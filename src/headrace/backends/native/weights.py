@@ -21,7 +21,7 @@ from headrace.models.layers.holder import Holder
 from headrace.weights.dequant import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
-from headrace.weights.quantized.folder import input_scale
+from headrace.weights.schemes.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 
 log = logging.getLogger("headrace")

@@ -26,7 +26,8 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.parts import WeightPart, stored_as
-from headrace.weights.quantized.written import Layout, TwoFour
+from headrace.weights.schemes.base import SchemeWriter
+from headrace.weights.schemes.two_four import TwoFourWriter
 from headrace.weights.source import TensorInfo, WeightError
 from headrace.weights.write_gguf import Chunks
 from headrace.weights.write_safetensors import safetensors_header, write_safetensors
@@ -42,7 +43,7 @@ class FolderPlan(CompressionPlan):
     layouts: how each rounded matrix is stored, by tensor name.
     """
 
-    layouts: dict[str, Layout]
+    layouts: dict[str, SchemeWriter]
 
     @staticmethod
     def check_format(pipeline: Pipeline) -> None:
@@ -66,7 +67,7 @@ class FolderPlan(CompressionPlan):
             raise WeightError(f"{opened.path}: folders of {config.architecture} hold matrices by columns; write a .gguf file")
         shapes = {name: parts[0].stored for name, parts in stored.items()}
         matrices = [name for name, shape in shapes.items() if is_matrix(name, shape)]
-        layouts: dict[str, Layout] = {name: layout for name in matrices if layout.fits(*shapes[name])}
+        layouts: dict[str, SchemeWriter] = {name: layout for name in matrices if layout.fits(*shapes[name])}
         if not layouts:
             widths = ", ".join(str(width) for width in sorted({shapes[name][1] for name in matrices}))
             raise WeightError(
@@ -107,7 +108,7 @@ class FolderPlan(CompressionPlan):
 
     def label(self, name: str) -> str:
         layout = self.layouts.get(name)
-        return layout.sparse if isinstance(layout, TwoFour) else self.formats[name]
+        return layout.sparse if isinstance(layout, TwoFourWriter) else self.formats[name]
 
     def is_pruned(self, name: str) -> bool:
         rounded = name in self.layouts or not self.pipeline.walks
@@ -128,23 +129,28 @@ class FolderPlan(CompressionPlan):
         self.layouts |= {name: grouped(format) for name, format in formats.items()}
 
     def pieces(self, name: str) -> Iterator[tuple[str, np.ndarray, EncodedRows]]:
-        """A tensor that stays a float counts as without error. A rounded matrix needs all its rows at once."""
-        n = prod(self.stored[name][0].stored[:-1])
-        rows, at, lost, energy, zeros = np.empty((0, 0), np.uint8), 0, 0.0, 0.0, 0
-        for encoded in self.encoded(name):
-            rows = rows if at else np.empty((n, encoded.rows.shape[1]), np.uint8)
-            rows[at : at + len(encoded.rows)] = encoded.rows
-            at += len(encoded.rows)
-            lost, energy, zeros = lost + encoded.lost, energy + encoded.energy, zeros + encoded.zeros
+        """A tensor that stays a float counts as without error. A rounded matrix is split into the tensors of its scheme."""
+        whole = self.all_rows(name)
         if name not in self.layouts:
-            yield name, rows, EncodedRows(rows, 0.0, energy, zeros)
+            yield name, whole.rows, whole._replace(lost=0.0)
             return
         reports = {} if self.output is None else self.output.outputs  # of the layers; the head is not in the pass
         largest = max((reports[part.target].largest for part in self.stored[name] if part.target in reports), default=0.0)
-        arrays = self.layouts[name].tensors(rows, largest).values()
+        arrays = self.layouts[name].tensors(whole.rows, largest).values()
         for info, data in zip(self.infos(name), arrays, strict=True):
-            yield info.name, data, EncodedRows(rows, lost, energy, zeros)
-            lost, energy, zeros = 0.0, 0.0, 0
+            yield info.name, data, whole
+            whole = EncodedRows(whole.rows, 0.0, 0.0, 0)  # counted with the first tensor
+
+    def all_rows(self, name: str) -> EncodedRows:
+        """All rows of a tensor in its format."""
+        n = prod(self.stored[name][0].stored[:-1])
+        rows, at, lost, energy, zeros = np.empty((0, 0), np.uint8), 0, 0.0, 0.0, 0
+        for piece in self.encoded(name):
+            rows = rows if at else np.empty((n, piece.rows.shape[1]), np.uint8)
+            rows[at : at + len(piece.rows)] = piece.rows
+            at += len(piece.rows)
+            lost, energy, zeros = lost + piece.lost, energy + piece.energy, zeros + piece.zeros
+        return EncodedRows(rows, lost, energy, zeros)
 
     def write(self, path: Path, chunks: Chunks) -> None:
         part = path.with_name(f".{path.name}.part")
@@ -175,7 +181,7 @@ class FolderPlan(CompressionPlan):
             return settings_of(self.original, final)
         return dict(self.original.source.config)
 
-    def _check_settings(self, layout: Layout, final: ModelConfig) -> None:
+    def _check_settings(self, layout: SchemeWriter, final: ModelConfig) -> None:
         """Apply --head and check --budget. Raises ValueError."""
         self._config(final)
         head, budget = self.pipeline.head, self.pipeline.budget

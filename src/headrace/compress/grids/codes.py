@@ -3,6 +3,7 @@ weights.decode."""
 
 import numpy as np
 
+from headrace.weights.bits import join_planes, pack_halves
 from headrace.weights.decode import IQ4_VALUES, MXFP4_VALUES, dequantize_numpy
 from headrace.weights.kinds import KINDS
 
@@ -62,39 +63,27 @@ def pack(kind: str, q: Array) -> Array:
     if kind == "Q8_0":
         return (q - np.uint8(127)).view(np.uint8)
     if kind in ("Q5_0", "Q5_1"):
-        return np.concatenate([np.packbits(q >> 4, axis=1, bitorder="little"), _nibbles(q & 15)], axis=1)
+        return np.concatenate([np.packbits(q >> 4, axis=1, bitorder="little"), pack_halves(q & 15)], axis=1)
     if kind == "Q2_K":
         return _quarters(q)
     if kind == "Q3_K":
-        return np.concatenate([fields(q.reshape(-1, 8, 32) >> 2, 1), _quarters(q & 3)], axis=1)
+        return np.concatenate([join_planes(q.reshape(-1, 8, 32) >> 2, 1), _quarters(q & 3)], axis=1)
     if kind == "Q4_K":
         return _pairs(q)
     if kind == "Q5_K":
-        return np.concatenate([fields(q.reshape(-1, 8, 32) >> 4, 1), _pairs(q & 15)], axis=1)
+        return np.concatenate([join_planes(q.reshape(-1, 8, 32) >> 4, 1), _pairs(q & 15)], axis=1)
     if kind == "Q6_K":
-        low = fields((q & 15).reshape(-1, 2, 2, 64), 4).reshape(len(q), 128)
-        high = fields((q >> 4).reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
+        low = join_planes((q & 15).reshape(-1, 2, 2, 64), 4).reshape(len(q), 128)
+        high = join_planes((q >> 4).reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
         return np.concatenate([low, high], axis=1)
-    return _nibbles(MXFP4_CODES[q] if kind == "MXFP4" else q)
-
-
-def fields(values: Array, bits: int) -> Array:
-    """The inverse of decode's fields: uint8 [..., count, bytes] of `bits` each -> [..., bytes], the first lowest."""
-    shifts = np.arange(values.shape[-2], dtype=np.uint8)[:, None] * np.uint8(bits)
-    return np.bitwise_or.reduce(values << shifts, axis=-2)
-
-
-def _nibbles(q: Array) -> Array:
-    """Codes [blocks, 32] below 16 -> uint8 [blocks, 16]: the first half low, the second high."""
-    made: Array = q[:, :16] | q[:, 16:] << 4
-    return made
+    return pack_halves(MXFP4_CODES[q] if kind == "MXFP4" else q)
 
 
 def _quarters(q: Array) -> Array:
     """Codes of 2 bits [super-blocks, 256] -> uint8 [super-blocks, 64]."""
-    return fields(q.reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
+    return join_planes(q.reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
 
 
 def _pairs(q: Array) -> Array:
     """Codes of 4 bits [super-blocks, 256] -> uint8 [super-blocks, 128]: groups 2i low, 2i + 1 high."""
-    return fields(q.reshape(-1, 4, 2, 32), 4).reshape(len(q), 128)
+    return join_planes(q.reshape(-1, 4, 2, 32), 4).reshape(len(q), 128)

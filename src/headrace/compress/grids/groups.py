@@ -9,8 +9,8 @@ import numpy as np
 from headrace.compress.grids.blocks import eight_bits, symmetric
 from headrace.compress.grids.encode import CHUNK, check_importance, columns
 from headrace.compress.grids.search import MOST, TOO_LARGE, Array, error, inverse, to_half, total
-from headrace.weights.quantized.rows import BLOCK, rows_of
-from headrace.weights.quantized.written import Integers
+from headrace.weights.schemes.base import IntegerFormat
+from headrace.weights.schemes.rows import BLOCK, integer_rows
 
 CUTS = np.arange(1.0, 0.7, -0.05)  # of the range that is covered: what is beyond is cut off
 
@@ -23,7 +23,7 @@ class Fitted(NamedTuple):
     integers: Array  # int8 [n, k]
 
 
-def fit(values: Array, of: Integers, importance: Array | None = None, threads: int = 1) -> Fitted:
+def fit(values: Array, of: IntegerFormat, importance: Array | None = None, threads: int = 1) -> Fitted:
     """The grid of each group of rows float32 [n, k], and the nearest integers. `importance` [k] as in `encode`.
 
     A row's grid depends on that row alone. Raises ValueError where rows are no whole groups, and on numbers that are not
@@ -40,13 +40,13 @@ def fit(values: Array, of: Integers, importance: Array | None = None, threads: i
     return Fitted(*(np.concatenate(part) for part in zip(*found, strict=True)))
 
 
-def stored(of: Integers, scale: Array, integers: Array) -> Array:
+def stored(of: IntegerFormat, scale: Array, integers: Array) -> Array:
     """Rows of `of.kind`: uint8 [n, row bytes]."""
     blocks = integers.shape[1] // BLOCK // scale.shape[1]
-    return rows_of(of.kind, np.ascontiguousarray(integers), np.repeat(scale, blocks, axis=1).astype(np.float16))
+    return integer_rows(of.kind, np.ascontiguousarray(integers), np.repeat(scale, blocks, axis=1).astype(np.float16))
 
 
-def _rows(values: Array, of: Integers, importance: Array | None) -> Fitted:
+def _rows(values: Array, of: IntegerFormat, importance: Array | None) -> Fitted:
     if not np.isfinite(values).all():
         raise ValueError("holds numbers that are NaN or infinite")
     n, k = values.shape
@@ -57,7 +57,7 @@ def _rows(values: Array, of: Integers, importance: Array | None) -> Fitted:
     return Fitted(scale[: n * groups].reshape(n, groups), zero[: n * groups].reshape(n, groups).astype(np.int16), integers)
 
 
-def _search(of: Integers, x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
+def _search(of: IntegerFormat, x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
     """Scales, zero points and integers less these of groups x [size, groups]."""
     if not of.symmetric:
         return _with_zero(x, weight, (1 << of.bits) - 1)

@@ -15,7 +15,7 @@ from headrace.compress.grids.encode import encode
 from headrace.compress.grids.groups import Fitted, fit, stored
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.written import Integers
+from headrace.weights.schemes.base import IntegerFormat
 
 BLOCK = 128  # columns whose errors are spread over those behind them at once
 Round = Callable[[Tensor], Tensor]  # numbers of a column [n] -> the nearest allowed values
@@ -140,7 +140,7 @@ class GroupGrids:
     def __init__(
         self,
         shape: tuple[int, int],
-        of: Integers,
+        of: IntegerFormat,
         importance: np.ndarray | None = None,
         *,
         fitted: Fitted | None = None,

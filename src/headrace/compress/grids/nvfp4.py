@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.compress.grids.codes import TABLES
 from headrace.compress.grids.encode import CHUNK, check_importance, columns
 from headrace.compress.grids.search import Array, error
-from headrace.weights.quantized.written_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
+from headrace.weights.schemes.small_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
 
 GROUP = GROUPS[NVFP4]
 VALUES = TABLES["MXFP4"] / 2  # of E2M1, ascending

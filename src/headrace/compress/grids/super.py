@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 
 from headrace.compress.grids.blocks import OFFSETS, ends, halves
-from headrace.compress.grids.codes import fields, pack
+from headrace.compress.grids.codes import pack
 from headrace.compress.grids.search import (
     Array,
     best_line,
@@ -23,6 +23,7 @@ from headrace.compress.grids.search import (
     to_half,
     total,
 )
+from headrace.weights.bits import join_planes
 
 ROUNDS = 1  # of fitting the units again; a second changes the error by less than a percent
 
@@ -46,8 +47,8 @@ def q5_k(x: Array, weight: Array | None) -> Array:
 def q3_k(x: Array, weight: Array | None) -> Array:
     d, sc, q = _scales(x, weight, 4, 32)
     sc = (sc + 32).astype(np.uint8)
-    nibbles = fields((sc & 15).reshape(-1, 2, 8), 4)
-    tops = fields((sc >> 4).reshape(-1, 4, 4), 2)
+    nibbles = join_planes((sc & 15).reshape(-1, 2, 8), 4)
+    tops = join_planes((sc >> 4).reshape(-1, 4, 4), 2)
     return np.concatenate([pack("Q3_K", q), nibbles, tops, halves(d)], axis=1)
 
 

@@ -15,16 +15,16 @@ from headrace.compress.grids.loop import Grids, GroupGrids, StoredGrids
 from headrace.compress.grids.nvfp4 import Nvfp4
 from headrace.compress.grids.spec import parse
 from headrace.weights.decode import dequantize_numpy
-from headrace.weights.quantized.rows import BLOCK, integers_of
-from headrace.weights.quantized.written import Integers
-from headrace.weights.quantized.written_floats import MXFP4, NVFP4
+from headrace.weights.schemes.base import IntegerFormat
+from headrace.weights.schemes.rows import BLOCK, row_integers
+from headrace.weights.schemes.small_floats import MXFP4, NVFP4
 
 EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
 BITS = range(3, 9)
 SHORT = {  # a scale a row, no zero points
-    "int8": Integers(8),
-    "w8a8": Integers(8, activations=True),
-    "w8a8-static": Integers(8, activations=True, static=True),
+    "int8": IntegerFormat(8),
+    "w8a8": IntegerFormat(8, activations=True),
+    "w8a8-static": IntegerFormat(8, activations=True, static=True),
 }
 
 
@@ -98,7 +98,7 @@ class Blocks:
 class Groups:
     """Integers with a scale for a group."""
 
-    integers: Integers
+    integers: IntegerFormat
     by_row = True
 
     @property
@@ -124,7 +124,7 @@ class Groups:
     def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A group's zero point is the least that it can be, as it is written."""
         of = self.integers
-        values, scales = integers_of(of.kind, rows)
+        values, scales = row_integers(of.kind, rows)
         n, k = values.shape
         groups = of.groups(k)
         least = of.range[0] if of.symmetric else np.minimum(values.reshape(n, groups, -1).min(2), 0).astype(np.float32)
@@ -142,7 +142,7 @@ def target(name: str) -> Target:
     return Nvfp4() if name == NVFP4 else Groups(integers_named(name))
 
 
-def integers_named(name: str) -> Integers:
+def integers_named(name: str) -> IntegerFormat:
     """The integers of a folder by their name, in any case of letters. Raises ValueError for what folders do not hold."""
     if name.lower() in SHORT:
         return SHORT[name.lower()]
@@ -155,7 +155,7 @@ def integers_named(name: str) -> Integers:
         raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
     if spec.bits == 8 and not spec.symmetric:
         raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
-    return Integers(spec.bits, spec.group, spec.symmetric)
+    return IntegerFormat(spec.bits, spec.group, spec.symmetric)
 
 
 def nearest(w: Tensor, to: Target, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:

@@ -1,24 +1,26 @@
-"""GPTQ folders (Frantar et al. 2022, https://arxiv.org/abs/2210.17323) as AutoGPTQ, GPTQModel and AutoRound write them.
+"""GPTQ folders (Frantar et al. 2022, arXiv 2210.17323) as AutoGPTQ, GPTQModel and AutoRound write them.
 
-Of a matrix [n, k] with groups of columns: w[i, j] = scales[g, i] * (q[i, j] - z[g, i]), g = g_idx[j].
+A matrix [n, k] with groups of columns: w[i, j] = scales[g, i] * (q[i, j] - z[g, i]), g = g_idx[j].
 
-    qweight int32 [k * bits / 32, n]    words along the inputs, lowest field first
-    qzeros  int32 [groups, n * bits / 32]    words along the outputs; version 1 stores z - 1, taken of whole words
+    qweight int32 [k * bits / 32, n]         words along the inputs, lowest field first
+    qzeros  int32 [groups, n * bits / 32]    words along the outputs; version 1 stores z - 1, subtracted from whole words
     scales  float16 [groups, n]
-    g_idx   int32 [k]    where it is not j // group (act-order), the columns are taken by group, and `columns` says how
+    g_idx   int32 [k]    if it is not j // group (act-order), columns are read sorted by group; see `columns`
+
+Written is version 2, with groups in order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import BLOCK, by_turns, coded_rows, kind_of, unpacked
-from headrace.weights.quantized.scheme import SCALES, QuantizedTensor, StoredTensors
+from headrace.weights.bits import pack_fields, unpack_fields
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import TensorInfo, WeightError
+from headrace.weights.schemes.base import SCALES, IntegerWriter, SchemeReader, Tensors, TensorSpec
+from headrace.weights.schemes.rows import BLOCK, grouped_rows, kind_of, map_rows
+from headrace.weights.source import WeightError
 
 FIELDS = ("qweight", "qzeros", "scales", "g_idx")
 BITS = (2, 3, 4, 8)
@@ -27,7 +29,7 @@ ONES = {bits: np.uint32(sum(1 << at for at in range(0, 32, bits))) for bits in (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a matrix, by the shapes of its tensors."""
+    """Sizes of a matrix, by the shapes of its tensors."""
 
     n: int
     k: int
@@ -39,50 +41,43 @@ class Sizes:
         return self.k // self.groups
 
 
-class Gptq:
-    """See the module. Raises WeightError, in one line, for widths and layouts that are not read and for damaged files."""
+class GPTQReader(SchemeReader):
+    """Reads GPTQ folders. Raises WeightError for widths and layouts that are not read, and for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = StoredTensors(folder, "GPTQ")
+        super().__init__(folder, "GPTQ")
         layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise WeightError(f"{folder.path}: is a GPTQ folder of the layout {layout!r}; take one of gptq or gptq_v2")
         self._shifted = layout == "gptq"
         self._act_order = settings.get("desc_act") is True
         self._sizes: dict[str, Sizes] = {}
-        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("qweight"):
-            sizes = self._measure(matrix)
-            kind = self._kind(matrix, sizes)
-            nbytes = sizes.n * sizes.k // KINDS[kind].block * KINDS[kind].nbytes
-            name = f"{matrix}.weight"
-            self._sizes[name] = sizes
-            fields = tuple(f"{matrix}.{field}" for field in FIELDS if self._stored.has(matrix, field))
-            self.matrices[name] = QuantizedTensor(TensorInfo(name, (sizes.n, sizes.k), kind, nbytes), fields)
+            sizes = self._sizes[f"{matrix}.weight"] = self._measure(matrix)
+            self._add(matrix, (sizes.n, sizes.k), self._kind(matrix, sizes), FIELDS)
 
     @property
     def summary(self) -> str:
         return " and ".join(dict.fromkeys(self._summary(name) for name in self.matrices))
 
     def rows(self, name: str) -> np.ndarray:
-        """uint8 [n, row bytes]."""
         matrix, sizes, kind = name.removesuffix(".weight"), self._sizes[name], self.matrices[name].info.kind
         words, columns = self._stored.array(matrix, "qweight"), self.columns(name)
         scales = self._stored.halves(matrix, "scales")
         zeros = self._zeros(matrix, sizes)
         group = np.arange(0, sizes.k, BLOCK) // sizes.group  # of each block
 
-        def make(first: int, last: int) -> np.ndarray:
-            q = unpacked(np.ascontiguousarray(words[:, first:last].T), sizes.bits)
+        def decode(first: int, last: int) -> np.ndarray:
+            q = unpack_fields(np.ascontiguousarray(words[:, first:last].T), sizes.bits)
             if columns is not None:
                 q = q[:, columns]
             z = zeros[group, first:last].T.astype(np.uint8)
-            return coded_rows(kind, np.ascontiguousarray(q), z, scales[group, first:last].T)
+            return grouped_rows(kind, np.ascontiguousarray(q), z, scales[group, first:last].T)
 
-        return by_turns(sizes.n, make)
+        return map_rows(sizes.n, decode)
 
     def columns(self, name: str) -> np.ndarray | None:
-        """The columns by group, as they came within one. Raises WeightError."""
+        """int32 [k]: columns sorted by group, in order within a group; None if they are sorted already. Raises WeightError."""
         matrix, sizes = name.removesuffix(".weight"), self._sizes[name]
         if not self._stored.has(matrix, "g_idx"):
             return None
@@ -98,19 +93,13 @@ class Gptq:
     def _measure(self, matrix: str) -> Sizes:
         """Sizes and width by the shapes, which must fit each other."""
         stored = self._stored
-        shapes = [stored.info(matrix, field).shape for field in FIELDS[:3]]
-        if any(len(shape) != 2 for shape in shapes):
-            raise stored.error(matrix, "has tensors that are no matrices; the file is damaged")
-        (words, n), (groups, packed), _ = shapes
+        (words, n), (groups, packed), _ = stored.matrix_shapes(matrix, FIELDS[:3])
         stored.shape(matrix, "scales", SCALES, (groups, n))
         bits = 32 * packed // n
         if bits not in BITS or 32 * packed != n * bits:
             raise stored.error(matrix, f"has {bits} bits; {', '.join(map(str, BITS))} are read: take another checkpoint")
         k = words * 32 // bits
-        if k % groups or (k // groups) % BLOCK:
-            raise stored.error(
-                matrix, f"has {groups} groups of {k} columns; groups of a multiple of {BLOCK} are read: take another checkpoint"
-            )
+        stored.groups(matrix, groups, k)
         stored.shape(matrix, "qweight", ("I32",), (words, n))
         stored.shape(matrix, "qzeros", ("I32",), (groups, packed))
         if stored.has(matrix, "g_idx"):
@@ -124,15 +113,47 @@ class Gptq:
         return kind_of(sizes.bits, -int(zeros.max()), most - int(zeros.min()), sizes.group)
 
     def _zeros(self, matrix: str, sizes: Sizes) -> np.ndarray:
-        """int16 [groups, n]."""
+        """Zero points, int16 [groups, n]."""
         words = np.ascontiguousarray(self._stored.array(matrix, "qzeros").view("<u4"))
         if self._shifted and sizes.bits in ONES:
             words = words + ONES[sizes.bits]
-        zeros = unpacked(words, sizes.bits).astype(np.int16)
-        return zeros + 1 & 7 if self._shifted and sizes.bits == 3 else zeros  # fields of 3 bits cross words: one by one
+        zeros = unpack_fields(words, sizes.bits).astype(np.int16)
+        # Fields of 3 bits cross words, so each has been shifted by itself.
+        return zeros + 1 & 7 if self._shifted and sizes.bits == 3 else zeros
 
     def _summary(self, name: str) -> str:
         sizes = self._sizes[name]
         groups = "a scale a row" if sizes.groups == 1 else f"groups of {sizes.group}"
         order = ", act-order" if self.columns(name) is not None else ""
         return f"GPTQ, {sizes.bits} bits, {groups}{order}"
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQWriter(IntegerWriter):
+    """Writes GPTQ folders of version 2: zero points unchanged, groups in order."""
+
+    def fits(self, n: int, k: int) -> bool:
+        return self.integers.fits(k) and n * self.integers.bits % 32 == 0
+
+    def fields(self, n: int, k: int) -> tuple[TensorSpec, ...]:
+        bits, groups = self.integers.bits, self.integers.groups(k)
+        shapes = ((k * bits // 32, n), (groups, n * bits // 32), (groups, n), (k,))
+        return tuple(map(TensorSpec, FIELDS, ("I32", "I32", "F16", "I32"), shapes))
+
+    def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
+        bits = self.integers.bits
+        values, codes, scales, zeros = self.split(rows)
+        k, groups = values.shape[1], zeros.shape[1]
+        arrays = (
+            pack_fields(codes, bits).T,
+            pack_fields(np.ascontiguousarray(zeros.T), bits),
+            scales.T,
+            (np.arange(k) // (k // groups)).astype("<i4"),
+        )
+        return dict(zip(FIELDS, arrays, strict=True))
+
+    def settings(self, whole: Sequence[str]) -> dict[str, Any]:
+        of = self.integers
+        settings: dict[str, Any] = {"quant_method": "gptq", "bits": of.bits, "group_size": of.group or -1, "sym": of.symmetric}
+        settings |= {"desc_act": False, "static_groups": True, "checkpoint_format": "gptq_v2", "lm_head": False}
+        return settings | ({"dynamic": {f"-:^{name.replace('.', '[.]')}$": {} for name in whole}} if whole else {})

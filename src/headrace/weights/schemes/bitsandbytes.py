@@ -1,25 +1,23 @@
-"""Folders that bitsandbytes compressed (LLM.int8(), Dettmers et al. 2022; QLoRA, Dettmers et al. 2023).
+"""Folders of bitsandbytes (LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339; QLoRA, arXiv 2305.14314).
 
-weight int8 [n, k], SCB float32 [n]    w = SCB / 127 * q; columns that LLM.int8() keeps in 16 bits are a matter of inputs
-weight uint8 [n * k / 2, 1]    codes of the table nf4 or fp4, the high half of a byte first, row after row
-weight.absmax float32    of each block of `blocksize` numbers; w = absmax * table[code]
-weight.absmax uint8, weight.nested_absmax float32, weight.nested_quant_map float32 [256]    the same, compressed once more:
+weight int8 [n, k], SCB float32 [n]    w = SCB / 127 * q (LLM.int8() keeps outlier inputs in 16 bits at run time; not stored)
+weight uint8 [n * k / 2, 1]    codes of the table nf4 or fp4, the high half of a byte first, row by row
+weight.absmax float32    one for each block of `blocksize` numbers; w = absmax * table[code]
+weight.absmax uint8, weight.nested_absmax float32, weight.nested_quant_map float32 [256]    absmax quantized once more:
     absmax = nested_quant_map[absmax] * nested_absmax[block // nested_blocksize] + nested_offset
 weight.quant_state.bitsandbytes__nf4 uint8    JSON: shape, blocksize, nested_blocksize, nested_offset
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import BLOCK, rows_of, table_rows
-from headrace.weights.quantized.scheme import QuantizedTensor, StoredTensors
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import TensorInfo
+from headrace.weights.schemes.base import SchemeReader
+from headrace.weights.schemes.rows import BLOCK, integer_rows, table_rows
 
 STATE = "weight.quant_state.bitsandbytes__"
 TABLES = {"nf4": ("NF4", 123.26), "fp4": ("FP4", 96.0)}  # kind, what 1 is in its table
@@ -28,13 +26,12 @@ EIGHT = ("weight", "SCB", "weight_format")
 MAX_STATE = 1 << 16
 
 
-class BitsAndBytes:
-    """See the module. Raises WeightError, in one line, for damaged files."""
+class BitsAndBytesReader(SchemeReader):
+    """Reads folders of bitsandbytes. Raises WeightError for damaged files."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Mapping[str, Any]) -> None:
-        self._stored = StoredTensors(folder, "bitsandbytes")
+        super().__init__(folder, "bitsandbytes")
         self._states: dict[str, Mapping[str, Any]] = {}
-        self.matrices: dict[str, QuantizedTensor] = {}
         for matrix in self._stored.prefixes("SCB"):
             shape = self._stored.info(matrix, "weight").shape
             self._stored.shape(matrix, "weight", ("I8",), shape if len(shape) == 2 else (0, 0))
@@ -51,13 +48,12 @@ class BitsAndBytes:
         return f"bitsandbytes, {' and '.join('int8' if kind == 'Q8_0' else kind for kind in kinds)}"
 
     def rows(self, name: str) -> np.ndarray:
-        """uint8 [n, row bytes]."""
         matrix, info = name.removesuffix(".weight"), self.matrices[name].info
         n, k = info.shape
         codes = self._stored.array(matrix, "weight")
         if info.kind == "Q8_0":
             scales = self._stored.as_halves(matrix, "SCB", self._stored.floats(matrix, "SCB") / np.float32(127))
-            return rows_of("Q8_0", codes, np.repeat(scales[:, None], k // BLOCK, 1))
+            return integer_rows("Q8_0", codes, np.repeat(scales[:, None], k // BLOCK, 1))
         state = self._states[matrix]
         scales = self._largest(matrix, state) / np.float32(next(one for kind, one in TABLES.values() if kind == info.kind))
         each = np.repeat(self._stored.as_halves(matrix, "weight.absmax", scales), state["blocksize"] // BLOCK)
@@ -65,23 +61,15 @@ class BitsAndBytes:
         values = np.stack([packed >> 4, packed & 15], axis=2).reshape(n, k)
         return table_rows(values, each[: n * k // BLOCK].reshape(n, -1))
 
-    def columns(self, name: str) -> None:
-        """In order."""
-
-    def _add(self, matrix: str, shape: tuple[int, ...], kind: str, fields: tuple[str, ...]) -> None:
+    def _add(self, matrix: str, shape: tuple[int, ...], kind: str, fields: Sequence[str], scale: float | None = None) -> None:
         if shape[-1] % BLOCK:
             raise self._stored.error(
                 matrix, f"has rows of {shape[-1]} numbers, no multiple of {BLOCK}; take the model's own safetensors"
             )
-        block, nbytes = KINDS[kind]
-        name = f"{matrix}.weight"
-        info = TensorInfo(name, shape, kind, math.prod(shape) // block * nbytes)
-        self.matrices[name] = QuantizedTensor(
-            info, tuple(f"{matrix}.{field}" for field in fields if self._stored.has(matrix, field))
-        )
+        super()._add(matrix, shape, kind, fields, scale)
 
     def _measure(self, matrix: str, kind: str) -> tuple[int, ...]:
-        """The shape, by the state, which must fit the tensors."""
+        """Shape of a 4-bit matrix, by its quant_state, which must fit the tensors."""
         stored, info = self._stored, self._stored.info(matrix, STATE + kind)
         nested = stored.has(matrix, "weight.nested_absmax")
         try:
@@ -110,7 +98,7 @@ class BitsAndBytes:
         return shape
 
     def _largest(self, matrix: str, state: Mapping[str, Any]) -> np.ndarray:
-        """float32 of each block."""
+        """absmax, float32 [blocks]."""
         stored = self._stored.array(matrix, "weight.absmax")
         if not self._stored.has(matrix, "weight.nested_absmax"):
             return stored.astype(np.float32)

@@ -1,7 +1,7 @@
-"""MXFP4 folders (Open Compute Project, Microscaling Formats 1.0) as transformers writes them (quant_method "mxfp4").
+"""MXFP4 folders (OCP Microscaling Formats 1.0) as transformers writes them (quant_method "mxfp4").
 
-Of a matrix [n, k] that is called NAME: NAME_blocks uint8 [n, k / 32, 16], two neighbours a byte, the low half first, and
-NAME_scales uint8 [n, k / 32], powers of two less 127.
+A matrix NAME [n, k]: NAME_blocks uint8 [n, k / 32, 16], two neighbours a byte, the low half first, and NAME_scales uint8
+[n, k / 32], exponents of powers of two with bias 127.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from headrace.weights.kinds import KINDS
-from headrace.weights.quantized.rows import BLOCK, mxfp4_rows
-from headrace.weights.quantized.scheme import QuantizedTensor
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.base import QuantizedTensor
+from headrace.weights.schemes.rows import BLOCK, mxfp4_rows
 from headrace.weights.source import TensorInfo, WeightError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-class Mxfp4:
-    """See the module. Raises WeightError, in one line, for damaged files and for matrices of experts, which are not built."""
+class MXFP4Reader:
+    """Reads MXFP4 folders. Raises WeightError for damaged files, and for matrices of experts, which are not built."""
 
     summary = "MXFP4"
 
@@ -44,9 +44,8 @@ class Mxfp4:
             self.matrices[name] = QuantizedTensor(info, (blocks, scales))
 
     def rows(self, name: str) -> np.ndarray:
-        """uint8 [n, row bytes]."""
         blocks, scales = (self._folder.array(part) for part in self.matrices[name].stored)
         return mxfp4_rows(blocks.reshape(len(blocks), -1), scales)
 
     def columns(self, name: str) -> None:
-        """In order."""
+        return None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.weights.quantized.scheme import SCALES, StoredTensors
+from headrace.weights.schemes.base import SCALES, StoredTensors
 
 
 def _values(exponent: int, bias: int, least_nan: int) -> np.ndarray:

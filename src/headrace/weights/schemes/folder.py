@@ -6,28 +6,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.weights.quantized.activations import activations_of
-from headrace.weights.quantized.awq import Awq
-from headrace.weights.quantized.bitsandbytes import BitsAndBytes
-from headrace.weights.quantized.compressed import CompressedTensors
-from headrace.weights.quantized.fp8 import Fp8
-from headrace.weights.quantized.gptq import Gptq
-from headrace.weights.quantized.mxfp4 import Mxfp4
-from headrace.weights.quantized.scheme import Scheme
-from headrace.weights.quantized.two_four import METHOD, TwoFour
 from headrace.weights.safetensors import SafetensorsFolder
+from headrace.weights.schemes.awq import AWQReader
+from headrace.weights.schemes.base import Scheme
+from headrace.weights.schemes.bitsandbytes import BitsAndBytesReader
+from headrace.weights.schemes.compressed_tensors import CompressedTensorsReader, activations_of
+from headrace.weights.schemes.fp8 import FP8Reader
+from headrace.weights.schemes.gptq import GPTQReader
+from headrace.weights.schemes.mxfp4 import MXFP4Reader
+from headrace.weights.schemes.two_four import METHOD, TwoFourReader
 from headrace.weights.source import TensorInfo, WeightSource
 
 SETTINGS = "quantization_config"
 SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {  # by quant_method
-    "awq": Awq,
-    "bitsandbytes": BitsAndBytes,
-    "compressed-tensors": CompressedTensors,
-    "fbgemm_fp8": Fp8,
-    "fp8": Fp8,
-    "gptq": Gptq,
-    METHOD: TwoFour,
-    "mxfp4": Mxfp4,
+    "awq": AWQReader,
+    "bitsandbytes": BitsAndBytesReader,
+    "compressed-tensors": CompressedTensorsReader,
+    "fbgemm_fp8": FP8Reader,
+    "fp8": FP8Reader,
+    "gptq": GPTQReader,
+    METHOD: TwoFourReader,
+    "mxfp4": MXFP4Reader,
 }
 
 
