@@ -1,4 +1,4 @@
-"""What a method of compression is, and what it is given: a layer of the model with what is known of its inputs."""
+"""Interface of compression methods: a layer of the model with the statistics of its inputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,13 +12,16 @@ from torch import Tensor
 from headrace.data.config import LayerConfig
 from headrace.models.layers.linear import Linear
 
-HELD = 8  # every eighth text is kept out of what is measured, and every error is told on these texts, too
+HELD = 8  # every eighth text is held out: errors are also measured on these texts
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What the inputs [k] of a matrix are like: Σ x xᵀ / n [k, k] over the texts measured, the same over those held out, and
-    the mean and the largest |x| [k] of the former. Sums are float32, in the order of the texts."""
+    """Statistics of the inputs x [k] of a matrix. Sums are float32, in the order of the texts.
+
+    hessian: mean of x xᵀ [k, k] over the calibration texts; held: the same over the held-out texts.
+    mean, largest: mean and maximum of |x| [k] over the calibration texts. count, held_count: rows added.
+    """
 
     hessian: Tensor
     held: Tensor
@@ -32,7 +35,7 @@ class Inputs:
         return cls(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(k), torch.zeros(k))
 
     def add(self, x: Tensor, held: bool) -> None:
-        """Rows x [n, k]."""
+        """Add rows x [n, k]; `held`: of held-out texts."""
         if held:
             self.held.addmm_(x.t(), x)
             self.held_count += len(x)
@@ -43,13 +46,13 @@ class Inputs:
         self.count += len(x)
 
     def finish(self) -> None:
-        """Sums become means."""
+        """Turn sums into means."""
         self.hessian /= max(self.count, 1)
         self.mean /= max(self.count, 1)
         self.held /= max(self.held_count, 1)
 
     def scale(self, s: Tensor) -> None:
-        """As if every input had been x / s: exact, so that a fold needs no second pass."""
+        """Change the statistics as if every input had been x / s. Exact, so that folding scales needs no second pass."""
         for moment in (self.hessian, self.held):
             moment /= s
             moment /= s[:, None]
@@ -59,7 +62,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Rows of a kind of weights.kinds that a part of a matrix is stored as: uint8 [n, row bytes]."""
+    """A part of a matrix as rows of a kind (weights.kinds): uint8 [n, row bytes]."""
 
     kind: str
     rows: np.ndarray
@@ -67,13 +70,15 @@ class QuantizedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputReport:
-    """What is said of a matrix (a part of a fused one) after it was rounded. Errors are of its outputs, over the mean square
-    of these: `error` on the texts measured, `held` on those held out (None: there were none), `nearest` and `held_nearest` for
-    rounding to nearest in the same kind what is not left out (of SparseGPT what Wanda leaves). `lost` and `energy` are sums of
-    squares: of the weights' own error and of the weights; `clipping` is the part of the former that lies outside the range of
-    blocks or groups, `noise` what errors spread evenly over their steps S add up to, S²/12. `dead` inputs were always 0;
-    `damping` 0: rounded to nearest. `largest`: of the inputs on the texts measured, in size. `seconds`: of a fused matrix the
-    first part has those of its moments."""
+    """Errors of a matrix, or of a part of a fused one, after rounding.
+
+    Output errors are relative to the mean square of the outputs: `error` on the calibration texts, `held` on the held-out texts
+    (None: there are none), `nearest` and `held_nearest` for rounding to nearest in the same kind (of what pruning leaves; for
+    SparseGPT, of what Wanda leaves). Sums over weights: `lost` squared errors, `energy` squares, `clipping` the part of `lost`
+    outside the range of blocks or groups, `noise` S²/12 for steps S. dead: inputs that are always 0. damping: share of the mean
+    of H's diagonal that was added; 0 for rounding to nearest. largest: max |x|. seconds: the first part of a fused matrix has
+    those of the Hessian.
+    """
 
     kind: str
     weights: int
@@ -92,7 +97,7 @@ class OutputReport:
     seconds: float = 0.0
 
     def record(self) -> dict[str, Any]:
-        """For JSON: also the weights' error in parts, over their mean square, and both as a ratio in dB (None: no error)."""
+        """For JSON; adds the relative rounding error and the signal-to-noise ratio in dB (None: no error)."""
         energy = self.energy or 1.0
         return {
             **asdict(self),
@@ -105,8 +110,10 @@ class OutputReport:
 
 @dataclass(slots=True)
 class Matrix:
-    """A fused matrix: `parts` are views of linear.weight by name ("" where there is one), `kinds` what each is to be stored as,
-    `coded` what has been decided."""
+    """A linear layer, maybe fused.
+
+    parts: views of linear.weight by name ("" if it is one). kinds: format of each part. coded: finished rows.
+    """
 
     path: str
     linear: Linear
@@ -116,15 +123,15 @@ class Matrix:
     coded: dict[str, QuantizedRows] = field(default_factory=dict)
 
     def target(self, part: str, field: str = "weight") -> str:
-        """The parameter's part, as plans call it: layers.3.qkv.q.weight."""
+        """Name of a parameter part in plans: layers.3.qkv.q.weight."""
         return ".".join(filter(None, (self.path, part, field)))
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleMapping:
-    """Where scales may go from a matrix's inputs: `producer` (a norm, or part of a linear) divided, `consumers` multiplied.
+    """Where per-channel scales may move: `producer` (a norm, or rows of a linear layer) is divided, `consumers` are multiplied.
 
-    `rule`: "norm" (any scale), "gate" (rows of `up`), "value" (rows of v; a K/V head's scales serve all its queries).
+    rule: "norm" (any scale), "gate" (rows of `up`), "value" (rows of v; a K/V head's scales serve all its query heads).
     """
 
     rule: str
@@ -134,23 +141,27 @@ class ScaleMapping:
 
 @dataclass(slots=True)
 class Visit:
-    """A layer, with its weights in memory as float32: holders and matrices by their names in it ("attn_norm", "qkv")."""
+    """A layer with its weights in memory as float32; holders and matrices by their names in it ("attn_norm", "qkv").
+
+    outputs: reports by target. notes: warnings for the user. extra: further results as JSON. cut: tensors by target that
+    replace the layer's, maybe smaller. run: yields chunks of (rows in, rows out, held out) for the layer's current weights.
+    """
 
     number: int
     layer: LayerConfig
     holders: dict[str, Any]
     matrices: dict[str, Matrix]
     edges: tuple[ScaleMapping, ...]
-    outputs: dict[str, OutputReport] = field(default_factory=dict)  # by target
-    notes: list[str] = field(default_factory=list)  # what went other than it should
-    extra: dict[str, Any] = field(default_factory=dict)  # what else is kept of it, as JSON has it
-    cut: dict[str, Tensor] | None = None  # by target what is kept in place of the layer as it stands; its shapes may be smaller
-    run: Callable[[], Iterator[tuple[Tensor, Tensor, bool]]] = lambda: iter(())  # chunks: rows in, rows out, whether held out
+    outputs: dict[str, OutputReport] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+    cut: dict[str, Tensor] | None = None
+    run: Callable[[], Iterator[tuple[Tensor, Tensor, bool]]] = lambda: iter(())
 
     def fold(self, edge: ScaleMapping, s: Tensor) -> None:
-        """Scales s [outputs of the producer] go from the consumers' inputs into the producer, and products stay what they were.
+        """Move scales s [outputs of the producer] from the consumers' inputs into the producer; products stay unchanged.
 
-        Inputs of the consumers are from then on those of the folded model.
+        The consumers' input statistics become those of the folded model.
         """
         producer = self.holders[edge.producer]
         if edge.rule == "norm":
@@ -170,13 +181,13 @@ class Visit:
             matrix.inputs.scale(s)
 
     def columns(self, edge: ScaleMapping, s: Tensor) -> Tensor:
-        """Scales of a producer's outputs as those of the consumers' inputs."""
+        """Scales of a producer's outputs as scales of the consumers' inputs."""
         if edge.rule != "value":
             return s
         return s.view(self.layer.kv_heads, -1).repeat_interleave(self.layer.heads // self.layer.kv_heads, 0).flatten()
 
     def shared(self, edge: ScaleMapping, values: Tensor) -> Tensor:
-        """Values of the consumers' inputs [k] by what has one scale: [outputs of the producer, inputs that share it]."""
+        """Values of the consumers' inputs [k], grouped by the scale that they share: [outputs of the producer, inputs]."""
         if edge.rule != "value":
             return values[:, None]
         share = self.layer.heads // self.layer.kv_heads
@@ -184,12 +195,12 @@ class Visit:
 
 
 class Compressor(Protocol):
-    """A method: changes a visit's weights, which are float32 and know no autograd, and says what they are stored as."""
+    """A method: changes a visit's weights (float32, no autograd) and sets the rows that they are stored as."""
 
     def visit(self, visit: Visit) -> None: ...
 
 
 def apply_methods(visit: Visit, steps: Sequence[Compressor]) -> None:
-    """Carry methods out, one after the other."""
+    """Run methods in order."""
     for step in steps:
         step.visit(visit)

@@ -1,7 +1,7 @@
-"""Mixed bits: which matrix gets which kind, so that all tensors fit into a number of bytes and the outputs change least.
+"""Mixed precision: choose a format for each matrix so that all tensors fit a byte budget and outputs change least.
 
-On a walk through the unchanged model each part of a matrix is rounded to every kind of a ladder, and the error of its outputs
-is measured. Then, from the fewest bits up, the step that takes most error away for its bytes is taken, while there is room.
+A pass over the unchanged model measures the output error of each part in each format of a ladder. Then, starting from the
+fewest bits, the greedy step with the largest error reduction per byte is taken while the budget allows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +17,18 @@ from headrace.weights.schemes.small_floats import GROUPS
 LADDERS = (
     ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"),
     ("Q4_0", "Q5_0", "Q8_0"),
-)  # for rows of whole super-blocks, and others
-ROWS = 64  # of each part that are rounded, evenly spread
-Ladder = Callable[[int], Sequence[str]]  # formats for rows of so many numbers, with ever more bits
+)  # for rows of whole super-blocks, and for others
+ROWS = 64  # sampled rows of each part, evenly spread
+Ladder = Callable[[int], Sequence[str]]  # row width -> formats with increasing bits
 
 
 def gguf_ladder(width: int) -> tuple[str, ...]:
-    """Kinds of GGUF for rows of `width` numbers; none where rows are no whole blocks."""
+    """GGUF kinds for rows of `width` numbers; empty if rows are not whole blocks."""
     return next((kinds for kinds in LADDERS if width % KINDS[kinds[0]].block == 0), ())
 
 
 def integer_ladder(name: str) -> Ladder:
-    """Integers of folders from a format on: finer groups, then 8 bits. Raises ValueError where there is no way up."""
+    """Integer formats of folders from `name` up: finer groups, then 8 bits. Raises ValueError if there is none above."""
     if name in GROUPS:
         raise ValueError(f"--budget chooses between integers of 4 and 8 bits, and {name} are none: begin with int4-g128")
     first = integers_named(name)
@@ -40,7 +40,7 @@ def integer_ladder(name: str) -> Ladder:
 
 
 class Sensitivity:
-    """A method that changes nothing: what rounding to each format of a ladder does to a part's outputs, over their squares."""
+    """A method that changes nothing: measures the relative output error of each part in each format of a ladder."""
 
     def __init__(self, ladder: Ladder, threads: int = 1) -> None:
         self._ladder, self._threads = ladder, threads
@@ -61,7 +61,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A format that a matrix may have: the error of its outputs over their squares, and its bytes."""
+    """A format of a matrix: its relative output error and its bytes."""
 
     name: str
     error: float
@@ -69,10 +69,10 @@ class Rung:
 
 
 def choose_formats(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: int) -> dict[str, str]:
-    """Which format each matrix gets, within `budget` bytes, of which all other tensors take `fixed`. `ladders`: with ever more
-    bits. Raises ValueError where the fewest bits are too many.
+    """Format of each matrix, within `budget` bytes of which all other tensors take `fixed`. ladders: formats with increasing
+    bits.
 
-    A matrix's error counts by its share of what was measured.
+    Raises ValueError if the smallest formats exceed the budget.
     """
     at = dict.fromkeys(ladders, 0)
     fewest = fixed + sum(rungs[0].nbytes for rungs in ladders.values())
@@ -86,7 +86,7 @@ def choose_formats(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: in
 
 
 def check_budget(fewest: int, budget: int) -> None:
-    """Raise ValueError where a budget does not hold the fewest bytes that there can be."""
+    """Raise ValueError if the smallest size exceeds the budget."""
     if fewest > budget:
         raise ValueError(
             f"{budget:,} bytes are too few: with the fewest bits all tensors take {fewest:,}; give more, or another --head"
@@ -102,7 +102,7 @@ class _Step:
 
 
 def _next(name: str, rungs: Sequence[Rung], at: int, left: int) -> _Step | None:
-    """The way up from a rung that takes most error away for its bytes, among those there is room for."""
+    """The step up with the largest error reduction per byte that fits into `left` bytes."""
     now = rungs[at]
     steps = [
         _Step(name, to, now.error - rung.error, rung.nbytes - now.nbytes)

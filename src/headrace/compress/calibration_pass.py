@@ -1,4 +1,4 @@
-"""Methods that read texts: they are carried out on a walk through the model, and what it leaves is taken from its work."""
+"""Calibration pass: run the methods that read texts over all layers, resume a stopped run, and read its results."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -39,36 +39,40 @@ from headrace.startup.opening import Opened
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kv_settings import KVSettings, kv_settings
 
-ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: what is taken, and below what it is said
+ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: the default, and the limit below which a warning is given
 
 
 @dataclass(slots=True)
 class PassOutput:
-    """What a walk left: rows of a kind, or float32, for each part of the layers' parameters."""
+    """Results of a finished pass, read from its work folder.
+
+    kinds: of the parts that are rounded, by target. folds: other parameters of the layers have changed, too.
+    """
 
     work: WorkFolder
-    kinds: dict[str, str]  # of what is coded, by target
-    folds: bool  # whether other parameters of the layers changed, too
+    kinds: dict[str, str]
+    folds: bool
     outputs: dict[str, OutputReport]
     notes: list[str]
     tokens: int
 
     def changed(self, target: str) -> bool:
+        """True if the pass has changed this parameter part."""
         return target in self.kinds or (self.folds and target.startswith("layers."))
 
     def rows(self, target: str) -> torch.Tensor:
-        """uint8 [n, row bytes] of a part that is coded."""
+        """A rounded part: uint8 [n, row bytes]."""
         return torch.from_numpy(self._tensor(target))
 
     def values(self, target: str) -> torch.Tensor:
-        """float32."""
+        """A part as float32."""
         found = self._tensor(target)
         if target in self.kinds:
             found = dequantize_numpy(found.reshape(-1), self.kinds[target]).reshape(len(found), -1)
         return torch.from_numpy(found)
 
     def importance(self, target: str) -> np.ndarray:
-        """The mean squares of the inputs of a matrix, float32 [k], by a target of a part ("layers.3.qkv.q.weight")."""
+        """Mean squares of the inputs of a matrix, float32 [k], by the target of one of its parts ("layers.3.qkv.q.weight")."""
         return self._tensor(f"importance.{'.'.join(target.split('.')[:3])}", int(target.split(".")[1]))
 
     def _tensor(self, name: str, layer: int | None = None) -> np.ndarray:
@@ -80,8 +84,10 @@ def tokens_wanted(pipeline: Pipeline, width: int) -> int:
 
 
 def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
-    """The most that reading texts takes in memory, cuts, healing and the mean of keys included, and the model that writes them;
-    `cut`: what is left to do once the model is cut and healed."""
+    """Peak memory of reading texts in bytes: writing them, cuts, healing, key means and the pass.
+
+    cut: the model is already cut and healed.
+    """
     config = opened.config
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
     read = pipeline.calibrate if pipeline.reads or pipeline.kv is not None else None
@@ -97,7 +103,7 @@ def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
 
 
 def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
-    """What is said of too few texts."""
+    """A warning if there are fewer than FEW tokens for each of `width` inputs."""
     if tokens >= FEW * width:
         return []
     return [
@@ -109,9 +115,9 @@ def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
 def start_work(
     opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, tell: Progress
 ) -> tuple[WorkFolder, Texts]:
-    """The work of a pass, and the texts to measure on, made where they are not there yet; other texts than `judged`.
+    """Start or resume the work folder; returns it with the calibration texts, drawn if missing. None of them is in `judged`.
 
-    Raises ValueError as Work and texts do.
+    Raises ValueError as WorkFolder and texts do.
     """
     work = WorkFolder(folder)
     work.begin(plan_of(opened, pipeline, mix))
@@ -126,8 +132,7 @@ def start_work(
 
 
 def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress) -> KVSettings | None:
-    """What the file is to say of K and V, with the mean of keys over `texts`, or, where there are none, over others made for
-    it."""
+    """K/V settings of OUT with the mean keys over `texts`, or over texts drawn for it if there are none; None without --kv."""
     if pipeline.kv is None:
         if (own := kv_settings(opened.source, kv_shape(opened.config))) is not None:
             tell.note(f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv")
@@ -140,7 +145,7 @@ def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress)
 def sensitivities(
     opened: Opened, ladder: Ladder, work: WorkFolder, texts: Texts, tell: Progress, threads: int
 ) -> dict[str, dict[str, float]]:
-    """What each format would do to the outputs of each part of the layers' matrices, by target: on a walk of its own."""
+    """Output error of each part of the layers' matrices in each format of a ladder, by target. Runs a pass of its own."""
     own = WorkFolder(work.folder / "kinds")
     own.begin(work.read(PLAN))
     run_pass(LayerPass(opened.source, texts, own, {}), [Sensitivity(ladder, threads)], own, tell, threads)
@@ -153,7 +158,7 @@ def sensitivities(
 def run_methods(
     opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: WorkFolder, texts: Texts, tell: Progress
 ) -> PassOutput:
-    """Carry the methods out, from where an earlier run was stopped. `kinds` by target. Raises ValueError as Work does."""
+    """Run the pipeline's methods, or resume them. kinds: by target. Raises ValueError as WorkFolder does."""
     threads = pipeline.thread_count
     folds: dict[str, Compressor] = {"awq": AWQ(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
@@ -163,7 +168,7 @@ def run_methods(
 
 
 def run_pass(walk: LayerPass, steps: Sequence[Compressor], work: WorkFolder, tell: Progress, threads: int) -> None:
-    """Visit every layer that is left; say what became of it. Torch has `threads` meanwhile."""
+    """Apply methods to every unfinished layer and report each. Torch uses `threads` threads meanwhile."""
     total, before = walk.model.config.num_layers, torch.get_num_threads()
     tell.start("layers", total, work.done, unit="layers")
     clock, last = TimeEstimate(total, work.done), ""
@@ -190,7 +195,7 @@ def _report(tell: Progress, line: str, clock: TimeEstimate) -> None:
 
 
 def _line(visit: Visit, total: int) -> str:
-    """Of a layer the matrix with the most inputs."""
+    """Progress line of a layer: errors of its widest matrix."""
     if not visit.outputs:
         found = [f"{name} {value:.4f}" for name, value in visit.extra.items() if isinstance(value, float)]
         return f"{visit.number + 1}/{total} {', '.join(found)}".rstrip()
@@ -201,7 +206,7 @@ def _line(visit: Visit, total: int) -> str:
 
 
 def read_pass(work: WorkFolder, layers: int, folds: bool) -> PassOutput:
-    """What a walk that has come to its end left."""
+    """Results of a pass whose layers are all finished."""
     made = PassOutput(work, {}, folds, {}, [], 0)
     for number in range(layers):
         about = work.about(number)
@@ -213,7 +218,7 @@ def read_pass(work: WorkFolder, layers: int, folds: bool) -> PassOutput:
 
 
 def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
-    """What must be the same for a run to go on where another stopped."""
+    """Settings that must be equal for a run to resume another."""
     calibrate = pipeline.calibrate
     if calibrate != SELF:
         calibrate = f"{Path(calibrate).name} {_sha256([Path(calibrate)])}"
@@ -230,7 +235,7 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "calibrate": calibrate,
         "tokens": pipeline.tokens or "auto",
         "seed": pipeline.seed,
-        "threads": pipeline.thread_count,  # sums have another order on more or fewer
+        "threads": pipeline.thread_count,  # the order of sums depends on it
         "version": VERSION,
         **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
     }

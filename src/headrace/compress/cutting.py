@@ -1,4 +1,6 @@
-"""Neurons, heads and layers that a model does without: masked while texts go through it, left out of what is kept."""
+"""Structured pruning of neurons, heads and layers. Units are masked for the rest of the pass and left out of the stored
+tensors.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +13,9 @@ from headrace.data.config import LayerConfig
 
 
 class Neurons:
-    """Those stay whose mean |activation| times the norm of their column of `down` is largest. `layers`: the numbers of each
-    layer after it."""
+    """Keeps the neurons with the largest mean |activation| times norm of their column of `down`. layers: each layer's config
+    after it.
+    """
 
     def __init__(self, layers: Sequence[LayerConfig]) -> None:
         self._layers = layers
@@ -26,14 +29,14 @@ class Neurons:
 
 
 class Heads:
-    """K/V heads with all their queries: those stay that give the largest mean square to what `out` adds up."""
+    """Keeps the K/V heads, with their query heads, that contribute the largest mean square to the output of `out`."""
 
     def __init__(self, layers: Sequence[LayerConfig]) -> None:
         self._layers = layers
 
     def visit(self, visit: Visit) -> None:
         out, layer = consumer(visit, "heads"), visit.layer
-        given = (out.linear.weight.t() @ out.linear.weight) * out.inputs.hessian  # [q_size, q_size]: what pairs of inputs give
+        given = (out.linear.weight.t() @ out.linear.weight) * out.inputs.hessian  # [q_size, q_size], by pairs of inputs
         group = layer.q_size // layer.kv_heads
         scores = torch.stack([given[at : at + group, at : at + group].sum() for at in range(0, layer.q_size, group)])
         kept = top_indices(scores, self._layers[visit.number].kv_heads)
@@ -42,7 +45,7 @@ class Heads:
 
 
 class Distances:
-    """How far each layer moves its rows: the mean of 1 - cos(what goes in, what comes out). Changes nothing."""
+    """Measures how far each layer moves its rows: mean of 1 - cos(input, output). Changes nothing."""
 
     def visit(self, visit: Visit) -> None:
         total, count = 0.0, 0
@@ -55,13 +58,13 @@ class Distances:
 
 
 def least_moving_layers(distances: Sequence[float], count: int) -> list[int]:
-    """The layers that move their rows least; of equal ones the later."""
+    """The `count` layers that move their rows least; of equal ones the later."""
     order = sorted(range(len(distances)), key=lambda at: (distances[at], -at))
     return sorted(order[:count])
 
 
 def producers(visit: Visit, role: str) -> list[Matrix]:
-    """The matrices whose outputs are `role`: ffn or heads."""
+    """Matrices whose outputs are `role`: ffn or heads."""
     return [matrix for matrix in visit.matrices.values() if matrix.linear.rows == role]
 
 
@@ -71,18 +74,21 @@ def consumer(visit: Visit, role: str) -> Matrix:
 
 
 def top_indices(scores: Tensor, count: int) -> Tensor:
-    """Where the largest are, in their order; of equal ones the first."""
+    """Indices of the `count` largest scores, ascending; of equal scores the first."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def rows_of(groups: Tensor, width: int) -> Tensor:
-    """The rows of groups of `width` rows."""
+    """Rows of groups that have `width` rows each."""
     return (groups[:, None] * width + torch.arange(width)).flatten()
 
 
 def remove_units(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: Tensor) -> None:
-    """Keep `columns` of what reads `role`, made good by least squares, and `rows` of each part of what makes it. In the layer
-    the other columns become 0; `visit.cut` has what is kept."""
+    """Keep `columns` of the matrix that reads `role`, corrected by least squares, and `rows` of each part of the matrices that
+    make it.
+
+    In the layer the other columns become 0; `visit.cut` gets the smaller tensors.
+    """
     matrix = consumer(visit, role)
     w, inputs = matrix.linear.weight, matrix.inputs
     measured = Residual.of_kept(w, inputs.hessian, columns)
@@ -103,7 +109,7 @@ def remove_units(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: T
 
 
 def part_fields(matrix: Matrix) -> dict[str, dict[str, Tensor]]:
-    """Views of a matrix's weight and bias (where it has one) by part."""
+    """Views of a matrix's weight, and bias if it has one, by part."""
     made = {"weight": matrix.parts}
     if matrix.linear.bias is not None:
         made["bias"] = dict(zip(matrix.parts, matrix.linear.bias.split(matrix.linear.sizes), strict=True))

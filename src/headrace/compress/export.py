@@ -1,4 +1,4 @@
-"""Models as Hugging Face folders: a GGUF file's as one of bfloat16 weights, and what a folder has besides weights."""
+"""Hugging Face folders of models: a GGUF file as one of bfloat16 weights; config.json and tokenizer of a folder."""
 
 import json
 import shutil
@@ -24,11 +24,11 @@ from headrace.weights.parts import plan, stored_as
 from headrace.weights.source import WeightError
 
 CONFIG = "config.json"
-COPIED = (".json", ".jinja", ".txt", ".model")  # of a folder, what is not weights
+COPIED = (".json", ".jinja", ".txt", ".model")  # files of a folder that are not weights
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "tie_word_embeddings", "torch_dtype"),
-)  # of a config.json, what changes with the shape of a model
+)  # keys of config.json that depend on the model's shape
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -38,9 +38,9 @@ CLASSES = {
 
 
 def write_folder(source: GGUFFile, folder: Path) -> None:
-    """config.json, model.safetensors, tokenizer.json and its settings into `folder`; dequantised weights, all in memory once.
+    """Write config.json, model.safetensors and the tokenizer of a GGUF file. All dequantized weights are in memory at once.
 
-    Raises ValueError for an architecture or a rotary scaling that this does not translate.
+    Raises ValueError for an architecture or a rotary scaling that is not translated.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = read_gguf(source.metadata)
@@ -50,7 +50,7 @@ def write_folder(source: GGUFFile, folder: Path) -> None:
 
 
 def settings_of(opened: Opened, config: ModelConfig) -> dict[str, Any]:
-    """config.json of a model with these numbers, which was made of an open one: of a folder its own, with its sizes changed.
+    """config.json for a model with shapes `config`, made from an open one; of a folder its own with changed sizes.
 
     Raises ValueError as `hf_config` does.
     """
@@ -64,9 +64,9 @@ def settings_of(opened: Opened, config: ModelConfig) -> dict[str, Any]:
 
 
 def write_words(opened: Opened, folder: Path) -> None:
-    """What a folder has to read and write text: of a GGUF file its vocabulary and template, of a folder the files themselves.
+    """Write the tokenizer and chat template: of a GGUF file converted, of a folder copied.
 
-    Raises WeightError where the tokenizer read back is another one.
+    Raises WeightError if the tokenizer read back differs.
     """
     if isinstance(opened.source, GGUFFile):
         _write_vocabulary(read_gguf(opened.source.metadata), folder)
@@ -95,7 +95,7 @@ def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
-    """How tokens become text again, which we do ourselves and others leave to the file."""
+    """Decoder for tokenizer.json; Headrace decodes by itself, other engines need it in the file."""
     if vocabulary.spelling == "bytes":
         return decoders.ByteLevel()
     strip = [decoders.Strip(" ", 1, 0)] if vocabulary.strip_space else []
@@ -103,7 +103,7 @@ def _decoder(vocabulary: Vocabulary) -> decoders.Decoder:
 
 
 def tensors(source: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every stored tensor as Hugging Face has it; norms stay float32."""
+    """Every tensor by Hugging Face names; norms stay float32."""
     model = describe(config)
     specs = {f"{path}.{field}": spec for path, holder in model.holders() for field, spec in holder.params().items()}
     read = {
@@ -120,7 +120,9 @@ def tensors(source: GGUFFile, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str, Any]:
-    """The config.json of a decoder of Llama's family, with rotary settings in the old form and the new."""
+    """config.json of a Llama-like decoder, with rotary settings in the old and the new form. Raises ValueError if not
+    translated.
+    """
     if config.architecture not in CLASSES:
         raise ValueError(f"{config.architecture} is not translated for other engines; known are {', '.join(CLASSES)}")
     layer = config.sharing(1).each_layer
@@ -158,6 +160,6 @@ def hf_config(config: ModelConfig, bos: int | None, eos: int | None) -> dict[str
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Values as JSON, over several lines, in a file that is there when it is whole."""
+    """Write indented JSON atomically."""
     with atomic_write(path) as part:
         part.write_text(json.dumps(values, indent=2))

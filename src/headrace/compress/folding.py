@@ -1,7 +1,7 @@
-"""Scales that go from inputs into weights, or back: AWQ (Lin et al. 2023, https://arxiv.org/abs/2306.00978), so that rounding
-weights loses less, and SmoothQuant (Xiao et al. 2022, https://arxiv.org/abs/2211.10438), so that rounding inputs does.
+"""Activation scales folded into weights: AWQ (Lin et al. 2023, arXiv 2306.00978) for better rounding of weights, SmoothQuant
+(Xiao et al. 2022, arXiv 2211.10438) for better rounding of inputs.
 
-What divides is folded into what makes the input: nothing is left to do when the model runs.
+The inverse scales are folded into the layer that makes the inputs, so that nothing is left to do at run time.
 """
 
 import torch
@@ -12,16 +12,17 @@ from headrace.compress.grids.targets import nearest, target
 from headrace.compress.rounding import importance_of
 from headrace.weights.kinds import FLOATS
 
-POWERS = 20  # of the mean |x|, from 0 up to but not 1
-ROWS = 64  # of each matrix on which a power is tried, evenly spread
-LEAST = 1e-4  # of a mean
-ALPHA, TINY = 0.8, 1e-5  # of SmoothQuant: the share of the range that goes into the columns; the least of a largest number
+POWERS = 20  # exponents tried: 0, 1/20, …, 19/20
+ROWS = 64  # sampled rows of each matrix, evenly spread
+LEAST = 1e-4  # lower bound of a mean
+ALPHA, TINY = 0.8, 1e-5  # of SmoothQuant: migration strength; lower bound of a maximum
 
 
 class AWQ:
-    """Inputs that are large on average are made smaller, and the columns that multiply them larger: for each edge by the power
-    of the mean |x| whose rounding leaves the least error of the outputs; 0 is no scale at
-    all."""
+    """Scales inputs down by a power of their mean |x|, and the weight columns up, for each scale mapping.
+
+    The exponent with the least output error after rounding is taken; 0 means no scaling.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = threads
@@ -47,7 +48,7 @@ class AWQ:
         return best
 
     def _error(self, visit: Visit, edge: ScaleMapping, s: Tensor) -> float:
-        """Square error of some outputs of all consumers, rounded to nearest after the fold."""
+        """Squared output error over sampled outputs of all consumers, rounded to nearest after the fold."""
         columns, found = visit.columns(edge, s), 0.0
         for name in edge.consumers:
             matrix = visit.matrices[name]
@@ -63,11 +64,10 @@ class AWQ:
 
 
 class SmoothQuant:
-    """Of each edge the range of inputs and of columns, both by their largest numbers, is shared out: s = |x|^alpha /
-    |w|^(1-alpha).
+    """Splits the range between inputs and weight columns, both by their maxima: s = |x|^alpha / |w|^(1-alpha).
 
-    With alpha 1 every input is 1 at the most and the columns have all the range, with 0 it is the other way round; with 0.5
-    both are the root of their product."""
+    alpha 1 makes the largest input 1 and leaves the range to the columns; 0 is the opposite; 0.5 gives both the same maximum.
+    """
 
     def __init__(self, alpha: float = ALPHA) -> None:
         self._alpha = alpha

@@ -1,4 +1,4 @@
-"""survey: what a model costs in a number format, and what the format does to its numbers, without writing it."""
+"""Cost of a model in a number format, and the rounding error of its weights, without writing it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.schemes.small_floats import GROUPS
 from headrace.weights.source import WeightError, WeightSource
 
-ROWS = 32  # of each matrix that are rounded, evenly spread: a sample
+ROWS = 32  # sampled rows of each matrix, evenly spread
 
 
 @dataclass(frozen=True, slots=True)
 class FormatCost:
-    """A format's cost and its error, a mean over the weights of matrices (None: as the file has them)."""
+    """A format's cost, and its error averaged over the weights of matrices (None: not rounded)."""
 
     format: str
     cost: Cost
@@ -34,9 +34,9 @@ class FormatCost:
 
 
 def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", errors: bool = True) -> list[FormatCost]:
-    """The model as it is, then in each format: a mix of GGUF, or a grid for all matrices ("int4-g128", "nf4-g64").
+    """Costs of the unchanged model, then in each format: a mix of GGUF, or a grid for all matrices ("int4-g128", "nf4-g64").
 
-    Errors are of `ROWS` rows of each matrix. Raises ValueError as opening does, and for an unknown format.
+    errors: measure ROWS rows of each matrix. Raises ValueError as opening does, and for an unknown format.
     """
     chosen = [_chosen(name) for name in formats]
     opened = open_files(model)
@@ -84,7 +84,7 @@ def _chosen(name: str) -> str | Spec:
 
 
 def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: ModelConfig) -> Spec:
-    """The format of a tensor: norms, biases and positions stay float32; a grid is for all matrices but tables and head."""
+    """Format of a tensor: vectors stay float32; a grid is for all matrices but the token table and the head."""
     kind = tensor_kind(mix if isinstance(mix, str) else "F32", name, shape[-1], config)
     vector = tensor_kind("F16", name, shape[-1], config) == "F32"
     if isinstance(mix, str) or vector:
@@ -104,7 +104,7 @@ def _samples(
 
 
 def _error(samples: Iterator[tuple[Spec, np.ndarray, int]]) -> Error:
-    """The mean over all weights of errors that are relative to each matrix's mean square."""
+    """Mean over all weights of errors relative to each matrix's mean square."""
     sums, count = np.zeros(3), 0
     for spec, rows, size in samples:
         energy = float(np.square(rows, dtype=np.float64).mean()) or 1.0

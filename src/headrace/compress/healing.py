@@ -1,5 +1,7 @@
-"""Healing: a model that was cut is trained on what the original says, before anything is rounded. Who trains is given, since
-training stands above this room; here is what is asked of it, on which texts, and what it tells."""
+"""Healing: a cut model is trained to predict what the original predicts (distillation), before anything is rounded.
+
+The trainer is passed in, because training imports this package. This module holds its interface, texts and report.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,17 @@ from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 
-BATCH = 4  # texts of a step
-OWN = 256  # texts that the model writes at the most; beyond, they come again
+BATCH = 4  # texts in a step
+OWN = 256  # most texts that the model writes; longer trainings repeat them
 TEXTS = "heal.texts.json"
 
 
 @dataclass(frozen=True, slots=True)
 class HealReport:
-    """`tokens` were seen in `steps`, of which so many are `different`; judged beside the original on held-out texts."""
+    """Training of `steps` steps over `tokens` tokens, `different` of them distinct.
+
+    before, after: judgement on held-out texts before and after it.
+    """
 
     steps: int
     tokens: int
@@ -33,24 +38,24 @@ class HealReport:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """A filled model in float32, and what became of it."""
+    """A trained model in float32, and its report."""
 
     model: Model
     report: HealReport
 
 
 class Healer(Protocol):
-    """Who trains (training.healing)."""
+    """Trainer of cut models (training.healing)."""
 
     def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, tell: Progress) -> Healed:
-        """Train what a cut has left, going on from what an earlier run left in `folder`. Raises ValueError, and
-        KeyboardInterrupt once stopped."""
+        """Train a cut model, resuming from `folder`. Raises ValueError, and KeyboardInterrupt once stopped."""
 
 
 def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged: Texts, tell: Progress) -> Texts:
-    """What there is to learn from, kept in the work: as many texts as the steps take, or as there are, other than `judged`.
+    """Training texts, kept in the work folder; none is in `judged`. As many as the steps take, or as there are.
 
-    Raises ValueError as `draw_texts` and `check_apart` do."""
+    Raises ValueError as `draw_texts` and `check_apart` do.
+    """
     if not (work.folder / TEXTS).is_file():
         count = how.steps * BATCH if source != SELF else min(OWN, how.steps * BATCH)
         made = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, tell, WINDOW, how.threads)
@@ -61,8 +66,7 @@ def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged:
 
 
 def heal_bytes(original: ModelConfig, cut: ModelConfig) -> int:
-    """What training takes in memory at the most: weights, gradients and the optimiser's two moments, the original as the core
-    packs it and its head, and the logits of a text some times over."""
+    """Peak memory of training in bytes: weights, gradients and optimizer moments; the packed original; logits of a text."""
     table = original.vocab_size * original.hidden_size
     student, teacher = describe(cut).num_parameters, describe(original).num_parameters
     return 16 * student + 2 * teacher + 4 * table + 10 * 4 * original.vocab_size * WINDOW

@@ -1,4 +1,4 @@
-"""What a compressed model lost: beside the original on texts that neither was changed by, layer by layer in float32."""
+"""Quality loss of a compressed model: next-token distributions compared with the original's, layer by layer in float32."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,13 +11,16 @@ from headrace.data.config import ModelConfig
 from headrace.runner.streamed import Streamed
 from headrace.weights.source import WeightSource
 
-ROWS = 64  # of logits at a time
+ROWS = 64  # rows of logits compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`kl`: mean KL(original ‖ compressed) of the next token, in nats, and its standard error over texts; perplexities of both
-    on the same tokens; how often the first choice is the original's."""
+    """Comparison on `tokens` tokens of the texts `text`.
+
+    kl: mean KL(original ‖ compressed) of the next token in nats; kl_error: its standard error over texts. perplexity,
+    perplexity_before: of the compressed and the original model. same_choice: share of equal top tokens.
+    """
 
     text: str
     tokens: int
@@ -29,15 +32,16 @@ class Judgement:
 
 
 def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequence[int]], name: str) -> Judgement:
-    """Of the second half of each text, so that every token counted follows some."""
+    """Compare two models on the second half of each text, so that every scored token has context."""
     count = min(map(len, texts)) // 2
     both = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
     return compare_logits([text[len(text) - count :] for text in texts], both, name)
 
 
 def compare_logits(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
-    """Of the tokens of each text that count, and what both models foretell of them: logits [tokens, vocabulary] of the
-    original and of the other."""
+    """Compare logits [tokens, vocabulary] of the original and another model, a pair for each text. wanted: scored tokens of
+    each text.
+    """
     kls, losses, right = [], np.zeros(2), 0
     for tokens, (before, after) in zip(wanted, both, strict=True):
         kl = 0.0
@@ -55,5 +59,5 @@ def compare_logits(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndar
 
 
 def judge_bytes(config: ModelConfig, window: int) -> int:
-    """What that takes in memory at the most: both heads, the logits of a text of each, and some rows of them as float64."""
+    """Peak memory of `judge` in bytes: both output projections, logits of a text, and some rows as float64."""
     return 2 * 4 * config.vocab_size * (config.hidden_size + window // 2) + 6 * 8 * ROWS * config.vocab_size

@@ -1,8 +1,9 @@
-"""Fewer K/V heads: MHA to GQA or MQA (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). Neighbours become one head: the
-mean of both after they were turned towards each other, the plain mean, or the first; then `out` is fitted by least squares.
+"""Fewer K/V heads: MHA to GQA or MQA (Ainslie et al. 2023, arXiv 2305.13245).
 
-Turning leaves a model what it was: values by any rotation, undone in `out`; keys and queries by one angle for each rotary pair,
-which changes places with what the position turns."""
+Neighbouring heads are merged into one: their mean after alignment, the plain mean, or the first. Then `out` is fitted by least
+squares. Alignment keeps the model's outputs: values are rotated freely and `out` undoes it; keys and queries are rotated by one
+angle for each rotary pair, which commutes with the rotary embedding.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,11 +21,11 @@ from headrace.models.layers.holder import Allocator
 from headrace.models.layers.linear import Linear
 
 ROUNDS = 3
-Turn = Callable[[Tensor], Tensor]  # [d, d] of products of the wanted rows with those to be turned -> the rotation [d, d]
+Turn = Callable[[Tensor], Tensor]  # products [d, d] of target rows with the rows to rotate -> rotation [d, d]
 
 
 class KVHeads:
-    """`layers`: the numbers of each layer after it; `pool`: aligned, mean or first."""
+    """Merge K/V heads. layers: config of each layer afterwards. pool: aligned, mean or first."""
 
     def __init__(self, layers: Sequence[LayerConfig], pool: str) -> None:
         self._layers, self._pool = layers, pool
@@ -51,7 +52,7 @@ class KVHeads:
         visit.cut = kept | queries | {out.target(""): out.linear.weight.clone()}
 
     def _merge(self, layer: LayerConfig, qkv: Matrix, count: int) -> dict[str, Tensor]:
-        """One head in the place of all its group; gives what is kept of them."""
+        """Replace the heads of each group by one in the layer; returns the merged tensors by target."""
         kept = {}
         for field, values in part_fields(qkv).items():
             for part in ("k", "v"):
@@ -64,8 +65,10 @@ class KVHeads:
 
 
 def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
-    """Turn the K/V heads of each of `count` groups towards their mean, and undo it in the queries and in `out`: the layer's
-    outputs stay what they were."""
+    """Rotate the K/V heads of each of `count` groups towards their mean, and undo it in the queries and `out`.
+
+    The layer's outputs are unchanged.
+    """
     moment = _moment(qkv)
     share, d = layer.heads // layer.kv_heads, layer.head_dim
     heads = {part: _heads(qkv, part, d) for part in ("q", "k", "v")}
@@ -73,7 +76,7 @@ def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
         grouped = heads[part].view(count, -1, d, heads[part].shape[-1])
         turns = torch.cat([rotations_to_mean(group, moment, turn) for group in grouped])
         heads[part] = turns @ heads[part]
-        each = turns.repeat_interleave(share, 0)  # of query head h that of K/V head h // share
+        each = turns.repeat_interleave(share, 0)  # query head h has the rotation of K/V head h // share
         if part == "k":
             heads["q"] = each @ heads["q"]
         else:
@@ -86,8 +89,9 @@ def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
 
 
 def rotations_to_mean(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
-    """Rotations [m, d, d] of heads [m, d, k] towards their mean, in rounds: generalised Procrustes, weighed by the inputs'
-    second moment [k, k]."""
+    """Rotations [m, d, d] of heads [m, d, k] towards their mean: generalized Procrustes analysis, weighted by the inputs'
+    second moment [k, k].
+    """
     mean, turns = heads[0], torch.empty(0)
     for _ in range(ROUNDS):
         turns = torch.stack([turn(mean @ moment @ head.t()) for head in heads])
@@ -96,13 +100,13 @@ def rotations_to_mean(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
 
 
 def procrustes(products: Tensor) -> Tensor:
-    """The rotation (or reflection) R that makes Σ R * products largest."""
+    """The orthogonal R [d, d] that maximizes the sum of R * products."""
     u, _, v = torch.linalg.svd(products)
     return u @ v
 
 
 def pair_turns(rope: RopeConfig | None, head_dim: int) -> Turn:
-    """The same with one angle for each rotary pair; what no position turns is free."""
+    """As `procrustes`, with one angle for each rotary pair; dimensions without rotary embedding are free."""
     dim = 0 if rope is None else rope.dim or head_dim
     index = torch.arange(dim)
     neighbours = rope is not None and rope.interleaved
@@ -123,20 +127,20 @@ def pair_turns(rope: RopeConfig | None, head_dim: int) -> Turn:
 
 
 def _moment(qkv: Matrix) -> Tensor:
-    """Of the inputs, float64; with a bias there is one more, that is always 1 (and the mean of the others is taken to be 0)."""
+    """Second moment of the inputs in float64; a bias adds an input that is always 1 (the mean of the others is taken as 0)."""
     moment = qkv.inputs.hessian.double()
     return moment if qkv.linear.bias is None else torch.block_diag(moment, torch.ones(1, 1, dtype=torch.float64))
 
 
 def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
-    """A part's heads [heads, head_dim, inputs] in float64, with the bias as the last input where there is one."""
+    """Heads of a part [heads, head_dim, inputs] in float64; a bias is the last input."""
     columns = [values[part].view(len(values[part]), -1).double() for values in part_fields(qkv).values()]
     whole = torch.cat(columns, 1)
     return whole.view(-1, head_dim, whole.shape[1])
 
 
 class InputCapture:
-    """A LinearMethod that keeps what it multiplies."""
+    """LinearMethod that keeps its last input."""
 
     rows: Tensor
 
@@ -152,7 +156,7 @@ class InputCapture:
 
 
 def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
-    """What a matrix multiplies as the layer stands, chunk by chunk, and whether that is of texts held out."""
+    """Inputs of a matrix for the layer's current weights, chunk by chunk, and whether they are held out."""
     kept = InputCapture()
     matrix.method = kept
     try:

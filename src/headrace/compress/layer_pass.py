@@ -1,4 +1,4 @@
-"""The walk: texts go through a model layer by layer, so that one layer is in memory at a time; hidden rows wait on the disk."""
+"""Layer pass: texts run through a model with one layer in memory at a time. Hidden rows are kept on disk."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,16 +22,16 @@ from headrace.runner.record import record
 from headrace.runner.streamed import TABLE, OneLayer, Streamed
 from headrace.weights.source import WeightSource
 
-TOGETHER = 8  # texts that go through a layer at once
-LIBRARIES = 48 << 20  # bytes that torch and what it calls take when they first compute
+TOGETHER = 8  # texts in a chunk
+LIBRARIES = 48 << 20  # bytes that torch and its libraries allocate when they first compute
 
 
 class InputRecorder:
-    """A LinearMethod that adds what it multiplies to `inputs`, and multiplies as before."""
+    """LinearMethod that adds its inputs to `inputs` and multiplies as usual."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.held = False  # whether the rows of now are of texts held out
+        self.held = False  # the current rows are of held-out texts
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
         raise AssertionError("a layer is watched when it is there")
@@ -45,9 +45,9 @@ class InputRecorder:
 
 
 class LayerPass:
-    """The layers of an open model, in order, each with its inputs measured; see `__iter__`.
+    """The layers of an open model in order, each with the statistics of its inputs; see `__iter__`.
 
-    `kinds`: what each part of a matrix is to be stored as, by target; what is not named stays as it is.
+    kinds: format of each part of a matrix, by target; parts without one stay unchanged.
     """
 
     def __init__(
@@ -69,8 +69,12 @@ class LayerPass:
         self._segments = record(self.model, embeds=False).layers
 
     def __iter__(self) -> Iterator[Visit]:
-        """Every layer with its inputs measured. When the caller comes back for the next, the rows have gone through the layer
-        as he left it, and it is on disk. Begins after the last layer that is. Raises WeightError as `WorkFolder` does."""
+        """Yield every layer with its input statistics, starting after the last finished one.
+
+        When the caller asks for the next layer, the rows run through the layer with its changed weights, and the layer is
+        written.
+        Raises WeightError as `WorkFolder` does.
+        """
         first = self._work.done
         if first == 0:
             self._embed()
@@ -109,12 +113,12 @@ class LayerPass:
         return Visit(number, config, holders, made, found, run=lambda: self._passes(number))
 
     def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """What goes into a layer, and what comes out of it as it stands."""
+        """Chunks of the layer's inputs and outputs with its current weights, and whether they are held out."""
         for x, context, held in self._rows(number):
             yield x, self.model.layer(number, x, context), held
 
     def _parameters(self, visit: Visit, importance: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Of a layer: every part of its parameters, and how much inputs count."""
+        """Every part of a layer's parameters, and the importance of each matrix's inputs."""
         tensors: dict[str, np.ndarray] = {}
         for name, holder in visit.holders.items():
             matrix = visit.matrices.get(name)
@@ -143,13 +147,13 @@ class LayerPass:
             "cut": list(visit.cut or ()),
             "tokens": sum(len(text) for some, held in self._chunks if not held for text in some),
         }
-        for matrix in visit.matrices.values():  # no longer in memory while rows go through, and the next layer comes
+        for matrix in visit.matrices.values():  # frees them before the next layer is read
             matrix.inputs, matrix.parts, matrix.coded = Inputs.empty(0), {}, {}
         self._through(visit.number + 1, lambda x, context: self.model.layer(visit.number, x, context))
         self._work.finish_layer(visit.number, tensors, about)
 
     def _through(self, number: int, layer: Any) -> None:
-        """Write what goes into layer `number`: what came out of the one before, or of the embedding."""
+        """Write the inputs of layer `number`: outputs of the layer before, or of the embedding."""
         with self._work.writing(self._work.rows(number)) as path:
             before = (
                 self._rows(number - 1) if number else ((None, self._pool.context(*some), held) for some, held in self._chunks)
@@ -159,20 +163,22 @@ class LayerPass:
                     file.write(layer(x, context).contiguous().numpy().data)
 
     def _rows(self, number: int) -> Iterator[tuple[Tensor, Context, bool]]:
-        """What goes into a layer, chunk by chunk, with the step of its texts, and whether they are held out."""
+        """Inputs of a layer, chunk by chunk, with their context and whether they are held out."""
         path, width = self._work.rows(number), self.model.config.hidden_size
         if path.stat().st_size != 4 * width * self.tokens:
             raise self._work.damaged(path.name)
         with path.open("rb") as file:
             for some, held in self._chunks:
-                x = torch.empty(sum(map(len, some)), width)  # aligned alike in every run, so that sums are the same bits
+                x = torch.empty(sum(map(len, some)), width)  # same alignment in every run: sums are the same bits
                 file.readinto(x.numpy().data)
                 yield x, self._pool.context(*some), held
 
 
 def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> int:
-    """The most that a walk takes in memory besides the program itself: the table of tokens, or a layer with the moments of its
-    inputs, U and what it is made of, and a matrix in the column loop; and what a chunk of texts needs."""
+    """Peak memory of a pass, besides the program itself, in bytes.
+
+    The token table; or a layer with its Hessians, a Cholesky factor, a matrix in the column loop, and one chunk of activations.
+    """
     layers: dict[str, list[Linear]] = {}
     sizes: dict[str, int] = {}
     for path, holder in model.holders():
@@ -193,18 +199,18 @@ def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> i
 
 
 class TimeEstimate:
-    """What is left, by what was done."""
+    """Time left, estimated from the layers finished in this run."""
 
     def __init__(self, total: int, done: int) -> None:
         self._left, self._began, self._made = total - done, time.monotonic(), 0
 
     def tick(self) -> tuple[float, float]:
-        """Seconds since the last one or the beginning, and those left."""
+        """Count a finished layer; returns mean seconds a layer, and seconds left."""
         self._made += 1
         taken = time.monotonic() - self._began
         return taken / self._made, taken / self._made * (self._left - self._made)
 
 
 def layer_width(model: Model) -> int:
-    """The most inputs that a matrix of a layer has: how many tokens are needed is counted in these."""
+    """Inputs of the widest matrix of the layers; the number of calibration tokens is counted in these."""
     return max(holder.n_in for path, holder in model.holders() if isinstance(holder, Linear) and path.startswith("layers."))

@@ -1,4 +1,4 @@
-"""Which layout a folder gets: by its name, and the numbers that the format asks for; another where one matrix has others."""
+"""Choice of a folder's scheme (layout) by the pipeline's options."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ SPARSE = {IntegerFormat(4, 32): "S4", IntegerFormat(8, 32): "S8"}
 
 
 def layout_of(pipeline: Pipeline) -> SchemeWriter:
-    """Raises ValueError for formats and layouts that folders do not have."""
+    """The writer for a pipeline. Raises ValueError for formats and layouts that folders do not have."""
     name = pipeline.format
     if name.lower() in GROUPS:
         if pipeline.layout not in (None, LAYOUTS[0]):
@@ -52,21 +52,21 @@ def layout_of(pipeline: Pipeline) -> SchemeWriter:
 
 
 def grouped(name: str) -> GroupWriter:
-    """The layout of compressed-tensors for a format by its name, in any case of letters. Raises ValueError as `integers_named`
-    does."""
+    """The compressed-tensors writer for a format, in any case. Raises ValueError as `integers_named` does."""
     return SmallFloatsWriter(name.lower()) if name.lower() in GROUPS else CompressedTensorsWriter(integers_named(name))
 
 
 def check_mixed(layout: SchemeWriter, option: str) -> None:
-    """Raise ValueError where a folder cannot hold several formats, which `option` asks for."""
+    """Raise ValueError if the layout cannot hold several formats, which `option` needs."""
     if not isinstance(layout, CompressedTensorsWriter | SmallFloatsWriter):
         name = next(name for name, kind in NAMED.items() if isinstance(layout, kind))
         raise ValueError(f"the layout {name} holds integers of one format: leave {option} out, or take --layout compressed")
 
 
 def settings_of_layouts(layouts: Mapping[str, SchemeWriter], whole: Sequence[str], by_name: bool) -> dict[str, Any]:
-    """quantization_config of a folder whose matrices `layouts` holds by stored name, and whose modules `whole` are floats.
-    `by_name`: formats are said of each."""
+    """quantization_config of a folder. layouts: by tensor name. whole: modules that are not quantized. by_name: list modules by
+    name.
+    """
     if not by_name:
         return next(iter(layouts.values())).settings(whole)
     groups: dict[GroupWriter, list[str]] = {}
@@ -77,7 +77,7 @@ def settings_of_layouts(layouts: Mapping[str, SchemeWriter], whole: Sequence[str
 
 
 def is_of_folders(name: str) -> bool:
-    """Whether a format is one that folders have; MXFP4 in capitals is a kind of GGUF."""
+    """True for a format of folders; MXFP4 in capitals is a GGUF kind."""
     if name in MIXES:
         return False
     try:

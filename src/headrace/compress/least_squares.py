@@ -1,4 +1,4 @@
-"""Least squares: what a matrix is to be after its inputs changed, so that its outputs change least."""
+"""Least squares: correct a matrix after its inputs have changed, so that its outputs change least."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 from headrace.compress.grids.hessian import DAMPING, TIMES, TRIES, output_error
 
-HELD_TRIES = 6  # dampings, ten times as much each: where texts are few, more than GPTQ's
+HELD_TRIES = 6  # dampings, each ten times the one before; few texts need more than GPTQ's
 SINGULAR = "the moments of its inputs cannot be inverted: nothing is made good; more texts help"
 
 
 @dataclass(slots=True)
 class Residual:
-    """What outputs miss, r = y - W' x', where a matrix W' reads inputs x' in place of those that gave y; in means over texts.
+    """Moments of the residual r = y - W' x', where W' reads inputs x' in place of those that gave y; means over texts.
 
-    `moment` E[x' x'ᵀ] [k, k], `missing` E[r x'ᵀ] [n, k], `squares` E|r|², `energy` E|y|²."""
+    moment: E[x' x'ᵀ] [k, k]. missing: E[r x'ᵀ] [n, k]. squares: E|r|². energy: E|y|².
+    """
 
     moment: Tensor
     missing: Tensor
@@ -30,14 +31,14 @@ class Residual:
 
     @classmethod
     def of_kept(cls, w: Tensor, moment: Tensor, kept: Tensor) -> "Residual":
-        """Of w [n, all] where only the inputs `kept` are left, with their columns as they are."""
+        """Of w [n, all] if only the inputs `kept` remain, with unchanged columns."""
         left = w.clone()
         left[:, kept] = 0.0
         missing = (left @ moment)[:, kept]
         return cls(moment[kept][:, kept], missing, output_error(left, moment), output_error(w, moment), 1)
 
     def add(self, x: Tensor, wanted: Tensor, missed: Tensor) -> None:
-        """Rows: x' [rows, k], y and r [rows, n]."""
+        """Add rows x' [rows, k], y and r [rows, n]."""
         self.moment.addmm_(x.t(), x)
         self.missing.addmm_(missed.t(), x)
         self.squares += float(missed.square().sum(dtype=torch.float64))
@@ -45,15 +46,18 @@ class Residual:
         self.count += len(x)
 
     def finish(self) -> None:
-        """Sums become means."""
+        """Turn sums into means."""
         count = max(self.count, 1)
         self.moment /= count
         self.missing /= count
         self.squares, self.energy = self.squares / count, self.energy / count
 
     def repair(self, held: "Residual | None" = None) -> Tensor | None:
-        """D [n, k] that makes E|r - D x'|² least, damped as for GPTQ. Where texts were held out, of several dampings that which
-        leaves least of theirs, and zeros where none helps there. None where no damping makes the moment invertible."""
+        """The correction D [n, k] that minimizes E|r - D x'|², damped as for GPTQ; None if no damping makes the moment
+        invertible.
+
+        held: choose the damping by the error on held-out texts; zeros if none improves it.
+        """
         mean = float(self.moment.diagonal().double().mean())
         best: Tensor | None = None
         for attempt in range(TRIES if held is None else HELD_TRIES):
@@ -81,7 +85,7 @@ class Residual:
 
 
 def error_record(measured: Residual, held: Residual | None, change: Tensor | None) -> dict[str, float | None]:
-    """What is told of a repair, as structure.CutReport has it."""
+    """Errors with and without correction, as structure.CutReport has them."""
     return {
         "error": measured.error(),
         "repaired": measured.error(change),

@@ -1,4 +1,4 @@
-"""What keys have in common: their mean over texts, which the pool can keep them less."""
+"""Mean of the keys of each layer over texts. The K/V pool stores keys less this mean, so that rounding them loses less."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from headrace.runner.record import record
 from headrace.runner.streamed import OneLayer, Streamed
 from headrace.weights.source import WeightSource
 
-TOKENS = 4096  # of texts: means of so many keys are near enough
+TOKENS = 4096  # enough for stable means
 
 
 class KeySums(OneLayer):
-    """Adds up the keys that layers store."""
+    """One-layer K/V pool that also sums the keys that layers store."""
 
     def __init__(self, model: Model, tokens: int, dtype: torch.dtype) -> None:
         super().__init__(model, tokens, dtype)
@@ -32,8 +32,10 @@ class KeySums(OneLayer):
 
 
 def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], tell: Progress | None = None) -> np.ndarray:
-    """The mean of each layer's keys over texts, normalised and turned as the pool keeps them: float32 [layers, KV heads * head
-    size], and 0 for layers in which more than softmax sees the scores. Layer by layer in float32 torch."""
+    """Mean of each layer's keys after norm and rotary embedding: float32 [layers, KV heads * head size].
+
+    0 for layers whose scores are used by more than softmax, which a constant would change. Computed layer by layer in float32.
+    """
     made: list[KeySums] = []
 
     def pool(model: Model, tokens: int, dtype: torch.dtype) -> OneLayer:

@@ -1,6 +1,6 @@
-"""Mixes: which tensor of a GGUF file gets which kind, by the names and rules of llama.cpp's llama-quantize.
+"""Mixes of GGUF kinds: the kind of each tensor, by the names and rules of llama.cpp's llama-quantize.
 
-Where a mix has S, M or L, matrices that lose most by rounding (values, the MLP's way down, the head) get more bits.
+Mixes with S, M or L give more bits to the matrices that lose most by rounding (values, the MLP's down projection, the head).
 """
 
 import re
@@ -37,11 +37,11 @@ SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 # Where a row is no whole number of super-blocks.
 INSTEAD = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 TABLE, HEAD = "token_embd.weight", "output.weight"
-KEPT = re.compile(r".*norm.*|position_embd.weight|token_types.weight|.*\.bias")  # as float32
+KEPT = re.compile(r".*norm.*|position_embd.weight|token_types.weight|.*\.bias")  # stay float32
 
 
 def mix_named(name: str) -> str:
-    """A mix by its name, in any case of letters. Raises ValueError, with the nearest ones, where there is none."""
+    """A mix by its name, in any case. Raises ValueError with similar names if unknown."""
     wanted = name.upper()
     wanted = SHORT.get(wanted, wanted)
     if wanted not in MIXES:
@@ -57,7 +57,7 @@ def mix_named(name: str) -> str:
 
 
 def kind_named(name: str) -> str:
-    """A kind that matrices may be stored in. Raises ValueError, with the nearest ones, where there is none."""
+    """A kind that can be written, by its name. Raises ValueError with similar names if unknown."""
     kinds = [kind for kind in KINDS if kind in WRITTEN]
     if name.upper() not in kinds:
         raise ValueError(unknown(name, kinds))
@@ -65,9 +65,9 @@ def kind_named(name: str) -> str:
 
 
 def tensor_kind(mix: str, name: str, width: int, config: ModelConfig, important: bool = False, head: str | None = None) -> str:
-    """The kind of tensor `name`, whose rows have `width` numbers, and what is used instead where rows are no whole blocks.
+    """Kind of tensor `name`, whose rows have `width` numbers; a smaller-block kind if rows are not whole blocks.
 
-    `important`: importance was measured. `head`: the kind of the output projection, where the mix's own is not wanted.
+    important: importance is known. head: kind of the output projection in place of the mix's.
     """
     if KEPT.fullmatch(name):
         return "F32"
@@ -103,7 +103,7 @@ def _by_rule(mix: str, kind: str, name: str, config: ModelConfig, important: boo
 
 
 def _values(mix: str, kind: str, layer: int, count: int, grouped: bool) -> str:
-    """Few heads of values serve many queries, so that bits for them are cheap."""
+    """Kind of the value projection: with grouped heads it is small, so that bits are cheap."""
     if mix == "Q2_K":
         kind = "Q4_K" if grouped else "Q3_K"
     elif mix == "Q3_K_M":
@@ -133,5 +133,5 @@ def _down(mix: str, kind: str, layer: int, count: int, important: bool) -> str:
 
 
 def _more_bits(layer: int, count: int) -> bool:
-    """The first and the last eighth of the layers, and every third between them."""
+    """True for the first and last eighth of the layers, and every third between."""
     return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2

@@ -1,4 +1,4 @@
-"""The settings of one compress command, and the mistakes in them that show before a model is opened. Needs no torch."""
+"""Settings of one compress command, and their checks before a model is opened. Needs no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, Cut, p
 from headrace.weights.kv_settings import FORMATS
 
 SELF = "self"  # texts that the model writes itself
-RATE = 1e-4  # highest learning rate of heal unless --heal-rate is given
-LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is that of most
+RATE = 1e-4  # default peak learning rate of heal
+LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is the default
 
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """How a cut model is trained: `steps` of healing.BATCH texts each; `rate` is the highest learning rate."""
+    """Training of a cut model: `steps` of healing.BATCH texts; `rate` is the peak learning rate."""
 
     steps: int
     rate: float
@@ -30,19 +30,21 @@ class Heal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is done to a model. `method`: some of recipe.METHODS in order (where none rounds: to nearest). `format`: a name
-    of mixes.MIXES; of a folder integers (quant.targets.integers_named), stored in a `layout`: one of LAYOUTS, None: 2:4 where
-    that is pruned and rounded in groups of 32, else the first. `head`: a kind (of a folder: integers) for the output projection
-    alone. `imatrix`: a file of importances, for rtn. `budget`: bytes of all tensors; kinds are then chosen matrix by matrix,
-    and `format` is where the choice begins. `sparsity`: what methods that prune make 0, as quant.keep.parse_sparsity reads it.
-    `keep_neurons`, `keep_heads` (shares), `drop_layers` and `kv_heads` (counts) are the numbers of the methods that cut, which
-    come before all others; `pool` says how K/V heads become one. `heal_steps`: how long what they left is trained, `heal_rate`:
-    the highest rate of learning.
+    """What is done to a model.
 
-    `calibrate`: a file of text, or "self"; `tokens` of it (None: four for each input of the widest matrix). `act_order`: the
-    column loop takes important columns first. `judge`: a file of text, "self", or None. `write_imatrix`: where the importance
-    that was measured goes. `kv`: what the result asks for as format of K and V (weights.kv_settings.FORMATS), with the mean of
-    keys on the same texts. `threads` 0: as many as there are cores for this process."""
+    method: names of recipe.METHODS in order; without a rounding method, rounding to nearest. format: a mix of GGUF
+    (mixes.MIXES), or integers of a folder (grids.targets.integers_named). layout: scheme of a folder, one of LAYOUTS; None: 2:4
+    if pruned to 2:4 and in groups of 32, otherwise the first. head: format of the output projection alone. imatrix: importance
+    file for rtn. budget: bytes of all tensors; formats are then chosen matrix by matrix, starting from `format`. sparsity: as
+    grids.keep.parse_sparsity reads it. keep_neurons, keep_heads (shares), drop_layers, kv_heads (counts): numbers of the
+    methods that cut; pool: how K/V heads are merged. heal_steps, heal_rate: length and peak learning rate of the training after
+    cuts.
+
+    calibrate: a text file, or "self" (the model writes them). tokens: calibration tokens; None: four for each input of the
+    widest matrix. act_order: GPTQ takes important columns first. judge: a text file, "self", or None. write_imatrix: file for
+    the measured importance. kv: K/V format that OUT asks for (weights.kv_settings.FORMATS), with key means over the same texts.
+    threads: 0: one for each core.
+    """
 
     method: tuple[str, ...] = ("rtn",)
     format: str = "Q4_K_M"
@@ -75,18 +77,18 @@ class Pipeline:
 
     @property
     def folds(self) -> bool:
-        """Whether norms and matrices of the layers are scaled."""
+        """True if scales are folded into norms and matrices of the layers."""
         return any(name in FOLDS for name in self.method)
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """What is made smaller before all else. Raises ValueError as structure.cuts_of does."""
+        """Cuts, which come first. Raises ValueError as structure.parse_cuts does."""
         numbers = {NEURONS: self.keep_neurons, HEADS: self.keep_heads, LAYERS: self.drop_layers, KV_HEADS: self.kv_heads}
         return parse_cuts(self.method, numbers, self.pool)
 
     @property
     def heal(self) -> Heal | None:
-        """How what the cuts left is trained; None: it is not. Raises ValueError where the steps are missing, or the method."""
+        """Training after the cuts, or None. Raises ValueError if only one of method and steps is given."""
         if (HEAL in self.method) != (self.heal_steps is not None):
             raise ValueError(f"the method {HEAL} and its steps go together: --method neurons,{HEAL},gptq --heal-steps 200")
         if self.heal_steps is None:
@@ -100,22 +102,22 @@ class Pipeline:
 
     @property
     def reads(self) -> bool:
-        """Whether texts are read."""
+        """True if texts are read."""
         return self.walks or bool(self.cuts)
 
     @property
     def walks(self) -> bool:
-        """Whether texts are read after all cuts."""
+        """True if texts are read after all cuts."""
         reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
         return reads or self.write_imatrix is not None or self.budget is not None
 
     @property
     def prunes(self) -> tuple[str, Sparsity] | None:
-        """The method that prunes and what is to go; None where nothing is pruned. Raises ValueError as pruning.pruning does."""
+        """Pruning method and sparsity, or None. Raises ValueError as pruning.parse_pruning does."""
         return parse_pruning(self.method, self.sparsity)
 
     def check(self) -> None:
-        """Raise ValueError for methods that are not known or cannot follow one another."""
+        """Raise ValueError for unknown methods, and for settings that cannot be combined."""
         check_known(self.method)
         check_order(self.method)
         if self.kv is not None and self.kv not in FORMATS:
@@ -140,6 +142,6 @@ class Pipeline:
         return []
 
     def check_files(self, out: Path, model: Path) -> None:
-        """Raise ValueError where the importance would be written over what is read, or over OUT."""
+        """Raise ValueError if the importance file would replace the model or OUT."""
         if (name := self.write_imatrix) is not None and name.resolve() in (out.resolve(), model.resolve()):
             raise ValueError(f"--write-imatrix {name} would replace that file; give another name")

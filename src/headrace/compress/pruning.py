@@ -1,4 +1,4 @@
-"""Pruning: which weights of a model's layers become 0 before the others are rounded, or while they are."""
+"""Unstructured pruning: which weights of the layers are set to 0, before or while the others are rounded."""
 
 import re
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from headrace.weights.kinds import FLOATS
 
 SPARSEGPT = "sparsegpt"
 PRUNES = ("magnitude", "wanda", SPARSEGPT)
-HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "MXFP4")  # kinds in which 0 stays 0
+HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "MXFP4")  # kinds that hold 0 exactly
 WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 
 def parse_pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sparsity] | None:
-    """Which of the methods prunes, and what is to go; None where none does. Raises ValueError for what cannot be."""
+    """The pruning method among `methods` and its sparsity, or None. Raises ValueError if only one of the two is given."""
     found = [name for name in methods if name in PRUNES]
     if not found:
         if sparsity is not None:
@@ -28,12 +28,12 @@ def parse_pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sp
 
 
 def is_pruned(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of a GGUF file is a matrix of a layer: tables of tokens, the head, norms and biases stay whole."""
+    """True for a matrix of a layer in a GGUF file; token table, head, norms and biases are not pruned."""
     return len(shape) == 2 and _MATRIX.fullmatch(name) is not None
 
 
 def zero_kind(kind: str) -> str:
-    """The kind that a pruned matrix gets. Raises ValueError where 0 would not stay 0 in it."""
+    """Kind of a pruned matrix. Raises ValueError if it cannot hold 0."""
     kind = WITHOUT_MINIMUM.get(kind, kind)
     if kind not in HOLDS_ZERO:
         raise ValueError(
@@ -43,10 +43,10 @@ def zero_kind(kind: str) -> str:
 
 
 def pruning_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
-    """What stays of rows float32 [n, k], bool [n, k], each row by itself; of SparseGPT, which chooses as it goes, what Wanda
-    would keep. importance [k]: mean squares of the inputs.
+    """Weights to keep, bool [n, k], of rows float32 [n, k], each row by itself. importance: mean squares of the inputs [k].
 
-    Raises ValueError where rows are no whole neighbours, or Wanda lacks the importance of this matrix.
+    For SparseGPT, which chooses in the column loop, Wanda's mask. Raises ValueError if rows are not whole groups of neighbours,
+    or Wanda lacks the importance.
     """
     method, sparsity = how
     if method == "magnitude":
@@ -59,5 +59,5 @@ def pruning_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.nda
 
 
 def prune_rows(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:
-    """Rows [n, k] with zeros. Raises ValueError as `pruning_mask` does."""
+    """Rows [n, k] with pruned weights set to 0. Raises ValueError as `pruning_mask` does."""
     return np.where(pruning_mask(rows, how, importance), rows, np.float32(0))

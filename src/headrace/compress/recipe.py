@@ -1,5 +1,7 @@
-"""Recipes: which methods follow one another in one command. A model is made smaller and healed, which is trained again, its
-inputs are scaled, weights are left out, and what remains is rounded; each step is done on what those before it left."""
+"""Recipes: which methods may follow one another in one command.
+
+The order is: cut, heal, fold scales, prune, round. Each step works on the result of the steps before it.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,16 +11,16 @@ from headrace.compress.structure import STRUCTURES
 
 HEAL = "heal"
 FOLDS = ("awq", "smoothquant")
-WEIGHTED = "weighted"  # to nearest, on scales searched with the importance of each input
+WEIGHTED = "weighted"  # to nearest, with scales searched by importance
 ROUNDS = ("rtn", WEIGHTED, "gptq")
-STAGES = (STRUCTURES, (HEAL,), FOLDS, PRUNES, ROUNDS)  # in their order: of the first as many as are wanted, of the others one
+STAGES = (STRUCTURES, (HEAL,), FOLDS, PRUNES, ROUNDS)  # in order: any number of the first, at most one of each other
 METHODS = (*ROUNDS, *FOLDS, *PRUNES, *STRUCTURES, HEAL)
-READ = (WEIGHTED, "gptq", *FOLDS, SPARSEGPT)  # by texts
+READ = (WEIGHTED, "gptq", *FOLDS, SPARSEGPT)  # methods that read texts
 EXAMPLES = "awq,gptq or neurons,heal,wanda,gptq"
 
 
 def check_known(methods: Sequence[str]) -> None:
-    """Raise ValueError for methods that are not known."""
+    """Raise ValueError for unknown methods."""
     if unknown := [name for name in methods if name not in METHODS]:
         raise ValueError(f"unknown method {unknown[0]!r}; known are {', '.join(METHODS)}")
     if not methods:
@@ -26,7 +28,7 @@ def check_known(methods: Sequence[str]) -> None:
 
 
 def check_order(methods: Sequence[str]) -> None:
-    """Raise ValueError, in one line, for methods that cannot follow one another."""
+    """Raise ValueError for methods that cannot follow one another."""
     found = (_why_not(before, after) for before, after in pairwise(methods))
     alone = f"{HEAL} trains what a cut has left" if methods[0] == HEAL else ""
     if why := next(filter(None, (*found, alone)), ""):
@@ -34,7 +36,7 @@ def check_order(methods: Sequence[str]) -> None:
 
 
 def _why_not(before: str, after: str) -> str:
-    """Why one may not follow the other; empty where it may."""
+    """Why `after` may not follow `before`; empty if it may."""
     first, then = (next(at for at, stage in enumerate(STAGES) if name in stage) for name in (before, after))
     if after in STRUCTURES and first > then:
         return f"{after} makes matrices smaller before they change"
@@ -56,7 +58,7 @@ def _why_not(before: str, after: str) -> str:
 
 
 def _instead(methods: Sequence[str]) -> str:
-    """What to ask for: the same methods in the order of the stages, where that can be."""
+    """Advice: the same methods in the order of the stages, if that is valid."""
     kept = [name for name in methods if not (name in ROUNDS and SPARSEGPT in methods)]
     order = sorted(kept, key=lambda name: next(at for at, stage in enumerate(STAGES) if name in stage))
     right = order[0] != HEAL and not any(_why_not(*pair) for pair in pairwise(order))

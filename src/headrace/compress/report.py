@@ -1,4 +1,4 @@
-"""What compress did: plain values, and the JSON file next to OUT."""
+"""Report of a compression: plain values, and the JSON file next to OUT."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -15,14 +15,17 @@ from headrace.weights.describe import kv_bytes
 
 
 def report_path(out: Path) -> Path:
-    """Where the report of OUT lies: beside it. A file and a folder that differ by their ending alone have one each."""
+    """Path of OUT's report. A file and a folder that differ only in their suffix have separate reports."""
     return out.with_name(f"{out.name}.report.json")
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """What became of a tensor: its numbers, kind and bytes; mean square error over mean square (0 where it was copied), and,
-    where it was pruned, the share of its numbers that are 0."""
+    """A tensor as written: numbers, format and bytes.
+
+    error: squared weight error over squared weights (0: copied; None: not written yet). zeros: share of zeros, if it was
+    pruned.
+    """
 
     weights: int
     kind: str
@@ -33,8 +36,9 @@ class MatrixReport:
 
 @dataclass(frozen=True, slots=True)
 class KVReport:
-    """K and V of a token, in all layers, as the core keeps them: `bytes` in the `format` that OUT asks for (bfloat16 where it
-    asks for none), and `before` those of the model read, in bfloat16."""
+    """Bytes of K and V of one token over all layers in the core: `bytes` in the format that OUT asks for (else bfloat16),
+    `before` of the model read, in bfloat16.
+    """
 
     format: str
     bytes: int
@@ -42,7 +46,7 @@ class KVReport:
 
 
 def kv_report(before: ModelConfig, after: ModelConfig, format: str | None) -> KVReport:
-    """Of a model and what is made of it. Raises ValueError as `kv_shape` does."""
+    """K/V sizes of a model before and after compression. Raises ValueError as `kv_shape` does."""
 
     def sizes(config: ModelConfig) -> dict[str, int]:
         layers, heads, head_dim = kv_shape(config)
@@ -53,11 +57,11 @@ def kv_report(before: ModelConfig, after: ModelConfig, format: str | None) -> KV
 
 @dataclass(slots=True)
 class Report:
-    """What was written, or will be. `largest`: bytes in memory besides the mapped model and the program itself, at the most.
+    """What was written, or will be. largest: peak memory in bytes, besides the mapped model and the program itself.
 
-    `cuts`: what became smaller; `healed`: what training it again came to. `told` by part of a matrix ("layers.3.qkv.q.weight"),
-    where texts were read; `tokens` measured on, and those held out; `passages`: hashes of what these texts are
-    (texts.passages)."""
+    outputs: by parameter part ("layers.3.qkv.q.weight"), if texts were read. tokens: calibration tokens without held-out ones.
+    passages: hashes of the calibration texts (texts.passage_hashes). cuts, healed, judged: reports of these steps.
+    """
 
     bytes: int
     matrices: dict[str, MatrixReport]
@@ -78,12 +82,12 @@ class Report:
 
     @property
     def bits(self) -> float:
-        """Bits a weight, scales included, without metadata."""
+        """Bits a weight, with scales and without metadata."""
         return 8 * sum(one.nbytes for one in self.matrices.values()) / self.weights
 
     @property
     def error(self) -> float | None:
-        """Square error over squares, a mean over the weights that were rounded; None before that."""
+        """Squared error over squares, averaged over the rounded weights; None before writing."""
         if any(one.error is None for one in self.matrices.values()):
             return None
         rounded = [(one.error, one.weights) for one in self.matrices.values() if one.error]
@@ -91,13 +95,13 @@ class Report:
 
     @property
     def zeros(self) -> float | None:
-        """The share of zeros among the weights of pruned matrices; None where there are none."""
+        """Share of zeros among the weights of pruned matrices; None if nothing was pruned."""
         cut = [(one.zeros, one.weights) for one in self.matrices.values() if one.zeros is not None]
         return sum(zeros * weights for zeros, weights in cut) / sum(weights for _, weights in cut) if cut else None
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Tensors of each kind."""
+        """Number of tensors in each format."""
         return dict(Counter(one.kind for one in self.matrices.values()).most_common())
 
     def record(self) -> dict[str, Any]:

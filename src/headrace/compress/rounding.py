@@ -1,6 +1,7 @@
-"""Rounding within the walk: to nearest, or by the column loop (GPTQ), in the kind that each matrix is to have.
+"""Rounding in a layer pass: to nearest, or by the column loop of GPTQ (arXiv 2210.17323).
 
-Pruning goes before it, or is done in the loop (SparseGPT)."""
+Pruning goes first, or happens in the loop (SparseGPT, arXiv 2301.00774).
+"""
 
 import time
 from dataclasses import replace
@@ -19,16 +20,16 @@ from headrace.compress.grids.targets import nearest, target
 from headrace.compress.pruning import SPARSEGPT, pruning_mask
 from headrace.weights.kinds import FLOATS
 
-DEAD = 0.05  # the share of inputs that are always 0 from which it is said
+DEAD = 0.05  # share of always-zero inputs above which a warning is given
 
 
 class Rounding:
-    """`gptq`: by the column loop; else to nearest. Scales are searched with the importance of each input in both; rtn without
-    texts has none, so `weighted` is the control of what AWQ and GPTQ gain.
+    """Rounds every matrix of a layer. Scales are searched with the importance of each input.
 
-    `ordered`: the loop takes columns by falling importance, with scales that are fixed beforehand (act-order with static
-    groups); nothing of it is left in the file. `prune`: a method and a sparsity; SparseGPT chooses in the loop, which then
-    takes the columns in their order."""
+    gptq: by the column loop, otherwise to nearest. ordered: the loop takes columns by falling importance, with scales fixed
+    beforehand (act-order with static groups); the file does not depend on the order. prune: method and sparsity; SparseGPT
+    chooses in the loop, which then takes columns in their own order.
+    """
 
     def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1, prune: tuple[str, Sparsity] | None = None) -> None:
         self._prune, self._threads = prune, threads
@@ -73,26 +74,26 @@ class Rounding:
             w.copy_(values)
 
     def _mask(self, w: Tensor, importance: np.ndarray | None) -> np.ndarray | None:
-        """What stays before the loop; of sizes alone where the inputs are not known."""
+        """Weights to keep, known before the loop; by magnitude if the inputs are unknown."""
         if self._prune is None:
             return None
         method, sparsity = self._prune
         return pruning_mask(w.numpy(), (method if importance is not None else "magnitude", sparsity), importance)
 
     def _keep(self, mask: np.ndarray | None, order: Tensor | None) -> Keep | None:
-        """What chooses in the loop."""
+        """Object that chooses weights in the loop."""
         if self._prune is not None and self._chooses:
             return KeptBlocks(self._prune[1])
         return None if mask is None else KeptMask(mask, order)
 
     def _block(self) -> int:
-        """Columns of the loop whose errors are spread at once: whole groups of neighbours."""
+        """Columns of the loop whose errors are spread at a time: whole groups of neighbours."""
         of = self._prune[1].of if self._prune is not None else 0
         return max(of, BLOCK - BLOCK % of) if of else BLOCK
 
 
 def importance_of(inputs: Inputs) -> np.ndarray | None:
-    """How much each column counts: the mean square of what is multiplied with it; None where that is no number."""
+    """Importance of each column, float32 [k]: mean square of its input; None if not finite or all 0."""
     diagonal = inputs.hessian.diagonal()
     usable = bool(torch.isfinite(diagonal).all()) and bool((diagonal > 0).any())
     return np.asarray(diagonal.numpy(), np.float32).copy() if usable else None
@@ -101,7 +102,7 @@ def importance_of(inputs: Inputs) -> np.ndarray | None:
 def output_report(
     w: Tensor, values: Tensor, plain: Tensor, kind: str, inputs: Inputs, parts: tuple[float, float]
 ) -> OutputReport:
-    """The errors of `values` for w, beside those of `plain`. `parts`: as quant.errors.outside gives them."""
+    """Errors of rounded `values` for w, next to those of `plain` (to nearest). parts: as grids.errors.outside returns them."""
 
     def error(found: Tensor, moment: Tensor) -> float:
         return output_error(found - w, moment) / (output_error(w, moment) or 1.0)

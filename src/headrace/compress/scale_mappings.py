@@ -1,4 +1,4 @@
-"""What may be scaled here and unscaled there, read off a recorded layer: no table of models."""
+"""Scale mappings of a layer, found in its recorded operations (no table of models)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from headrace.runner.record import Node, Segment
 
 
 def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleMapping, ...]:
-    """The edges of a layer, in its order; `holders` by name. A value that anything but linears reads has none."""
+    """The mappings of a layer in order. holders: by name. A value that anything but linear layers reads has none."""
     names = {id(holder): name for name, holder in holders.items()}
     uses = Uses(segment)
     makers = {value: node for node in segment.nodes for value in node.outputs}
@@ -25,7 +25,7 @@ def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleM
 
 
 def _producer(node: Node, makers: Mapping[int, Node]) -> tuple[str, Any] | None:
-    """By which rule a node's result may be divided, and the holder to divide; None where neither is known."""
+    """Rule and holder that can divide a node's result; None if unknown."""
     if node.op == "norm":
         return "norm", node.settings["w"]
     if node.op == "act_mul":

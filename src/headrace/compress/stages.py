@@ -1,7 +1,7 @@
-"""Cuts, one after the other: each is a walk through the model that the one before left, and leaves a smaller model as a file;
-so does training it again (healing), which follows.
+"""Cuts (structured pruning), one after the other, and healing.
 
-What is kept of the matrices a cut changes is float32 there; all else is as it was. What is healed is float32 as a whole.
+Each cut is a layer pass over the model that the one before has left; it writes a smaller model as a GGUF file in the work
+folder. Matrices that a cut changes are stored as float32 there, all other tensors as they were. A healed model is float32.
 """
 
 import shutil
@@ -37,13 +37,15 @@ from headrace.weights.source import TensorInfo
 from headrace.weights.verify_download import sha256_of
 from headrace.weights.write_gguf import Chunks, write_gguf
 
-HEALED = "heal.json"  # what a training came to; there when its file is
+HEALED = "heal.json"  # result of training; written after the model
 
 
 @dataclass(frozen=True, slots=True)
 class PrunedModel:
-    """A model after its cuts, what became of it, and what went other than it should; `healed`: what training it again came to,
-    on `passages` of text."""
+    """A model after its cuts, with their reports and warnings.
+
+    tokens: calibration tokens. healed: report of the training, if there was one, on texts with the hashes `passages`.
+    """
 
     opened: Opened
     cuts: list[CutReport]
@@ -54,7 +56,7 @@ class PrunedModel:
 
 
 def copy_report(made: Report, before: Report, left: PrunedModel) -> None:
-    """What was reported before the cuts, and what they came to, goes into the report of the job on what they left."""
+    """Copy warnings and results of the cuts into the report of the plan for what they have left."""
     made.warnings, made.largest, made.kv = before.warnings, max(before.largest, made.largest), before.kv
     made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
     made.passages = [*before.passages, *left.passages]
@@ -69,8 +71,10 @@ def cut_model(
     threads: int,
     vocabulary: bool = True,
 ) -> PrunedModel:
-    """Carry cuts out, from where an earlier run was stopped. The file of each takes the place of the one before, in the folder
-    of the work; with `vocabulary` it has the vocabulary, too. Raises ValueError as `pruned_config` and Work do, and OSError."""
+    """Run cuts, or resume them. Each replaces the file of the one before.
+
+    vocabulary: write it into the file, too. Raises ValueError as `pruned_config` and WorkFolder do, and OSError.
+    """
     names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((at for at, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
@@ -99,8 +103,10 @@ def heal_model(
     progress: Progress,
     vocabulary: bool = True,
 ) -> PrunedModel:
-    """Train what the cuts left on texts of `source` other than `judged`, from where an earlier run was stopped: a file beside
-    theirs. Raises ValueError where nobody is given who trains, and as the healer, its texts and Work do."""
+    """Train a cut model on texts of `source` that are not in `judged`, or resume, and write it next to the cut one.
+
+    Raises ValueError if there is no healer, and as the healer, its texts and WorkFolder do.
+    """
     if healer is None:
         raise ValueError("the method heal trains, and nobody is given who does: pass healer=Healing() of training.healing")
     texts, file, folder = (
@@ -122,7 +128,7 @@ def heal_model(
 
 
 def _left(work: WorkFolder, about: str, file: Path) -> Opened:
-    """A model that was written into the folder of the work. Raises WeightError where it is not what `about` says."""
+    """Open a model of the work folder. Raises WeightError unless it has the SHA-256 in the JSON file `about`."""
     work.check(file.name, work.read(about).get("sha256"))
     return open_files(file)
 
@@ -138,7 +144,7 @@ def _cut(
     threads: int,
     vocabulary: bool,
 ) -> None:
-    """One cut: `own` is its walk's work; what is said of `out` is written last."""
+    """Run one cut in the work folder `own`, write `out`, then its report."""
     config = opened.config
     target = pruned_config(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
@@ -179,7 +185,7 @@ def _write(
     path: Path,
     vocabulary: bool,
 ) -> None:
-    """The model with `target`'s numbers: of `changed` parts those that are `left`, of layer i what was layer kept[i]."""
+    """Write a model with the shapes of `target`: layer i of it was layer kept[i], and parts in `changed` come from `left`."""
     source = opened.source
     whole, smaller = opened.config, target
     if not isinstance(source, GGUFFile):
@@ -187,7 +193,7 @@ def _write(
     stored = stored_as(describe(smaller), "gguf")
     read = {part.target: part for parts in plan(describe(opened.config), source).values() for part in parts}
     extra = extra_tensors(opened, set(stored_as(describe(whole), "gguf")), smaller)
-    copied: dict[str, str] = {}  # from which tensor of the file read
+    copied: dict[str, str] = {}  # tensor of the file read whose bytes are copied
     tensors: list[TensorInfo] = [info for info, _ in extra.values()]
     for name, parts in stored.items():
         origins = [_before(part.target, kept) for part in parts]
@@ -218,6 +224,6 @@ def _write(
 
 
 def _before(target: str, kept: list[int]) -> str:
-    """A parameter's part ("layers.2.down.weight") as it is called in the model before the cut."""
+    """Name of a parameter part ("layers.2.down.weight") in the model before the cut."""
     first, number, *rest = target.split(".")
     return ".".join((first, str(kept[int(number)]), *rest)) if first == "layers" else target

@@ -1,4 +1,4 @@
-"""Structure: which numbers of a model become smaller (neurons, heads, K/V heads, layers), and what cannot be."""
+"""Cuts: which dimension of a model becomes smaller (neurons, heads, K/V heads, layers), and the checks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,15 @@ NEURONS, HEADS, LAYERS, KV_HEADS = STRUCTURES = ("neurons", "heads", "layers", "
 OPTIONS = {NEURONS: "keep-neurons", HEADS: "keep-heads", LAYERS: "drop-layers", KV_HEADS: "kv-heads"}
 EXAMPLES = {NEURONS: "0.75", HEADS: "0.75", LAYERS: "3", KV_HEADS: "1"}
 ALIGNED, MEAN, FIRST = POOLS = ("aligned", "mean", "first")
-WIDTH, NARROW = 64, 32  # neurons are kept in whole multiples, as kinds store blocks of 32 or more; NARROW of less than 16 WIDTH
+WIDTH, NARROW = 64, 32  # neurons are kept in multiples of WIDTH, or of NARROW if there are less than 16 * WIDTH
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One method of STRUCTURES with its number: a share that is kept (neurons, heads) or a count (layers to drop, K/V heads to
-    keep). `pool`: how K/V heads become one (None: aligned, or first where q and k are normed by head)."""
+    """A method of STRUCTURES with its number: share that is kept (neurons, heads) or count (layers to drop, K/V heads to keep).
+
+    pool: how K/V heads are merged; None: aligned, or first if q and k have norms.
+    """
 
     method: str
     number: float
@@ -30,10 +32,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class CutReport:
-    """What became of a model: `before` and `after` are neurons, groups of heads, layers or K/V heads; `dropped` layers.
+    """Result of a cut: `before` and `after` count neurons, K/V heads or layers; `dropped` layers.
 
-    `layers`: of each, "distance" (1 - cos of what goes in and what comes out), or errors of the outputs over their mean square:
-    "error" without repair, "repaired", and both on texts held out ("held", "held_repaired", None: there were none)."""
+    layers: for each layer "distance" (mean of 1 - cos(input, output)), or relative output errors: "error" without correction,
+    "repaired" with it, and both on held-out texts ("held", "held_repaired"; None: there are none).
+    """
 
     method: str
     before: int
@@ -42,13 +45,13 @@ class CutReport:
     dropped: list[int]
 
     def mean(self, name: str) -> float | None:
-        """Over the layers; None where it is not known."""
+        """Mean over the layers; None if unknown."""
         found = [layer[name] for layer in self.layers if layer.get(name) is not None]
         return sum(found) / len(found) if found else None
 
 
 def parse_cuts(methods: Sequence[str], numbers: Mapping[str, float | None], pool: str | None) -> tuple[Cut, ...]:
-    """What the methods that cut do, in their order; `numbers` by method. Raises ValueError for what cannot be."""
+    """The cuts among the methods, in order. numbers: by method. Raises ValueError for missing or invalid numbers."""
     named = [name for name in methods if name in STRUCTURES]
     if twice := [name for name in named if named.count(name) > 1]:
         raise ValueError(f"{','.join(methods)} cannot be: {twice[0]} is there twice; give its number once")
@@ -68,7 +71,7 @@ def parse_cuts(methods: Sequence[str], numbers: Mapping[str, float | None], pool
 
 
 def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
-    """The model's numbers after a cut. Raises ValueError where this model cannot be cut so."""
+    """Config of a model after a cut. Raises ValueError if the model cannot be cut so."""
     if cut.method == LAYERS:
         if len(set(config.layers)) > 1:
             raise ValueError(f"the layers of this {config.architecture} model differ by their place, so none may be dropped")
@@ -89,17 +92,17 @@ def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
 
 
 def pool_of(config: ModelConfig, cut: Cut) -> str:
-    """How K/V heads of this model become one."""
+    """How K/V heads of this model are merged."""
     return cut.pool or (FIRST if has_qk_norm(config) else ALIGNED)
 
 
 def has_qk_norm(config: ModelConfig) -> bool:
-    """Whether every query and key head is normed."""
+    """True if every query and key head has a norm."""
     return any(path.endswith(".q_norm") for path, _ in describe(config).holders())
 
 
 def structure_size(config: ModelConfig, method: str) -> int:
-    """What a method makes smaller, of the first layer."""
+    """Size of the dimension that a method reduces, in the first layer."""
     layer = config.layers[0]
     return {NEURONS: layer.ffn, HEADS: layer.kv_heads, KV_HEADS: layer.kv_heads, LAYERS: config.num_layers}[method]
 

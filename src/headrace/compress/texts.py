@@ -1,4 +1,4 @@
-"""Texts to measure on, and others to judge by: of a file, or the model's own."""
+"""Calibration and evaluation texts: drawn from a file, or written by the model."""
 
 import hashlib
 import json
@@ -22,10 +22,10 @@ from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 
 WINDOW = 256  # tokens of a text
-SHARED = 32  # tokens in a row that texts to measure on and texts to judge by may not share
-BATCH = 16  # texts that a model writes at once
-PIECE = 1 << 20  # characters of a file that are encoded at once, at least; twice as many at most
-ENCODING = 140  # bytes of memory for each of these, while it is encoded
+SHARED = 32  # tokens of a passage; calibration and evaluation texts may not share one
+BATCH = 16  # texts that the model writes at a time
+PIECE = 1 << 20  # least characters of a file that are encoded at a time; at most twice as many
+ENCODING = 140  # bytes of memory for each character during encoding
 
 Texts = list[list[int]]
 
@@ -40,10 +40,11 @@ def draw_texts(
     threads: int = 0,
     judging: bool = False,
 ) -> Texts:
-    """Texts of `window` tokens, `tokens` in all or as many as there are: drawn from a file, or, for "self", from the model.
-    Those for `judging` are others, where there are enough.
+    """Draw texts of `window` tokens, `tokens` tokens together or fewer if the file ends, from a file or (source "self") from
+    the model.
 
-    Raises ValueError where a file has not one, and OSError.
+    judging: draw evaluation texts, which differ from calibration texts if the source has enough. Raises ValueError if the file
+    has less than one text, and OSError.
     """
     window = min(window, opened.config.max_position)
     count = -(-tokens // window)
@@ -64,7 +65,7 @@ def draw_texts(
 
 
 def _encoded(opened: Opened, text: str) -> "array[int]":
-    """The tokens of a text, piece by piece; a piece ends with a line where there is one. Names of control tokens are text."""
+    """Tokens of a text, encoded in pieces that end at a line if possible. Names of control tokens are plain text."""
     found, at = array("I"), 0
     while at < len(text):
         end = len(text)
@@ -76,19 +77,21 @@ def _encoded(opened: Opened, text: str) -> "array[int]":
 
 
 def file_bytes(path: Path) -> int:
-    """What reading texts from a file takes in memory: the file, its tokens, and what the tokenizer makes of a piece."""
+    """Peak memory of reading texts from a file in bytes: the file, its tokens, and the tokenizer's work on a piece."""
     size = path.stat().st_size if path.is_file() else 0
     return 4 * size + ENCODING * min(size, 2 * PIECE)
 
 
 def start_tokens(opened: Opened) -> list[int]:
-    """What every text begins with for this model: BOS or nothing."""
+    """Tokens at the start of every text: BOS, or none."""
     return [token for token in opened.tokenizer.encode("")[:1] if token == opened.tokenizer.bos_id]
 
 
 def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, threads: int | None) -> Texts:
-    """Drawn at temperature 1 from BOS, or from what ends a text where the model has none: so a change of the model can only
-    make them less likely."""
+    """Texts that the model writes at temperature 1 from BOS (or EOS, if it has no BOS).
+
+    Any change of the model can only make them less likely.
+    """
     start = start_tokens(opened) or sorted(opened.eos_ids)[:1] or [0]
     settings: dict[str, Any] = {"max_model_len": window, "max_num_seqs": BATCH, "threads": threads}
     made: Texts = []
@@ -109,19 +112,19 @@ def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, thr
 
 
 def writing_bytes(opened: Opened, window: int) -> int:
-    """What a model takes in memory that writes texts: its weights as they are multiplied, and K and V of a batch."""
+    """Memory of a model that writes texts in bytes: packed weights, and K and V of a batch."""
     model = describe(opened.config)
     weights = packed_bytes(model, opened.source) if native.available() else 2 * model.num_parameters
     return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 
 def save_texts(work: WorkFolder, name: str, texts: Texts) -> None:
-    """Write texts into a file of the work."""
+    """Write texts into a file of the work folder."""
     work.write(name, {"texts": texts, "sha256": _digest(texts)})
 
 
 def load_texts(work: WorkFolder, name: str) -> Texts:
-    """What `save_texts` wrote. Raises WeightError where it is not that."""
+    """Read texts that `save_texts` wrote. Raises WeightError if the file is damaged."""
     found = work.read(name)
     texts: Texts = found.get("texts", [])
     if not texts or found.get("sha256") != _digest(texts):
@@ -130,12 +133,12 @@ def load_texts(work: WorkFolder, name: str) -> Texts:
 
 
 def _digest(texts: Texts) -> str:
-    """SHA-256 of their tokens."""
+    """SHA-256 of the tokens."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def passage_hashes(texts: Sequence[Sequence[int]]) -> list[str]:
-    """A hash of each passage of `SHARED` tokens, one after the other: what a report keeps of the texts measured on."""
+    """Hash of each passage of SHARED tokens. A report keeps them to identify its calibration texts."""
     return [_hash(text[at : at + SHARED]) for text in texts for at in range(0, len(text) - SHARED + 1, SHARED)]
 
 
@@ -144,8 +147,10 @@ def _hash(tokens: Sequence[int]) -> str:
 
 
 def check_apart(measured: Sequence[str], judged: Sequence[Sequence[int]], whose: str = "") -> None:
-    """Raise ValueError where passages measured on stand in a text to judge by, wherever they begin there. `whose`: the model
-    that was measured on them, where there are several."""
+    """Raise ValueError if an evaluation text holds a calibration passage at any offset.
+
+    measured: passage hashes. whose: the model calibrated on them, if there are several.
+    """
     known = set(measured)
     found = {
         passage

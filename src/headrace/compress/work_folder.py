@@ -1,14 +1,13 @@
-"""What a pass has done, on disk, so that it goes on where it was stopped: a plan, a file for each layer, the rows between
-layers, and last of all how far it has come.
+"""Work folder of a pass: finished layers on disk, so that a stopped run can resume.
 
-    plan.json        what is made of what, by hashes
-    texts.json       the tokens that are read
-    layer_0003.safetensors    the layer's numbers as they are to be: float32, or rows of a kind (uint8); what is said of them
-    rows.a, rows.b   float32 [tokens, hidden]: what went into a layer and what came out of it, in turns
-    state.json       layers done, and the SHA-256 of their files and of the rows that come next; written when these are there
-    written.json     OUT is whole, and is still to be judged
+    plan.json        what is compressed and how, with hashes
+    texts.json       the calibration tokens
+    layer_0003.safetensors    a finished layer: float32 tensors, or rows of a kind (uint8); its report is in the metadata
+    rows.a, rows.b   float32 [tokens, hidden]: inputs and outputs of a layer, alternating
+    state.json       number of finished layers, SHA-256 of their files and of the next rows; written after these files
+    written.json     OUT is complete, and still to be judged
 
-Every file is written under another name and then renamed.
+Every file is written under a temporary name and then renamed.
 """
 
 import errno
@@ -27,18 +26,21 @@ from headrace.weights.atomic_file import PART, atomic_write
 from headrace.weights.source import WeightError
 from headrace.weights.verify_download import sha256_of
 
-VERSION = 2  # of what the files mean, and of how they are made
+VERSION = 2  # of the file format and of the algorithms
 PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
 
 
 class WorkFolder:
-    """A folder of work; see the module."""
+    """A work folder; see the module."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def begin(self, plan: Mapping[str, Any]) -> int:
-        """How many layers are done. Raises WeightError where the folder is of another plan, damaged, or no such folder."""
+        """Start or resume; returns the number of finished layers.
+
+        Raises WeightError if the folder belongs to another plan, is damaged, or is not a work folder.
+        """
         if not self.folder.exists() or all(path.suffix == PART for path in self.folder.iterdir()):
             self.write(PLAN, plan)
             return 0
@@ -56,11 +58,11 @@ class WorkFolder:
 
     @property
     def done(self) -> int:
-        """Layers that are whole."""
+        """Number of finished layers."""
         return max(0, len(self._sums()) - 1)
 
     def _sums(self) -> dict[str, str]:
-        """The SHA-256 of every layer's file that is done, and last of the rows that come next, by name; empty before any is."""
+        """SHA-256 of every finished layer's file and of the next rows, by file name; empty before the first."""
         if not (self.folder / STATE).is_file():
             return {}
         state = self.read(STATE)
@@ -72,7 +74,7 @@ class WorkFolder:
         return found
 
     def check(self, name: str, digest: object) -> None:
-        """Raise WeightError where a file of the folder is not what it was when it was written, with this SHA-256."""
+        """Raise WeightError unless a file has this SHA-256."""
         try:
             found = sha256_of(self.folder / name)
         except OSError:
@@ -84,11 +86,11 @@ class WorkFolder:
         return self.folder / f"layer_{number:04}.safetensors"
 
     def rows(self, number: int) -> Path:
-        """What goes into a layer."""
+        """File of a layer's inputs."""
         return self.folder / ("rows.a" if number % 2 == 0 else "rows.b")
 
     def finish_layer(self, number: int, tensors: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
-        """A layer is done; the rows that came out of it are there."""
+        """Write a layer; its output rows are already written."""
         with self.writing(self.layer(number)) as part:
             save_file(dict(tensors), part, {"about": json.dumps(about)})
         sums = self._sums()
@@ -98,13 +100,13 @@ class WorkFolder:
         self.write(STATE, {"layers": number + 1, "sha256": sums})
 
     def about(self, number: int) -> dict[str, Any]:
-        """What was said of a layer. Raises WeightError where its file is damaged."""
+        """Report of a finished layer. Raises WeightError if its file is damaged."""
         with self._open(number) as file:
             made: dict[str, Any] = json.loads(file.metadata()["about"])
         return made
 
     def tensor(self, number: int, name: str) -> np.ndarray:
-        """A tensor of a layer that is done."""
+        """A tensor of a finished layer."""
         with self._open(number) as file:
             made: np.ndarray = file.get_tensor(name)
         return made
@@ -118,7 +120,7 @@ class WorkFolder:
             raise self.damaged(self.layer(number).name) from None
 
     def read(self, name: str) -> Any:
-        """A JSON file of the folder. Raises WeightError where it is damaged."""
+        """A JSON file of the folder. Raises WeightError if it is damaged."""
         try:
             found = json.loads((self.folder / name).read_text("utf-8"))
         except (OSError, ValueError):
@@ -133,7 +135,7 @@ class WorkFolder:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
-        """A name to write under, which becomes `path` when all is written. Raises WeightError where the disk is full."""
+        """Yield a temporary name that becomes `path` at the end. Raises WeightError if the disk is full."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as part:

@@ -1,3 +1,1 @@
-"""Numbers in fewer bits: formats, grids, their errors, stored blocks from float32, and the column loop; it alone needs torch.
-
-Knows no model."""
+"""Number grids: the values that a format can represent, and the search for their scales."""

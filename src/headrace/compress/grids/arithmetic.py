@@ -1,4 +1,4 @@
-"""What a model costs a token: bytes, operations, and the ceilings they set. Pure numbers, in bytes and seconds."""
+"""Cost of a model for each token: bytes, operations and the throughput limits they set. Units: bytes, seconds."""
 
 from dataclasses import dataclass
 from math import ceil, inf, log2
@@ -6,12 +6,12 @@ from math import ceil, inf, log2
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 
-# Of a number, and of the scales of a vector; int4 has two pairs for K and one for V.
+# Bits of a number, and of the scales of a vector; int4 has two pairs for K and one for V.
 KV_BITS = {"float32": (32, 0), "bfloat16": (16, 0), "int8": (8, 32), "int4": (4, 48)}
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
-    """Bytes of K and V of one token over all layers. Raises ValueError on an unknown format."""
+    """Bytes of K and V of one token over all layers. Raises ValueError for an unknown format."""
     if kv_dtype not in KV_BITS:
         raise ValueError(f"unknown number format {kv_dtype!r} of K and V; choose {', '.join(KV_BITS)}")
     shape = kv_shape(config)
@@ -26,8 +26,9 @@ def sparse_bytes(bits: float, kept: int = 2, of: int = 4) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`file_bytes`: all that is stored. `read_bytes` and `multiplied`: bytes and weights that each step passes through (of a
-    table of tokens only a row is read, unless it is the head, too). `kv_bytes`: of K and V of a token."""
+    """file_bytes: all that is stored. read_bytes, multiplied: bytes and weights that each step reads (of a token table one row,
+    unless it is also the head). kv_bytes: K and V of a token.
+    """
 
     weights: int
     file_bytes: int
@@ -37,22 +38,22 @@ class Cost:
 
     @property
     def bits(self) -> float:
-        """Bits a weight, scales included."""
+        """Bits a weight, with scales."""
         return 8 * self.file_bytes / self.weights
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of a token, 2 · P; formats of weights alone leave them as they are."""
+        """Multiplications and additions for a token: 2 * parameters. Formats of weights alone do not change it."""
         return 2 * self.multiplied
 
     def step_bytes(self, context: int, batch: int = 1) -> float:
-        """Bytes read in a step for `batch` sequences of `context` tokens each: weights once, K and V of all."""
+        """Bytes read in a step for `batch` sequences of `context` tokens: weights once, K and V of all."""
         return self.read_bytes + batch * context * self.kv_bytes
 
     def ceiling(self, bandwidth: float, context: int, batch: int = 1, speed: float = inf) -> float:
-        """Tokens/s that `bandwidth` (bytes/s) and `speed` (operations/s) allow for all sequences together."""
+        """Most tokens/s of all sequences together with `bandwidth` bytes/s and `speed` operations/s."""
         return batch / max(self.step_bytes(context, batch) / bandwidth, batch * self.operations / speed)
 
     def critical_batch(self, bandwidth: float, speed: float) -> float:
-        """The batch from which reading the weights takes no longer than multiplying: their bytes stop mattering there."""
+        """Batch size at which reading the weights takes as long as multiplying (roofline ridge point)."""
         return speed / bandwidth * self.read_bytes / self.operations

@@ -1,5 +1,4 @@
-"""Blocks of 32 numbers with a scale, and some with a minimum: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4. Formats:
-weights.decode."""
+"""Encoders of GGUF blocks of 32 numbers with a scale, some with a minimum: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4."""
 
 import numpy as np
 
@@ -7,8 +6,8 @@ from headrace.compress.grids.codes import TABLES, pack
 from headrace.compress.grids.search import TOO_LARGE, Array, best_line, best_scale, error, integers, inverse, largest, to_half
 from headrace.weights.decode import IQ4_VALUES
 
-OFFSETS = np.arange(-0.9, 1.3, 0.4)  # beyond the last code, in steps: what is farther is cut off
-LEAST_POWER, MOST_POWER = -24, 15  # of scales that are powers of two: those that 16 bits hold
+OFFSETS = np.arange(-0.9, 1.3, 0.4)  # in steps beyond the last code; larger values are clipped
+LEAST_POWER, MOST_POWER = -24, 15  # exponents of power-of-two scales that float16 holds
 
 
 def ends(low: float, high: float, step: float = 1.0) -> list[float]:
@@ -17,12 +16,12 @@ def ends(low: float, high: float, step: float = 1.0) -> list[float]:
 
 
 def halves(*scales: Array) -> Array:
-    """float16 scales of each block [blocks] as bytes: uint8 [blocks, 2 · scales]."""
+    """float16 scales [blocks] as bytes: uint8 [blocks, 2 * scales]."""
     return np.ascontiguousarray(np.stack(scales, axis=1).astype("<f2")).view(np.uint8)
 
 
 def q8_0(x: Array, weight: Array | None) -> Array:
-    """x [32, blocks] -> uint8 [blocks, bytes], as all encoders here."""
+    """x [32, blocks] float32 -> uint8 [blocks, bytes]. All encoders of this module have this form."""
     d, q = eight_bits(x, weight)
     return _stored("Q8_0", (d,), (q + 127).astype(np.uint8))
 
@@ -49,7 +48,7 @@ def q5_1(x: Array, weight: Array | None) -> Array:
 
 def iq4_nl(x: Array, weight: Array | None) -> Array:
     cells = np.searchsorted((IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2, np.arange(-256, 256) / 2, side="right")
-    table = IQ4_VALUES[cells]  # the value next to every half step: no bound between two values lies inside one
+    table = IQ4_VALUES[cells]  # nearest value to every half step: no decision boundary lies inside one
 
     def nearest(v: Array) -> Array:
         return table[np.clip(np.floor(2 * v), -256, 255).astype(np.int16) + 256]
@@ -61,8 +60,10 @@ def iq4_nl(x: Array, weight: Array | None) -> Array:
 
 
 def mxfp4(x: Array, weight: Array | None) -> Array:
-    """Of three powers of two next to that of the largest number, the one with the least error (the format takes the first:
-    Open Compute Project, Microscaling Formats 1.0)."""
+    """Tries three powers of two near the largest number's, and takes the one with the least error.
+
+    The format (OCP Microscaling Formats 1.0) takes the first of them.
+    """
     table = TABLES["MXFP4"]
     middles = (table[1:] + table[:-1]) / 2
     first = np.frexp(np.abs(x).max(0))[1] - np.frexp(table[-1])[1]
@@ -81,7 +82,7 @@ def mxfp4(x: Array, weight: Array | None) -> Array:
 
 
 def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array]) -> tuple[Array, Array]:
-    """Of several scales, rounded to 16 bits, the one with the least error in each block, and its values."""
+    """Among several scales, rounded to float16, the one with the least error for each block, and its values."""
     assert callable(nearest)
     best, values, least = to_half(scales[0]), np.zeros_like(x), np.full(x.shape[1], np.inf, np.float32)
     for scale in map(to_half, scales):
@@ -93,14 +94,13 @@ def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array
 
 
 def eight_bits(x: Array, weight: Array | None) -> tuple[Array, Array]:
-    """Scale and integers from -127 to 127 of blocks of any size: float32 [blocks], [size, blocks]."""
+    """Scale and integers in [-127, 127] of blocks of any size: float32 [blocks], [size, blocks]."""
     nearest = integers(-127, 127)
     return _settled(x, weight, nearest, [largest(np.abs(x)) / 127, best_scale(np.abs(x), weight, nearest, [127])])
 
 
 def symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
-    """Scale, of either sign, and codes from 0 to 2 · half - 1 (uint8 [size, blocks]) of blocks of any size; code `half` is
-    zero."""
+    """Scale of either sign, and codes in [0, 2 * half - 1], uint8 [size, blocks]; code `half` is zero."""
     nearest = integers(-half, half - 1)
     scale = best_scale(x, weight, nearest, ends(-half, half - 1))
     d, q = _settled(x, weight, nearest, [scale, largest(x) / -half])
@@ -108,7 +108,7 @@ def symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
 
 
 def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Array]:
-    """Scale, minimum and codes from 0 to `high` (uint8 [32, blocks])."""
+    """Scale, minimum and codes in [0, high], uint8 [32, blocks]."""
     low, top = x.min(0), x.max(0)
     found = best_line(x, weight, high, high + OFFSETS)
     best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
@@ -124,5 +124,5 @@ def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Arra
 
 
 def _stored(kind: str, scales: tuple[Array, ...], q: Array) -> Array:
-    """Scales [blocks] and codes [32, blocks] from 0 on -> uint8 [blocks, bytes]."""
+    """Scales [blocks] and codes [32, blocks] -> uint8 [blocks, bytes]."""
     return np.concatenate([halves(*scales), pack(kind, np.ascontiguousarray(q.T))], axis=1)

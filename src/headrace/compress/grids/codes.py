@@ -1,5 +1,4 @@
-"""Codes of stored blocks: where they lie, how they are packed, and the ends of the range that they can say. Formats:
-weights.decode."""
+"""Codes of stored blocks: their place in a block, their packing, and the range of their values."""
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from headrace.weights.kinds import KINDS
 
 Array = np.ndarray
 
-# Where a block's codes lie, all else being scales, and how many values a code has.
+# First and last byte of the codes in a block (all other bytes are scales), and number of code values.
 CODES = {
     "Q4_0": (2, 18, 16),
     "Q4_1": (4, 20, 16),
@@ -25,20 +24,22 @@ CODES = {
     "MXFP4": (1, 17, 15),
 }
 MXFP4_CODES = np.array([*range(15, 8, -1), *range(8)], np.uint8)  # by ascending values; -0 is left out
-TABLES = {"IQ4_NL": IQ4_VALUES, "MXFP4": MXFP4_VALUES[MXFP4_CODES]}  # of kinds whose values are no even steps
-ENDS = {"Q8_0": (0x81, 0x7F), "MXFP4": (0xFF, 0x77)}  # bytes of the first code and of the last, where not all bits are 0 and 1
+TABLES = {"IQ4_NL": IQ4_VALUES, "MXFP4": MXFP4_VALUES[MXFP4_CODES]}  # kinds with unevenly spaced values
+ENDS = {"Q8_0": (0x81, 0x7F), "MXFP4": (0xFF, 0x77)}  # bytes of the first and last code, if not 0x00 and 0xFF
 
 
 def steps(kind: str) -> Array:
-    """Where each code's value stands between those of the first (0) and the last (1): float32 [codes], ascending."""
+    """Position of each code's value between the first (0) and the last (1): float32 [codes], ascending."""
     table = TABLES.get(kind, np.arange(CODES[kind][2], dtype=np.float32))
     made: Array = (table - table[0]) / (table[-1] - table[0])
     return made
 
 
 def ends(rows: Array, kind: str) -> tuple[Array, Array]:
-    """The values of the first and the last code at each place of stored rows (uint8 [n, row bytes]), float32 [n, k] each. The
-    first is the larger one where a scale is negative."""
+    """Values of the first and the last code at each place of rows uint8 [n, row bytes]: float32 [n, k] each.
+
+    The first is the larger one if a scale is negative.
+    """
     nbytes = KINDS[kind].nbytes
     first, last, _ = CODES[kind]
     found = []
@@ -50,7 +51,7 @@ def ends(rows: Array, kind: str) -> tuple[Array, Array]:
 
 
 def with_codes(rows: Array, kind: str, q: Array) -> Array:
-    """Stored rows with the same scales and other codes, uint8 [n, k] from 0 on."""
+    """Rows with the same scales and other codes, uint8 [n, k]."""
     block, nbytes = KINDS[kind]
     first, last, _ = CODES[kind]
     blocks = rows.reshape(-1, nbytes).copy()
@@ -59,7 +60,7 @@ def with_codes(rows: Array, kind: str, q: Array) -> Array:
 
 
 def pack(kind: str, q: Array) -> Array:
-    """Codes of blocks, uint8 [blocks, numbers] from 0 on, as they are stored: uint8 [blocks, bytes]."""
+    """Codes of blocks, uint8 [blocks, numbers], in the packing of `kind`: uint8 [blocks, bytes]."""
     if kind == "Q8_0":
         return (q - np.uint8(127)).view(np.uint8)
     if kind in ("Q5_0", "Q5_1"):
@@ -80,10 +81,10 @@ def pack(kind: str, q: Array) -> Array:
 
 
 def _quarters(q: Array) -> Array:
-    """Codes of 2 bits [super-blocks, 256] -> uint8 [super-blocks, 64]."""
+    """2-bit codes [super-blocks, 256] -> uint8 [super-blocks, 64]."""
     return join_planes(q.reshape(-1, 2, 4, 32), 2).reshape(len(q), 64)
 
 
 def _pairs(q: Array) -> Array:
-    """Codes of 4 bits [super-blocks, 256] -> uint8 [super-blocks, 128]: groups 2i low, 2i + 1 high."""
+    """4-bit codes [super-blocks, 256] -> uint8 [super-blocks, 128]: group 2i low, group 2i + 1 high."""
     return join_planes(q.reshape(-1, 4, 2, 32), 4).reshape(len(q), 128)

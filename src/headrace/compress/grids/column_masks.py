@@ -1,4 +1,4 @@
-"""Which weights of a column the column loop (quant.loop) keeps: by a mask made before it, or while it runs (SparseGPT)."""
+"""Pruning masks for the column loop (grids.loop): made beforehand, or while it runs (SparseGPT, arXiv 2301.00774)."""
 
 from dataclasses import dataclass, field
 
@@ -11,21 +11,21 @@ from headrace.compress.grids.keep import Sparsity, keep_mask, obs
 
 @dataclass(frozen=True, slots=True)
 class KeptMask:
-    """A mask [n, k] that was made beforehand, for a column loop that takes columns in `order` (None: as they stand)."""
+    """A mask [n, k] made beforehand, for a loop that takes columns in `order` (None: in their own)."""
 
     mask: np.ndarray
     order: Tensor | None = None
 
     def at(self, j: int, w: Tensor, upper: Tensor) -> Tensor:
-        """bool [n]: as KeptBlocks."""
+        """As KeptBlocks.at."""
         return torch.from_numpy(self.mask[:, j if self.order is None else int(self.order[j])])
 
 
 @dataclass(slots=True)
 class KeptBlocks:
-    """Chooses for the column loop (quant.loop), which changes the weights as it goes: at the first column of `block` neighbours
-    (of n:m, of these) their mask is made of the OBS scores of that moment. Blocks of the loop must be whole blocks of these.
-    The next matrix needs another one."""
+    """Masks made in the loop: at the first of `block` neighbouring columns (for n:m, of m) from the OBS scores of the weights
+    at that moment. The loop's blocks must be whole blocks of these. One instance serves one matrix.
+    """
 
     sparsity: Sparsity
     block: int = 128
@@ -33,7 +33,7 @@ class KeptBlocks:
     _mask: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool), init=False)
 
     def at(self, j: int, w: Tensor, upper: Tensor) -> Tensor:
-        """bool [n]: whether each row keeps its weight of column j. w [n, k] as it stands; upper [k, k].
+        """Rows that keep their weight in column j: bool [n]. w: current weights [n, k]. upper: [k, k].
 
         Raises ValueError as `keep_mask` does.
         """

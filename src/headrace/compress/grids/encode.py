@@ -1,4 +1,4 @@
-"""float32 to stored rows of every kind of GGUF that is read but IQ4_XS: the inverse of weights.decode."""
+"""Encoding of float32 rows in every GGUF kind but IQ4_XS: the inverse of weights.decode."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +11,11 @@ from headrace.compress.grids import super as superblocks
 from headrace.compress.grids.search import Array
 from headrace.weights.kinds import KINDS
 
-CHUNK = 1 << 16  # numbers encoded at a time: what a core's cache holds several times
+CHUNK = 1 << 16  # numbers encoded at a time: several times as many fit a core's cache
 
 
 class Encoder(NamedTuple):
-    """`encode(x [size, groups], weight)` -> uint8 [blocks, bytes]; `size`: numbers that share a scale."""
+    """encode(x [size, groups], weight) -> uint8 [blocks, bytes]. size: numbers that share a scale."""
 
     size: int
     encode: Callable[[Array, Array | None], Array]
@@ -35,15 +35,15 @@ ENCODERS = {
     "IQ4_NL": Encoder(32, blocks.iq4_nl),
     "MXFP4": Encoder(32, blocks.mxfp4),
 }
-WRITTEN = ("F32", "F16", "BF16", *ENCODERS)  # kinds that can be written
+WRITTEN = ("F32", "F16", "BF16", *ENCODERS)
 
 
 def encode(values: Array, kind: str, importance: Array | None = None, threads: int = 1) -> Array:
-    """Rows of numbers, float32 [n, k], as rows of `kind`: uint8 [n, row bytes].
+    """Rows float32 [n, k] as rows of `kind`: uint8 [n, row bytes].
 
-    `importance` [k], above 0: how much a square error in each column counts (the mean square of what is multiplied with it).
-    A row's bytes depend on that row alone. Raises ValueError where rows are no whole blocks, on numbers that are not finite or
-    too large, and on a kind that is not written.
+    importance: float32 [k], weights of the squared errors of the columns (mean square of their inputs). A row's bytes depend on
+    that row alone. Raises ValueError for rows that are not whole blocks, for NaN, infinite or too large numbers, and for a kind
+    that cannot be written.
     """
     if kind not in WRITTEN:
         raise ValueError(f"{kind} is not written; choose one of {', '.join(WRITTEN)}")
@@ -66,7 +66,7 @@ def encode(values: Array, kind: str, importance: Array | None = None, threads: i
 
 
 def check_importance(importance: Array, k: int) -> None:
-    """Raise ValueError unless these are usable importances of k columns."""
+    """Raise ValueError unless `importance` is finite, not negative, not all 0, and has k columns."""
     if importance.shape != (k,):
         raise ValueError(f"importance has {importance.size} columns and the matrix {k}; is it another model's?")
     if not np.isfinite(importance).all() or importance.min() < 0 or not importance.any():
@@ -83,8 +83,9 @@ def _rows(values: Array, kind: str, importance: Array | None) -> Array:
 
 
 def columns(values: Array, size: int, importance: Array | None) -> tuple[Array, Array | None]:
-    """Rows [n, k] as the search wants them: [size, groups], and how much each number counts. A lone group comes twice: numpy
-    would add up a lone column in another order."""
+    """Rows [n, k] as [size, groups], and the weight of each number. A single group is doubled: numpy sums a single column in
+    another order.
+    """
     x = np.ascontiguousarray(values.reshape(-1, size).T, np.float32)
     weight = None
     if importance is not None:
@@ -104,7 +105,7 @@ def _f16(values: Array) -> Array:
 
 
 def _bf16(values: Array) -> Array:
-    """Nearest even."""
+    """Round to nearest even."""
     bits = values.view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     if (rounded & 0x7F80 == 0x7F80).any():

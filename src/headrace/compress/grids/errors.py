@@ -1,4 +1,4 @@
-"""What a format does to numbers: its square error, split into rounding and clipping, beside that of evenly spread errors."""
+"""Rounding error of a format: squared error, split into rounding and clipping, next to that of uniformly distributed errors."""
 
 import math
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ Ends = np.ndarray | np.float32
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Mean squares over all numbers: `rounding` of those inside their group's range, `clipping` of those outside; `noise`:
-    S²/12, that of errors evenly spread over a step S (0 where steps differ); `sqnr`: dB of the numbers over both errors."""
+    """Mean squares over all numbers. rounding: inside their group's range; clipping: outside; noise: S²/12 for steps S (0 if
+    uneven); sqnr: signal-to-noise ratio in dB.
+    """
 
     rounding: float
     clipping: float
@@ -28,12 +29,12 @@ class Error:
 
     @property
     def square(self) -> float:
-        """The whole mean square error."""
+        """Mean squared error."""
         return self.rounding + self.clipping
 
 
 def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> Error:
-    """The error of a format on a matrix float32 [n, k]. `importance` [k] is for kinds, as `encode` takes it."""
+    """Error of a format on a matrix float32 [n, k]. importance: as `encode` takes it."""
     if spec.family == "kind":
         return _of_kind(w, spec.kind, importance)
     groups = grouped(w, spec.group)
@@ -43,7 +44,7 @@ def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> 
 
 
 def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> Error:
-    """Numbers, what became of them, the ends of their ranges, their steps (any shapes that broadcast)."""
+    """Error of numbers w that became `made`. low, high: ends of their ranges; step: their steps. Shapes broadcast."""
     squares = np.square(w.astype(np.float64) - made)
     outside = (w < low) | (w > high)
     clipping = float(np.where(outside, squares, 0).mean())
@@ -53,8 +54,9 @@ def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarr
 
 
 def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
-    """Of numbers [n, k] that became `made`, stored as `rows`: the square errors of those outside the range of their block or
-    group, and S²/12 of its step, each added up over all numbers. Slice by slice of rows."""
+    """Sums over numbers w [n, k] that became `made`, stored as `rows`: squared errors outside the range of their block or
+    group, and S²/12 of its step. Computed in slices of rows.
+    """
     clipping, noise = 0.0, 0.0
     for at in range(0, len(w), SLICE):
         some = slice(at, at + SLICE)

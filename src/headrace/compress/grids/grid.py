@@ -1,7 +1,7 @@
 """Grids: the values that numbers with a common scale may take.
 
-The convention is that of ONNX and GPTQ: q = clip(round(x / S) + Z), x̂ = S · (q - Z), rounding half to even; so zero is always a
-value. With Z at the other side of the sign, x̂ = S · (q + Z'), Z' is -Z (`Uniform.added`).
+Convention of ONNX and GPTQ: q = clip(round(x / S) + Z), x̂ = S * (q - Z), rounding half to even, so that zero is exact. The
+other convention x̂ = S * (q + Z') has Z' = -Z (`Uniform.added`).
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from headrace.compress.grids.spec import E4M3, E8M0, FLOATS, Spec
 
 
 class Grid(Protocol):
-    """Fitted to groups of numbers [groups, size]."""
+    """Values for groups of numbers [groups, size]."""
 
     def snap(self, w: np.ndarray) -> np.ndarray:
-        """The nearest allowed value of each number, float32, same shape."""
+        """The nearest value of each number, float32, same shape."""
         ...
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The least and the largest value of each group [groups, 1]."""
+        """Least and largest value of each group [groups, 1]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Integers from `low` to `high`: scale S float32 [groups, 1], zero point Z int32 [groups, 1]."""
+    """Integers in [low, high]: scale S float32 [groups, 1], zero point Z int32 [groups, 1]."""
 
     scale: np.ndarray
     zero: np.ndarray
@@ -35,13 +35,13 @@ class Uniform:
     high: int
 
     def codes(self, w: np.ndarray) -> np.ndarray:
-        """int32, same shape."""
+        """Integers of numbers w: int32, same shape."""
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.where(self.scale > 0, w / self.scale, 0)
         return np.clip(np.rint(steps) + self.zero, self.low, self.high).astype(np.int32)
 
     def values(self, codes: np.ndarray) -> np.ndarray:
-        """What codes stand for, float32."""
+        """Numbers of integers: float32, same shape."""
         made: np.ndarray = self.scale * (codes - self.zero).astype(np.float32)
         return made
 
@@ -55,13 +55,13 @@ class Uniform:
 
     @property
     def added(self) -> np.ndarray:
-        """Z' of the convention x̂ = S · (q + Z')."""
+        """Z' of the convention x̂ = S * (q + Z')."""
         return -self.zero
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The values of an ascending table, float32 [values], times a scale [groups, 1]."""
+    """Values of an ascending table, float32 [values], times a scale [groups, 1]."""
 
     scale: np.ndarray
     table: np.ndarray
@@ -77,7 +77,7 @@ class Table:
 
 
 def grouped(w: np.ndarray, group: int | None) -> np.ndarray:
-    """A matrix [n, k] as [groups, numbers that share a scale]. Raises ValueError where a row is no whole groups."""
+    """A matrix [n, k] as [groups, numbers that share a scale]. Raises ValueError if a row is not whole groups."""
     if group is None:
         return w.reshape(1, -1)
     if group and w.shape[1] % group:
@@ -86,7 +86,7 @@ def grouped(w: np.ndarray, group: int | None) -> np.ndarray:
 
 
 def fit(w: np.ndarray, spec: Spec) -> Grid:
-    """The grid of a format for groups of numbers w [groups, size]: nothing is outside but by rounding."""
+    """The grid of a format for groups w [groups, size] that covers all numbers."""
     w = w.astype(np.float32, copy=False)
     if spec.family != "int":
         most = np.abs(w).max(1, keepdims=True)
@@ -105,8 +105,10 @@ def fit(w: np.ndarray, spec: Spec) -> Grid:
 
 
 def _scale(most: np.ndarray, last: float, scales: str) -> np.ndarray:
-    """What makes the largest number of each group the last of a table, in the format that scales have. Powers of two: that of
-    the largest number over that of the last value (OCP Microscaling Formats 1.0), so that numbers above are cut off."""
+    """Scales that map each group's largest number to the last value of a table, in the format that scales have.
+
+    Powers of two follow OCP Microscaling Formats 1.0: larger numbers are clipped.
+    """
     if scales == E8M0:
         power = np.frexp(most)[1] - np.frexp(np.float32(last))[1]
         return np.where(most > 0, np.ldexp(np.float32(1), power), 0)

@@ -1,5 +1,7 @@
-"""Integers with a scale for a group of inputs, or for a whole row, and with a zero point or without: the grids of folders
-(`weights.quantized.written.Integers`), searched as the scales of stored blocks are (`quant.search`)."""
+"""Integers with one scale for a group of inputs or a row, with or without zero points (schemes.base.IntegerFormat).
+
+Scales are searched as those of GGUF blocks are (grids.search).
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -12,11 +14,14 @@ from headrace.compress.grids.search import MOST, TOO_LARGE, Array, error, invers
 from headrace.weights.schemes.base import IntegerFormat
 from headrace.weights.schemes.rows import BLOCK, integer_rows
 
-CUTS = np.arange(1.0, 0.7, -0.05)  # of the range that is covered: what is beyond is cut off
+CUTS = np.arange(1.0, 0.7, -0.05)  # shares of the range that are covered; the rest is clipped
 
 
 class Fitted(NamedTuple):
-    """Of rows [n, k]: w ≈ scale · integers, which reach from -zero to 2^bits - 1 - zero where there are zero points."""
+    """Rows [n, k] as scale * integers; with zero points the integers are in [-zero, 2**bits - 1 - zero].
+
+    scale: float32 [n, groups], float16 values. zero: int16 [n, groups], 0 if symmetric. integers: int8 [n, k].
+    """
 
     scale: Array  # float32 [n, groups], halves
     zero: Array  # int16 [n, groups]; 0 where integers are symmetric
@@ -24,10 +29,10 @@ class Fitted(NamedTuple):
 
 
 def fit(values: Array, of: IntegerFormat, importance: Array | None = None, threads: int = 1) -> Fitted:
-    """The grid of each group of rows float32 [n, k], and the nearest integers. `importance` [k] as in `encode`.
+    """Scales, zero points and integers of rows float32 [n, k]. importance: [k], as in `encode`.
 
-    A row's grid depends on that row alone. Raises ValueError where rows are no whole groups, and on numbers that are not
-    finite or too large.
+    A row's result depends on that row alone. Raises ValueError for rows that are not whole groups, and for NaN, infinite or too
+    large numbers.
     """
     n, k = values.shape
     if not of.fits(k):
@@ -58,7 +63,7 @@ def _rows(values: Array, of: IntegerFormat, importance: Array | None) -> Fitted:
 
 
 def _search(of: IntegerFormat, x: Array, weight: Array | None) -> tuple[Array, Array, Array]:
-    """Scales, zero points and integers less these of groups x [size, groups]."""
+    """Scales, zero points, and integers less zero points, of groups x [size, groups]."""
     if not of.symmetric:
         return _with_zero(x, weight, (1 << of.bits) - 1)
     if of.bits == 8:
@@ -70,8 +75,9 @@ def _search(of: IntegerFormat, x: Array, weight: Array | None) -> tuple[Array, A
 
 
 def _with_zero(x: Array, weight: Array | None, most: int) -> tuple[Array, Array, Array]:
-    """Of several shares of the range, each with the scale that is best for its integers, the one with the least error. 0 is
-    always a value."""
+    """Tries several shares of the range, each with the best scale for its integers; returns the one with the least error. 0 is
+    exact.
+    """
     if np.abs(x).max() > MOST:
         raise ValueError(TOO_LARGE)
     low, top = np.minimum(x.min(0), 0), np.maximum(x.max(0), 0)

@@ -1,6 +1,6 @@
-"""The second moment of a layer's inputs, H = Σ x xᵀ / n, made ready for the column loop: U upper with UᵀU = H⁻¹.
+"""Second moment of a layer's inputs, H = mean of x xᵀ, and the factor U for the column loop: upper triangular, UᵀU = H⁻¹.
 
-What a change D of a matrix [n, k] does to its outputs, in the mean square over the inputs, is tr(D H Dᵀ).
+A change D of a matrix [n, k] changes its outputs by tr(D H Dᵀ) in mean square.
 """
 
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to all of it
-TIMES, TRIES = 10, 3  # more damping, so often, where H is not positive definite
+DAMPING = 0.01  # share of the mean of H's diagonal that is added to it
+TIMES, TRIES = 10, 3  # factor of the damping, and attempts, if H is not positive definite
 
 
 @dataclass(frozen=True, slots=True)
 class Upper:
-    """`factor` [k, k] of the columns in their new order; `dead` [k], as they stand: inputs that were always 0; `damping`: the
-    share of the mean that was added."""
+    """factor: U [k, k] for the columns in their new order. dead: [k], inputs that are always 0, in the old order. damping:
+    share added.
+    """
 
     factor: Tensor
     dead: Tensor
@@ -23,11 +24,11 @@ class Upper:
 
 
 def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING) -> Upper | None:
-    """U of a symmetric matrix [k, k], its columns taken in `order`. None where ten and a hundred times the damping do not make
-    it positive definite, or it is not finite.
+    """U of a symmetric matrix [k, k] with columns in `order`; None if it is not finite, or not positive definite with 100 times
+    the damping.
 
-    With J the reversal of order and J H J = M Mᵀ, U is the inverse of J M J, so H⁻¹ itself is never formed. Two matrices of
-    this size are in memory at a time, besides H.
+    With J the reversal of order and J H J = M Mᵀ, U is the inverse of J M J, so that H⁻¹ is never formed. Two matrices of this
+    size are in memory besides H.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -49,5 +50,5 @@ def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING
 
 
 def output_error(change: Tensor, hessian: Tensor) -> float:
-    """tr(D H Dᵀ) of D [n, k]: the mean square of what a change of the matrix does to its outputs, added up over these."""
+    """tr(D H Dᵀ) of D [n, k]: mean squared change of the outputs, summed over them."""
     return max(float(((change @ hessian) * change).sum(dtype=torch.float64)), 0.0)

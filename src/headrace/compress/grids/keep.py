@@ -1,7 +1,7 @@
-"""Which weights are kept: scores, and masks with exact counts. A layer's matrix is w [n, k], a row for each output.
+"""Scores for pruning, and masks with exact counts. A layer's matrix is w [n, k], a row for each output.
 
-Scores: magnitude |w|; Wanda |w| · ‖x_j‖ (Sun et al. 2023); OBS w² / U_jj², U the upper Cholesky factor of the inverse Hessian
-(SparseGPT, Frantar and Alistarh 2023). Of equal scores the one farther left is kept.
+Scores: magnitude |w|; Wanda |w| * ‖x_j‖ (Sun et al. 2023, arXiv 2306.11695); OBS w² / U_jj², U the upper Cholesky factor of the
+inverse Hessian (SparseGPT, arXiv 2301.00774). Of equal scores the left one is kept.
 """
 
 import re
@@ -16,7 +16,7 @@ EXAMPLES = "2:4, or a share of the weights such as 0.5"
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """What goes: `share` of the weights of each row (or, together, of a layer), or all but `kept` of each `of` neighbours."""
+    """Weights to remove: `share` of each row (or of a whole layer), or all but `kept` of each `of` neighbours."""
 
     share: float
     kept: int = 0
@@ -27,12 +27,12 @@ class Sparsity:
         return f"{self.kept}:{self.of}" if self.of else f"{self.share:g}"
 
     def gone(self, first: int, last: int) -> int:
-        """How many of weights [first, last), counted along a row (or a layer), go: parts add up to the whole."""
+        """Number of weights [first, last) of a row (or layer) to remove. Parts add up to the whole."""
         return round(self.share * last) - round(self.share * first)
 
 
 def parse_sparsity(text: str) -> Sparsity:
-    """ "2:4" (two of four are kept) or "0.5" (half of each row goes). Raises ValueError."""
+    """Parse "2:4" (two of four are kept) or "0.5" (half of each row is removed). Raises ValueError."""
     if found := _PATTERN.fullmatch(text):
         kept, of = int(found[1]), int(found[2])
         if not 0 < kept < of:
@@ -53,21 +53,21 @@ def magnitude(w: np.ndarray) -> np.ndarray:
 
 
 def wanda(w: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """|w| · ‖x_j‖. norms [k]: of each input over all tokens."""
+    """|w| * ‖x_j‖. norms: [k], of each input over all tokens."""
     scores: np.ndarray = np.abs(w) * norms
     return scores
 
 
 def obs(w: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
-    """(w / U_jj)², what it costs to lose a weight where the others make up for it. diagonal [k]: U_jj."""
+    """(w / U_jj)²: cost of removing a weight if the others compensate. diagonal: U_jj [k]."""
     return np.square(w / diagonal)
 
 
 def keep_mask(scores: np.ndarray, sparsity: Sparsity, first: int = 0) -> np.ndarray:
-    """The mask, bool [n, k], of scores [n, k]: as many as `sparsity` says, exactly; of a matrix's columns from `first` on, as
-    many as make the whole exact.
+    """Mask of weights to keep, bool [n, k], by scores [n, k]; the counts are exact, also over parts of a matrix that start at
+    column `first`.
 
-    Raises ValueError where scores are NaN, or a row is no whole number of neighbours.
+    Raises ValueError if scores are NaN, or a row is not whole groups of neighbours.
     """
     n, k = scores.shape
     if np.isnan(scores).any():
@@ -82,7 +82,7 @@ def keep_mask(scores: np.ndarray, sparsity: Sparsity, first: int = 0) -> np.ndar
 
 
 def _largest(scores: np.ndarray, gone: int) -> np.ndarray:
-    """All but `gone` of each row."""
+    """All but the `gone` least of each row."""
     size = scores.shape[1]
     if gone == 0:
         return np.ones(scores.shape, bool)

@@ -1,6 +1,6 @@
-"""The column loop: a matrix rounded (GPTQ, Frantar et al. 2022, https://arxiv.org/abs/2210.17323), pruned (SparseGPT, Frantar
-and Alistarh 2023, https://arxiv.org/abs/2301.00774), or both at once, column by column, each column's error made good by those
-after it."""
+"""The column loop: round (GPTQ, Frantar et al. 2022, arXiv 2210.17323) or prune (SparseGPT, Frantar and Alistarh 2023, arXiv
+2301.00774) a matrix column by column; later columns compensate each column's error.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,37 +17,37 @@ from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.base import IntegerFormat
 
-BLOCK = 128  # columns whose errors are spread over those behind them at once
+BLOCK = 128  # columns whose errors are applied to later columns at a time
 Round = Callable[[Tensor], Tensor]  # numbers of a column [n] -> the nearest allowed values
 
 
 class Grids(Protocol):
-    """Which values a column may take."""
+    """Allowed values of each column."""
 
     def at(self, j: int, w: Tensor) -> Round:
-        """How column j, counted in the order of the loop, is rounded; w [n, k] is the matrix of that moment in that order."""
+        """Rounding function of column j in loop order. w: current weights [n, k] in that order."""
         ...
 
 
 class Keep(Protocol):
-    """Which numbers of a column stay; the others become 0."""
+    """Weights to keep in each column; the others become 0."""
 
     def at(self, j: int, w: Tensor, upper: Tensor) -> Tensor:
-        """True where row i keeps its number in column j: [n]. Asked for column after column; w as for Grids."""
+        """bool [n]: rows that keep their weight in column j. Called for column after column; w as for Grids."""
         ...
 
 
 def reconstruct(
     w: Tensor, upper: Tensor, *, grids: Grids | None, keep: Keep | None, order: Tensor | None = None, block: int = BLOCK
 ) -> Tensor:
-    """A matrix [n, k] with rounded or pruned columns, so chosen that its outputs change little; rows do not know each other.
+    """Round or prune the columns of a matrix [n, k] so that its outputs change little; rows are independent.
 
-    `upper` [k, k]: U of `hessian.upper`, for the same `order` (int64 [k]: which column comes when; None: as they stand).
-    What a column becomes is taken from the w of that moment; its error over U[j, j] is spread by row j of U over the columns
-    after it, in blocks: within a block at once, behind it when the block is done.
+    upper: [k, k], U of `hessian.upper` for the same order. order: int64 [k], columns in loop order (None: their own).
+    A column's error over U[j, j] is applied to the columns after it by row j of U: at once within a block, behind the block
+    when it is finished.
     """
     k = w.shape[1]
-    work = (w if order is None else w[:, order]).t().contiguous()  # columns lie together
+    work = (w if order is None else w[:, order]).t().contiguous()  # columns are contiguous
     made = torch.empty_like(work)
     now = work.t()
     for first in range(0, k, block):
@@ -67,10 +67,10 @@ def reconstruct(
 
 
 class StoredGrids:
-    """The grids of a kind of stored block: scales as `encode` finds them, codes free.
+    """Grids of a GGUF kind: scales as `encode` finds them, free codes.
 
-    With `rows` (uint8 [n, row bytes]: a matrix stored in the kind) its scales are taken (static groups), and columns may come
-    in any `order`. Without, each block's are searched when the loop comes to it, of the numbers it finds there.
+    rows: the matrix in that kind, uint8 [n, row bytes]; its scales are used (static groups), and columns may come in any order.
+    Without rows each block's scales are searched when the loop reaches it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StoredGrids:
             self._take(rows, 0)
 
     def _fit(self, w: np.ndarray, start: int) -> None:
-        """Scales of whole blocks of columns from `start` on."""
+        """Search scales of whole blocks of columns from `start` on."""
         importance = None if self._importance is None else self._importance[start : start + w.shape[1]]
         if importance is not None and not importance.any():
             importance = None
@@ -119,13 +119,13 @@ class StoredGrids:
         return lambda column: self._first[self._places[j]] + self._length[self._places[j]] * self._steps[self._codes(j, column)]
 
     def _codes(self, j: int, column: Tensor) -> Tensor:
-        """int64 [n] of the j-th column of the loop."""
+        """Codes int64 [n] of the j-th column of the loop."""
         length = self._length[self._places[j]]
         share = torch.where(length == 0, 0.0, (column - self._first[self._places[j]]) / length)
         return torch.bucketize(share, self._middles)
 
     def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
-        """What the loop made [n, k], as it stands, in stored rows; and what these say: the same but for float32's last bits."""
+        """The loop's result [n, k] as stored rows, and their values: equal but for the last bits of float32."""
         codes = torch.empty(made.shape, dtype=torch.uint8)
         for j, place in enumerate(self._places):
             codes[:, place] = self._codes(j, made[:, place]).to(torch.uint8)
@@ -134,8 +134,9 @@ class StoredGrids:
 
 
 class GroupGrids:
-    """The grids of integers with a scale for a group of inputs: scales and zero points as `groups.fit` finds them, integers
-    free. As StoredGrids: `fitted` says that they are there before the loop, and columns may then come in any `order`."""
+    """Grids of integer groups: scales and zero points as `groups.fit` finds them, free integers. fitted: found before the loop,
+    so that columns may come in any order; else as for StoredGrids.
+    """
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class GroupGrids:
         return lambda column: self._scale[place // self._size] * self._integers(place, column)
 
     def _integers(self, place: int, column: Tensor) -> Tensor:
-        """Of a column [n]: whole numbers as float32."""
+        """Integers of a column [n], as float32."""
         scale, zero = self._scale[place // self._size], self._zero[place // self._size]
         least, most = self._of.range
         low, high = (least - zero, most - zero) if self._of.symmetric else (-zero, most - zero)

@@ -1,5 +1,7 @@
-"""NVFP4: E2M1 with a scale of E4M3 for each 16 numbers of a row, times a power of two of the matrix, in float32 rows. How they
-become codes: `weights.quantized.written_floats`."""
+"""NVFP4: E2M1 numbers with an E4M3 scale for each 16 of a row, times a power of two of the matrix; as float32 rows.
+
+weights.schemes.small_floats stores them as codes.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,19 +15,19 @@ from headrace.compress.grids.search import Array, error
 from headrace.weights.schemes.small_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
 
 GROUP = GROUPS[NVFP4]
-VALUES = TABLES["MXFP4"] / 2  # of E2M1, ascending
+VALUES = TABLES["MXFP4"] / 2  # E2M1, ascending
 MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2
 BETWEEN = (E4M3[1:] + E4M3[:-1]) / 2
-ENDS = (6.0, 5.0, 4.0, 7.0, 8.0)  # what the largest number of a group may become; beyond 6 it is cut off
+ENDS = (6.0, 5.0, 4.0, 7.0, 8.0)  # values tried for a group's largest number; above 6 it is clipped
 
 
 class Nvfp4:
-    """A `targets.Target`: the format of a whole matrix, whose power of two is that of its largest number."""
+    """A `targets.Target`. The power of two is that of the matrix's largest number."""
 
     kind, steps, by_row = "F32", 0, False
 
     def encode(self, w: Array, importance: Array | None = None, threads: int = 1) -> Array:
-        """Each number to the nearest: float32 as bytes, uint8 [n, 4 k]. Raises ValueError as quant.encode does."""
+        """Round to nearest: float32 as bytes, uint8 [n, 4 * k]. Raises ValueError as grids.encode does."""
         scale, made = fit(w, unit_of(w), importance, threads), np.empty(w.shape, np.float32)
         step = max(1, CHUNK // w.shape[1])
         for at in range(0, len(w), step):
@@ -47,8 +49,9 @@ class Nvfp4:
 
 
 class Nvfp4Grids:
-    """The grids of a matrix float32 [n, k], as quant.loop has those of blocks: `static` says that scales are found before the
-    loop, and columns may then come in any `order`; else a group's are found when the loop comes to it."""
+    """Grids of a matrix float32 [n, k] for the column loop. static: scales are found before the loop, so that columns may come
+    in any `order`; otherwise when the loop reaches a group.
+    """
 
     def __init__(self, w: Array, importance: Array | None, *, static: bool, order: Tensor | None, threads: int) -> None:
         if order is not None and not static:
@@ -71,12 +74,12 @@ class Nvfp4Grids:
         return _Nearest(self._scale[self._places[j] // GROUP], self._values, self._middles)
 
     def rows(self, made: Tensor) -> tuple[Array, Tensor]:
-        """What the loop made [n, k] is what is stored."""
+        """The loop's result [n, k] is stored as is."""
         return np.ascontiguousarray(made.numpy()).view(np.uint8), made
 
 
 class _Nearest:
-    """Numbers of a column [n] to the nearest allowed values."""
+    """Rounds a column [n] to the nearest values."""
 
     def __init__(self, scale: Tensor, values: Tensor, middles: Tensor) -> None:
         self._scale, self._values, self._middles = scale, values, middles
@@ -86,15 +89,18 @@ class _Nearest:
 
 
 def unit_of(w: Array) -> np.float32:
-    """The power of two of a matrix: the largest number's scale is at most half of E4M3's largest, so that one which grows in
-    the column loop finds room."""
+    """The power of two of a matrix. The largest scale is at most half of E4M3's maximum, so that it may grow in the column
+    loop.
+    """
     power = np.frexp(np.abs(w).max() / (VALUES[-1] * E4M3[-1]))[1]
     return np.ldexp(np.float32(1), power + 1)
 
 
 def fit(w: Array, unit: np.float32, importance: Array | None = None, threads: int = 1) -> Array:
-    """The scale of each group, float32 [n, groups], E4M3 times `unit`, above 0: of some for its largest number the one with the
-    least square error. Raises ValueError where rows are no whole groups, and on numbers that are not finite."""
+    """Scale of each group, float32 [n, groups], E4M3 * unit, above 0: the tried one with the least squared error.
+
+    Raises ValueError if rows are not whole groups, or numbers are not finite.
+    """
     n, k = w.shape
     if k % GROUP:
         raise ValueError(f"rows of {k} numbers are no whole groups of {GROUP}")

@@ -1,8 +1,8 @@
-"""The search for scales: of a block's numbers, the scale (and minimum) with the least weighted square error.
+"""Search for scales: the scale (and minimum) of a block with the least weighted squared error.
 
-Blocks stand in columns, x [size, blocks] float32, so that sums over a block run down the first axis. `weight` has the shape of
-x (importance of each number) or is None, where all count alike. For each candidate scale numbers are rounded, and the best
-scale for these codes is a least-squares problem with a closed form; the candidate whose codes leave least error wins.
+Blocks are columns: x [size, blocks] float32, so that sums over a block run along the first axis. weight: importance of each
+number, same shape; None: equal. For each candidate scale the numbers are rounded, and the best scale for these codes is a least
+squares problem with a closed form; the candidate with the least error wins.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Array = np.ndarray
-MOST = 1e15  # of a number, so that sums of squares stay finite; its scale would be far above what 16 bits hold
+MOST = 1e15  # largest number: squares stay finite; float16 scales are far smaller
 TOO_LARGE = "holds numbers too large for a scale in 16 bits; keep it as F32 or BF16"
 
 Nearest = Callable[[Array], Array]  # numbers in units of the scale -> the allowed values next to them, same shape
 
 
 def to_half(values: Array) -> Array:
-    """float32 rounded to the nearest float16, as float32. Raises ValueError where it would be infinite."""
+    """Round float32 to float16 and back. Raises ValueError if a value becomes infinite."""
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float16).astype(np.float32)
     if not np.isfinite(rounded).all():
@@ -26,14 +26,14 @@ def to_half(values: Array) -> Array:
 
 
 def inverse(scale: Array) -> Array:
-    """1 / scale, and 0 where that is no finite number: a scale of 0 stands for zeros alone."""
+    """1 / scale, or 0 if that is not finite: a scale of 0 belongs to zeros."""
     with np.errstate(divide="ignore", over="ignore"):
         made = np.float32(1) / scale
     return np.where(np.isfinite(made), made, np.float32(0)).astype(np.float32, copy=False)
 
 
 def integers(low: int, high: int) -> Nearest:
-    """Rounding to integers from `low` to `high`, ties to even."""
+    """Rounding to integers in [low, high], ties to even."""
     return lambda x: np.clip(np.rint(x), low, high)
 
 
@@ -46,21 +46,21 @@ def total(weight: Array | None, *factors: Array) -> Array:
 
 
 def error(x: Array, made: Array, weight: Array | None) -> Array:
-    """Weighted square error of each block [blocks]."""
+    """Weighted squared error of each block [blocks]."""
     gap = x - made
     return total(weight, gap, gap)
 
 
 def largest(x: Array) -> Array:
-    """The number of each block that is farthest from zero, with its sign [blocks]."""
+    """The number of each block farthest from zero, with its sign [blocks]."""
     top, bottom = x.max(0), x.min(0)
     return np.where(top > -bottom, top, bottom)
 
 
 def best_scale(x: Array, weight: Array | None, nearest: Nearest, ends: Sequence[float]) -> Array:
-    """The scale s of x ≈ s · q for each block [blocks], of either sign; not yet rounded to 16 bits.
+    """Scale s of x ≈ s * q for each block [blocks], of either sign, not yet float16.
 
-    `ends`: values of q tried for the number farthest from zero.
+    ends: values of q tried for the number farthest from zero.
     """
     if np.abs(x).max() > MOST:
         raise ValueError(TOO_LARGE)
@@ -71,16 +71,16 @@ def best_scale(x: Array, weight: Array | None, nearest: Nearest, ends: Sequence[
         wq = q if weight is None else weight * q
         xq, qq = total(None, wq, x), total(None, wq, q)
         scale = xq * inverse(qq)
-        found = xq * scale  # by so much the error falls below that of zeros
+        found = xq * scale  # reduction of the error, compared with zeros
         better = found > gain
         best, gain = np.where(better, scale, best), np.where(better, found, gain)
     return best
 
 
 def best_line(x: Array, weight: Array | None, high: int, steps: Array, most: float = np.inf) -> tuple[Array, Array]:
-    """Scale s ≥ 0 and minimum m ≤ `most` of x ≈ s · q + m, q from 0 to `high`, for each block [blocks].
+    """Scale s ≥ 0 and minimum m ≤ `most` of x ≈ s * q + m, q in [0, high], for each block [blocks].
 
-    `steps`: into how many steps the range from the smallest number to the largest is cut.
+    steps: numbers of steps tried for the range between the least and the largest number.
     """
     low = np.minimum(x.min(0), np.float32(most))
     span = inverse(np.maximum(x.max(0) - low, 0))
@@ -98,13 +98,13 @@ def best_line(x: Array, weight: Array | None, high: int, steps: Array, most: flo
 
 
 def line(x: Array, q: Array, weight: Array | None, most: float = np.inf) -> tuple[Array, Array, Array]:
-    """Least squares of x ≈ s · q + m for codes q: s ≥ 0, m ≤ `most`, and by how much the error falls below that of zeros."""
+    """Least squares of x ≈ s * q + m for codes q: s ≥ 0, m ≤ `most`, and the reduction of the error, compared with zeros."""
     sw = np.float32(len(x)) if weight is None else weight.sum(0, dtype=np.float32)
     wq = q if weight is None else weight * q
     sq, sqq, sx, sxq = wq.sum(0, dtype=np.float32), total(None, wq, q), total(weight, x), total(None, wq, x)
     det = inverse(sw * sqq - sq * sq)
     s, m = (sw * sxq - sq * sx) * det, (sqq * sx - sq * sxq) * det
-    flat = (det == 0) | (s < 0)  # all codes alike, or falling ones: a constant
+    flat = (det == 0) | (s < 0)  # equal or falling codes: fit a constant
     s, m = np.where(flat, 0, s), np.where(flat, sx * inverse(sw + np.zeros_like(sx)), m)
     over = m > most
     s, m = np.where(over, np.maximum(sxq - np.float32(min(most, 0)) * sq, 0) * inverse(sqq), s), np.where(over, most, m)

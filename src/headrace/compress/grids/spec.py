@@ -1,4 +1,4 @@
-"""Number formats by name: "Q4_K" (a kind that files have), "int4-g128", "int8-tensor-sym", "nf4-g64", "nvfp4", "lloyd4"."""
+"""Number formats by name: "Q4_K" (a GGUF kind), "int4-g128", "int8-tensor-sym", "nf4-g64", "nvfp4", "lloyd4"."""
 
 import re
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from headrace.data.spelling import did_you_mean
 from headrace.weights.kinds import KINDS
 
 GRIDS = {"int": "integers", "nf": "quantiles of the normal distribution", "pow": "powers of two", "lloyd": "Lloyd's algorithm"}
-FLOATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}  # small floating numbers: exponent and mantissa bits, and all bits
+FLOATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}  # small floats (exponent and mantissa bits), and their bits
 EXAMPLES = "int4-g128, int8-row-sym, nf4-g64, e4m3-tensor, nvfp4, pow4-g64 or lloyd4"
 SCALE_BITS = 16
-E8M0, E4M3 = "e8m0", "e4m3"  # scales of 8 bits: powers of two; small floating numbers, times a float32 of the tensor
+E8M0, E4M3 = "e8m0", "e4m3"  # 8-bit scales: powers of two; small floats times a float32 of the tensor
 SCALED = {"mxfp4": ("e2m1", 32, E8M0), "nvfp4": ("e2m1", 16, E4M3)}
 MAX_BITS = 8
 _GRID = re.compile(r"(int|nf|pow|lloyd)([2-8])|(e4m3|e5m2|e2m1)")
@@ -21,10 +21,10 @@ _SHARING = re.compile(r"tensor|row|g([1-9]\d{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A number format. `family`: "kind" (then `kind` says which), a key of GRIDS, or one of FLOATS.
+    """A number format. family: "kind" (then `kind` names it), a key of GRIDS, or of FLOATS.
 
-    `group`: how many numbers of a row share a scale; 0: all of a row, which is a channel of weights and a token of activations;
-    None: all of a tensor. `symmetric`: integers have no zero point, and zero is code 0. `scales`: E8M0 or E4M3; "": 16 bits.
+    group: numbers of a row that share a scale; 0: the whole row; None: the whole tensor. symmetric: integers without zero
+    point, code 0 is zero. scales: E8M0 or E4M3; "": 16 bits.
     """
 
     family: str
@@ -44,7 +44,7 @@ class Spec:
         return f"{self.family}{'' if self.family in FLOATS else self.bits}{sharing}{sign}"
 
     def stored_bits(self, n: int, k: int) -> float:
-        """Bits a number of a matrix [n, k] takes: its code and its share of scales, zero points and tables."""
+        """Bits of a number of a matrix [n, k], with its share of scales, zero points and tables."""
         if self.family == "kind":
             block, nbytes = KINDS[self.kind]
             return 8 * nbytes / block
@@ -56,7 +56,7 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """The format of a name, in any case of letters. Raises ValueError, with the nearest names, for one that is not known."""
+    """The format of a name, in any case. Raises ValueError with similar names if unknown."""
     if text.lower() in SCALED:
         family, size, scales = SCALED[text.lower()]
         return Spec(family, FLOATS[family], size, scales=scales)
@@ -80,7 +80,7 @@ def parse(text: str) -> Spec:
 
 
 def unknown(text: str, names: Iterable[str], more: str = "") -> str:
-    """What is said of a format that is not known: names like it, and all there are."""
+    """Message for an unknown format, with similar names and all names."""
     known = list(names)
     meant = did_you_mean(text.upper().replace("-", "_"), known)
     return f"unknown format {text!r}; {meant}{' ' if meant else ''}known are {', '.join(known)}{', ' if more else ''}{more}"

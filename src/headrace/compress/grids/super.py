@@ -1,8 +1,7 @@
-"""Super-blocks of 256 numbers: groups of 16 or 32 with small integers as scales (and minima), whose units are 16-bit numbers of
-the super-block. Q2_K, Q4_K, Q5_K (scale and minimum), Q3_K, Q6_K (scale). Formats: weights.decode.
+"""Encoders of super-blocks of 256 numbers: groups of 16 or 32 with small integers as scales (and minima), in units of float16.
 
-Groups are fitted one by one; then units are fitted to the groups' integers, and each group's integers are chosen again among
-their neighbours by the error that they leave with these units.
+Q2_K, Q4_K and Q5_K have scales and minima, Q3_K and Q6_K scales. Groups are fitted first; then the units are fitted to the
+groups' integers, and each group's integers are chosen again among their neighbours by the error with these units.
 """
 
 from functools import reduce
@@ -25,11 +24,13 @@ from headrace.compress.grids.search import (
 )
 from headrace.weights.bits import join_planes
 
-ROUNDS = 1  # of fitting the units again; a second changes the error by less than a percent
+ROUNDS = 1  # refits of the units; a second one changes the error by less than 1 %
 
 
 def q2_k(x: Array, weight: Array | None) -> Array:
-    """x [16, groups], by super-blocks -> uint8 [super-blocks, bytes], as all encoders here (Q4_K, Q5_K: x [32, groups])."""
+    """x [16, groups] of super-blocks -> uint8 [super-blocks, bytes]. All encoders here have this form (Q4_K, Q5_K: x [32,
+    groups]).
+    """
     d, dm, sc, mn, q = _lines(x, weight, 3, 15, 16)
     return np.concatenate([sc | mn << 4, pack("Q2_K", q), halves(d, dm)], axis=1)
 
@@ -58,7 +59,9 @@ def q6_k(x: Array, weight: Array | None) -> Array:
 
 
 def _scales(x: Array, weight: Array | None, half: int, most: int) -> tuple[Array, Array, Array]:
-    """x ≈ d · sc · (q - half): unit [super-blocks], scales from -most to most - 1 [super-blocks, 16], codes uint8 [.., 256]."""
+    """x ≈ d * sc * (q - half): units [super-blocks], scales in [-most, most - 1] [super-blocks, 16], codes uint8 [super-blocks,
+    256].
+    """
     nearest = integers(-half, half - 1)
     wanted = best_scale(x, weight, nearest, ends(-half, half - 1)).reshape(-1, 16)
     d = to_half(largest(wanted.T) / -most)
@@ -75,7 +78,7 @@ def _scales(x: Array, weight: Array | None, half: int, most: int) -> tuple[Array
 
 
 def _nearby(x: Array, weight: Array | None, d: Array, scales: Array, most: int, nearest: object) -> tuple[Array, Array, Array]:
-    """For each group the best of a scale and its two neighbours, its codes [16, groups], the error [groups]."""
+    """For each group the best of a scale and its two neighbours, its codes [16, groups], and the error [groups]."""
     assert callable(nearest)
     best: list[Array] = []
     least = np.full(x.shape[1], np.inf, np.float32)
@@ -91,7 +94,9 @@ def _nearby(x: Array, weight: Array | None, d: Array, scales: Array, most: int, 
 
 
 def _lines(x: Array, weight: Array | None, high: int, most: int, groups: int) -> tuple[Array, ...]:
-    """x ≈ d · sc · q - dm · mn: units [super-blocks], integers to `most` [super-blocks, groups], codes [.., 256], uint8."""
+    """x ≈ d * sc * q - dm * mn: units [super-blocks], integers up to `most` [super-blocks, groups], codes uint8 [super-blocks,
+    256].
+    """
     s, m = (one.reshape(-1, groups) for one in best_line(x, weight, high, high + OFFSETS, most=0.0))
     d, dm = to_half(s.max(1) / most), to_half(-m.min(1) / most)
     best: list[Array] = []
@@ -110,7 +115,7 @@ def _lines(x: Array, weight: Array | None, high: int, most: int, groups: int) ->
 def _nearby_lines(
     x: Array, weight: Array | None, units: tuple[Array, Array], integers: tuple[Array, Array], bounds: tuple[int, int]
 ) -> tuple[Array, Array, Array, Array]:
-    """For each group the best of its scale and minimum and their neighbours, its codes, the error [groups]."""
+    """For each group the best of its scale and minimum and their neighbours, its codes, and the error [groups]."""
     (d, dm), (sc, mn), (high, most) = units, integers, bounds
     best: list[Array] = []
     least = np.full(x.shape[1], np.inf, np.float32)
@@ -127,7 +132,7 @@ def _nearby_lines(
 
 
 def _units(x: Array, weight: Array | None, sc: Array, mn: Array, q: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Least squares of the units (d, dm) for given integers and codes, rounded to 16 bits; `old` where that is not possible."""
+    """Least squares of the units (d, dm) for given integers and codes, as float16; `old` if there is no solution."""
     count = sc.shape[1]
     a, b = sc.reshape(-1) * q, np.tile(-mn.reshape(1, -1), (len(q), 1))
     aa, ab, bb, ax, bx = (_summed(total(weight, *pair), count) for pair in ((a, a), (a, b), (b, b), (a, x), (b, x)))
@@ -140,13 +145,13 @@ def _units(x: Array, weight: Array | None, sc: Array, mn: Array, q: Array, old: 
 
 
 def _summed(groups: Array, count: int) -> Array:
-    """Sums over the `count` groups of each super-block, one after the other: numpy's order depends on their number."""
+    """Sums over the `count` groups of each super-block, in order: numpy's order depends on their number."""
     made: Array = reduce(np.add, groups.reshape(-1, count).T)
     return made
 
 
 def _better(best: list[Array], new: list[Array], miss: Array) -> list[Array]:
-    """Super-block by super-block what leaves less error; the last of a list is the error itself."""
+    """For each super-block the arrays with the smaller error; the last array of a list is the error."""
     new = [*new, miss]
     if not best:
         return new
@@ -155,7 +160,7 @@ def _better(best: list[Array], new: list[Array], miss: Array) -> list[Array]:
     for one, old in zip(new, best, strict=True):
         if one.shape[0] == len(wins):
             made.append(np.where(wins.reshape(-1, *(1,) * (one.ndim - 1)), one, old))
-        else:  # codes [size, groups]
+        else:  # [size, groups]
             made.append(np.where(wins.repeat(one.shape[1] // len(wins)), one, old))
     return made
 

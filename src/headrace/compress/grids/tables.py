@@ -1,16 +1,16 @@
-"""Grids whose values are not evenly spaced: float32 tables, ascending, with a zero."""
+"""Tables of unevenly spaced values: float32, ascending, with a zero."""
 
 from statistics import NormalDist
 
 import numpy as np
 
-# Exponent bits, mantissa bits, bias, and how many codes at the top stand for no number.
+# Exponent bits, mantissa bits, bias, and number of highest codes that are NaN or infinite.
 _MINIFLOATS = {"e4m3": (4, 3, 7, 1), "e5m2": (5, 2, 15, 4), "e2m1": (2, 1, 1, 0)}
 TAIL = 0.9677083  # the outermost quantile of NF4 (QLoRA, https://arxiv.org/abs/2305.14314)
 
 
 def minifloat(name: str) -> np.ndarray:
-    """All values of a small floating format: E4M3 to 448, E5M2 to 57344 (https://arxiv.org/abs/2209.05433), E2M1 to 6."""
+    """All values of a small float format: E4M3 to 448, E5M2 to 57344 (arXiv 2209.05433), E2M1 to 6."""
     exponent_bits, mantissa_bits, bias, reserved = _MINIFLOATS[name]
     codes = np.arange(2 ** (exponent_bits + mantissa_bits) - reserved)
     exponent, mantissa = codes >> mantissa_bits, (codes & (2**mantissa_bits - 1)) / 2**mantissa_bits
@@ -19,7 +19,7 @@ def minifloat(name: str) -> np.ndarray:
 
 
 def normal_float() -> np.ndarray:
-    """NF4: quantiles of N(0, 1), eight above zero and seven below, the outermost at ±1."""
+    """NF4 (QLoRA, arXiv 2305.14314): quantiles of N(0, 1), eight above zero and seven below, the outermost at ±1."""
     normal = NormalDist()
 
     def side(count: int) -> list[float]:
@@ -30,13 +30,13 @@ def normal_float() -> np.ndarray:
 
 
 def powers(bits: int) -> np.ndarray:
-    """Zero and ± powers of two down from 1; one code is not used."""
+    """Zero and ± powers of two down from 1; one code is unused."""
     values = 2.0 ** -np.arange(2 ** (bits - 1) - 1)
     return np.concatenate([-values, [0.0], values[::-1]]).astype(np.float32)
 
 
 def lloyd(x: np.ndarray, bits: int, rounds: int = 40) -> np.ndarray:
-    """2^bits values with a small square error for numbers x: each the mean of those next to it (Lloyd 1982); zero is one."""
+    """2**bits values with a small squared error for numbers x, each the mean of its cell (Lloyd 1982); one of them is 0."""
     x = np.sort(x.reshape(-1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(x)])
     table = np.quantile(x, (np.arange(2**bits) + 0.5) / 2**bits)

@@ -1,5 +1,6 @@
-"""What a matrix is to be stored as, for methods that round: a kind of block ("Q4_K"), or integers of a folder ("int4-g128"), or
-small floating numbers ("mxfp4", "nvfp4")."""
+"""Formats that methods round a matrix to: a GGUF kind ("Q4_K"), integers of a folder ("int4-g128"), small floats ("mxfp4",
+"nvfp4").
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,7 @@ from headrace.weights.schemes.small_floats import MXFP4, NVFP4
 
 EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
 BITS = range(3, 9)
-SHORT = {  # a scale a row, no zero points
+SHORT = {  # one scale a row, no zero points
     "int8": IntegerFormat(8),
     "w8a8": IntegerFormat(8, activations=True),
     "w8a8-static": IntegerFormat(8, activations=True, static=True),
@@ -29,50 +30,49 @@ SHORT = {  # a scale a row, no zero points
 
 
 class RowGrids(Grids, Protocol):
-    """Grids that store what the loop made."""
+    """Grids that can store the loop's result."""
 
     def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Stored rows of a matrix [n, k] whose numbers are the grids', and what these say."""
+        """Stored rows of a matrix [n, k] whose numbers are on the grids, and their values."""
         ...
 
 
 class Target(Protocol):
-    """See the module."""
+    """A format; see the module."""
 
     @property
     def kind(self) -> str:
-        """Of the rows."""
+        """Kind of the rows."""
         ...
 
     def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
-        """Rows float32 [n, k], each number to the nearest: uint8 [n, row bytes]. Raises ValueError as quant.encode does."""
+        """Round rows float32 [n, k] to nearest: uint8 [n, row bytes]. Raises ValueError as grids.encode does."""
         ...
 
     @property
     def by_row(self) -> bool:
-        """Whether a row's bytes depend on that row alone, so that some rows may be encoded after others."""
+        """True if a row's bytes depend on that row alone, so that rows can be encoded in slices."""
         ...
 
     def grids(
         self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
     ) -> RowGrids:
-        """For the column loop over a matrix like w. `rows`, what `encode` gave of w, says that its scales are taken, with which
-        columns come in `order`."""
+        """Grids for the column loop over w. rows: result of `encode`; its scales are used, with columns in `order`."""
         ...
 
     @property
     def steps(self) -> int:
-        """Even steps from the least to the greatest number of a block or group; 0 where they are not even."""
+        """Number of even steps between the least and the largest value of a block or group; 0 if uneven."""
         ...
 
     def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The least and the greatest number at each place of stored rows: float32 [n, k] each."""
+        """Least and largest value at each place of stored rows: float32 [n, k] each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of a kind."""
+    """Blocks of a GGUF kind."""
 
     kind: str
     by_row = True
@@ -96,7 +96,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Integers with a scale for a group."""
+    """Integers with one scale for a group."""
 
     integers: IntegerFormat
     by_row = True
@@ -122,7 +122,7 @@ class Groups:
         return high - low if self.integers.symmetric else (1 << self.integers.bits) - 1
 
     def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A group's zero point is the least that it can be, as it is written."""
+        """A group's zero point is taken as the least possible one, as it is written."""
         of = self.integers
         values, scales = row_integers(of.kind, rows)
         n, k = values.shape
@@ -134,7 +134,7 @@ class Groups:
 
 
 def target(name: str) -> Target:
-    """Of a kind that is written, or of a format of folders. Raises ValueError as `integers_named` does."""
+    """The format by its name. Raises ValueError as `integers_named` does."""
     if name in WRITTEN:
         return Blocks(name)
     if name == MXFP4:
@@ -143,7 +143,7 @@ def target(name: str) -> Target:
 
 
 def integers_named(name: str) -> IntegerFormat:
-    """The integers of a folder by their name, in any case of letters. Raises ValueError for what folders do not hold."""
+    """Integers of folders by their name, in any case. Raises ValueError for formats that folders do not hold."""
     if name.lower() in SHORT:
         return SHORT[name.lower()]
     spec = parse(name)
@@ -159,6 +159,6 @@ def integers_named(name: str) -> IntegerFormat:
 
 
 def nearest(w: Tensor, to: Target, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
-    """Stored rows, and what they say."""
+    """Round to nearest: stored rows, and their values."""
     rows = to.encode(w.numpy(), importance, threads)
     return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), to.kind).reshape(w.shape))
