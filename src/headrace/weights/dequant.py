@@ -1,4 +1,4 @@
-"""Stored tensors to numbers: through the native core, or through its numpy twin, which gives the very same bits."""
+"""Dequantization of stored tensors, by the native core or its numpy twin, which returns the same bits."""
 
 import math
 from typing import Any
@@ -10,11 +10,11 @@ from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import WeightError, WeightSource
 
-CHUNK = 1 << 20  # elements decoded at a time where something is needed beside the result
+CHUNK = 1 << 20  # elements decoded at a time if a scratch buffer is needed
 
 
 def read_floats(source: WeightSource, name: str) -> np.ndarray:
-    """A stored tensor as float32, a copy of its own. Raises WeightError."""
+    """A stored tensor as float32, a new array. Raises WeightError."""
     info = source.info(name)
     values = dequantize(source.raw(name).reshape(-1), info.kind).reshape(info.shape)
     columns = source.columns(name)
@@ -22,8 +22,10 @@ def read_floats(source: WeightSource, name: str) -> np.ndarray:
 
 
 def check_finite(values: Any, dtype: Any, name: str, source: WeightSource) -> None:
-    """Raise WeightError where a tensor (of numpy or torch) holds NaN or infinities. It is summed in `dtype`; a sum that is not
-    finite may be an overflow of the sum itself, and only values that are not finite are refused."""
+    """Raise WeightError if a tensor (numpy or torch) holds NaN or infinities.
+
+    The tensor is first summed in `dtype`. That sum may overflow by itself, so only then every value is checked.
+    """
     with np.errstate(all="ignore"):
         if math.isfinite(float(values.sum(dtype=dtype))):
             return
@@ -37,7 +39,7 @@ def check_finite(values: Any, dtype: Any, name: str, source: WeightSource) -> No
 
 
 def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np.ndarray:
-    """Whole blocks of `kind` (uint8 [bytes], contiguous) as float32 [elements], written to `out` where it is given."""
+    """Whole blocks of `kind`, uint8 [bytes] contiguous, as float32 [elements], written to `out` if given."""
     block, block_bytes = KINDS[kind]
     if out is None:
         out = np.empty(data.size // block_bytes * block, np.float32)

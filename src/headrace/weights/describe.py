@@ -1,4 +1,4 @@
-"""What a file of weights says of itself: for people, and for architectures this engine does not run, too."""
+"""Description of a weight file as plain data, also for architectures that Headrace does not run."""
 
 import json
 from collections import Counter
@@ -16,20 +16,18 @@ from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import TensorInfo, WeightSource
 
-LINE = 16  # dimensions that the core pads heads to
-COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress` says what it did
+LINE = 16  # the core pads head dimensions to multiples of it
+COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress` records its methods
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Plain data about a `.gguf` file or a folder with safetensors; what the file does not say is None.
+    """Plain data about a `.gguf` file or a folder with safetensors; None for values that the file does not have.
 
-    Keys: path, format, quantised (in which scheme it is compressed, and how), activations (how it asks for them to be rounded),
-    core (how the native core holds its matrices then), compress (what `headrace compress` did), kv (what it asks for as number
-    format of K and V), name,
-    architecture, licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each),
-    parameters, bits (of one), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window,
-    kv_bytes_per_token (by number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template.
-    Raises WeightError.
+    Keys: path, format, quantised (scheme of quantization), activations (rounding that it asks for), core (how the native core
+    holds its matrices then), compress (methods of `headrace compress`), kv (K/V format that it asks for), name, architecture,
+    licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each), parameters, bits (a
+    parameter), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by
+    number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template. Raises WeightError.
     """
     if path.is_dir():
         folder = open_folder(path)
@@ -61,7 +59,7 @@ def _tensors(source: WeightSource) -> dict[str, Any]:
 
 
 def _in_core(infos: Sequence[TensorInfo]) -> str:
-    """Which matrices the core multiplies as they are read, and which it holds in bfloat16."""
+    """Which matrices the core keeps packed, and which in bfloat16."""
     kinds = Counter(one.kind for one in infos if len(one.shape) == 2)
     packed = [f"{kinds[kind]} matrices packed as {kind}" for kind in kinds if kind not in FLOATS]
     floats = sum(count for kind, count in kinds.items() if kind in FLOATS)
@@ -143,8 +141,10 @@ def _folder_template(folder: Path) -> str | None:
 
 
 def kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
-    """Bytes of K and V of one token, for `heads` KV heads of all layers with `dims` numbers each (both together); in integers
-    as the native core keeps them."""
+    """Bytes of K and V of one token, by format. heads: KV heads of all layers; dims: numbers of K and V of one head.
+
+    Integer formats as the native core stores them, with padding and scales.
+    """
     if not (heads and dims):
         return None
     padded = 2 * (-(-dims // 2 // LINE) * LINE)
@@ -153,7 +153,7 @@ def kv_bytes(heads: int, dims: int) -> dict[str, int] | None:
 
 
 def _per_layer(value: Any, layers: int | None) -> list[int]:
-    """A number that holds for every layer, or one number a layer."""
+    """A value of every layer, from one number or an array."""
     if isinstance(value, np.ndarray):
         return [int(one) for one in value]
     number = _count(value)

@@ -1,4 +1,4 @@
-"""Files from the model hub: what it says of them, and a download that resumes and is checked before it gets its name."""
+"""Files of the model hub: their descriptions, and downloads that resume and are verified before they get their name."""
 
 import os
 import re
@@ -21,15 +21,15 @@ from headrace.data.progress import Progress
 from headrace.weights.store import StoredFile, require_space
 from headrace.weights.verify_download import FetchError, HubFile, one_line, verify_file
 
-HUB_PATIENCE = 2.5  # seconds within which the hub must say what a file is; HF_HUB_ETAG_TIMEOUT may ask for more
-STALL = 10.0  # seconds without a byte after which a download is taken up anew
-RETRIES = 3  # in a row, without a byte in between
+HUB_PATIENCE = 2.5  # seconds for the hub to describe a file; HF_HUB_ETAG_TIMEOUT may raise it
+STALL = 10.0  # seconds without a byte after which a download reconnects
+RETRIES = 3  # in a row without a byte
 
 T = TypeVar("T")
 
 
 def look_up(repo: str, path: str, revision: str) -> HubFile:
-    """What the hub says of a file. Raises FetchError, after HUB_PATIENCE seconds at the latest."""
+    """Description of a file. Raises FetchError, at the latest after HUB_PATIENCE seconds."""
 
     def ask() -> HubFile:
         url = hf_hub_url(repo, path, revision=revision, endpoint=_endpoint())
@@ -42,7 +42,7 @@ def look_up(repo: str, path: str, revision: str) -> HubFile:
 
 
 def listing(repo: str, revision: str = "main") -> list[HubFile]:
-    """All files of a repository. Raises FetchError like `look_up`."""
+    """All files of a repository. Raises FetchError as `look_up` does."""
 
     def ask() -> list[HubFile]:
         info = HfApi(endpoint=_endpoint()).model_info(repo, revision=revision, files_metadata=True, timeout=_patience())
@@ -55,9 +55,9 @@ def listing(repo: str, revision: str = "main") -> list[HubFile]:
 
 
 def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress) -> StoredFile:
-    """Download a file into `folder`, resuming what an earlier try left there. `want`: the SHA-256 it must have.
+    """Download a file into `folder`, resuming an earlier attempt. want: the SHA-256 that it must have.
 
-    Raises FetchError; after a wrong hash nothing of the file is kept.
+    Raises FetchError; after a wrong hash the file is deleted.
     """
     if want and file.sha256 and want != file.sha256:
         raise FetchError(f"{file.path} there is another file than the catalog's (SHA-256 {file.sha256[:12]}…)")
@@ -97,7 +97,7 @@ def _patience() -> float:
 
 
 def _ask_hub(ask: Callable[[], T], repo: str, path: str) -> T:
-    """The answer of a short question to the hub, its errors in our words."""
+    """Result of a short request to the hub, with its errors as FetchError."""
     try:
         return _within(_patience(), ask)
     except GatedRepoError:
@@ -117,7 +117,7 @@ def _ask_hub(ask: Callable[[], T], repo: str, path: str) -> T:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result, or TimeoutError. In a thread, as looking up a name and trying its addresses heed no timeout."""
+    """The call's result, or TimeoutError. Runs in a thread, because name resolution has no timeout."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -138,9 +138,9 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _stream(file: HubFile, partial: Path, progress: Progress) -> None:
-    """Append what is missing, again and again as long as bytes arrive.
+    """Append missing bytes to the partial file, reconnecting as long as bytes arrive.
 
-    The hub's library has a loop of its own, but it throws away what an interrupted run has downloaded.
+    The hub's library has its own loop, but it deletes the partial file of an interrupted run.
     """
     stalled = 0
     while stalled < RETRIES:
@@ -155,7 +155,7 @@ def _stream(file: HubFile, partial: Path, progress: Progress) -> None:
         except HfHubHTTPError as error:
             raise FetchError(f"the hub answered {error.response.status_code} for {file.path}") from None
         except (OSError, FetchError):
-            raise  # the disk, or an answer that trying again would not change
+            raise  # a disk error, or an answer that a retry would not change
         except Exception as error:  # see _ask_hub
             reason = one_line(error)
         stalled = 0 if partial.exists() and partial.stat().st_size > before else stalled + 1

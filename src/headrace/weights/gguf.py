@@ -1,4 +1,4 @@
-"""GGUF files, versions 2 and 3, little-endian: mapped into memory, every length checked, nothing copied.
+"""GGUF files, versions 2 and 3, little-endian: memory-mapped, every length checked, nothing copied.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -16,7 +16,7 @@ from headrace.weights.gguf_metadata import Cursor, quoted
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import LFS_BEGIN, LFS_POINTER, TensorInfo, WeightError
 
-MAX_TENSORS = 1 << 17  # real files have some hundreds
+MAX_TENSORS = 1 << 17  # real files have hundreds
 MAX_NAME_BYTES = 256
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
@@ -34,9 +34,9 @@ TYPE_NAMES = dict(
 class GGUFFile:
     """A GGUF file as a WeightSource.
 
-    `metadata` maps keys to int, float, bool, str, numpy arrays (numbers) and `StringArray` (strings, decoded lazily).
-    Raises WeightError when the file is missing, truncated, damaged, big-endian, of another version, one part of a
-    split model, or holds a tensor of a type that is not read.
+    metadata: keys to int, float, bool, str, numpy arrays (numbers) and `StringArray` (strings, decoded lazily).
+    Raises WeightError if the file is missing, truncated, damaged, big-endian, of another version, one part of a split model, or
+    holds a tensor of an unknown type.
     """
 
     format: Literal["gguf", "safetensors"] = "gguf"
@@ -60,39 +60,39 @@ class GGUFFile:
         self.close()
 
     def names(self) -> list[str]:
-        """Names of all tensors, in file order."""
+        """Names of all tensors in file order."""
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        """Shape and kind of a tensor. Raises WeightError if there is none of that name."""
         return self._find(name)[0]
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
+        """The stored bytes: uint8 [rows, row bytes], a read-only view of the mapped file."""
         info, start = self._find(name)
         return self._bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
     def entry(self, key: str) -> bytes:
-        """A key of the metadata as it stands in the file: its name, its type, its value. Raises KeyError."""
+        """A metadata entry as encoded in the file: key, type, value. Raises KeyError."""
         start, end = self._spans[key]
         return self._bytes[start:end].tobytes()
 
     def columns(self, name: str) -> None:
-        """In order."""
+        """None: columns are in order."""
 
     def mapped(self, name: str) -> bool:
-        """Always."""
+        """True: all tensors are in the mapped file."""
         return True
 
     def release(self, name: str) -> None:
-        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        """Drop a tensor's pages from memory; it can still be read."""
         info, start = self._find(name)
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         assert self._map is not None
         self._map.madvise(mmap.MADV_DONTNEED, first, start + info.nbytes - first)
 
     def close(self) -> None:
-        """Let the file go; it is unmapped when the last view of it is dropped."""
+        """Close the file; it is unmapped when the last view of it is dropped."""
         self._map = None
         self.metadata = MappingProxyType({})
         self._tensors = {}
@@ -143,7 +143,7 @@ def _alignment(cursor: Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, tuple[TensorInfo, int]]:
-    """Every tensor and the position of its first byte in the file; all lie in the file and apart from each other."""
+    """Every tensor with the position of its first byte. Raises WeightError if one leaves the file or overlaps another."""
     if count > MAX_TENSORS:
         raise cursor.damaged(f"the header claims {count} tensors and {MAX_TENSORS} is the most")
     offsets: dict[str, tuple[TensorInfo, int]] = {}
@@ -167,7 +167,7 @@ def _read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, tuple
 
 
 def _read_tensor_info(cursor: Cursor) -> tuple[TensorInfo, int]:
-    """A tensor's description and its offset from the start of the data."""
+    """A tensor's header and its offset from the start of the data."""
     name = cursor.text("a tensor name", MAX_NAME_BYTES)
     what = f"tensor {quoted(name)}"
     num_dims = cursor.number("<I", what)

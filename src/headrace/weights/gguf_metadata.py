@@ -1,4 +1,4 @@
-"""The header of a GGUF file read front to back: numbers, texts, arrays, each checked against the end of the file."""
+"""Header of a GGUF file, read front to back: numbers, strings and arrays, each checked against the end of the file."""
 
 import struct
 from array import array
@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.weights.source import WeightError
 
-MAX_KEYS = 1 << 14  # real files have some dozens
+MAX_KEYS = 1 << 14  # real files have dozens
 MAX_STRINGS = 1 << 22  # real vocabularies have at most half a million merges
 MAX_KEY_BYTES = 65535
 
@@ -23,14 +23,14 @@ _U64 = struct.Struct("<Q")
 
 
 class StringArray(Sequence[str]):
-    """An array of strings still in the file: one is decoded when it is read, `tolist` decodes them all at once.
+    """An array of strings in the mapped file: indexing decodes one string, `tolist` all at once.
 
-    Reading raises WeightError where the bytes are not UTF-8.
+    Raises WeightError if the bytes are not UTF-8.
     """
 
     def __init__(self, data: memoryview, starts: "array[int]", where: str) -> None:
         self._data = data
-        self._starts = starts  # of every string, and where one more would start; eight bytes of length precede each
+        self._starts = starts  # starts of all strings, and one after the last; 8 bytes of length precede each
         self._where = where
 
     def __len__(self) -> int:
@@ -53,13 +53,13 @@ class StringArray(Sequence[str]):
         return iter(self.tolist())
 
     def tolist(self) -> list[str]:
-        """All strings, at about 0.1 µs each."""
+        """All strings, about 0.1 µs each."""
         if not len(self):
             return []
         first = self._starts[0] - 8
         data = np.array(self._data[first : self._starts[-1] - 8])
         lengths = np.array(self._starts[:-1], np.int64) - 8 - first
-        data[lengths] = 0  # of the eight bytes before a string one separates it from the last, and the others go
+        data[lengths] = 0  # the first of the 8 length bytes becomes a separator, the others are dropped
         kept = np.ones(len(data), bool)
         for byte in range(1, 8):
             kept[lengths + byte] = False
@@ -67,37 +67,37 @@ class StringArray(Sequence[str]):
             _, *strings = data[kept].tobytes().decode().split("\0")
         except UnicodeDecodeError:
             raise self._not_text() from None
-        return strings if len(strings) == len(self) else [self[i] for i in range(len(self))]  # a string has zeros of its own
+        return strings if len(strings) == len(self) else [self[i] for i in range(len(self))]  # some string holds zeros
 
     def _not_text(self) -> WeightError:
         return WeightError(f"{self._where} holds text that is not UTF-8; the file is damaged")
 
 
 class Cursor:
-    """A position in the header; whatever would leave the file raises WeightError."""
+    """A position in the header. Every read past the end of the file raises WeightError."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data = data
         self.path = path
         self.pos = 0
-        self.spans: dict[str, tuple[int, int]] = {}  # key -> where it begins and its value ends
+        self.spans: dict[str, tuple[int, int]] = {}  # key -> first byte of its entry, and the byte after it
 
     def fail(self, what: str) -> WeightError:
-        """The error to raise: one line, about this file."""
+        """A WeightError about this file."""
         return WeightError(f"{self.path}: {what}")
 
     def damaged(self, what: str) -> WeightError:
-        """The error to raise for what no writer can have meant."""
+        """A WeightError about contents that no writer can have meant."""
         return self.fail(f"{what}; the file is truncated or damaged, download it again")
 
     def need(self, nbytes: int, what: str) -> None:
-        """Raise unless so many bytes are left."""
+        """Raise WeightError unless `nbytes` bytes are left."""
         left = len(self.data) - self.pos
         if nbytes > left:
             raise self.damaged(f"{what} needs {nbytes} bytes and {left} are left")
 
     def number(self, fmt: str, what: str) -> int:
-        """One integer of a struct format such as "<I"."""
+        """Read one integer of a struct format such as "<I"."""
         size = struct.calcsize(fmt)
         self.need(size, what)
         (value,) = struct.unpack_from(fmt, self.data, self.pos)
@@ -105,7 +105,7 @@ class Cursor:
         return int(value)
 
     def text(self, what: str, limit: int | None = None) -> str:
-        """A string: its length in bytes, at most `limit`, then UTF-8."""
+        """Read a string: length in bytes, at most `limit`, then UTF-8."""
         size = self.number("<Q", what)
         if limit is not None and size > limit:
             raise self.damaged(f"{what} is {size} bytes long and {limit} is the most")
@@ -118,7 +118,7 @@ class Cursor:
             raise self.damaged(f"{what} is not UTF-8 text") from None
 
     def metadata(self, count: int) -> dict[str, Any]:
-        """So many keys and their values."""
+        """Read `count` keys with their values."""
         if count > MAX_KEYS:
             raise self.damaged(f"the header claims {count} metadata keys and {MAX_KEYS} is the most")
         metadata: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class Cursor:
         return metadata
 
     def value(self, what: str) -> Any:
-        """A typed value: int, float, bool, str, numpy array or StringArray."""
+        """Read a typed value: int, float, bool, str, numpy array or StringArray."""
         code = self.number("<I", what)
         if code == STRING:
             return self.text(what)
@@ -158,7 +158,7 @@ class Cursor:
         return values.view(dtype)
 
     def strings(self, count: int, what: str) -> StringArray:
-        """Walk over the lengths without touching the text: this loop is what opening a file costs."""
+        """Read string lengths without touching the text. This loop is most of the cost of opening a file."""
         if count > MAX_STRINGS:
             raise self.damaged(f"{what} claims {count} strings and {MAX_STRINGS} is the most")
         self.need(count * 8, what)
@@ -168,7 +168,7 @@ class Cursor:
         try:
             for _ in range(count):
                 append(pos + 8)
-                pos += 8 + unpack(data, pos)[0]  # checked by the next one: it cannot be unpacked past the end
+                pos += 8 + unpack(data, pos)[0]  # the next unpack fails if this is past the end
             append(pos + 8)
         except (struct.error, OverflowError):
             pos = len(data) + 1
@@ -179,5 +179,5 @@ class Cursor:
 
 
 def quoted(name: str) -> str:
-    """A name from a file as it may stand in a message: one line, no control characters, not too long."""
+    """A name from a file for use in a message: one line, no control characters, at most 80 characters."""
     return repr(name if len(name) <= 80 else name[:77] + "...")

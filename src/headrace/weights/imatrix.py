@@ -1,5 +1,6 @@
-"""Importance matrices: the mean squares of the inputs of each matrix over a text, as llama.cpp's llama-imatrix measures and
-stores them, in its GGUF form and the older .dat."""
+"""Importance matrices of llama.cpp's llama-imatrix: mean squares of the inputs of each matrix over a text. GGUF form and older
+.dat.
+"""
 
 import struct
 from collections.abc import Mapping
@@ -17,9 +18,9 @@ MAX_ENTRIES, MAX_NAME, MAX_WIDTH = 1 << 16, 256, 1 << 24
 
 
 def read_imatrix(path: Path) -> dict[str, np.ndarray]:
-    """Name of a matrix in GGUF files ("blk.3.ffn_down.weight") -> float32 [inputs].
+    """Importance by tensor name in GGUF files ("blk.3.ffn_down.weight"): float32 [inputs].
 
-    Raises WeightError where the file is missing, damaged, or none of that kind.
+    Raises WeightError if the file is missing, damaged or of another kind.
     """
     try:
         with path.open("rb") as file:
@@ -37,15 +38,16 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_widths(path: Path | None, found: Mapping[str, np.ndarray], widths: Mapping[str, int]) -> None:
-    """Raise WeightError where the importance of a matrix has not as many columns as the model's, by name."""
+    """Raise WeightError if the importance of a matrix has another width than the matrix. widths: by name."""
     for name in sorted(found.keys() & widths.keys()):
         if (size := found[name].size) != (width := widths[name]):
             raise WeightError(f"{path}: {name} importance has {size} columns and the matrix {width}; is it another model's?")
 
 
 def write_imatrix(path: Path, measured: Mapping[str, np.ndarray], tokens: int, text: str) -> None:
-    """Write the mean squares of the inputs of matrices, float32 [inputs] by name, measured on `tokens` of `text`; in the GGUF
-    form. Raises OSError."""
+    """Write mean squares of inputs, float32 [inputs] by tensor name, over `tokens` tokens of `text`, in the GGUF form. Raises
+    OSError.
+    """
     keys = {"general.type": "imatrix", "imatrix.datasets": [text], "imatrix.chunk_count": 1, "imatrix.chunk_size": tokens}
     tensors: dict[str, np.ndarray] = {}
     for name, values in measured.items():

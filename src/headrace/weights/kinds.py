@@ -1,10 +1,13 @@
-"""The number formats a stored tensor may have: exactly these twenty-four, each a row of equal blocks.
+"""Kinds: number formats of stored tensors. A row is a sequence of equal blocks.
 
-All but the last eight are GGUF's. NF4 and FP4, of bitsandbytes, have blocks like IQ4_NL's (a half, then nibbles) and tables of
-their own, whose values times the half are those of bitsandbytes but for 1/350 (NF4) and 1/190 (FP4) of the largest of a block.
-S4 and S8 are 2:4 (`weights.sparse`): a half, 2-bit indices of the two numbers that each four neighbours keep, and these numbers
-as Q4_0 and Q8_0 store theirs. G4_32 and G4_128 (a half, a zero point from 0 to 16, nibbles as Q4_0 stores them, 32 by 32) are
-what GPTQ and AWQ make of groups: w = d * (q - z). G8_32 and G8_128 are the same of bytes (a half, a zero point, bytes).
+All but the last eight are GGUF's.
+
+| kind | block | values |
+|---|---|---|
+| NF4, FP4 | float16 scale, nibbles as IQ4_NL | tables of bitsandbytes, within 1/350 (NF4) and 1/190 (FP4) of a block's maximum
+| | S4, S8 | float16 scale, 2-bit indices, kept numbers as Q4_0 and Q8_0 | 2:4 sparse (weights.sparse) |
+| G4_32, G4_128 | float16 scale, zero point 0 to 16, nibbles as Q4_0 by 32 | d * (q - z): groups of GPTQ and AWQ |
+| G8_32, G8_128 | float16 scale, zero point, bytes | d * (q - z) |
 """
 
 from typing import NamedTuple
@@ -44,4 +47,4 @@ KINDS: dict[str, Kind] = {
     "G8_128": Kind(128, 131),
 }
 NOT_GGUF = ("NF4", "FP4", "S4", "S8", "G4_32", "G4_128", "G8_32", "G8_128")
-FLOATS = ("F32", "F16", "BF16")  # numbers one by one; the others are integers and scales
+FLOATS = ("F32", "F16", "BF16")  # all others are codes with scales

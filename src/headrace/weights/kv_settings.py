@@ -1,4 +1,4 @@
-"""What a model's file asks for its K and V: a number format, and a constant that every K is stored less."""
+"""K/V settings stored in a model file: a number format, and key means that are subtracted from every stored key."""
 
 import json
 from dataclasses import dataclass
@@ -10,30 +10,31 @@ import numpy as np
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.source import WeightError, WeightSource
 
-FORMATS = ("int8", "int4")  # that a file may ask for
+FORMATS = ("int8", "int4")
 FILE, FORMAT_KEY, CENTRE_KEY = "headrace.json", "headrace.kv.format", "headrace.kv.centre"
 
 
 @dataclass(frozen=True, slots=True)
 class KVSettings:
-    """`format`: of FORMATS. `centre`: float32 [layers, KV heads * head size], about the mean of K once it is turned. Softmax
-    does not see a constant taken off all keys, and what is left loses less when it is rounded."""
+    """format: one of FORMATS. centre: mean of K after rotary embedding, float32 [layers, KV heads * head size].
+
+    Softmax does not change if a constant is subtracted from all keys, and the difference loses less when rounded.
+    """
 
     format: str
     centre: np.ndarray
 
     def metadata(self) -> dict[str, Any]:
-        """For a GGUF file."""
+        """Metadata of a GGUF file."""
         return {FORMAT_KEY: self.format, CENTRE_KEY: self.centre.ravel()}
 
     def record(self) -> dict[str, Any]:
-        """For a folder's JSON."""
+        """JSON of a folder."""
         return {"format": self.format, "centre": self.centre.tolist()}
 
 
 def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings | None:
-    """What the file says, or None; `shape`: layers, KV heads and head size of its model. Raises WeightError where it says
-    what cannot be."""
+    """Settings of a file, or None. shape: layers, KV heads and head size of the model. Raises WeightError if invalid."""
     if isinstance(source, GGUFFile):
         found = {"format": source.metadata.get(FORMAT_KEY), "centre": source.metadata.get(CENTRE_KEY)}
     else:

@@ -1,4 +1,4 @@
-"""From an open file to a model in torch, tensor by tensor, as `weights.parts` plans it."""
+"""Load an open file into a torch model, tensor by tensor, by a plan of `weights.parts`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """Makes a model's tensors (layers.holder.Allocator)."""
+    """Allocates a model's tensors (models.layers.holder.Allocator)."""
 
     dtype: torch.dtype
     device: torch.device | str = "cpu"
@@ -42,10 +42,10 @@ def load_model(
     config: ModelConfig | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A filled model in `dtype` on `device` (norms stay float32 or wider); one stored tensor is in memory besides it at a time.
+    """A filled model in `dtype` on `device` (norms stay float32 or wider); one stored tensor is in memory besides it.
 
-    Raises WeightError, in one line, on an unknown architecture or setting, a missing, surplus or wrongly shaped tensor, one
-    that two tensors of the file would fill, and on values that are not finite in `dtype`.
+    progress: called with bytes read and total bytes. Raises WeightError for an unknown architecture or setting, a missing,
+    surplus, doubled or wrongly shaped tensor, and for values that are not finite in `dtype`.
     """
     model = describe(config or read_config(source))
     plans = plan(model, source)
@@ -64,7 +64,7 @@ def load_model(
 
 
 def weight_kinds(model: Model, source: WeightSource) -> dict[str, tuple[str, ...]]:
-    """What the parts of each weight are stored as, by its holder's path: "layers.3.qkv" -> ("Q4_0", "Q4_0", "Q6_K")."""
+    """Kinds of the parts of each weight, by its holder's path: "layers.3.qkv" -> ("Q4_0", "Q4_0", "Q6_K")."""
     plans = plan(model, source)
     return {
         path: tuple(source.info(part.source).kind for part in plans[f"{path}.weight"])
@@ -74,7 +74,7 @@ def weight_kinds(model: Model, source: WeightSource) -> dict[str, tuple[str, ...
 
 
 def input_scales(model: Model, source: WeightSource) -> dict[str, float]:
-    """Those of int8 inputs that a file has, by holders' paths."""
+    """Static scales of int8 inputs that a file has, by holder path."""
     plans = plan(model, source)
     found = {
         path: input_scale(source, [part.source for part in plans[f"{path}.weight"]]) for path in weight_kinds(model, source)
@@ -83,7 +83,7 @@ def input_scales(model: Model, source: WeightSource) -> dict[str, float]:
 
 
 def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource) -> None:
-    """Read the parts of one parameter into `target`, checked for NaN and infinities."""
+    """Read the parts of a parameter into `target`; they must be finite."""
     start = 0
     for part in parts:
         target[start : start + part.shape[0]].copy_(read_part(part, source, target.dtype))
@@ -91,7 +91,7 @@ def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource
 
 
 def read_part(part: WeightPart, source: WeightSource, dtype: torch.dtype) -> torch.Tensor:
-    """One part as it stands in the parameter. Raises WeightError where its tensor holds NaN or infinities."""
+    """A part as in the parameter. Raises WeightError if its tensor holds NaN or infinities."""
     values = read_tensor(source, part.source, dtype)
     check_finite(values, torch.float64 if dtype == torch.float64 else torch.float32, part.source, source)
     taken: torch.Tensor = part.take(values)
@@ -99,7 +99,7 @@ def read_part(part: WeightPart, source: WeightSource, dtype: torch.dtype) -> tor
 
 
 def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The stored tensor that has these parts and no others, of their values in the parameters: the inverse of `read_part`."""
+    """The stored tensor that consists of these parts, from their values in the parameters: the inverse of `read_part`."""
     pieces = []
     for part in sorted(parts, key=lambda part: part.rows or (0, 0)):
         piece = values(part.target)
@@ -110,13 +110,13 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
 
 
 def stored_tensors(model: Model, container: str) -> dict[str, torch.Tensor]:
-    """Every tensor that a file of this kind (gguf | safetensors) has of a filled model: the inverse of `load_model`."""
+    """Every tensor of a filled model as a container (gguf | safetensors) stores it: the inverse of `load_model`."""
     pieces, stored = part_values(model), stored_as(model, container)
     return {name: write_parts(parts, pieces.__getitem__).contiguous() for name, parts in stored.items()}
 
 
 def part_values(model: Model) -> dict[str, torch.Tensor]:
-    """The parts of a filled model's parameters by target ("layers.3.qkv.q.weight"): views of them."""
+    """Parts of a filled model's parameters by target ("layers.3.qkv.q.weight"), as views."""
     pieces = {}
     for path, holder in model.holders():
         for name, spec in holder.params().items():
@@ -127,7 +127,7 @@ def part_values(model: Model) -> dict[str, torch.Tensor]:
 
 
 def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A stored tensor dequantised to `dtype` (rounded to nearest even from float32), a copy of its own. Raises WeightError."""
+    """A stored tensor dequantized to `dtype` (from float32, to nearest even), a new tensor. Raises WeightError."""
     info = source.info(name)
     values = to_torch(source.raw(name), info.kind, info.shape, dtype)
     columns = source.columns(name)
@@ -135,9 +135,9 @@ def read_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.floa
 
 
 def to_torch(raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Stored rows `raw` (uint8 [rows, row_bytes]) as a new tensor of `shape`, rounded from float32 to `dtype`.
+    """Stored rows, uint8 [rows, row bytes], as a new tensor of `shape`, rounded from float32 to `dtype`.
 
-    Raises WeightError when `dtype` is not a floating type.
+    Raises WeightError if `dtype` is not a floating type.
     """
     if not dtype.is_floating_point:
         raise WeightError(f"weights are read as floating numbers, not as {dtype}; use float32, bfloat16, float16 or float64")

@@ -1,4 +1,4 @@
-"""Names that a person gave to models: one file a name under `$HEADRACE_HOME/names`, with settings and template of its own."""
+"""Names that the user gave to models (`headrace add`): one file each in `$HEADRACE_HOME/names`, with settings and template."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,10 @@ from headrace.weights.store import StoreError, find_home, home
 
 
 class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`model`: an absolute path, or what else a model is called. `sampling`: fields of SamplingParams that go before the
-    model's own settings. `template`: the source of a chat template in place of its own. `system`: what conversations without a
-    system message begin with. Raises ValueError."""
+    """model: an absolute path, or another name of a model. sampling: fields of SamplingParams that override the model's
+    settings. template: chat template in place of the model's. system: system message of conversations that have none. Raises
+    ValueError.
+    """
 
     name: str
     model: str
@@ -29,7 +30,7 @@ class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def find(name: str) -> Name | None:
-    """The name, None where nobody gave it. Raises StoreError where its file cannot be read."""
+    """The name, or None. Raises StoreError if its file cannot be read."""
     if not is_name(name) or find_home() is None:
         return None
     path = _path(name)
@@ -42,7 +43,7 @@ def find(name: str) -> Name | None:
 
 
 def given() -> list[Name]:
-    """All names, in order."""
+    """All names, sorted."""
     if find_home() is None:
         return []
     found = (find(path.stem) for path in sorted(_folder().glob("*.json")))
@@ -50,7 +51,7 @@ def given() -> list[Name]:
 
 
 def save(name: Name) -> None:
-    """Write it, whole or not at all. Raises StoreError."""
+    """Write a name atomically. Raises StoreError."""
     draft = _folder() / f".{name.name}.{os.getpid()}"
     try:
         _folder().mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,7 @@ def save(name: Name) -> None:
 
 
 def remove(name: str) -> None:
-    """The name goes; the model it is of stays."""
+    """Delete a name; its model stays."""
     _path(name).unlink(missing_ok=True)
 
 

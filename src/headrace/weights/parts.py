@@ -1,8 +1,7 @@
-"""Which stored rows make up each parameter, as plain data: rename, lay out, fuse. Every parameter is filled exactly once and
-nothing is left over.
+"""Load plan: the stored rows of each parameter, as plain data. Every parameter is filled once, and no tensor is left over.
 
-A loader carries a plan out (`weights.loader` in torch, `native.weights` in the core's tiles); `stored_as` is the way back, for
-writers.
+Loaders execute a plan (`weights.loader` in torch, `backends.native.weights` in the core's tiles); `stored_as` is the inverse
+for writers.
 """
 
 import re
@@ -18,19 +17,19 @@ from headrace.models.layers.holder import ParamSpec
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource
 
-HEAD = "lm_head.weight"  # of a Hugging Face folder; a GGUF file without a head is one with a tied head
+HEAD = "lm_head.weight"  # in a Hugging Face folder; a GGUF file without a head has a tied one
 
 
 @dataclass(frozen=True, slots=True)
 class Unpaired:
-    """Row order of heads that a file stores as rotary neighbours: iterating yields the stored row of each row.
+    """Row order of heads that a file stores as rotary pairs: iterating yields the stored row of each row.
 
-    Nothing is expanded before: the numbers come from a file's header, and only its tensors show that they are true.
+    Expanded only when iterated: the sizes come from a file's header and are verified by its tensors later.
     """
 
     heads: int
     head_dim: int
-    rotary: int  # values of a head that turn
+    rotary: int  # rotated dimensions of a head
 
     def __iter__(self) -> Iterator[int]:
         return iter(unpaired(self.heads, self.head_dim, self.rotary))
@@ -40,14 +39,14 @@ class Unpaired:
 class WeightPart:
     """Rows of a stored tensor that become rows of a parameter.
 
-    In this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (row i of the
-    parameter is the row of these that `row_order` yields at i), add `shift` to every value.
+    Applied in this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (row i
+    is the one that `row_order` yields at i), add `shift` to every value.
     """
 
-    target: str  # what we call it: layers.3.qkv.q.weight
+    target: str  # parameter part: layers.3.qkv.q.weight
     source: str
-    shape: tuple[int, ...]  # of the part in the parameter
-    stored: tuple[int, ...]  # of the whole tensor in the file
+    shape: tuple[int, ...]  # shape in the parameter
+    stored: tuple[int, ...]  # shape of the whole tensor in the file
     rows: tuple[int, int] | None = None  # None: all
     columns: tuple[int, int] | None = None
     row_order: Unpaired | tuple[int, ...] | None = None
@@ -55,7 +54,7 @@ class WeightPart:
     shift: float = 0.0
 
     def take(self, values: Any) -> Any:
-        """The part, of the whole stored tensor: a view or a new one, of numpy or torch."""
+        """Extract the part from the whole stored tensor (numpy or torch): a view or a new array."""
         if self.transpose:
             values = values.T
         if self.rows is not None:
@@ -68,9 +67,9 @@ class WeightPart:
 
 
 def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
-    """The share of one of `world` ranks in a part: of its rows or columns, where ranks share them (spec.rows, spec.columns).
+    """Share of rank `rank` of `world` in a part, if its rows or columns are split (spec.rows, spec.columns).
 
-    Raises WeightError where they cannot be shared evenly; that no head is cut in two is for the caller to see to.
+    Raises WeightError if the split is uneven. The caller ensures that no head is split.
     """
     if world == 1 or (spec.rows is None and spec.columns is None):
         return part
@@ -88,7 +87,7 @@ def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
 
 
 def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
-    """Parameter ("layers.3.qkv.weight") -> its parts in row order, by the names of a kind of file (gguf | safetensors)."""
+    """Parameter ("layers.3.qkv.weight") -> its parts in row order, by the names of a container (gguf | safetensors)."""
     names = name_map(container, model.config.architecture)
     made = {}
     for path, holder in model.holders():
@@ -99,7 +98,7 @@ def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
 
 
 def stored_as(model: Model, container: str) -> dict[str, list[WeightPart]]:
-    """The same by stored tensors, for writers: name -> its parts."""
+    """The inverse of `layout`, for writers: stored tensor -> its parts."""
     made: dict[str, list[WeightPart]] = {}
     for part in chain.from_iterable(layout(model, container).values()):
         made.setdefault(part.source, []).append(part)
@@ -107,7 +106,7 @@ def stored_as(model: Model, container: str) -> dict[str, list[WeightPart]]:
 
 
 def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]]:
-    """`layout` by the names of an open file. Reads names and shapes only, never values.
+    """`layout` with the names of an open file. Reads names and shapes only.
 
     Raises WeightError as `load_model` does, except for values.
     """
@@ -125,7 +124,7 @@ def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]
 
 
 def _lacking(missing: list[str]) -> str:
-    """What is said of a file without these tensors."""
+    """Message about missing tensors."""
     if missing == [HEAD]:
         return (
             f"the model was saved without its head (no {HEAD!r}); save it with AutoModelForCausalLM, or, where its head is its "
@@ -136,7 +135,7 @@ def _lacking(missing: list[str]) -> str:
 
 
 def _stored(source: WeightSource, names: NameMap) -> dict[str, str]:
-    """Names as files usually have them -> names in this file, where the prefix may be missing."""
+    """Usual tensor name -> name in this file, in which the prefix may be missing."""
     stored: dict[str, str] = {}
     for name in source.names():
         full = names.full(name.removeprefix(names.prefix))
@@ -147,7 +146,7 @@ def _stored(source: WeightSource, names: NameMap) -> dict[str, str]:
 
 
 def _part(names: NameMap, target: str, shape: tuple[int, ...], config: ModelConfig) -> WeightPart:
-    """A part by the names of its family, at its target (layers.3.qkv.q.weight)."""
+    """A parameter part by the names of its family."""
     layer = re.search(r"\.(\d+)\.", target)
     origin = names.names[target if layer is None else target.replace(layer[0], ".{i}.", 1)]
     index, count = origin.rows
@@ -166,13 +165,13 @@ def _part(names: NameMap, target: str, shape: tuple[int, ...], config: ModelConf
 
 
 def _paired(layer: LayerConfig, rows: int) -> Unpaired:
-    """The order of `rows` rows of heads that are stored as rotary neighbours."""
+    """Order of `rows` rows of heads that are stored as rotary pairs."""
     rotary = layer.rope.dim if layer.rope and layer.rope.dim else layer.head_dim
     return Unpaired(rows // layer.head_dim, layer.head_dim, rotary)
 
 
 def unpaired(heads: int, head_dim: int, rotary: int) -> tuple[int, ...]:
-    """The permutation that takes rows stored as rotary neighbours (0, 1), (2, 3) ... to halves (0, rotary / 2) ... per head."""
+    """Permutation from rows stored as rotary pairs (0, 1), (2, 3) ... to halves (0, rotary / 2) ... for each head."""
     order = [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, head_dim)]
     return tuple(head * head_dim + row for head in range(heads) for row in order)
 

@@ -1,7 +1,6 @@
-"""Hugging Face folders: config.json beside weights in safetensors, in one file or in shards with an index.
+"""Hugging Face folders: config.json and weights as safetensors, in one file or in shards with an index.
 
-The files are read by the `safetensors` library, which maps them and checks their headers. Pickled weights are never
-opened.
+The `safetensors` library maps the files and checks their headers. Pickled weights are never opened.
 """
 
 import json
@@ -42,9 +41,9 @@ NUMPY = {
 class SafetensorsFolder:
     """A Hugging Face folder as a WeightSource; `config` is its config.json, `files` its safetensors files.
 
-    A tensor of another type than F32, F16, BF16 is listed (old files store masks and position ids), and refused when
-    it is read. Raises WeightError when the folder is none of a model, holds only pickled weights, a header does not fit
-    its file, or the index and the shards disagree.
+    Tensors of types other than F32, F16 and BF16 are listed, and refused when read (old files store masks and position ids).
+    Raises WeightError if the folder holds no model or only pickled weights, a header does not fit its file, or index and shards
+    disagree.
     """
 
     format: Literal["gguf", "safetensors"] = "safetensors"
@@ -56,7 +55,7 @@ class SafetensorsFolder:
         self.config: dict[str, Any] = _read_json(self.path / "config.json")
         names = _files(self.path)
         self.files = [self.path / name for name in names]
-        self._places: dict[str, tuple[np.ndarray, int]] = {}  # tensor name -> its mapped file, its first byte
+        self._places: dict[str, tuple[np.ndarray, int]] = {}  # tensor name -> mapped file, first byte
         self._infos: dict[str, TensorInfo] = {}
         for file, expected in zip(self.files, names.values(), strict=True):
             self._add(file, expected)
@@ -73,17 +72,17 @@ class SafetensorsFolder:
         return self._infos
 
     def names(self) -> list[str]:
-        """Names of all tensors, in file order."""
+        """Names of all tensors in file order."""
         return list(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        """Shape and kind of a tensor. Raises WeightError if there is none of that name."""
         if name not in self._infos:
             raise WeightError(f"{self.path}: there is no tensor {name!r}")
         return self._infos[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
+        """The stored bytes: uint8 [rows, row bytes], a read-only view of the mapped file."""
         info = self.info(name)
         if info.kind not in FLOATS:
             raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}; only {', '.join(FLOATS)} are read")
@@ -91,8 +90,7 @@ class SafetensorsFolder:
         return data[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
     def array(self, name: str) -> np.ndarray:
-        """A tensor of integers or floats of 16 bits and more as it is stored (float8 as uint8, bfloat16 as uint16): a view of
-        the file."""
+        """A tensor of any integer or float type in its shape, a view of the file; float8 as uint8, bfloat16 as uint16."""
         info = self.info(name)
         if info.kind not in NUMPY:
             raise WeightError(f"{self.path}: tensor {name!r} has the type {info.kind}, which is not read")
@@ -100,25 +98,25 @@ class SafetensorsFolder:
         return data[start : start + info.nbytes].view(NUMPY[info.kind]).reshape(info.shape)
 
     def columns(self, name: str) -> None:
-        """In order."""
+        """None: columns are in order."""
 
     def mapped(self, name: str) -> bool:
-        """Always."""
+        """True: all tensors are in mapped files."""
         return True
 
     def release(self, name: str) -> None:
-        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        """Drop a tensor's pages from memory; it can still be read."""
         info = self.info(name)
         if native.available():
             data, start = self._places[name]
             native.core().release_pages(data[start : start + info.nbytes].reshape(1, -1))
 
     def close(self) -> None:
-        """Let the files go; each is unmapped when the last view of it is dropped."""
+        """Close the files; each is unmapped when the last view of it is dropped."""
         self._places, self._infos = {}, {}
 
     def _add(self, path: Path, expected: set[str] | None) -> None:
-        """Take in one file, whose tensors must be exactly `expected` where the index says so."""
+        """Add a file. expected: the tensors that the index lists for it."""
         try:
             file = safe_open(path, framework="np")  # checks the header against the file
             infos = [_info(file, name, path) for name in file.offset_keys()]
@@ -138,7 +136,7 @@ class SafetensorsFolder:
 
 
 def _map(path: Path) -> tuple[np.ndarray, dict[str, int]]:
-    """The file's bytes, read-only, and where each tensor begins: after the header's length (8 bytes) and the header (JSON)."""
+    """The file's bytes, read-only, and the first byte of each tensor. Layout: header length (8 bytes), header (JSON), data."""
     with path.open("rb") as file:
         data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
@@ -155,13 +153,13 @@ def _info(file: Any, name: str, path: Path) -> TensorInfo:
 
 
 def _nbytes(shape: tuple[int, ...], kind: str) -> int:
-    """Bytes of a tensor; the bits of an element are the first number in its type's name."""
+    """Bytes of a tensor; the first number in the type's name is the bits of an element."""
     digits = re.search(r"\d+", kind)
     return math.prod(shape) * (int(digits.group()) if digits else 8) // 8
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
-    """The folder's safetensors files and, where an index lists them, the tensors of each."""
+    """The folder's safetensors files with the tensors that the index lists for each, if there is one."""
     if (folder / SINGLE).is_file():
         return {SINGLE: None}
     if (folder / INDEX).is_file():

@@ -1,4 +1,4 @@
-"""What every file of weights looks like from above: names, shapes and tensors, whatever the container."""
+"""Interface of weight files: names, shapes and tensors, whatever the container."""
 
 import json
 import math
@@ -10,12 +10,14 @@ import numpy as np
 
 
 class WeightError(ValueError):
-    """A weight file that cannot be used; one line that says what is wrong and, where there is one, the way out."""
+    """A weight file that cannot be used. The message is one line with the fault and, if there is one, the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor. `shape` is in torch order ([out, in] for a linear), `kind` the stored number format."""
+    """Header of a stored tensor. shape: in torch order ([out, in] for a linear layer). kind: stored number format
+    (weights.kinds).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,12 +26,12 @@ class TensorInfo:
 
     @property
     def rows(self) -> int:
-        """Product of all sizes but the last: quantised blocks never cross a row."""
+        """Product of all sizes but the last; quantized blocks never cross a row."""
         return math.prod(self.shape[:-1])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as stored."""
+        """Bytes of a stored row."""
         return self.nbytes // self.rows
 
 
@@ -38,17 +40,17 @@ LFS_POINTER = "is a Git LFS pointer and not the file itself; fetch it with `git 
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is the placeholder that Git leaves for a large file."""
+    """True for the placeholder that Git LFS leaves for a large file."""
     with path.open("rb") as file:
         return file.read(len(LFS_BEGIN)) == LFS_BEGIN
 
 
-HEADS_INFO, CLASSIFIER_INFO = "heads.json", "classifier.json"  # what says that a folder holds something trained for a model
+HEADS_INFO, CLASSIFIER_INFO = "heads.json", "classifier.json"  # mark folders of trained parts of a model
 TRAINED = {
     CLASSIFIER_INFO: "a classifier of texts (headrace classify MODEL --classifier FOLDER)",
     HEADS_INFO: "trained heads or exits of a model (headrace run MODEL --draft FOLDER, or --exits FOLDER)",
 }
-# Formats of weights that are not read, by files that they leave in a folder.
+# Weight formats that are not read, by their files.
 FOREIGN = {
     "ONNX": ("*.onnx", "onnx/*.onnx"),
     "OpenVINO": ("openvino*.xml",),
@@ -58,7 +60,7 @@ FOREIGN = {
 
 
 def foreign(folder: Path) -> str:
-    """What is said of a folder with weights of a format that is not read; empty where none is known."""
+    """Message about weights in a format that is not read; empty if there are none."""
     for name, patterns in FOREIGN.items():
         found = sorted(path for pattern in patterns for path in folder.glob(pattern))
         if found:
@@ -70,7 +72,7 @@ def foreign(folder: Path) -> str:
 
 
 def adapter(folder: Path) -> str:
-    """What is said of a folder with an adapter and no model; empty where there is none."""
+    """Message about an adapter without a model; empty if there is none."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -80,7 +82,7 @@ def adapter(folder: Path) -> str:
 
 
 def adapter_of(kind: str, base: object) -> str:
-    """What is said of an adapter."""
+    """Message about an adapter."""
     model = base if isinstance(base, str) and base else "a model that it does not name"
     return (
         f"is a {'LoRA' if kind.upper() == 'LORA' else kind} adapter for {model}, which is not read by itself; merge it into "
@@ -89,7 +91,7 @@ def adapter_of(kind: str, base: object) -> str:
 
 
 def trained(folder: Path) -> str:
-    """What is said of a folder that holds what was trained for a model; empty where it holds nothing of the kind."""
+    """Message about heads, exits or a classifier in a folder; empty if there are none."""
     for name, what in TRAINED.items():
         if (folder / name).is_file():
             return f"holds {what}"
@@ -103,29 +105,29 @@ class WeightSource(Protocol):
     format: Literal["gguf", "safetensors"]
 
     def names(self) -> list[str]:
-        """Names of all tensors, in file order."""
+        """Names of all tensors in file order."""
         ...
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        """Shape and kind of a tensor. Raises WeightError if there is none of that name."""
         ...
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes: uint8 [rows, row_bytes], a read-only view of the mapped file (no copy)."""
+        """The stored bytes: uint8 [rows, row bytes], a read-only view of the mapped file."""
         ...
 
     def columns(self, name: str) -> np.ndarray | None:
-        """int32 [k] where a row's column j is input columns[j] (act-order); None: they stand in order."""
+        """int32 [k] if column j of a row is input columns[j] (act-order); None: in order."""
         ...
 
     def mapped(self, name: str) -> bool:
-        """Whether the stored bytes lie in a mapped file, whose pages may be let go."""
+        """True if the stored bytes are in a mapped file, whose pages can be dropped."""
         ...
 
     def release(self, name: str) -> None:
-        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        """Drop a tensor's pages from memory; it can still be read."""
         ...
 
     def close(self) -> None:
-        """Unmap the file; views that are still held stay valid until they are dropped."""
+        """Unmap the file; existing views stay valid until they are dropped."""
         ...

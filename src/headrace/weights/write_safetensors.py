@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor: a header, then the bytes one after the other.
+"""Writer of safetensors files, tensor by tensor.
 
 The format: https://github.com/huggingface/safetensors#format.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from headrace.weights.source import TensorInfo
 
-Chunks = Iterable[tuple[str, np.ndarray]]  # a tensor's name, and bytes of its rows
+Chunks = Iterable[tuple[str, np.ndarray]]  # tensor name, bytes
 
 
 def safetensors_header(tensors: Sequence[TensorInfo]) -> bytes:
-    """All that stands before the first tensor's bytes. `kind` is a type of the format: F16, U8, I8 …"""
+    """All bytes before the first tensor's. kind of a tensor: a type of the format (F16, U8, I8 …)."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for info in tensors:
@@ -28,9 +28,9 @@ def safetensors_header(tensors: Sequence[TensorInfo]) -> bytes:
 
 
 def write_safetensors(path: Path, tensors: Sequence[TensorInfo], chunks: Chunks) -> None:
-    """Write a file. `chunks`: the tensors' bytes in their order, in as many pieces as the caller likes.
+    """Write a file. chunks: bytes of the tensors in order, each in any number of pieces.
 
-    Raises OSError, and ValueError where the chunks are not those of the tensors.
+    Raises OSError, and ValueError if the chunks do not fit the tensors.
     """
     left, order = {info.name: info.nbytes for info in tensors}, [info.name for info in tensors]
     with path.open("wb") as file:
