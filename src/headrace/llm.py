@@ -46,7 +46,7 @@ from headrace.startup.exits import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
-from headrace.text.continuing import check_continues, render_open
+from headrace.text.continued_message import check_continues, render_open
 from headrace.weights.defaults import values
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]

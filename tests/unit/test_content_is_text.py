@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from headrace.decoding.tools import conversation
-from headrace.text import marks
+from headrace.text import content_marks as marks
 from headrace.text.chat import ChatTemplate
-from headrace.text.marks import LITERAL, MARK, SIGN, Marker, unmark
+from headrace.text.content_marks import LITERAL, MARK, SIGN, Marker, unmark
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
 from headrace.workflows.grounding.documents import Passage
@@ -243,7 +243,7 @@ def test_the_random_conversations_can_fail(tmp_path: Path, monkeypatch: pytest.M
             random_check(beyond(tmp_path), sources, 150, seed=7)
     marker = Marker(SPECIAL)
     assert marker.text("<|im_") != "<|im_"
-    monkeypatch.setattr(marks.Marker, "_ended", lambda self, text, inside: text)
+    monkeypatch.setattr(marks.Marker, "_mark_ends", lambda self, text, inside: text)
     assert marker.text("<|im_") == "<|im_"
 
 

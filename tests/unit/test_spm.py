@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.text import spm
+from headrace.text import sentencepiece as spm
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 from headrace.text.vocabulary import clear_errors
 from tests.tiny_sources import WORDS, field, pieces, spm_bytes, write_tiny_marian
 
 
 def cut(data: bytes, text: str) -> list[str]:
-    found: list[str] = spm.cutter(spm.parse(data)).encode(text, add_special_tokens=False).tokens
+    found: list[str] = spm.unigram_tokenizer(spm.parse(data)).encode(text, add_special_tokens=False).tokens
     return found
 
 
@@ -94,7 +94,7 @@ def test_no_bytes_bring_it_down() -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         kept = bytes(data[: rng.randrange(len(data))] if rng.random() < 0.3 else data)
         try:
-            backend = spm.cutter(spm.parse(kept))
+            backend = spm.unigram_tokenizer(spm.parse(kept))
             with clear_errors("this text cannot be encoded"):
                 backend.encode("a dog runs 日 on  the grass")
         except TokenizerError:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.cli.output import print_table
-from headrace.text.width import crop, width, wrapped
+from headrace.text.terminal_width import crop, width, wrapped
 
 
 def test_width_in_cells() -> None:

@@ -22,7 +22,7 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.progress import counted
 from headrace.data.spelling import did_you_mean
-from headrace.text.width import crop, width
+from headrace.text.terminal_width import crop, width
 from headrace.weights.store import expand
 from headrace.workflows.conversation import Conversation, Message, load
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.cli.status import status
-from headrace.text.width import width, wrapped
+from headrace.text.terminal_width import width, wrapped
 
 
 def say(line: str) -> None:

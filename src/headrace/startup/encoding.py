@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.confined.pool import CLIENT, OverrunError, Task, shared_pool
 from headrace.startup.opening import open_files
-from headrace.text.marks import MARK
+from headrace.text.content_marks import MARK
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 
 LONG = 64 << 10  # characters that are encoded in this process, in a thread; more are not

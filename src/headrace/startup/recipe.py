@@ -18,7 +18,7 @@ from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
 from headrace.startup import memory
 from headrace.startup.opening import Opened
-from headrace.text.frequent import frequent_tokens
+from headrace.text.frequent_tokens import frequent_tokens
 
 BLOCK_SIZE = 16
 DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose

@@ -17,7 +17,10 @@ NO_TEMPLATE = "this model has no chat template: use `generate` or `run --raw`, o
 
 
 class TemplateError(ValueError):
-    """A chat that cannot become a prompt; one line that says what to change. `field`: of the request, as in `FieldError`."""
+    """A conversation that cannot become a prompt. The message names the remedy.
+
+    field: the request's field, as in `FieldError`.
+    """
 
     def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message)
@@ -26,16 +29,17 @@ class TemplateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """What a template may use."""
+    """Limits of one rendering: source and output in characters, CPU seconds, address space in bytes."""
 
-    source: int = 256 << 10  # characters
-    output: int = 8 << 20  # characters
-    seconds: float = 2.0  # CPU time of one rendering
-    memory: int = 512 << 20  # bytes of address space
+    source: int = 256 << 10
+    output: int = 8 << 20
+    seconds: float = 2.0
+    memory: int = 512 << 20
 
     def task(self, function: str) -> Task:
-        most = 4 * self.output + 1024  # bytes of an answer
-        return Task("headrace.text.rendering", function, seconds=self.seconds, memory=self.memory, answer=most)
+        # UTF-8 takes up to four bytes a character.
+        answer = 4 * self.output + 1024
+        return Task("headrace.text.rendering", function, seconds=self.seconds, memory=self.memory, answer=answer)
 
 
 DEFAULT_LIMITS = TemplateLimits()
@@ -43,8 +47,10 @@ DEFAULT_LIMITS = TemplateLimits()
 
 @dataclass(frozen=True, slots=True)
 class ContentTokens:
-    """Tokens that are plain text when the content of a conversation contains them: control tokens; in tool results and
-    documents (`quoted`) other added tokens, too."""
+    """Tokens that are plain text inside the content of a conversation.
+
+    control: control tokens. quoted: these and other added tokens, for tool results and documents.
+    """
 
     control: list[str]
     quoted: list[str]
@@ -53,13 +59,13 @@ class ContentTokens:
 class ChatTemplate:
     """The jinja2 chat templates of a model, in the dialect of transformers' `apply_chat_template`.
 
-    A template is rendered in a confined process, which the kernel ends when it uses more CPU time or memory than `limits`
-    allow. `bos_token` and `eos_token` are variables of the template. `source` is the template named "default"; `choose` takes
-    another one. Without a source, or with a bad one, rendering raises TemplateError: such a model can still continue plain
-    prompts. May be used from several threads.
+    A template is rendered in a confined process, which the kernel ends when it exceeds the CPU time or memory of `limits`.
+    `bos_token` and `eos_token` are variables of the template. `source` is the template named "default"; `choose` selects
+    another one. Without a valid source rendering raises TemplateError; such a model can still continue plain prompts.
+    Thread-safe.
 
-    `render` gives text to read. A prompt is encoded from `render_marked`, with `add_special=False` (the template writes BOS
-    itself) and `marked=self.marks`: control tokens inside the content then stay text.
+    `render` returns text for people. A prompt is encoded from `render_marked`, with `add_special=False` (the template writes
+    BOS itself) and `marked=self.marks`: control tokens inside the content then stay text.
     """
 
     def __init__(
@@ -80,15 +86,17 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self:
-        """The templates of a model, or the single template `source` in their place."""
+        """Return the templates of a model, or the single template `source` instead."""
         named = tokenizer.templates if source is None else {"default": source}
         content = ContentTokens(tokenizer.control_texts, tokenizer.structure_texts)
         return cls(named.get("default"), tokenizer.bos_token, tokenizer.eos_token, named=named, content=content)
 
     def choose(self, name: str | None = None, *, tools: bool = False, parse_special: bool = False) -> Self:
-        """The template for a conversation, chosen as transformers does: the one called `name`, else "tool_use" if there are
-        tools and such a template, else "default". With `parse_special` control tokens inside the content are control tokens.
-        Raises TemplateError for an unknown name."""
+        """Return the template of a conversation, as transformers chooses it.
+
+        The template `name` if given, otherwise "tool_use" if there are tools and such a template, otherwise "default".
+        parse_special: control tokens inside the content are control tokens. Raises TemplateError for an unknown name.
+        """
         known = " and ".join(filter(None, [", ".join(sorted(self.named)[:-1]), *sorted(self.named)[-1:]]))
         if name is not None and name not in self.named:
             raise TemplateError(
@@ -100,18 +108,19 @@ class ChatTemplate:
             raise TemplateError(
                 f"this model has several chat templates and no default; set chat_template to {known}", "chat_template"
             )
-        made, source = self, self.named.get(chosen, self.source)
+        template, source = self, self.named.get(chosen, self.source)
         if source != self.source:
-            made = copy.copy(self)
-            made.source = source
-            made.__dict__.pop("_variables", None)  # those of the other template
-        return made.trusting() if parse_special else made
+            template = copy.copy(self)
+            template.source = source
+            # The cached variables belong to the other template.
+            template.__dict__.pop("_variables", None)
+        return template.trusting() if parse_special else template
 
     def trusting(self) -> Self:
-        """The same templates for content whose control tokens are control tokens."""
-        made = copy.copy(self)
-        made._content = None
-        return made
+        """Return a copy for trusted content, whose control tokens are control tokens."""
+        template = copy.copy(self)
+        template._content = None
+        return template
 
     @property
     def marks(self) -> bool:
@@ -122,34 +131,39 @@ class ChatTemplate:
         return "ChatTemplate(none)" if self.source is None else f"ChatTemplate({len(self.source)} characters)"
 
     def reads(self, name: str) -> bool:
-        """Whether the template reads a variable of that name from its caller; true if it cannot be parsed, as `render` then
-        says why."""
+        """Whether the template reads a variable of that name from its caller.
+
+        True if the template cannot be parsed; `render` then raises the reason.
+        """
         known = None if self.source is None else self._variables
         return known is None or name in known
 
     @functools.cached_property
     def _variables(self) -> frozenset[str] | None:
-        with self._ended():
+        with self._limit_errors():
             names = shared_pool().run(self.limits.task("variables"), {"source": self._usable_source()})["names"]
         return None if names is None else frozenset(names)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:  # so that no variable's name is taken
-        """The text of a conversation. `variables`: `add_generation_prompt` (true unless given), `tools`, `documents`, and
-        the template's own (`enable_thinking=False`)."""
+    # `messages` is positional-only, so a template may have a variable of that name.
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """Return the text of a conversation.
+
+        variables: `add_generation_prompt` (default true), `tools`, `documents`, and the template's own (`enable_thinking`).
+        """
         question = self._question(messages, variables)
-        with self._ended():
+        with self._limit_errors():
             return _text(shared_pool().run(self.limits.task("render"), question))
 
     def render_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The same with marks, for `Tokenizer.encode`."""
+        """Return the text with marks, for `Tokenizer.encode`."""
         question = self._question(messages, variables) | self._marking()
-        with self._ended():
+        with self._limit_errors():
             return _text(shared_pool().run(self.limits.task("render"), question))
 
     async def rendered_marked(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """`render_marked` for asyncio. Raises BusyError besides."""
         question = self._question(messages, variables) | self._marking()
-        with self._ended():
+        with self._limit_errors():
             return _text(await shared_pool().ask(self.limits.task("render"), question))
 
     def _marking(self) -> dict[str, Any]:
@@ -175,8 +189,8 @@ class ChatTemplate:
         return {"source": source, "context": text, "most": self.limits.output}
 
     @contextlib.contextmanager
-    def _ended(self) -> Iterator[None]:
-        """What is said where a limit ended the rendering."""
+    def _limit_errors(self) -> Iterator[None]:
+        """Turn the end of a rendering at a limit into a TemplateError."""
         limits = self.limits
         try:
             yield
@@ -201,11 +215,11 @@ def _text(answer: dict[str, str]) -> str:
 
 
 def validate_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: {"role": text, "content": text, …}, other keys as they are.
+    """Return messages in the form that templates expect: {"role": text, "content": text, …}, other keys unchanged.
 
-    A content given in parts ([{"type": "text", "text": …}]) becomes their texts, one per line. Parts of type "quoted" are
-    texts of tools or documents; a content with such parts stays a list, which rendering joins in the same way. None stays if
-    an assistant only called tools. Raises TemplateError, with the number of the message, for anything else.
+    A content in parts ([{"type": "text", "text": …}]) becomes their texts, one per line. Parts of type "quoted" are texts of
+    tools or documents; a content with such parts stays a list, which rendering joins in the same way. The content may be None
+    if an assistant only called tools. Raises TemplateError with the number of an invalid message.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TemplateError('messages must be a list of {"role": …, "content": …}')

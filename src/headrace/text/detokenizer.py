@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: what is given out is final, a character cut by a token's end is held back."""
+"""Incremental detokenization: token ids to final text. The bytes of an incomplete character are held back."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -6,21 +6,21 @@ from typing import Self
 
 from headrace.text.tokenizer import Tokenizer
 
-MAX_CHARACTER = 4  # bytes of a UTF-8 character
+# Most bytes of a UTF-8 character.
+MAX_CHARACTER = 4
 
 
 def _decode(data: bytes) -> tuple[str, bytes]:
-    """The text of all whole characters (U+FFFD for what is not UTF-8), and the bytes of one still incomplete."""
+    """Return the text of all complete characters (U+FFFD for invalid bytes), and the bytes of an incomplete last one."""
     text, used = codecs.utf_8_decode(data, "replace", False)
     return text, data[used:]
 
 
 class IncrementalDetokenizer:
-    """The text of one output, given out as its tokens come; a few microseconds per token, whatever their number.
+    """Text of one output, token by token, at a constant cost per token.
 
-    However the output is cut into calls, the texts joined (with `flush` at the end) are `tokenizer.decode(output)` where
-    there is no prompt, and what `decode(prompt + output)` adds to `decode(prompt)` where there is one: a space before
-    the first word is kept after a prompt. A prompt that ends inside a character is completed by the output.
+    The joined texts, with `flush` at the end, are what `decode(prompt + output)` adds to `decode(prompt)`: after a prompt, a
+    space before the first word is kept, and a character that the prompt leaves incomplete is completed.
     """
 
     __slots__ = ("_ascii", "_at_start", "_hidden", "_pending", "_tokenizer")
@@ -38,12 +38,12 @@ class IncrementalDetokenizer:
         self._pending = _decode(tail)[1]
 
     def push(self, token: int) -> str:
-        """`append` of one token, quickly where it is plain ASCII with nothing pending: most tokens are."""
+        """Append one token. Fast path for plain ASCII with no pending bytes, which most tokens are."""
         text = self._ascii.get(token)
         return self.append((token,)) if text is None or self._pending or self._at_start else text
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """The text these tokens complete; empty while a character is still open."""
+        """Return the text that these tokens complete; empty while a character is incomplete."""
         data = self._spell(token_ids)
         if self._at_start and data:
             self._at_start = False
@@ -52,12 +52,12 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is still held back, as U+FFFD: no token will complete it any more."""
+        """Return U+FFFD for held-back bytes, at the end of the output."""
         text, self._pending = self._pending.decode("utf-8", "replace"), b""
         return text
 
     def copy(self) -> Self:
-        """The same state, for a fork (a beam, another of n outputs)."""
+        """Copy the state for a fork (a beam, another of n outputs)."""
         twin = object.__new__(type(self))
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))

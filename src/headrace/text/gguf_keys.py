@@ -1,6 +1,6 @@
 """The vocabulary of a Hugging Face folder as metadata of a GGUF file: the inverse of text.gguf_vocab, for byte-level BPE.
 
-What is made is read back and must split and end texts as the folder does; else it is refused.
+The result is read back and must split and end texts as the folder does; otherwise TokenizerError.
 """
 
 import json
@@ -23,9 +23,9 @@ PROBES = (
 
 
 def tokenizer_keys(folder: Path, rows: int) -> dict[str, Any]:
-    """The keys `tokenizer.*`; `rows`: of the table of tokens, where ids without a token stand for nothing.
+    """Return the keys `tokenizer.*`. rows: of the embedding table; ids beyond the vocabulary become unused tokens.
 
-    Raises TokenizerError for a vocabulary that GGUF has no form for, or has it with something that tokenizer.json lacks.
+    Raises TokenizerError if GGUF cannot hold the vocabulary, or needs data that tokenizer.json lacks.
     """
     vocabulary = read_folder(folder)
     if vocabulary.spelling != "bytes":
@@ -43,17 +43,17 @@ def tokenizer_keys(folder: Path, rows: int) -> dict[str, Any]:
         KEY + "tokens": texts,
         KEY + "token_type": np.array(types, np.int32),
         KEY + "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]],
-        **_named(vocabulary, texts),
+        **_end_keys(vocabulary, texts),
     }
     keys |= {TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": text for name, text in vocabulary.templates.items()}
     if named := [name for name in vocabulary.templates if name != "default"]:
         keys["tokenizer.chat_templates"] = named
-    _prove(vocabulary, read_gguf(keys), folder)
+    _check_same(vocabulary, read_gguf(keys), folder)
     return keys
 
 
 def _tokens(state: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """The text and type of every id."""
+    """Return the text and the type of every id."""
     texts, types = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows
     for text, token in state["model"]["vocab"].items():
         texts[token], types[token] = text, NORMAL
@@ -62,8 +62,8 @@ def _tokens(state: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
     return texts, types
 
 
-def _named(vocabulary: Vocabulary, texts: list[str]) -> dict[str, Any]:
-    """Which tokens begin and end texts."""
+def _end_keys(vocabulary: Vocabulary, texts: list[str]) -> dict[str, Any]:
+    """Return the keys of the tokens that begin and end texts."""
     keys: dict[str, Any] = {KEY + "add_bos_token": bool(vocabulary.prefix)}
     if vocabulary.suffix:
         keys[KEY + "add_eos_token"] = True
@@ -74,9 +74,10 @@ def _named(vocabulary: Vocabulary, texts: list[str]) -> dict[str, Any]:
 
 
 def split_name(state: dict[str, Any], folder: Path) -> str:
-    """What GGUF calls the way in which a tokenizer.json splits text. Raises TokenizerError where it has no name for it."""
+    """Return GGUF's name for the splitting of a tokenizer.json. Raises TokenizerError if there is no name."""
     patterns: list[str] = []
-    spelled: list[str] | None = None  # patterns for the bytes as they are spelled
+    # Patterns applied to the byte alphabet, once the text is spelled in it.
+    spelled: list[str] | None = None
     for step in _steps(state.get("pre_tokenizer"), "pretokenizers"):
         kind = step.get("type")
         if kind == "ByteLevel" and spelled is None and not step.get("add_prefix_space"):
@@ -112,8 +113,8 @@ def _no_name(folder: Path, why: str) -> TokenizerError:
     )
 
 
-def _prove(folder: Vocabulary, file: Vocabulary, path: Path) -> None:
-    """Raises TokenizerError where the two do not encode and end texts alike."""
+def _check_same(folder: Vocabulary, file: Vocabulary, path: Path) -> None:
+    """Raise TokenizerError unless both vocabularies encode and end texts alike."""
     same = (folder.prefix, folder.suffix, folder.bos_id, folder.eos_id, folder.eos_ids) == (
         *(file.prefix, file.suffix, file.bos_id, file.eos_id, file.eos_ids),
     )

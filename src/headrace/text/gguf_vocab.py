@@ -1,7 +1,7 @@
-"""The vocabulary inside a GGUF file's metadata (keys `tokenizer.*`), checked and handed to the `tokenizers` library.
+"""The vocabulary of a GGUF file's metadata (keys `tokenizer.*`), built with the `tokenizers` library.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer. The metadata comes from a stranger: every
-value is checked before it is used, and whatever is wrong is one TokenizerError that names the key.
+The metadata is not trusted: every value is checked before use, and an error is one TokenizerError that names the key.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer.
 """
 
 import logging
@@ -27,9 +27,11 @@ from headrace.text.vocabulary import (
 
 log = logging.getLogger(__name__)
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # tokenizer.ggml.token_type
+# Values of tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MAX_TOKENS = 1 << 22
-MAX_PIECE = 1024  # characters of a SentencePiece piece: every cut of it is a possible merge
+# Most characters of a SentencePiece piece: every cut of it is a possible merge.
+MAX_PIECE = 1024
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 
@@ -91,11 +93,11 @@ class _Metadata:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The list of tokens: spelling, id by spelling, and the ids that are not ordinary, by type."""
+    """The tokens of a vocabulary: text by id, id by text, and the types of all ids whose type is not NORMAL."""
 
     texts: list[str]
     ids: dict[str, int]
-    types: dict[int, int]  # id -> type, for ids whose type is not NORMAL
+    types: dict[int, int]
     bos: int | None
     eos: int | None
     unknown: int | None
@@ -110,10 +112,10 @@ class _Tokens:
         size = len(texts)
         named = {key: metadata.token_id(f"{key}_token_id", size) for key in ("bos", "eos", "unknown", "cls", "seperator")}
         defaults = {"llama": ("<s>", "</s>", "<unk>"), "bert": ("[CLS]", "[SEP]", "[UNK]")}.get(kind, (None, None, None))
-        found = [ids.get(text) if text else None for text in defaults]
+        default_ids = [ids.get(text) if text else None for text in defaults]
         if kind == "bert":
             named["bos"], named["eos"] = named["cls"], named["seperator"]
-        picked = [named[key] if named[key] is not None else found[i] for i, key in enumerate(("bos", "eos", "unknown"))]
+        picked = [named[key] if named[key] is not None else default_ids[i] for i, key in enumerate(("bos", "eos", "unknown"))]
         types = _types(metadata, texts, picked)
         return cls(texts, ids, types, *picked)
 
@@ -121,7 +123,7 @@ class _Tokens:
         return [token for token, type_ in self.types.items() if type_ in types]
 
     def added(self, *types: int) -> list[AddedToken]:
-        """Tokens that are found in a text before anything else is done to it."""
+        """Return the tokens of these types, which are matched in a text before anything else."""
         return [
             AddedToken(self.texts[token], special=self.types[token] != USER_DEFINED, normalized=False)
             for token in self.of_type(*types)
@@ -141,14 +143,14 @@ def _types(metadata: _Metadata, texts: list[str], named: list[int | None]) -> di
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
-    """What differs between the kinds of vocabulary."""
+class _Parts:
+    """The parts of a tokenizer that differ between kinds of vocabulary. add_bos, add_end: defaults if the file has no flag."""
 
     model: models.Model
     spelling: str
     normalizer: normalizers.Normalizer | None = None
     pre_tokenizer: pre_tokenizers.PreTokenizer | None = None
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False
     add_end: bool = False
     strip_space: bool = False
     missing_bytes: frozenset[int] = frozenset()
@@ -164,13 +166,13 @@ class _Recipe:
         return backend
 
 
-def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, templates: Mapping[str, str]) -> Vocabulary:
-    """What all kinds share: control tokens, the ends of generation, what is added before and after a text."""
+def _assemble(parts: _Parts, tokens: _Tokens, metadata: _Metadata, templates: Mapping[str, str]) -> Vocabulary:
+    """Build a vocabulary: control tokens, end tokens, and the tokens added before and after a text."""
     size = len(tokens.texts)
-    backend = recipe.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED))
+    backend = parts.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED))
     literal = tokens.of_type(UNKNOWN, CONTROL, USER_DEFINED)
-    begin = metadata.flag("add_bos_token", recipe.add_bos)
-    end = metadata.flag("add_eos_token", False) or metadata.flag("add_sep_token", recipe.add_end)
+    begin = metadata.flag("add_bos_token", parts.add_bos)
+    end = metadata.flag("add_eos_token", False) or metadata.flag("add_sep_token", parts.add_end)
     for wanted, token, name in ((begin, tokens.bos, "bos"), (end, tokens.eos, "eos")):
         if wanted and token is None:
             raise TokenizerError(f"{KEY}add_{name}_token asks for a token that {KEY}{name}_token_id does not name")
@@ -178,32 +180,32 @@ def _assemble(recipe: _Recipe, tokens: _Tokens, metadata: _Metadata, templates: 
     ends += [token for token in literal if tokens.texts[token] in END_OF_TURN]
     return Vocabulary(
         backend=backend,
-        plain=lambda: recipe.build(tokens.added(USER_DEFINED)),
-        unmarking=lambda: recipe.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED), unmarking=True),
+        plain=lambda: parts.build(tokens.added(USER_DEFINED)),
+        unmarking=lambda: parts.build(tokens.added(UNKNOWN, CONTROL, USER_DEFINED), unmarking=True),
         size=size,
-        spelling=recipe.spelling,
+        spelling=parts.spelling,
         literal_ids=frozenset(literal),
         special_ids=frozenset(tokens.of_type(UNKNOWN, CONTROL)),
         silent_ids=frozenset(tokens.of_type(UNUSED)),
         prefix=(tokens.bos,) if begin and tokens.bos is not None else (),
         suffix=(tokens.eos,) if end and tokens.eos is not None else (),
-        strip_space=recipe.strip_space,
+        strip_space=parts.strip_space,
         bos_id=tokens.bos,
         eos_id=tokens.eos,
         eos_ids=frozenset(token for token in ends if token is not None),
         templates=templates,
-        missing_bytes=recipe.missing_bytes,
+        missing_bytes=parts.missing_bytes,
     )
 
 
-def _byte_level(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
-    """Byte-level BPE (GPT-2 and most models since). Every byte has a token, so any text can be spelled."""
+def _byte_level(tokens: _Tokens, metadata: _Metadata) -> _Parts:
+    """Byte-level BPE (GPT-2 and most later models). Every byte has a token, so any text can be encoded."""
     pairs = cast(list[tuple[str, str]], [tuple(merge.split(" ")) for merge in metadata.strings("merges")])
     if not {2}.issuperset(map(len, pairs)):
         bad = next(pair for pair in pairs if len(pair) != 2)
         raise TokenizerError(f"{KEY}merges must hold pairs of tokens, not {' '.join(bad)!r:.40}")
     split = _split(metadata)
-    return _Recipe(
+    return _Parts(
         model=models.BPE(tokens.ids, pairs, ignore_merges=split.ignore_merges),
         spelling="bytes",
         normalizer=normalizer(split),
@@ -220,8 +222,8 @@ def _split(metadata: _Metadata) -> Split:
     return split_named(name or "default")
 
 
-def _sentence_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
-    """SentencePiece BPE (Llama 2, Mistral, Gemma): the best-scored piece is merged first, rare characters fall to bytes."""
+def _sentence_piece(tokens: _Tokens, metadata: _Metadata) -> _Parts:
+    """SentencePiece BPE (Llama 2, Mistral, Gemma): merges the best-scored piece first; rare characters become bytes."""
     scores = metadata.numbers("scores", len(tokens.texts))
     if scores is None:
         raise TokenizerError(f"{KEY}scores is missing; a SentencePiece vocabulary needs them")
@@ -234,7 +236,7 @@ def _sentence_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
         raise TokenizerError(f"{KEY}unknown_token_id is missing and the vocabulary has no tokens for bytes")
     prefix = metadata.flag("add_space_prefix", True)
     spaces: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if prefix else []
-    return _Recipe(
+    return _Parts(
         model=models.BPE(tokens.ids, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True),
         spelling="spm",
         normalizer=normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)]),
@@ -244,7 +246,7 @@ def _sentence_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
 
 
 def _merges(tokens: _Tokens, scores: np.ndarray) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, best piece first (ties: the earlier piece)."""
+    """Return every pair of pieces that forms another piece, best-scored piece first; ties go to the lower id."""
     pieces = {text: token for text, token in tokens.ids.items() if token not in tokens.types}
     order = np.argsort(-scores.astype(np.float64), kind="stable").tolist()
     merges = []
@@ -261,7 +263,7 @@ def _merges(tokens: _Tokens, scores: np.ndarray) -> list[tuple[str, str]]:
     return merges
 
 
-def _word_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
+def _word_piece(tokens: _Tokens, metadata: _Metadata) -> _Parts:
     """WordPiece (BERT). GGUF writes ▁word for `word` and plain `ing` for `##ing`."""
     if tokens.unknown is None:
         raise TokenizerError(f"{KEY}unknown_token_id is missing; a WordPiece vocabulary needs it")
@@ -269,8 +271,9 @@ def _word_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
     ids = dict(zip(respelled, range(len(respelled)), strict=True))
     if len(ids) != len(respelled):
         raise TokenizerError(f"{KEY}tokens holds a word twice; the file is damaged")
-    cased = any("A" <= text[1:2] <= "Z" for text in tokens.texts if text.startswith(SPACE))  # the file does not say
-    return _Recipe(
+    # The file has no flag for lower-casing.
+    cased = any("A" <= text[1:2] <= "Z" for text in tokens.texts if text.startswith(SPACE))
+    return _Parts(
         model=models.WordPiece(ids, unk_token=tokens.texts[tokens.unknown], max_input_chars_per_word=100),
         spelling="wordpiece",
         normalizer=normalizers.BertNormalizer(lowercase=not cased),
@@ -284,11 +287,12 @@ def _word_piece(tokens: _Tokens, metadata: _Metadata) -> _Recipe:
 def _respell(text: str, odd: bool) -> str:
     if text.startswith(SPACE):
         return text[1:]
-    bracketed = text.startswith("[") and text.endswith("]")  # [PAD], [unused12]
+    # Such as [PAD] or [unused12].
+    bracketed = text.startswith("[") and text.endswith("]")
     return text if odd or bracketed else "##" + text
 
 
-_KINDS: Mapping[str, Callable[[_Tokens, _Metadata], _Recipe]] = {
+_KINDS: Mapping[str, Callable[[_Tokens, _Metadata], _Parts]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
     "bert": _word_piece,
@@ -296,18 +300,18 @@ _KINDS: Mapping[str, Callable[[_Tokens, _Metadata], _Recipe]] = {
 
 
 def _templates(values: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: `tokenizer.chat_template` is the default, `tokenizer.chat_template.NAME` are the others."""
-    found = {}
+    """Return the chat templates by name: key `tokenizer.chat_template` is "default", `tokenizer.chat_template.NAME` NAME."""
+    templates = {}
     for key in values:
         if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
             if not isinstance(template := values[key], str):
                 raise TokenizerError(f"{key} must be text, not {type(template).__name__}")
-            found[key[len(TEMPLATE) + 1 :] or "default"] = template
-    return found
+            templates[key[len(TEMPLATE) + 1 :] or "default"] = template
+    return templates
 
 
 def read_gguf(values: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a GGUF file's metadata. Raises TokenizerError."""
+    """Read the vocabulary of a GGUF file's metadata. Raises TokenizerError."""
     metadata = _Metadata(values)
     kind = metadata.text("model")
     if kind is None:

@@ -1,8 +1,7 @@
-"""The vocabulary of a Hugging Face folder: tokenizer.json, and what its companions say about special tokens; of a Marian
-model source.spm and vocab.json (`text.marian`).
+"""The vocabulary of a Hugging Face folder: tokenizer.json, or source.spm and vocab.json of a Marian model (`text.marian`).
 
-Read are tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
-additional_chat_templates/*.jinja, if they exist. Nothing in the folder is executed.
+Also reads tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json, chat_template.jinja and
+additional_chat_templates/*.jinja, if they exist. Executes nothing from the folder.
 """
 
 import json
@@ -12,17 +11,18 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from headrace.text.content_marks import MARK, is_structure
 from headrace.text.marian import is_marian, read_marian
-from headrace.text.marks import MARK, is_structure
 from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors, drop_marks
 
 MAX_BYTES = 256 << 20
 PROBE = "a"
-TEMPLATES = "additional_chat_templates"  # a folder of named chat templates
+# Folder of named chat templates.
+TEMPLATES = "additional_chat_templates"
 
 
 def read_folder(folder: Path) -> Vocabulary:
-    """The vocabulary of a folder. Raises TokenizerError."""
+    """Read the vocabulary of a folder. Raises TokenizerError."""
     path = folder / "tokenizer.json"
     if not path.is_file() and is_marian(folder):
         return read_marian(folder)
@@ -74,7 +74,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _named_id(backend: tokenizers.Tokenizer, names: dict[str, Any], key: str) -> int | None:
-    """The id of `bos_token` and its like, written as text or as {"content": text}."""
+    """Return the id of the token that a key such as `bos_token` names, as text or as {"content": text}."""
     value = names.get(key)
     text = value.get("content") if isinstance(value, dict) else value
     if text is None:
@@ -99,7 +99,7 @@ def _generation_ends(folder: Path) -> list[int]:
 
 
 def _around(backend: tokenizers.Tokenizer, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer's own post-processing adds before and after a text."""
+    """Return the token ids that the tokenizer's post-processor adds before and after a text."""
     with clear_errors(f"{path} cannot be used"):
         inner = backend.encode(PROBE, add_special_tokens=False).ids
         whole = backend.encode(PROBE, add_special_tokens=True).ids
@@ -110,7 +110,7 @@ def _around(backend: tokenizers.Tokenizer, path: Path) -> tuple[tuple[int, ...],
 
 
 def _flagged(names: dict[str, Any], flag: str, added: tuple[int, ...], token: int | None) -> tuple[int, ...]:
-    """An explicit add_bos_token / add_eos_token overrides the post-processor, as it does in transformers."""
+    """Apply an explicit add_bos_token or add_eos_token, which overrides the post-processor as in transformers."""
     wanted = names.get(flag)
     if wanted is True and token is not None and token not in added:
         return (token,)
@@ -120,7 +120,7 @@ def _flagged(names: dict[str, Any], flag: str, added: tuple[int, ...], token: in
 
 
 def _copy(backend: tokenizers.Tokenizer, added: list[AddedToken], normalizer: Any) -> tokenizers.Tokenizer:
-    """A tokenizer with the same model and other added tokens, which get ids in the order of the list."""
+    """Return a tokenizer with the same model and other added tokens, whose ids follow the order of the list."""
     copy = tokenizers.Tokenizer(backend.model)
     if normalizer is not None:
         copy.normalizer = normalizer
@@ -131,25 +131,26 @@ def _copy(backend: tokenizers.Tokenizer, added: list[AddedToken], normalizer: An
 
 
 def _without_special(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer, blind to control tokens. Other added tokens keep their ids."""
+    """Return the tokenizer without its control tokens. Other added tokens keep their ids."""
     added = []
     for token, text in sorted(backend.get_added_tokens_decoder().items()):
         if not text.special:
             added.append(text)
         elif backend.model.token_to_id(text.content) is None:
-            added.append(AddedToken(f"{MARK}{token}", normalized=False))  # holds the id; no text has a bare mark
+            # A placeholder that keeps the id; no text contains a bare mark.
+            added.append(AddedToken(f"{MARK}{token}", normalized=False))
     return _copy(backend, added, backend.normalizer)
 
 
 def _unmarking(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same tokenizer for text with marks."""
-    found = backend.get_added_tokens_decoder()
-    added = [_found_first(text, backend.normalizer) for _, text in sorted(found.items())]
+    """Return the tokenizer for text with marks."""
+    tokens = backend.get_added_tokens_decoder()
+    added = [_unnormalized(text, backend.normalizer) for _, text in sorted(tokens.items())]
     return _copy(backend, added, drop_marks(backend.normalizer))
 
 
-def _found_first(text: AddedToken, normalizer: Any) -> AddedToken:
-    """A token that is found in text as written. After normalizing there are no marks any more."""
+def _unnormalized(text: AddedToken, normalizer: Any) -> AddedToken:
+    """Return a token that is matched before normalization, which removes the marks."""
     if not text.normalized or (not text.special and not is_structure(text.content)):
         return text
     return AddedToken(text.content, single_word=text.single_word, lstrip=text.lstrip, rstrip=text.rstrip, normalized=False)
@@ -178,16 +179,16 @@ def _strips_space(decoder: dict[str, Any]) -> bool:
 
 
 def _templates(folder: Path, names: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. As in transformers, template files replace those of tokenizer_config.json."""
+    """Return the chat templates by name. As in transformers, template files replace those of tokenizer_config.json."""
     paths = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         paths.setdefault("default", folder / "chat_template.jinja")
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name, path in paths.items():
         with clear_errors(f"{path} cannot be read"):
-            found[name] = path.read_text(encoding="utf-8")
-    if found:
-        return found
+            templates[name] = path.read_text(encoding="utf-8")
+    if templates:
+        return templates
     value = names.get("chat_template")
     if isinstance(value, list):
         value = {str(entry.get("name")): entry.get("template") for entry in value if isinstance(entry, dict)}
@@ -196,5 +197,5 @@ def _templates(folder: Path, names: dict[str, Any]) -> dict[str, str]:
     for name, template in (value or {}).items():
         if not isinstance(template, str):
             raise TokenizerError(f"chat_template {name!r:.40} in tokenizer_config.json must be text")
-        found[name] = template
-    return found
+        templates[name] = template
+    return templates

@@ -1,6 +1,6 @@
-"""The vocabulary of a Marian folder: `source.spm` cuts texts into pieces, `vocab.json` says their ids, for both languages.
+"""The vocabulary of a Marian folder: `source.spm` splits texts into pieces, `vocab.json` maps pieces to ids.
 
-A multilingual model is told its target by a token at the very beginning of a text, such as `>>fra<<`.
+A text for a multilingual model begins with a token for the target language, such as `>>fra<<`.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from headrace.text import spm
+from headrace.text import sentencepiece
 from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors
 
 SOURCE, IDS = "source.spm", "vocab.json"
@@ -28,10 +28,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What Headrace uses of a `tokenizers.Tokenizer`, where ids are not the cutter's. A piece is looked up by its text, so one
-    that only the other language has keeps its id; control tokens are no pieces of a text."""
+    """The part of the `tokenizers.Tokenizer` interface that Headrace uses, with ids of its own.
 
-    cutter: tokenizers.Tokenizer
+    Looks pieces up by text, since the ids of vocab.json are not those of source.spm. Control tokens are never part of a text.
+    """
+
+    splitter: tokenizers.Tokenizer
     ids: Mapping[str, int]
     texts: Mapping[int, str]
     control: frozenset[int]
@@ -45,10 +47,10 @@ class Backend:
         rest = text[tag.end() :] if tag is not None and language else text
         if not rest.strip():
             return language
-        (encoded,) = self.cutter.encode_batch([rest], add_special_tokens=False)
+        (encoded,) = self.splitter.encode_batch([rest], add_special_tokens=False)
         unknown = self.ids[UNKNOWN]
-        found = (self.ids.get(piece, unknown) for piece in encoded.tokens)
-        return language + [unknown if token in self.control else token for token in found]
+        ids = (self.ids.get(piece, unknown) for piece in encoded.tokens)
+        return language + [unknown if token in self.control else token for token in ids]
 
     def id_to_token(self, token: int) -> str | None:
         return self.texts.get(token)
@@ -65,14 +67,19 @@ def is_marian(folder: Path) -> bool:
 
 
 def read_marian(folder: Path) -> Vocabulary:
-    """The vocabulary of a Marian folder. Raises TokenizerError."""
+    """Read the vocabulary of a Marian folder. Raises TokenizerError."""
     ids = _ids(folder / IDS)
     for name in (END, PADDING, UNKNOWN):
         if name not in ids:
             raise TokenizerError(f"{folder / IDS} has no {name}; take the folder as the model is published")
     special = frozenset(ids[name] for name in (END, PADDING, UNKNOWN))
     languages = frozenset(token for text, token in ids.items() if LANGUAGE.fullmatch(text))
-    backend = Backend(spm.cutter(spm.read(folder / SOURCE)), ids, {token: text for text, token in ids.items()}, special)
+    backend = Backend(
+        sentencepiece.unigram_tokenizer(sentencepiece.read(folder / SOURCE)),
+        ids,
+        {token: text for text, token in ids.items()},
+        special,
+    )
     return Vocabulary(
         backend=backend,
         plain=lambda: backend,
@@ -93,7 +100,7 @@ def read_marian(folder: Path) -> Vocabulary:
 
 
 def _ids(path: Path) -> dict[str, int]:
-    """Piece -> id. Raises TokenizerError unless ids are 0 to n - 1, each once."""
+    """Read the ids by piece. Raises TokenizerError unless they are 0 … n − 1, each once."""
     with clear_errors(f"{path} cannot be read"):
         if path.stat().st_size > MAX_BYTES:
             raise TokenizerError(f"{path} is larger than {MAX_BYTES >> 20} MiB; the file is damaged")

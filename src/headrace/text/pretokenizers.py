@@ -1,7 +1,7 @@
-"""How a byte-level BPE vocabulary splits text before merging, by its name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level BPE vocabularies, by their name in `tokenizer.ggml.pre`.
 
-The patterns are data of the models (the `pre_tokenizer` of their tokenizer.json); a vocabulary read with another split
-gives other tokens than the model learnt, so an unknown name is refused.
+The patterns are data of the models (the `pre_tokenizer` of their tokenizer.json). Another split gives other tokens than in
+training, so an unknown name is refused.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ _NOT_DEEPSEEK = (
 )
 DEEPSEEK_LLM = (
     r"[\r\n]",
-    rf"\s?(?:(?![{_NOT_DEEPSEEK}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",  # the letters with case of an older Unicode
+    # Letters with case of an older Unicode version.
+    rf"\s?(?:(?![{_NOT_DEEPSEEK}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
     r"\s+$",
     _CJK,
@@ -51,14 +52,18 @@ DEEPSEEK_V3 = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to split. `patterns` are applied in turn to what the one before left; `spelled` in the same way, to the bytes
-    as they are spelled, where the second byte of ½ is a number."""
+    """One way to split text.
+
+    patterns: applied one after the other to the pieces. spelled: the same after the pieces are spelled in the byte alphabet.
+    nfc: text is normalized to NFC first. ignore_merges: a word of the vocabulary is one token, whatever its merges.
+    add_bos: whether BOS is added if the file has no flag.
+    """
 
     patterns: tuple[str, ...]
     spelled: tuple[str, ...] = ()
     nfc: bool = False
-    ignore_merges: bool = False  # a whole word of the vocabulary is one token, whatever its merges
-    add_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False
+    add_bos: bool = False
 
 
 def _named(split: Split, names: str) -> dict[str, Split]:
@@ -92,14 +97,14 @@ SPLITS = {
 
 
 def split_named(name: str) -> Split:
-    """The split of a vocabulary. Raises TokenizerError, with the name, for one that is not known."""
+    """Return the split of that name. Raises TokenizerError for an unknown name."""
     if name not in SPLITS:
         raise TokenizerError(f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {', '.join(sorted(SPLITS))}")
     return SPLITS[name]
 
 
 def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
-    """The splits of a vocabulary, the byte alphabet (which knows GPT-2's split itself), the splits of what it spells."""
+    """Build the pre-tokenizer: patterns, byte alphabet (which has GPT-2's split built in), patterns of the spelled text."""
     last = split.patterns[-1] == GPT2
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=last)
     return pre_tokenizers.Sequence([*_isolate(split.patterns[: -1 if last else None]), spelling, *_isolate(split.spelled)])
@@ -110,5 +115,5 @@ def _isolate(patterns: tuple[str, ...]) -> list[pre_tokenizers.PreTokenizer]:
 
 
 def normalizer(split: Split) -> normalizers.Normalizer | None:
-    """What is done to text before it is split."""
+    """Return the normalizer of a split, None if there is none."""
     return normalizers.NFC() if split.nfc else None

@@ -1,7 +1,7 @@
-"""Renders chat templates, in a confined process.
+"""Rendering of chat templates; runs in a confined process.
 
-A template is a program from a stranger. jinja2's sandbox keeps it from attributes and from changing what it is given,
-but not from running for ever inside one C call (`10 ** 10 ** 10`) or filling the memory.
+A template is an untrusted program. jinja2's sandbox blocks attributes and mutation, but neither an endless C call
+(`10 ** 10 ** 10`) nor exhaustion of memory.
 """
 
 import functools
@@ -15,11 +15,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from headrace.text.marks import escape_all_but_marks, joined_content, marked_context, marker_of
+from headrace.text.content_marks import escape_all_but_marks, joined_content, marked_context, marker_of
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what a model wrote, for training; rendering takes the body as it is."""
+    """`{% generation %}` marks the model's text for training; rendering returns its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -43,13 +43,13 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own, no HTML escapes: this text is read by a model."""
+    """Filter `tojson` without jinja2's HTML escapes, since a model reads the text."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return escape_all_but_marks(text) if ensure_ascii else text
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, but an attribute out of bounds is an error at once and not an empty text."""
+    """jinja2's sandbox, in which a forbidden attribute raises at once instead of rendering as empty text."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which is not allowed")
@@ -57,7 +57,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @functools.cache
 def environment() -> Sandbox:
-    """The dialect chat templates are written in (that of transformers.apply_chat_template)."""
+    """Return the jinja2 dialect of transformers.apply_chat_template."""
     env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
@@ -66,25 +66,26 @@ def environment() -> Sandbox:
 
 
 @functools.lru_cache(maxsize=4)
-def compiled(source: str) -> Template:
-    """A template ready to be rendered; a model's is compiled once."""
+def compile_template(source: str) -> Template:
+    """Compile a template; a model's is compiled once."""
     return environment().from_string(source)
 
 
-def written(source: str, context: dict[str, Any], most: int) -> str:
+def render_template(source: str, context: dict[str, Any], most: int) -> str:
     pieces, size = [], 0
-    for piece in compiled(source).generate(context):
+    for piece in compile_template(source).generate(context):
         pieces.append(piece)
         size += len(piece)
         if size > most:
             raise TemplateError(f"its output is longer than {most} characters")
     text = "".join(pieces)
-    text.encode()  # half a character cannot be sent, or read by a model
+    # Raises for a lone surrogate, which cannot be sent or encoded.
+    text.encode()
     return text
 
 
 def read_context(question: dict[str, Any]) -> dict[str, Any]:
-    """The template's variables, with marks in the content if the question names tokens to mark."""
+    """Return the template's variables, with marks in the content if the question names tokens to mark."""
     context: dict[str, Any] = json.loads(question["context"])
     if "control" not in question:
         return {**context, "messages": list(map(joined_content, context["messages"]))} if "messages" in context else context
@@ -95,7 +96,7 @@ def read_context(question: dict[str, Any]) -> dict[str, Any]:
 def render(question: dict[str, Any]) -> dict[str, str]:
     """Render {"source", "context" (JSON), "most", and for marks "control" and "quoted" (tokens)} to {"text"} or {"error"}."""
     try:
-        return {"text": written(question["source"], read_context(question), question["most"])}
+        return {"text": render_template(question["source"], read_context(question), question["most"])}
     except TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"}
     except RecursionError:
@@ -107,7 +108,7 @@ def render(question: dict[str, Any]) -> dict[str, str]:
 
 
 def warm(_: str) -> None:
-    """What jinja2 loads late: for times, for errors and for what it makes up itself."""
+    """Make jinja2 load its modules for dates, errors and built-in filters."""
     for source in (
         "{{ strftime_now('%c') }}{{ lipsum() }}{{ 'a'|urlize|pprint }}{{ 1 / 0 }}",
         "{% for %}",
@@ -117,7 +118,7 @@ def warm(_: str) -> None:
 
 
 def variables(question: dict[str, Any]) -> dict[str, list[str] | None]:
-    """{"source"} to {"names"} of the variables that a template reads from its caller; None if it cannot be parsed."""
+    """Turn {"source"} into {"names"} of the variables that a template reads from its caller; None if it cannot be parsed."""
     try:
         read = meta.find_undeclared_variables(environment().parse(question["source"]))
         return {"names": sorted(read - environment().globals.keys())}

@@ -1,11 +1,11 @@
-"""Stop strings, found in text as it streams: a match may straddle tokens, and what may become one is held back."""
+"""Stop strings in streamed text. Text that may become a match is held back."""
 
 from collections.abc import Iterable
 from typing import Self
 
 
 def _borders(text: str) -> list[int]:
-    """borders[k]: length of the longest proper prefix of text[:k] that also ends it (Knuth, Morris, Pratt 1977)."""
+    """Return borders[k], the length of the longest proper prefix of text[:k] that is also its suffix (Knuth-Morris-Pratt)."""
     borders = [0, 0]
     for char in text[1:]:
         k = borders[-1]
@@ -16,10 +16,10 @@ def _borders(text: str) -> list[int]:
 
 
 class StopMatcher:
-    """Watches one output's text for stop strings.
+    """Finds stop strings in the text of one output.
 
-    The match is the one that ends first (the longest of those that end together), so it does not depend on how the text
-    was cut into pieces. `matched` is the stop string found; after that nothing more is given out.
+    The match that ends first wins, the longest of those that end together, so the result does not depend on how the text is
+    cut into pieces. matched: the stop string, None before a match; after it `append` returns nothing.
     """
 
     __slots__ = ("_borders", "_held", "_include", "_states", "_stops", "matched")
@@ -30,22 +30,24 @@ class StopMatcher:
             raise ValueError("a stop string must not be empty")
         self._include = include_stop
         self._borders = [_borders(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)  # characters of each stop string that the text ends with
+        # By stop string, number of its characters that the text ends with.
+        self._states = [0] * len(self._stops)
         self._held = ""
         self.matched: str | None = None
 
     def append(self, text: str) -> str:
-        """The text that is safe to give out: no stop string begins in it. Check `matched` afterwards."""
+        """Return the text that is safe to show: no stop string begins in it. Check `matched` afterwards."""
         if not self._stops or self.matched is not None:
             return text if not self._stops else ""
-        end, found = len(text) + 1, -1
-        for i in range(len(self._stops)):
-            at = self._advance(i, text)
-            if at < end:  # of two that end together the longer comes first
-                end, found = at, i
+        end, matched = len(text) + 1, -1
+        # Stop strings are sorted by length, so the longest of several that end together wins.
+        for number in range(len(self._stops)):
+            own_end = self._advance(number, text)
+            if own_end < end:
+                end, matched = own_end, number
         text = self._held + text
-        if found >= 0:
-            self.matched = self._stops[found]
+        if matched >= 0:
+            self.matched = self._stops[matched]
             stop_at = len(self._held) + end
             self._held = ""
             return text[: stop_at if self._include else stop_at - len(self.matched)]
@@ -54,30 +56,30 @@ class StopMatcher:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """What was held back: the output ended and no stop string came of it."""
+        """Return the held-back text, at the end of an output without a match."""
         text, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return text
 
     def copy(self) -> Self:
-        """The same state, for a fork (a beam, another of n outputs)."""
+        """Copy the state for a fork (a beam, another of n outputs)."""
         twin = object.__new__(type(self))
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
         twin._states = list(self._states)
         return twin
 
-    def _advance(self, i: int, text: str) -> int:
-        """Feed one stop string's automaton; where in `text` the match ends, or past its end when there is none."""
-        stop, borders, state = self._stops[i], self._borders[i], self._states[i]
+    def _advance(self, number: int, text: str) -> int:
+        """Feed one stop string's automaton. Returns the end of the match in `text`, or len(text) + 1 if there is none."""
+        stop, borders, state = self._stops[number], self._borders[number], self._states[number]
         if state == 0 and stop[0] not in text:
             return len(text) + 1
-        for at, char in enumerate(text, 1):
+        for end, char in enumerate(text, 1):
             while state and stop[state] != char:
                 state = borders[state]
             state += stop[state] == char
             if state == len(stop):
-                self._states[i] = 0
-                return at
-        self._states[i] = state
+                self._states[number] = 0
+                return end
+        self._states[number] = state
         return len(text) + 1

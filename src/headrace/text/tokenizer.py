@@ -1,19 +1,19 @@
-"""Text to token ids and back."""
+"""Tokenizer of a model: text to token ids and back."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from headrace.text.content_marks import MARK, SIGN, is_structure, unmark
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.hf_vocab import read_folder
-from headrace.text.marks import MARK, SIGN, is_structure, unmark
 from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors, spell
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
 
 class Encoded(dict[str, Any]):
-    """Token ids as callers of a tokenizer know them: by key and as attribute."""
+    """Result of calling a tokenizer, readable by key and by attribute as in transformers."""
 
     @property
     def input_ids(self) -> Any:
@@ -27,9 +27,8 @@ class Encoded(dict[str, Any]):
 class Tokenizer:
     """A model's tokenizer, from GGUF metadata or a Hugging Face folder.
 
-    `decode` is the concatenation of `token_bytes`, read as UTF-8 (what is not UTF-8 becomes U+FFFD); where encoding puts
-    a space before a text, decoding drops one there. Ids of 0..vocab_size-1 are tokens; a model may have more rows than
-    that (padding), and those stand for no bytes.
+    `decode` joins `token_bytes` and reads them as UTF-8; invalid bytes become U+FFFD. If encoding adds a space before a text,
+    decoding drops it. Ids 0 … vocab_size − 1 are tokens; further rows of a model (padding) stand for no bytes.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -38,7 +37,8 @@ class Tokenizer:
         self._plain: Any = None
         self._unmarking: Any = None
         self._bytes: list[bytes | None] = [None] * vocabulary.size
-        self.ascii: dict[int, str] = {}  # the texts of tokens seen so far that are plain ASCII and no control tokens
+        # Texts of the tokens decoded so far that are plain ASCII and no control tokens.
+        self.ascii: dict[int, str] = {}
         self.vocab_size = vocabulary.size
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -50,37 +50,41 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """From a GGUF file's metadata (keys `tokenizer.*`). Raises TokenizerError."""
+        """Read the tokenizer of a GGUF file's metadata (keys `tokenizer.*`). Raises TokenizerError."""
         return cls(read_gguf(metadata))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
-        """From a folder with tokenizer.json and, where there are, its companions. Raises TokenizerError."""
+        """Read the tokenizer of a Hugging Face or Marian folder. Raises TokenizerError."""
         return cls(read_folder(Path(folder)))
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> "Encoded":
-        """As tokenizers of transformers are called: {"input_ids", "attention_mask"}, of a text or of each of several."""
+        """Encode one or several texts, as tokenizers of transformers do: {"input_ids", "attention_mask"}."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
             return Encoded(input_ids=ids, attention_mask=[1] * len(ids))
-        each = [self.encode(one, add_special_tokens) for one in text]
-        return Encoded(input_ids=each, attention_mask=[[1] * len(ids) for ids in each])
+        batch = [self.encode(item, add_special_tokens) for item in text]
+        return Encoded(input_ids=batch, attention_mask=[[1] * len(ids) for ids in batch])
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, bos {self.bos_token!r}, eos {self.eos_token!r})"
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True, *, marked: bool = False) -> list[int]:
-        """Token ids of a text. `add_special` adds what the model expects around it (BOS, [CLS] … [SEP]); without
-        `parse_special` the names of control tokens are ordinary text. `marked`: a rendered conversation, in which control
-        tokens with a mark (`text.marks`) are ordinary text. Raises TokenizerError for text that is not Unicode (lone
-        surrogates) or that the vocabulary cannot spell."""
+        """Return the token ids of a text.
+
+        add_special: adds the tokens that the model expects around a text (BOS, [CLS] … [SEP]).
+        parse_special: if false, names of control tokens are ordinary text.
+        marked: the text is a rendered conversation, whose marked control tokens (`text.content_marks`) are ordinary text.
+        Raises TokenizerError for lone surrogates, and for text that the vocabulary cannot spell.
+        """
         marked = marked and SIGN in text
-        while marked and text.startswith(MARK):  # some pre-tokenizers look whether a piece begins at character 0
+        # Some pre-tokenizers check whether a piece begins at character 0.
+        while marked and text.startswith(MARK):
             text = text[len(MARK) :]
         self._check(unmark(text) if marked else text)
         encoder = self._unmarking_encoder() if marked else self._encoder(parse_special)
         with clear_errors("this text cannot be encoded"):
-            # as a batch of one: the library lets other threads run while it encodes those, and those alone
+            # The library releases the GIL for batches alone, so this is a batch of one.
             (encoded,) = encoder.encode_batch_fast([text], add_special_tokens=False)
             ids: list[int] = encoded.ids
         if add_special:
@@ -88,11 +92,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids, without control tokens unless `skip_special` is off."""
+        """Return the text of token ids; `skip_special` leaves control tokens out."""
         return self.text_of(self.spelled(ids, skip_special))
 
     def spelled(self, ids: Iterable[int], skip_special: bool = True) -> bytes:
-        """The bytes of token ids; those of a sequence are those of its parts, joined."""
+        """Return the bytes of token ids; those of a sequence are the joined bytes of its parts."""
         return b"".join([self.token_bytes(token) for token in ids if not (skip_special and token in self.special_ids)])
 
     def text_of(self, data: bytes) -> str:
@@ -115,28 +119,28 @@ class Tokenizer:
         return known
 
     def token_text(self, token: int) -> str:
-        """The token as its vocabulary writes it (`Ġthe`, `▁the`, `<0x0A>`). Raises TokenizerError for an unknown id."""
+        """Return the token as the vocabulary writes it (`Ġthe`, `▁the`, `<0x0A>`). Raises TokenizerError for an unknown id."""
         text = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
         if text is None:
             raise TokenizerError(f"there is no token {token}; ids are 0 to {self.vocab_size - 1}")
         return str(text)
 
     def id_of(self, text: str) -> int | None:
-        """The id of the token written so in the vocabulary, or None."""
+        """Return the id of the token that the vocabulary writes as `text`, or None."""
         token = self._backend.token_to_id(text)
         return None if token is None else int(token)
 
     def differs(self, other: "Tokenizer") -> str:
-        """How the tokens of two models differ, in a few words; empty where each id stands for the same in both."""
+        """Describe how the tokens of two models differ; empty if every id stands for the same token."""
         mine, theirs = self._backend.get_vocab(), other._backend.get_vocab()
         if mine == theirs:
             return "" if self._vocabulary.spelling == other._vocabulary.spelling else "they spell bytes differently"
         token = min((id for text, id in {**theirs, **mine}.items() if mine.get(text) != theirs.get(text)))
-        texts = [each._backend.id_to_token(token) for each in (self, other)]
+        texts = [tokenizer._backend.id_to_token(token) for tokenizer in (self, other)]
         return f"token {token} is {texts[0]!r} in one and {texts[1]!r} in the other"
 
     def control_id(self, text: str) -> int | None:
-        """The id of the control token written so, or None."""
+        """Return the id of a control token, or None."""
         token = self.id_of(text)
         return token if token in self.special_ids else None
 
@@ -147,18 +151,18 @@ class Tokenizer:
 
     @property
     def structure_texts(self) -> list[str]:
-        """The control tokens, and other added tokens that chat formats are made of, such as `</tool_response>`."""
+        """The control tokens, and other added tokens that belong to chat formats, such as `</tool_response>`."""
         others = [self.token_text(token) for token in sorted(self._vocabulary.literal_ids - self.special_ids)]
         return [*self.control_texts, *filter(is_structure, others)]
 
     @property
     def bos_token(self) -> str:
-        """The text of BOS, empty where there is none."""
+        """The text of BOS, empty if there is none."""
         return "" if self.bos_id is None else self.token_text(self.bos_id)
 
     @property
     def eos_token(self) -> str:
-        """The text of EOS, empty where there is none."""
+        """The text of EOS, empty if there is none."""
         return "" if self.eos_id is None else self.token_text(self.eos_id)
 
     def _encoder(self, parse_special: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whatever file it came from: one plain record, and how its tokens spell bytes."""
+"""The parts of a tokenizer, independent of the file format, and the bytes that its tokens stand for."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -8,12 +8,13 @@ from typing import Any
 
 from tokenizers import Regex, normalizers
 
-from headrace.text.marks import LITERAL, MARK, SIGN
+from headrace.text.content_marks import LITERAL, MARK, SIGN
 
-SPACE = "▁"  # SentencePiece's visible space
+# SentencePiece's visible space.
+SPACE = "▁"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-# Texts of tokens that end a turn, for files that name only one of theirs.
+# Texts of tokens that end a turn, since some files name only one of several.
 END_OF_TURN = frozenset(
     (
         "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>",
@@ -26,41 +27,54 @@ NO_SPACE_BEFORE = frozenset((".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be built or a text it cannot encode; one line that says what is wrong."""
+    """A tokenizer that cannot be built, or a text that cannot be encoded. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's parts. `backend` finds control tokens in text, `plain` (made on demand) reads them as plain text.
-    `unmarking` (made on demand) is `backend` for text with marks (`text.marks`)."""
+    """The parts of a tokenizer.
 
-    backend: Any  # a tokenizers.Tokenizer, or what does the same
+    backend: a tokenizers.Tokenizer, or an equal interface, that matches control tokens in text.
+    plain: makes a backend that encodes control tokens as plain text.
+    unmarking: makes a backend for text with marks (`text.content_marks`).
+    size: number of ids, 0 … size − 1.
+    spelling: how tokens spell text: "bytes" (byte-level BPE), "spm" (▁ and <0xXX>) or "wordpiece".
+    literal_ids: tokens spelled as their own text, control tokens and user-defined ones.
+    special_ids: control tokens. silent_ids: unused ids, which stand for no text.
+    prefix, suffix: ids added before a text (BOS, [CLS]) and after it ([SEP]).
+    strip_space: encoding adds a space before a text, so decoding drops it.
+    eos_id: the end token that the model's files name. eos_ids: all tokens that end a generation.
+    templates: chat templates by name; the usual one is "default".
+    missing_bytes: bytes that an incomplete byte-level vocabulary cannot spell.
+    """
+
+    backend: Any
     plain: Callable[[], Any]
     unmarking: Callable[[], Any]
-    size: int  # ids are 0..size-1
-    spelling: str  # how tokens spell text: bytes (byte-level BPE) | spm (▁ and <0xXX>) | wordpiece
-    literal_ids: frozenset[int]  # tokens whose spelling is their text: control tokens and user-defined ones
-    special_ids: frozenset[int]  # control tokens, left out of text unless asked for
-    silent_ids: frozenset[int]  # ids that stand for nothing
-    prefix: tuple[int, ...]  # added before a text (BOS, [CLS])
-    suffix: tuple[int, ...]  # added after a text ([SEP])
-    strip_space: bool  # encoding puts a space before a text, so decoding drops one there
+    size: int
+    spelling: str
+    literal_ids: frozenset[int]
+    special_ids: frozenset[int]
+    silent_ids: frozenset[int]
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    strip_space: bool
     bos_id: int | None
-    eos_id: int | None  # the one the model's files name
-    eos_ids: frozenset[int]  # every token that ends a generation
-    templates: Mapping[str, str]  # chat templates by name; the usual one is "default"
-    missing_bytes: frozenset[int] = frozenset()  # byte-level vocabularies that cannot spell everything
+    eos_id: int | None
+    eos_ids: frozenset[int]
+    templates: Mapping[str, str]
+    missing_bytes: frozenset[int] = frozenset()
 
 
 def drop_marks(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer:
-    """A normalizer that removes marks first. Control tokens are found before any normalizer runs."""
-    # only characters after the SIGN go: some pre-tokenizers look whether a piece begins at character 0
+    """Return a normalizer that removes marks first. Control tokens are matched before any normalizer runs."""
+    # Removes only characters after the SIGN: some pre-tokenizers check whether a piece begins at character 0.
     steps = [normalizers.Replace(MARK, ""), normalizers.Replace(Regex(f"(?<={SIGN}){LITERAL[1]}"), "")]
     return normalizers.Sequence(steps if normalizer is None else [*steps, normalizer])
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Code point -> byte of byte-level BPE (GPT-2): printable Latin-1 stands for itself, the rest moves to 256 and up."""
+    """Return the byte of each code point of GPT-2's alphabet: printable Latin-1 for itself, 256 and up for the rest."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = (byte for byte in range(256) if byte not in frozenset(printable))
     return {code: code for code in printable} | {256 + i: byte for i, byte in enumerate(moved)}
@@ -71,7 +85,7 @@ CHAR_OF_BYTE = {byte: chr(code) for code, byte in BYTE_OF_CODE.items()}
 
 
 def spell(vocabulary: Vocabulary, token: int) -> bytes:
-    """The bytes a token adds to a text; empty for one that stands for nothing."""
+    """Return the bytes that a token stands for; empty for an unused id."""
     text = None if token in vocabulary.silent_ids else vocabulary.backend.id_to_token(token)
     if text is None:
         return b""
@@ -87,7 +101,8 @@ def spell(vocabulary: Vocabulary, token: int) -> bytes:
 def _byte_level(text: str) -> bytes:
     try:
         return text.translate(BYTE_OF_CODE).encode("latin-1")
-    except UnicodeEncodeError:  # a token outside the byte alphabet stands for itself
+    except UnicodeEncodeError:
+        # A token outside the byte alphabet stands for itself.
         return text.encode()
 
 
@@ -99,7 +114,7 @@ def _word_piece(text: str) -> bytes:
 
 @contextmanager
 def clear_errors(what: str) -> Iterator[None]:
-    """Whatever the `tokenizers` library raises becomes one line; its panics are BaseExceptions of their own."""
+    """Turn any error of the `tokenizers` library into a one-line TokenizerError; its panics are BaseExceptions."""
     try:
         yield
     except TokenizerError:

@@ -13,7 +13,7 @@ HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments
 class CallFormat:
     """How a family of models writes calls: `opening` {"name": …, `key`: {…}} `closing`, and `between` two of them.
 
-    Where there is no opening, an answer that begins with a brace is a call. `listed`: calls stand in one JSON list.
+    Without an opening, an answer that begins with a brace is a call. `listed`: calls stand in one JSON list.
     """
 
     name: str
@@ -60,7 +60,8 @@ class CallParser:
         self._plain_else = held
         self.calls = 0
         self._held = ""
-        self._blanks: list[str] = []  # that stand before what is held
+        # White space before the held text.
+        self._blanks: list[str] = []
         self._state = "start"
         self._depth = 0
         self._in_text = self._escaped = self._ended = False
@@ -78,7 +79,7 @@ class CallParser:
         return pieces
 
     def close(self) -> list[Piece]:
-        """What is left when no more text comes."""
+        """Return the rest at the end of the text."""
         held = "".join([*self._blanks, self._held])
         return [Piece(held)] if held and self._state in ("start", "text", "head") and (self.calls == 0 or held.strip()) else []
 
@@ -133,7 +134,7 @@ class CallParser:
         return True
 
     def _plain(self, pieces: list[Piece]) -> bool:
-        """An answer of a format, as it is."""
+        """Release the held text of an answer in a format."""
         if plain := "".join([*self._blanks, self._held]):
             pieces.append(Piece(plain))
         self._blanks, self._held = [], ""
@@ -162,7 +163,7 @@ class CallParser:
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        """A JSON value, shown as it comes, to its end."""
+        """Stream a JSON value up to its end."""
         if self._depth == 0 and not self._in_text:
             self._held = self._held.lstrip()
         for at, char in enumerate(self._held):

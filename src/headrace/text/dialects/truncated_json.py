@@ -1,4 +1,4 @@
-"""JSON objects that were cut off: closed again, so that a chat template can render them as objects."""
+"""Repair of truncated JSON objects, so a chat template can render them as objects."""
 
 import re
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def close_object(text: str) -> str | None:
 
 
 def _step(token: str, stack: str, wanted: str) -> tuple[str, str] | None:
-    """The open brackets and what comes next after a token; None if it may not stand there."""
+    """Return the open brackets and the expected next token after a token; None if the token is invalid there."""
     top = stack[-1:]
     if token in CLOSERS and wanted == "value":
         return stack + token, "key" if token == "{" else "value"

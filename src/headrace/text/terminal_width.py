@@ -1,4 +1,4 @@
-"""How wide a text is on a terminal: CJK characters and most emoji take two cells, combining marks none."""
+"""Width of text on a terminal: CJK characters and most emoji take two cells, combining marks none."""
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
@@ -11,7 +11,7 @@ def width(text: str) -> int:
 
 
 def crop(text: str, cells: int) -> str:
-    """At most `cells` cells of a one-line text; where something was cut it ends in …"""
+    """Cut a one-line text to at most `cells` cells; a cut text ends in …"""
     if cell_len(text) <= cells:
         return text
     if cells <= 0:
@@ -20,7 +20,7 @@ def crop(text: str, cells: int) -> str:
 
 
 def wrapped(text: str, cells: int) -> list[str]:
-    """A one-line text in lines of at most `cells` (2 or more) cells, broken between words, and within one that is longer."""
+    """Break a one-line text into lines of at most `cells` (≥ 2) cells, between words, or inside longer words."""
     lines = [""]
     for word in text.split(" "):
         joined = f"{lines[-1]} {word}" if lines[-1] else word

@@ -1,4 +1,4 @@
-"""A conversation whose last message the model continues: its prompt ends where that message's text ends."""
+"""Prompts that end inside the last message, which the model continues."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,13 @@ Message = Mapping[str, Any]
 
 def check_continues(talks: Iterable[Sequence[Message]]) -> None:
     """Raise TemplateError unless the last message of each conversation is text of the assistant."""
-    for *_, ending in talks:
-        if ending["role"] != "assistant":
+    for *_, last in talks:
+        if last["role"] != "assistant":
             raise TemplateError(
                 "continue_final_message: the last message is not the assistant's; end with one of the assistant",
                 "continue_final_message",
             )
-        if ending.get("tool_calls"):
+        if last.get("tool_calls"):
             raise TemplateError(
                 "continue_final_message: the last message calls tools and has no text; add the tools' results",
                 "continue_final_message",
@@ -25,14 +25,17 @@ def check_continues(talks: Iterable[Sequence[Message]]) -> None:
 
 
 def render_open(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
-    """The prompt of a conversation up to the end of its last message's text. `render` applies the template without opening a
-    new turn; a mark at the end of the text shows where to cut. Raises TemplateError if the template drops the mark."""
+    """Return the prompt of a conversation up to the end of its last message's text.
+
+    render: applies the template without opening a new turn. A random mark after the text shows where to cut.
+    Raises TemplateError if the template drops the mark.
+    """
     messages = validate_messages(messages)
     check_continues([messages])
-    *before_it, ending = messages
+    *earlier, last = messages
     mark = secrets.token_hex(16)
-    before, found, _ = render([*before_it, {**ending, "content": ending["content"] + mark}]).rpartition(mark)
-    if not found or mark in before:
+    before, separator, _ = render([*earlier, {**last, "content": last["content"] + mark}]).rpartition(mark)
+    if not separator or mark in before:
         raise TemplateError(
             "continue_final_message: the model's template does not allow it; leave it out", "continue_final_message"
         )

@@ -1,4 +1,7 @@
-"""The tokens that texts are mostly made of: a draft that chooses among these alone skips most of its head (FR-Spec, 2025)."""
+"""Frequent tokens of a vocabulary: a draft restricted to them computes a small part of its head.
+
+Source: FR-Spec, Zhao et al., arXiv 2502.14856.
+"""
 
 from collections.abc import Iterable
 
@@ -24,8 +27,11 @@ MARKUP = (
 
 
 def frequent_tokens(tokenizer: Tokenizer, vocab_size: int, count: int, more: Iterable[int] = ()) -> list[int]:
-    """Ids of about `count` tokens, ascending: the first of the vocabulary, which byte-pair merges list by how often they
-    occurred, the tokens of common markup, those that end a text, and `more`."""
+    """Return the ids of about `count` tokens, ascending.
+
+    These are the first of the vocabulary (byte-pair merges are ordered by frequency), the tokens of common markup, the end
+    tokens, and `more`.
+    """
     chosen = set(range(min(count, vocab_size))) | set(tokenizer.eos_ids) | set(more)
     for text in MARKUP:
         chosen.update(tokenizer.encode(text, add_special=False))

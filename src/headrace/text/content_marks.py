@@ -1,8 +1,8 @@
-"""Keeps the content of a conversation text: control tokens written inside it are marked before the template is rendered.
+"""Marks that keep control tokens inside a conversation's content plain text.
 
-A mark inside `<|im_end|>` prevents that the tokenizer finds the control token. The template carries marks along like any
-other text. The tokenizer removes them after it has found the control tokens and before it splits text, so the content keeps
-the tokens it would have as plain text, and so do merges across the border of template and content.
+A mark inside `<|im_end|>` hides the control token from the tokenizer. Marks are inserted before the template is rendered, and
+the template copies them like any text. The tokenizer removes them after it has matched the control tokens and before it splits
+text, so the content gets the tokens of plain text, also where merges cross the border of template and content.
 """
 
 import functools
@@ -11,17 +11,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Signs of the Phaistos Disc: printable, so that repr() and JSON leave them as is, and in no living script.
+# Signs of the Phaistos Disc: printable, so repr() and JSON do not escape them, and in no living script.
 SIGN = "\U000101d0"
 MARK = SIGN + "\U000101d1"
-LITERAL = SIGN + "\U000101d2"  # a SIGN of the content itself
+# Stands for a SIGN in the content itself.
+LITERAL = SIGN + "\U000101d2"
 SIGNS = SIGN + MARK[1] + LITERAL[1]
 
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 RESULT_ROLES = frozenset(("tool", "function", "ipython", "observation"))
-OWN = frozenset(("bos_token", "eos_token"))  # variables that Headrace fills with control tokens
+# Template variables that hold control tokens.
+TOKEN_VARIABLES = frozenset(("bos_token", "eos_token"))
 MARKUP = re.compile(r"[<>\[\]{}|｜]")
-# Methods and filters by which a template takes a text apart, and where.
+# Calls in a template that split a text, with the separator.
 CUTS = re.compile(r"\b(?:r?split|r?partition|replace)\(\s*(?:'((?:[^'\\]|\\.)+)'|\"((?:[^\"\\]|\\.)+)\")")
 
 
@@ -36,9 +38,9 @@ def is_structure(text: str) -> bool:
 
 
 class Marker:
-    """Marks the occurrences of some tokens in texts, and the parts of them at the ends of a text.
+    """Marks the occurrences of tokens in texts, and parts of tokens at both ends of a text.
 
-    `tokens`: control tokens as text. `cuts`: texts at which the template splits content; the pieces have ends of their own.
+    tokens: control tokens as text. cuts: separators at which the template splits content; each piece has two ends.
     """
 
     def __init__(self, tokens: Iterable[str], cuts: Iterable[str] = ()) -> None:
@@ -52,30 +54,31 @@ class Marker:
         self._cuts = re.compile("(" + "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) + ")") if cuts else None
 
     def text(self, text: str) -> str:
-        """A content: no part of it can be a part of a control token."""
+        """Mark a content, which must not form a control token together with the template's text."""
         return self._pieces(text, self._inside)
 
     def name(self, text: str) -> str:
-        """A name or other short value. One such as `user` may be the middle of a control token that the template writes."""
+        """Mark a name or another short value, which may be the middle of a control token that the template writes."""
         return self._pieces(text, lambda piece: False)
 
     def word(self, text: str) -> str:
-        """A key or role, which the template compares: only whole control tokens are marked."""
+        """Mark complete control tokens only, in a key or role that the template compares."""
         text = text.replace(SIGN, LITERAL)
+        # Repeats because tokens may overlap.
         changed = 1 if self._whole else 0
-        while changed and self._whole:  # tokens may overlap
-            text, changed = self._whole.subn(lambda found: found[0][0] + MARK + found[0][1:], text)
+        while changed and self._whole:
+            text, changed = self._whole.subn(lambda match: match[0][0] + MARK + match[0][1:], text)
         return text
 
     def _pieces(self, text: str, inside: Callable[[str], bool]) -> str:
         text = self.word(text)
         if self._cuts is None:
-            return self._ended(text, inside)
+            return self._mark_ends(text, inside)
         pieces = self._cuts.split(text)
-        return "".join(piece if at % 2 else self._ended(piece, inside) for at, piece in enumerate(pieces))
+        return "".join(piece if at % 2 else self._mark_ends(piece, inside) for at, piece in enumerate(pieces))
 
-    def _ended(self, text: str, inside: Callable[[str], bool]) -> str:
-        """Mark the ends of a text where they could be the end or the beginning of a control token."""
+    def _mark_ends(self, text: str, inside: Callable[[str], bool]) -> str:
+        """Mark the ends of a text that could be the beginning or the end of a control token."""
         core = text.strip()
         if not core:
             return text
@@ -93,33 +96,38 @@ class Marker:
 
 
 def marked_context(context: Mapping[str, Any], control: Marker, quoted: Marker) -> dict[str, Any]:
-    """A template's variables with marks in all that is content.
+    """Return the variables of a template with marks in all content.
 
-    `control` marks control tokens; `quoted` marks added tokens, too, in tool results, documents and quoted parts.
+    control: marks control tokens. quoted: also marks other added tokens, in tool results, documents and quoted parts.
     """
-    marked = {name: value if name in OWN else _values(value, control) for name, value in context.items() if name != "messages"}
+    marked = {
+        name: value if name in TOKEN_VARIABLES else _values(value, control)
+        for name, value in context.items()
+        if name != "messages"
+    }
     marked["documents"] = _values(context.get("documents"), quoted)
     return {**marked, "messages": [_message(message, control, quoted) for message in context["messages"]]}
 
 
 def _message(message: Mapping[str, Any], control: Marker, quoted: Marker) -> dict[str, Any]:
     role = message["role"]
-    made = _values({name: value for name, value in message.items() if name not in ("role", "content")}, control)
-    made["role"] = role if role in ROLES | RESULT_ROLES else control.word(role)
+    marked = _values({name: value for name, value in message.items() if name not in ("role", "content")}, control)
+    marked["role"] = role if role in ROLES | RESULT_ROLES else control.word(role)
     if "content" in message:
-        made["content"] = _content(message["content"], quoted if role in RESULT_ROLES else control, quoted)
-    return {name: made[name] for name in map(control.word, message)}  # in the order of the message
+        marked["content"] = _content(message["content"], quoted if role in RESULT_ROLES else control, quoted)
+    # Keeps the order of the message, which a template may show.
+    return {name: marked[name] for name in map(control.word, message)}
 
 
 def _content(content: Any, marker: Marker, quoted: Marker) -> Any:
-    """Text, or parts of which some are quoted, which become one text."""
+    """Mark a text, or join parts, some of them quoted, to one marked text."""
     if isinstance(content, list):
         return "\n".join((quoted if part["type"] == "quoted" else marker).text(part["text"]) for part in content)
     return marker.text(content) if isinstance(content, str) else content
 
 
 def joined_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts became one text, without marks."""
+    """Return a message with its parts joined to one text, without marks."""
     content = message.get("content")
     return {**message, "content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else dict(message)
 
@@ -128,24 +136,24 @@ def _values(value: Any, marker: Marker) -> Any:
     if isinstance(value, str):
         return marker.name(value)
     if isinstance(value, dict):
-        return {marker.word(name): _values(one, marker) for name, one in value.items()}
-    return [_values(one, marker) for one in value] if isinstance(value, list) else value
+        return {marker.word(name): _values(item, marker) for name, item in value.items()}
+    return [_values(item, marker) for item in value] if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=8)
 def marker_of(tokens: tuple[str, ...], template: str) -> Marker:
-    """The marker for a template."""
-    cuts = [one or other for one, other in CUTS.findall(template)]
+    """Return the marker for a template."""
+    cuts = [single or double for single, double in CUTS.findall(template)]
     return Marker(tokens, {cut.encode("ascii", "backslashreplace").decode("unicode-escape") for cut in cuts})
 
 
 def escape_all_but_marks(text: str) -> str:
-    """JSON in ASCII, but for marks."""
-    return re.sub(rf"[^\x00-\x7e{SIGNS}]", lambda found: json.dumps(found[0])[1:-1], text)
+    """Escape JSON text to ASCII, except marks."""
+    return re.sub(rf"[^\x00-\x7e{SIGNS}]", lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern for the longest of some texts, in time that does not grow with their number."""
+    """Return a pattern for the longest match of several texts, as a trie: its time does not grow with their number."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -157,7 +165,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 def _pattern(node: dict[str, Any]) -> str:
     run = ""
-    while len(node) == 1 and "" not in node:  # without a branch
+    while len(node) == 1 and "" not in node:
         ((char, node),) = node.items()
         run += re.escape(char)
     branches = [re.escape(char) + _pattern(rest) for char, rest in node.items() if char]

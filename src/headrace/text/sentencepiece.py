@@ -1,7 +1,9 @@
-"""SentencePiece files (`source.spm`, `spiece.model`): pieces, scores and the normaliser's table, as they were trained.
+"""SentencePiece files (`source.spm`, `spiece.model`): pieces, scores and the normalizer's table of a unigram model.
 
-The file is a protobuf message (sentencepiece_model.proto) and comes from a stranger: every length is checked before it is used,
-and whatever is wrong is one TokenizerError. Only unigram models are read (Kudo 2018).
+The file is a protobuf message (sentencepiece_model.proto) and not trusted: every length is checked before use, and an error is
+one TokenizerError.
+
+Source: Kudo, "Subword Regularization", arXiv 1804.10959.
 """
 
 import math
@@ -17,17 +19,24 @@ from headrace.text.vocabulary import SPACE, TokenizerError, clear_errors
 
 MAX_BYTES = 64 << 20
 MAX_PIECES = 1 << 20
-MAX_PIECE = 256  # characters: a text is cut by trying all pieces that begin at a place
-PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of the file
-UNIGRAM = 1  # TrainerSpec.model_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # SentencePiece.type
-CHARSMAP, DUMMY_PREFIX, EXTRA_SPACES = 2, 3, 4  # of NormalizerSpec
+# Most characters of a piece: the tokenizer tries all pieces that begin at a position.
+MAX_PIECE = 256
+# Fields of ModelProto, and of NormalizerSpec.
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+CHARSMAP, DUMMY_PREFIX, EXTRA_SPACES = 2, 3, 4
+# Value of TrainerSpec.model_type.
+UNIGRAM = 1
+# Values of SentencePiece.type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a file says. `pieces`: text, score and type of each; `charsmap`: how characters are replaced first, empty: not at
-    all. `dummy_prefix`: a text begins with a space; `trims`: spaces at its ends go, and of several one is left."""
+    """Contents of a SentencePiece file.
+
+    pieces: text, score and type of each. charsmap: table of character replacements, may be empty.
+    dummy_prefix: a space is added before a text. trims: spaces at the ends are removed, and repeated ones merged.
+    """
 
     pieces: list[tuple[str, float, int]]
     charsmap: bytes
@@ -36,7 +45,7 @@ class Pieces:
 
 
 def read(path: Path) -> Pieces:
-    """A SentencePiece file. Raises TokenizerError."""
+    """Read a SentencePiece file. Raises TokenizerError."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise TokenizerError(f"{path} is larger than {MAX_BYTES >> 20} MiB; the file is damaged")
@@ -50,7 +59,7 @@ def read(path: Path) -> Pieces:
 
 
 def parse(data: bytes) -> Pieces:
-    """The same of a file's bytes."""
+    """Parse the bytes of a SentencePiece file. Raises TokenizerError."""
     pieces: list[tuple[str, float, int]] = []
     charsmap, dummy_prefix, trims = b"", True, True
     for field, value in _fields(data):
@@ -71,21 +80,21 @@ def parse(data: bytes) -> Pieces:
     return Pieces(pieces, charsmap, dummy_prefix, trims)
 
 
-def cutter(found: Pieces) -> tokenizers.Tokenizer:
-    """What cuts texts into these pieces. Control tokens are no pieces of any text. Raises TokenizerError."""
-    top = max((score for _, score, kind in found.pieces if kind == NORMAL), default=0.0)
+def unigram_tokenizer(model: Pieces) -> tokenizers.Tokenizer:
+    """Build the tokenizer that splits texts into these pieces, without control tokens. Raises TokenizerError."""
+    top = max((score for _, score, kind in model.pieces if kind == NORMAL), default=0.0)
     vocabulary: dict[str, float] = {}
-    unknown = next(text for text, _, kind in found.pieces if kind == UNKNOWN)
-    for text, score, kind in found.pieces:
+    unknown = next(text for text, _, kind in model.pieces if kind == UNKNOWN)
+    for text, score, kind in model.pieces:
         if kind in (NORMAL, USER_DEFINED, UNKNOWN) and text not in vocabulary:
             vocabulary[text] = len(text) * top - 0.1 if kind == USER_DEFINED else score
     with clear_errors("the pieces cannot be used"):
         backend = tokenizers.Tokenizer(models.Unigram(list(vocabulary.items()), list(vocabulary).index(unknown)))
-        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(found.charsmap)] if found.charsmap else []
-        if found.trims:
+        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+        if model.trims:
             steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
         backend.normalizer = normalizers.Sequence(steps)
-        scheme = "always" if found.dummy_prefix else "never"
+        scheme = "always" if model.dummy_prefix else "never"
         backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
     return backend
 
@@ -113,7 +122,7 @@ def _message(value: object) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """Number and value of each field of a message: an int, the float32 of 4 bytes, or bytes."""
+    """Yield number and value of each field of a message: an int, a float for 4 bytes, otherwise bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
