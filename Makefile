@@ -116,7 +116,7 @@ format: $(VENV)/.dev
 
 native: $(VENV)/.run
 	$(VENV)/bin/python -m pip install -v --no-deps --no-build-isolation --editable .
-	@$(VENV)/bin/python -c "import sys, headrace.core as native; sys.exit(native.reason() or 0)"
+	@$(VENV)/bin/python -c "import sys, headrace.core as core; sys.exit(core.reason() or 0)"
 
 clean:
 	rm -rf $(VENV) build src/headrace/core/*.so

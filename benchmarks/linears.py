@@ -12,13 +12,13 @@ import typer
 
 from benchmarks import peak_share
 from benchmarks.command import run
+from headrace import core
 from headrace.backends.native.threads import thread_pool
 from headrace.bench.machine import Say
 from headrace.bench.profile import limits, share_of
 from headrace.cli.files import writable
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
-from headrace.core import core
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS
@@ -72,14 +72,16 @@ def measure_linears(
     rng, pool = np.random.default_rng(0), thread_pool(threads or 0)
     result: dict[str, Any] = {**limits(threads or 0), "shape": list(shape), "types": {}}
     for kind in types:
-        arena, layers = core().Arena(), list[Any]()
+        arena, layers = core.module().Arena(), list[Any]()
         while not layers or arena.used < mebibytes << 20:
-            layers.append(core().PackedLinear([core().pack(_stored(kind, *shape, rng), kind, *shape, arena, pool)]))
+            layers.append(
+                core.module().PackedLinear([core.module().pack(_stored(kind, *shape, rng), kind, *shape, arena, pool)])
+            )
         result["types"][kind] = {}
         for count in rows:
             x = rng.standard_normal((count, shape[1])).astype(np.float32)
-            core().time_linears(layers, x, pool, 1)  # memory for the results is there
-            seconds = median(core().time_linears(layers, x, pool, repeats))
+            core.module().time_linears(layers, x, pool, 1)  # memory for the results is there
+            seconds = median(core.module().time_linears(layers, x, pool, repeats))
             macs = count * shape[0] * shape[1] * len(layers)
             limit, share = share_of(result, "bf16" if kind == "BF16" else "int8", arena.used, macs, seconds)
             figures = {"gmacs": macs / seconds / 1e9, "gb_s": arena.used / seconds / 1e9, "limit": limit, "share": share}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace import core as native
+from headrace import core
 
 MODELS = {"SmolLM2-135M": (30, 9, 3, 64), "Qwen2.5-1.5B": (28, 12, 2, 128)}  # layers, heads, KV heads, head size
 VOCAB = 151_936
@@ -27,15 +27,15 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 
 def attention(model: str, dtype: str, context: int, rows: int, threads: int, isa: str, feeds: int = 1) -> str:
-    core = native.core()
+    module = core.module()
     layers, heads, kv_heads, dim = MODELS[model]
     blocks = -(-(context + rows) // 16)
-    pool = core.KVPool(layers, blocks * feeds, 16, kv_heads, dim, dtype)
-    workers = core.ThreadPool(threads)  # the step keeps it alive
-    step = core.AttentionStep(pool, workers, isa)
+    pool = module.KVPool(layers, blocks * feeds, 16, kv_heads, dim, dtype)
+    workers = module.ThreadPool(threads)  # the step keeps it alive
+    step = module.AttentionStep(pool, workers, isa)
     rng = np.random.default_rng(0)
     tables = rng.permutation(blocks * feeds).astype(np.int32).reshape(feeds, blocks)
-    options = core.AttentionOptions()
+    options = module.AttentionOptions()
     options.heads, options.scale = heads, dim**-0.5
 
     def run(start: int, count: int, only: np.ndarray) -> Callable[[], object]:
@@ -72,14 +72,14 @@ SAMPLERS: dict[str, dict[str, float]] = {
 
 
 def sampler(isa: str) -> list[str]:
-    core = native.core()
+    module = core.module()
     z = np.random.default_rng(0).normal(0, 3, VOCAB).astype(np.float32)
-    maxima = np.empty(-(-VOCAB // core.VOCAB_BLOCK), dtype=np.float32)
-    core.block_maxima(z, maxima)
-    draw, history = core.Sampler(VOCAB, isa or None), core.History(list(range(100)))
+    maxima = np.empty(-(-VOCAB // module.VOCAB_BLOCK), dtype=np.float32)
+    module.block_maxima(z, maxima)
+    draw, history = module.Sampler(VOCAB, isa or None), module.History(list(range(100)))
 
     def time_of(settings: dict[str, float], known_maxima: bool, logprobs: int) -> float:
-        params = core.SampleParams()
+        params = module.SampleParams()
         for key, value in settings.items():
             setattr(params, key, value)
         known = maxima if known_maxima else None

@@ -123,23 +123,23 @@ def serve() -> None:
 def _weights() -> dict[str, Any]:
     import numpy as np
 
-    from headrace.core import core
+    from headrace import core
 
     rng = np.random.default_rng(1)
-    pool, arena = core().ThreadPool(3), core().Arena(1 << 21)
+    pool, arena = core.module().ThreadPool(3), core.module().Arena(1 << 21)
 
     def packed(n: int, k: int, quantize: str = "int8") -> Any:
         rows = (rng.standard_normal((n, k)) * 0.2).astype(np.float32).view(np.uint8)
-        return core().pack(rows, "F32", n, k, arena, pool, quantize=quantize)
+        return core.module().pack(rows, "F32", n, k, arena, pool, quantize=quantize)
 
     def linear(*sizes: tuple[int, int], quantize: str = "int8", **settings: Any) -> Any:
-        return core().PackedLinear([packed(n, k, quantize) for n, k in sizes], **settings)
+        return core.module().PackedLinear([packed(n, k, quantize) for n, k in sizes], **settings)
 
     def norm(kind: str, width: int) -> Any:
-        return core().NormWeights(kind, np.ones(width, np.float32), None, 1e-5)
+        return core.module().NormWeights(kind, np.ones(width, np.float32), None, 1e-5)
 
     gate, up = (rng.standard_normal((FFN, HIDDEN)).astype(np.float32).view(np.uint8) for _ in range(2))
-    pair = core().pack_pair(gate, "F32", up, "F32", FFN, HIDDEN, arena, pool, quantize="int8")
+    pair = core.module().pack_pair(gate, "F32", up, "F32", FFN, HIDDEN, arena, pool, quantize="int8")
     return {
         "pool": pool,
         "@tokens": packed(VOCAB, HIDDEN),
@@ -147,7 +147,7 @@ def _weights() -> dict[str, Any]:
         "@wide_table": packed(20, 2 * HIDDEN),
         "@qkv": linear((QKV, HIDDEN)),
         "@out": linear((HIDDEN, HEADS * DIM)),
-        "@gate_up": core().PackedLinear(list(pair), gated=True),
+        "@gate_up": core.module().PackedLinear(list(pair), gated=True),
         "@down": linear((HIDDEN, FFN)),
         "@head": linear((VOCAB, HIDDEN)),
         "@square": linear((HIDDEN, HIDDEN)),
@@ -165,17 +165,17 @@ def _weights() -> dict[str, Any]:
 
 
 def _build_and_run(calls: list[Call], made: dict[str, Any]) -> None:
-    from headrace.core import core
+    from headrace import core
 
-    program = core().Program(made["pool"], core().KVPool(1, 8, 16, KV_HEADS, DIM), HIDDEN, VOCAB)
+    program = core.module().Program(made["pool"], core.module().KVPool(1, 8, 16, KV_HEADS, DIM), HIDDEN, VOCAB)
     for method, arguments in calls:
         values = {name: _value(value, made) for name, value in arguments.items()}
         getattr(program, method)(**values)
-    sequence = core().Sequence(list(range(ROWS + 4)), core().SampleParams(), 30)
+    sequence = core.module().Sequence(list(range(ROWS + 4)), core.module().SampleParams(), 30)
     sequence.set_table(0, 0, [3, 1, 2])
     sequence.set_table(1, 0, [4, 5])
     for start, count in ((0, ROWS), (ROWS, 1), (ROWS + 1, 2)):
-        step = core().Step()
+        step = core.module().Step()
         step.feed(sequence, start, count, 1)
         step.draw(0, [(1, 2)])
         program.run(step)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.backends.native.lowering import FUSIONS
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.threads import thread_pool
 from headrace.backends.native.weights import PackedWeights
-from headrace.core import core
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
@@ -107,7 +107,7 @@ class Feeder:
 
     def __init__(self, program: NativeProgram, sequences: Sequence[Sequence[int]]) -> None:
         self.program = program
-        self.sequences = [core().Sequence(list(tokens), core().SampleParams()) for tokens in sequences]
+        self.sequences = [core.module().Sequence(list(tokens), core.module().SampleParams()) for tokens in sequences]
         self.lengths = [len(tokens) for tokens in sequences]
         at = 0
         for sequence, length in zip(self.sequences, self.lengths, strict=True):
@@ -124,7 +124,7 @@ class Feeder:
         **run: Any,
     ) -> list[np.ndarray]:
         """Logits [rows, vocabulary] of each (sequence, start, count); the last one also has a draft."""
-        step = core().Step()
+        step = core.module().Step()
         asked = []
         for number, (which, start, count) in enumerate(feeds):
             draft = (list(nodes), list(parents)) if number == len(feeds) - 1 else ([], [])

@@ -19,10 +19,10 @@ from typing import Any
 
 from to_safetensors import bleu
 
+from headrace.backends.recipe import BLOCK_SIZE
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.startup.recipe import BLOCK_SIZE
 from headrace.training.selfdraft import likeliest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=128)

@@ -16,7 +16,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from headrace import core as native
+from headrace import core
 
 ROOT = Path(__file__).parents[1]
 PATHS = {  # and what torch calls such a CPU
@@ -81,7 +81,7 @@ def main() -> int:
     wanted = args.paths.split(",")
     if unknown := sorted(set(wanted) - set(PATHS)):
         parser.error(f"unknown path {unknown[0]}; there are {', '.join(PATHS)}")
-    here = [path for path in wanted if path in native.core().cpu_info()["isas"]]
+    here = [path for path in wanted if path in core.module().cpu_info()["isas"]]
     well, lines = True, [f"{'path':8}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}"]
     with tempfile.TemporaryDirectory() as folder:
         for path in wanted:

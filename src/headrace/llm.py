@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.explicit import (
     Messages,
@@ -42,9 +43,8 @@ from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.engine.lockstep import Inbox, Lockstep
 from headrace.startup.backend import start
-from headrace.startup.exits import Pair, encoded, load, opened
+from headrace.startup.classifier import Pair, encoded, load, opened
 from headrace.startup.loading import open_files, open_roles, pick_device
-from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
 from headrace.text.continued_message import check_continues, render_open
 from headrace.weights.defaults import values

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at / "w8a8"
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason())
+@pytest.mark.skipif(not core.available(), reason=core.reason())
 def test_a_model_with_one_scale_for_a_token(folder: Path) -> None:
     """Another model than with a scale for 32 inputs, near it; each text as alone; without outliers, and without a threshold,
     the plain one to the bit."""
@@ -56,8 +56,8 @@ def test_a_model_with_one_scale_for_a_token(folder: Path) -> None:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path: Path) -> None:
     """auto is token where config.json says so, and only there; group is what auto is elsewhere."""
-    if backend == "native" and not native.available():
-        pytest.skip(native.reason())
+    if backend == "native" and not core.available():
+        pytest.skip(core.reason())
     compress(write_folder(tmp_path / "whole", "llama-gqa"), tmp_path / "int8", Pipeline(format="int8", threads=1))
 
     def first(path: Path, activations: str) -> list[float]:
@@ -92,7 +92,7 @@ def test_what_a_config_asks_for() -> None:
 def test_both_back_ends(activations: str, folder: Path) -> None:
     """Near each other: of what is drawn the log-probabilities."""
     found = []
-    for backend in ("native", "torch") if native.available() else ("torch",):
+    for backend in ("native", "torch") if core.available() else ("torch",):
         llm = LLM(str(folder), backend=backend, dtype="auto" if backend == "native" else "float32", activations=activations,
                   max_model_len=64)  # fmt: skip
         output = llm.generate([TEXTS[0]], GREEDY)[0].outputs[0]
@@ -107,5 +107,5 @@ def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
     plain = write_folder(tmp_path / "plain", "llama-gqa")
     with pytest.raises(ValueError, match="rounds the inputs of integer weights, and .*plain has floats alone: leave"):
         LLM(str(plain), activations="token")
-    if native.available():
+    if core.available():
         LLM(str(plain), activations="token", quantize="int8", max_model_len=64)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import SamplingParams
 from headrace.decoding.beam import BeamSearchParams
 from headrace.engine.engine import Engine
@@ -20,8 +20,8 @@ from tests.beams import (
 )
 from tests.tiny import finish
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
 from tests.tiny_native import native_engine, native_model
 from tests.ulps import ulps

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace.cli.files import writable_folder
 from headrace.llm import LLM
-from headrace.startup.runnable import missing
+from headrace.startup.supported import missing
 from headrace.workflows.batch_output import BatchOutput
 from tests.cli_shell import SECONDS, Shell
 from tests.tiny_bert import write_tiny_bert

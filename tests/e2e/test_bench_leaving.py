@@ -19,8 +19,8 @@ from headrace.llm import LLM
 from headrace.runner.early_exit import Leaving
 from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
-from headrace.startup import rules
 from headrace.startup.opening import open_model
+from headrace.startup.thresholds import CalibratedThreshold, save
 from headrace.training.exit_heads import WeightBytes
 from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import read_teacher
@@ -153,7 +153,7 @@ def test_what_is_timed_is_asked_or_calibrated(folder: Path, tmp_path: Path) -> N
     assert rule_of(tmp_path, None, None) == ExitRule("max_prob", 0.9)
     assert rule_of(tmp_path, "margin", 0.4) == ExitRule("margin", 0.4)
     for rule, state in ((("margin", 0.7, 0.0), "deferred"), (("max_prob", 0.6, 2.0), "propagate")):
-        rules.save(tmp_path, rules.Rule(*rule, 64, "text", 0.1, 0.05, 59, 0.01, 3.5, 0.2, "", state))
+        save(tmp_path, CalibratedThreshold(*rule, 64, "text", 0.1, 0.05, 59, 0.01, 3.5, 0.2, "", state))
     assert rule_of(tmp_path, None, None) == rule_of(tmp_path, "margin", None) == ExitRule("margin", 0.7)
     with pytest.raises(ValueError, match="no threshold of max_prob was calibrated for these exits; give one"):
         rule_of(tmp_path, "max_prob", None)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import Feed, Top, Want
 from headrace.data.types import Request, Sequence
@@ -23,7 +23,7 @@ from tests.tiny import finish, tiny_config, tiny_engine, tiny_model, tokens_of
 VOCAB = 40
 BACKENDS = [
     "torch",
-    pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.reason() or "native")),
+    pytest.param("native", marks=pytest.mark.skipif(not core.available(), reason=core.reason() or "native")),
 ]
 
 

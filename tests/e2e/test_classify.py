@@ -18,7 +18,7 @@ from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, Exits, Staged, _pool, leave_at, probabilities
-from headrace.startup.exits import CALIBRATION, INFO, WEIGHTS, Rule, load, save
+from headrace.startup.classifier import CALIBRATION, INFO, WEIGHTS, Rule, load, save
 from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert

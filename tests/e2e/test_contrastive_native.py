@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
@@ -18,8 +18,8 @@ from tests.e2e.test_contrastive import DECODING, LIMITS, SEARCH, outputs, prompt
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.tiny_files import write_tiny_gguf
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
 from tests.contrast_engines import native_engine_of
 from tests.tiny import tiny_config, tiny_model

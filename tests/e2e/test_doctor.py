@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from headrace import __version__
-from headrace import core as native
+from headrace import __version__, core
 from tests.cli_shell import Shell
 
 
@@ -25,8 +24,8 @@ def test_the_facts_of_an_installation(shell: Shell, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_problem_is_said_and_is_the_exit_code(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_CORE", None)
-    monkeypatch.setattr(native, "_PROBLEM", "gone")
+    monkeypatch.setattr(core, "_CORE", None)
+    monkeypatch.setattr(core, "_PROBLEM", "gone")
     code, out, _ = shell("doctor")
     assert code == 1
     assert "problem:         the native core is not built" in out

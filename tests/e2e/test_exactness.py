@@ -18,6 +18,7 @@ import torch
 from headrace.backends.eager.heads import EagerHeads
 from headrace.backends.eager.program import EagerProgram
 from headrace.backends.native.heads import NativeHeads
+from headrace.backends.recipe import BLOCK_SIZE
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET, KVGroup
@@ -39,7 +40,6 @@ from headrace.runner.exit_head import Exit
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
-from headrace.startup.recipe import BLOCK_SIZE
 from headrace.training.head_kinds import KINDS, initial_tensors
 from headrace.training.teacher import Teacher, read_teacher
 from headrace.training.texts import Text, hidden_rows

@@ -20,7 +20,7 @@ from headrace.llm import LLM
 from headrace.runner import early_exit as leaving
 from headrace.runner.early_exit import MOST_BEHIND
 from headrace.startup import heads as files
-from headrace.startup import rules
+from headrace.startup import thresholds
 from headrace.startup.opening import open_files
 from headrace.stats.text_similarity import rouge_l
 from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
@@ -335,16 +335,16 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     assert rule is not None
     assert rule.threshold == found.threshold
     assert AFTER <= rule.layers <= LAYERS
-    rules.save(exits, rule)
-    rules.save(exits, msgspec.structs.replace(rule, delta=0.4))
-    assert [one.delta for one in rules.load(exits)] == [0.4]
+    thresholds.save(exits, rule)
+    thresholds.save(exits, msgspec.structs.replace(rule, delta=0.4))
+    assert [one.delta for one in thresholds.load(exits)] == [0.4]
     wrong = ({"criterion": "most"}, {"threshold": -1.0}, {"n": 0}, {"delta": 2.0}, {"spread": -1.0})
     changed = [msgspec.json.encode([msgspec.to_builtins(rule) | change]) for change in wrong]
     for data in (b"[1]", b'[{"criterion": "\xff"}]', *changed):
-        (exits / rules.CALIBRATION).write_bytes(data)
+        (exits / thresholds.CALIBRATION).write_bytes(data)
         with pytest.raises(ValueError, match=r"calibration\.json cannot be read"):
-            rules.load(exits)
-    (exits / rules.CALIBRATION).unlink()
+            thresholds.load(exits)
+    (exits / thresholds.CALIBRATION).unlink()
 
 
 def test_rouge_l_of_answers() -> None:
@@ -393,9 +393,9 @@ def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path
     assert "has 6 prompts, and fewer than 29 can show nothing" in err
     code, _, err = shell("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9")
     assert code == 0, err
-    (rule,) = rules.load(exits)
+    (rule,) = thresholds.load(exits)
     assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--exits", exits)[2].split())
-    (exits / rules.CALIBRATION).unlink()
+    (exits / thresholds.CALIBRATION).unlink()
 
 
 def test_prompts_that_trained_the_exits_do_not_calibrate_them(
@@ -418,7 +418,7 @@ def test_prompts_that_trained_the_exits_do_not_calibrate_them(
     code, err = asked(prompts[:2])
     assert code == 0, err
     assert "2 of 8 prompts trained the exits" in err
-    assert rules.load(place)[0].n == 6
+    assert thresholds.load(place)[0].n == 6
     code, err = asked(["another"])
     assert (code, "trained the exits" in err) == (0, False)
     assert "does not record which prompts trained its exits" in asked(None)[1]
@@ -438,13 +438,15 @@ def test_a_rule_is_of_one_model_and_of_its_exits(
     model, exits = folders
     own, place = open_files(model), tmp_path / "exits"
     shutil.copytree(exits, place)
-    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, fits=rules.fits(own, place))
-    rules.save(place, rule)
+    rule = thresholds.CalibratedThreshold(
+        "max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, fits=thresholds.fits(own, place)
+    )
+    thresholds.save(place, rule)
     settings = ModelSettings(exits=place)
-    assert rules.known(own, settings, None) == (rule,)
+    assert thresholds.known(own, settings, None) == (rule,)
     compress(model, tmp_path / "other.gguf", Pipeline(format="Q8_0"))
-    assert rules.known(open_files(tmp_path / "other.gguf"), settings, None) == ()
+    assert thresholds.known(open_files(tmp_path / "other.gguf"), settings, None) == ()
     assert "calibration.json is of another model or of other exits and is not used" in caplog.text
     weights = place / "heads.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    assert rules.known(own, settings, None) == ()
+    assert thresholds.known(own, settings, None) == ()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.eager.program import EagerProgram
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.step import NativeStep
@@ -123,7 +123,7 @@ def test_what_the_core_cannot_do_runs_in_torch_and_is_said(
 def test_without_the_core_everything_runs_in_torch(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "_CORE", None)
+    monkeypatch.setattr(core, "_CORE", None)
     with caplog.at_level(logging.INFO, "headrace"):
         assert open_tiny(tiny).backend == "torch"
     assert "native core is not built" in caplog.text

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import core
 from headrace.backends.native.threads import thread_pool
-from headrace.core import core
 from headrace.data.config import ModelConfig
 from headrace.models import registry
 from headrace.models.base import Model
@@ -73,22 +73,22 @@ def test_threads_do_not_meet_in_the_rows(straight: Model, quantize: str, threads
 def test_an_input_is_made_of_what_the_rows_were() -> None:
     """Rows that change between the phase that makes an input and the layer that reads it: few rows, whose input is made
     when it is read, get what many get. The control: the layer sees the rows as they were, and the rows have changed."""
-    pool, arena = thread_pool(1), core().Arena(1 << 21)
+    pool, arena = thread_pool(1), core.module().Arena(1 << 21)
     values = np.random.default_rng(1).standard_normal((97, 64)).astype(np.float32)
-    table = core().pack(values.view(np.uint8), "F32", 97, 64, arena, pool)
-    square = core().pack(np.eye(64, dtype=np.float32).view(np.uint8), "F32", 64, 64, arena, pool)
+    table = core.module().pack(values.view(np.uint8), "F32", 97, 64, arena, pool)
+    square = core.module().pack(np.eye(64, dtype=np.float32).view(np.uint8), "F32", 64, 64, arena, pool)
 
     def rows_after(count: int) -> np.ndarray:
-        program = core().Program(pool, core().KVPool(1, 4, 16, 1, 16), 64, 97)
+        program = core.module().Program(pool, core.module().KVPool(1, 4, 16, 1, 16), 64, 97)
         own, out = program.buffer("bf16", 64, True), program.buffer("float", 64)
         program.begin("embed")
         program.embed(table, 0)
         program.begin("layer")
         program.quantize((0, 0), own)
         program.residual((0, 0), (0, 0), (0, 0), 64)
-        program.linear(core().PackedLinear([square]), own, "store", (out, 0))
+        program.linear(core.module().PackedLinear([square]), own, "store", (out, 0))
         program.residual((0, 0), (out, 0), (0, 0), 64)
-        sequence, step = core().Sequence(TEXT, core().SampleParams()), core().Step()
+        sequence, step = core.module().Sequence(TEXT, core.module().SampleParams()), core.module().Step()
         sequence.set_table(0, 0, [0, 1, 2])
         step.feed(sequence, 0, count)
         found = np.empty((count, 64), np.float32)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from tests.tiny_native import Feeder, native_model, native_program
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
+module = core.module()
 TEXTS = np.random.default_rng(3).integers(0, 97, (3, 150)).tolist()
 WORDS = "this model is in a step of another thread"
 
@@ -74,7 +74,7 @@ CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_second_thread_is_told(name: str) -> None:
     """Each call is refused while a step is under way, and does what it does where none is: the control."""
-    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), core.Step()
+    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), module.Step()
     wanted = feeder.whole()
     refused, end = 0, time.process_time() + 60  # of work: a machine that is busy or stands still takes none of it
     with steps_under_way(feeder, step):
@@ -125,7 +125,7 @@ def test_two_threads_with_a_step_each(threads: int) -> None:
 
 def test_a_copy_is_nobodys() -> None:
     """A fork made while a step reads its source can be extended at once."""
-    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), core.Step()
+    feeder, step = Feeder(native_program(native_model("llama")), TEXTS), module.Step()
     with steps_under_way(feeder, step):
         for _ in range(200):
             fork = feeder.sequences[0].copy()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core import core
+from headrace import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from tests.tiny_native import Feeder, native_model, native_program
@@ -24,11 +24,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SAY = """
 import json, sys
 from headrace.llm import LLM
-from headrace.core import core
+from headrace import core
 from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1], threads=2)
 outputs = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
-print(json.dumps([llm.backend, core().cpu_info()["isa"], [output.outputs[0].token_ids for output in outputs]]))
+print(json.dumps([llm.backend, core.module().cpu_info()["isa"], [output.outputs[0].token_ids for output in outputs]]))
 """
 
 
@@ -49,7 +49,7 @@ def said(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
-@pytest.mark.parametrize("isa", core().cpu_info()["isas"])
+@pytest.mark.parametrize("isa", core.module().cpu_info()["isas"])
 def test_an_instruction_set_is_chosen_by_the_environment(isa: str, llm: LLM, tiny_gguf: Path) -> None:
     done = said(tiny_gguf, isa)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
 
 def test_python_goes_on_while_a_step_computes() -> None:
     """Threads that may not be interrupted for an hour: another one gets its turn only where a step gives up Python's lock."""
-    runner, step = native_program(native_model("llama")), core().Step()
+    runner, step = native_program(native_model("llama")), core.module().Step()
     step.feed(Feeder(runner, [[1, 2, 3]]).sequences[0], 0, 3, 1)
     gate, ran, before = threading.Lock(), [], sys.getswitchinterval()
 
@@ -228,20 +228,20 @@ def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeyp
 WITHOUT_MEMORY = """
 import resource
 import numpy as np
-from headrace.core import core
+from headrace import core
 
 VOCAB, ROWS = 200_000, 40
-pool, arena = core().ThreadPool(2), core().Arena(1 << 21)
+pool, arena = core.module().ThreadPool(2), core.module().Arena(1 << 21)
 values = np.random.default_rng(1).standard_normal((VOCAB, 32)).astype(np.float32)
-table = core().pack(values.view(np.uint8), "F32", VOCAB, 32, arena, pool)
-program = core().Program(pool, core().KVPool(1, 4, 16, 1, 16), 32, VOCAB)
+table = core.module().pack(values.view(np.uint8), "F32", VOCAB, 32, arena, pool)
+program = core.module().Program(pool, core.module().KVPool(1, 4, 16, 1, 16), 32, VOCAB)
 program.begin("embed")
 program.embed(table, 0)
 program.begin("head")
 own, logits, maxima = (program.buffer(*shape) for shape in (("bf16", 32, True), ("float", VOCAB), ("float", VOCAB // 64)))
 program.quantize((1, 0), own)
-program.linear(core().PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
-sequence, step = core().Sequence(list(range(ROWS)), core().SampleParams()), core().Step()
+program.linear(core.module().PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
+sequence, step = core.module().Sequence(list(range(ROWS)), core.module().SampleParams()), core.module().Step()
 sequence.set_table(0, 0, [0, 1, 2])
 
 def errors():
@@ -278,8 +278,8 @@ def test_memory_that_is_not_there_is_an_error_of_the_request() -> None:
 OUTLIVED = """
 import sys, threading, time
 from headrace.llm import LLM
-from headrace.core import core
-core().set_leak_warnings("listed" in sys.argv)
+from headrace import core
+core.module().set_leak_warnings("listed" in sys.argv)
 llm, begun = LLM(sys.argv[1], threads=1), threading.Event()
 
 def hold(kept):

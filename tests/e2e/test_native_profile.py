@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from headrace import core
 from headrace.backends.native.program import NativeProgram
-from headrace.core import core
 from tests.cli_shell import Shell
 from tests.tiny_native import Feeder, native_model, native_program
 
@@ -46,7 +46,7 @@ def test_products_and_weights_of_linear_layers(threads: int) -> None:
         assert lines[name]["kernel"].startswith("Q8_0 ")
         assert lines[name]["products"] == "int8"
         assert lines[name]["calls"] == LAYERS
-    packed = core().packed_bytes("F32", VOCAB, HIDDEN, "int8")
+    packed = core.module().packed_bytes("F32", VOCAB, HIDDEN, "int8")
     assert lines["head"]["weight_bytes"] == packed * lines["head"]["calls"]
     # 32 columns of int8 with what belongs to them, and 48 floats of the MLP's input to come.
     assert lines["down"]["row_bytes"] == LAYERS * 9 * (104 + 4 * HIDDEN)
@@ -86,14 +86,14 @@ def test_times_are_within_the_step() -> None:
         assert waits > 0
 
 
-@pytest.mark.parametrize("isa", core().cpu_info()["isas"])
+@pytest.mark.parametrize("isa", core.module().cpu_info()["isas"])
 def test_what_the_machine_can_do(isa: str) -> None:
-    pool = core().ThreadPool(1)
+    pool = core.module().ThreadPool(1)
     for products in ("int8", "bf16", "f32"):
-        assert min(core().dot_rate(pool, products, 3, isa)) > 1e6
-    assert min(core().read_bandwidth(pool, 4, 2, isa)) > 1e6
+        assert min(core.module().dot_rate(pool, products, 3, isa)) > 1e6
+    assert min(core.module().read_bandwidth(pool, 4, 2, isa)) > 1e6
     with pytest.raises(ValueError, match="products are int8, bf16 or f32, not int4"):
-        core().dot_rate(pool, "int4", 1, isa)
+        core.module().dot_rate(pool, "int4", 1, isa)
 
 
 def test_the_command(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_command(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     assert code == 0, err
     found = json.loads(file.read_text())
     assert list(found["steps"]) == ["1", "4", "8", "16", "32", "256"]
-    assert found["isa"] == core().cpu_info()["isa"]
+    assert found["isa"] == core.module().cpu_info()["isa"]
     assert found["bandwidth_gb_s"] > 0
     assert set(found["gmacs"]) == {"int8", "bf16", "f32"}
     for step in found["steps"].values():

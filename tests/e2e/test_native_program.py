@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace import core
 from headrace.backends.native.lowering import FUSIONS, Lowering
 from headrace.backends.native.program import NativeProgram
-from headrace.core import core
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models import registry
 from headrace.models.base import Model
@@ -58,19 +58,19 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
     """phases(model, quantize, fusions): how many phases of each of PHASES such a program is made of."""
     counts: Counter[str] = Counter()
 
-    class Counting(core().Program):  # type: ignore[misc]
+    class Counting(core.module().Program):  # type: ignore[misc]
         pass
 
     def count(name: str) -> Callable[..., None]:
         def add(program: Any, *args: Any, **settings: Any) -> None:
             counts[name] += 1
-            getattr(core().Program, name)(program, *args, **settings)
+            getattr(core.module().Program, name)(program, *args, **settings)
 
         return add
 
     for name in PHASES:
         setattr(Counting, name, count(name))
-    counting = SimpleNamespace(**{**vars(core()), "Program": Counting})
+    counting = SimpleNamespace(**{**vars(core.module()), "Program": Counting})
 
     def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
         counts.clear()
@@ -183,7 +183,7 @@ def test_a_companion_runs_on_the_same_sequences() -> None:
 def ask(program: NativeProgram, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()) -> Any:
     """Feed the first text whole, with a draft, and ask one thing of its logits: the step, and what `ask_of` returned."""
     feeder = Feeder(program, TEXTS[:1])
-    step = core().Step()
+    step = core.module().Step()
     step.feed(feeder.sequences[0], 0, 21, 1 + len(nodes), list(nodes), list(parents))
     asked = ask_of(step)
     program.core.run(step)
@@ -193,7 +193,7 @@ def ask(program: NativeProgram, ask_of: Callable[[Any], Any], nodes: Sequence[in
 def drawn(program: NativeProgram, tokens: list[int], key: tuple[int, int]) -> int:
     """The token after `tokens`, drawn alone."""
     feeder = Feeder(program, [tokens])
-    step = core().Step()
+    step = core.module().Step()
     step.feed(feeder.sequences[0], 0, len(tokens), 1)
     number = step.draw(0, [key])
     program.core.run(step)
@@ -217,13 +217,13 @@ def test_verification_walks_the_path_that_sampling_would_take() -> None:
 def test_many_asks_share_a_row() -> None:
     """A draw edits its row for a while: what is asked beside it must not see that. More rows than are held at once."""
     program = native_program(native_model("llama"), threads=3, blocks=200)
-    params = core().SampleParams()
+    params = core.module().SampleParams()
     params.logit_bias = [(5, 50.0)]
     texts = np.random.default_rng(5).integers(0, 97, (6, 60)).tolist()
     feeder = Feeder(program, texts)
     plain = feeder.whole()
-    step, asked = core().Step(), []
-    biased = [core().Sequence(text, params) for text in texts]
+    step, asked = core.module().Step(), []
+    biased = [core.module().Sequence(text, params) for text in texts]
     for which, (sequence, text) in enumerate(zip(biased, texts, strict=True)):
         sequence.set_table(0, 0, list(range(8 * which, 8 * which + 4)))
         step.feed(sequence, 0, len(text), len(text))
@@ -320,7 +320,7 @@ def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
     with pytest.raises(IndexError, match="outside the vocabulary"):
         stranger.whole()
     with pytest.raises(ValueError, match="a step has at least one row"):
-        program.core.run(core().Step())
+        program.core.run(core.module().Step())
     with pytest.raises(ValueError, match="needs hidden rows"):
         feeder.feed((0, 0, 21), layers=(1, 2))
     with pytest.raises(ValueError, match="layers that the model has not"):

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import core
 from headrace.backends.native.lowering import FUSIONS, Lowering
 from headrace.backends.native.program import NativeProgram
-from headrace.core import core
 from headrace.models.base import Model
 from tests.tiny import VOCAB
 from tests.tiny_native import Feeder, native_model, native_program
 
 LENGTH = 40
 FORMS = ("", "int8")
-ISAS = tuple(core().cpu_info()["isas"])
+ISAS = tuple(core.module().cpu_info()["isas"])
 
 
 def texts(count: int, length: int = LENGTH, seed: int = 0) -> list[list[int]]:

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
+from headrace.backends.memory import DoesNotFit, check_weights_fit
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.weights import packed_bytes, weights_room
 from headrace.models.base import Model
 from headrace.models.layers.norm import Norm
 from headrace.models.registry import describe
-from headrace.startup.memory import DoesNotFit, check_weights_fit
 from headrace.weights.source import TensorInfo
 from tests.models.zoo import MemorySource
 from tests.native_blocks import random_rows
 from tests.tiny import tiny_config
 from tests.tiny_native import Feeder, native_model, source_of
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
 TEXT = np.random.default_rng(3).integers(0, 97, (1, 21)).tolist()
 SIZES: dict[str, Any] = {"num_blocks": 8, "block_size": 16, "max_positions": 64, "threads": 1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.eager.program import EagerProgram
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Score, Scores, StepPlan, TableDelta
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == ["act_mul", "attention"]
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
+@pytest.mark.skipif(not core.available(), reason=core.reason() or "native")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_both_back_ends_leave_out_the_same(architecture: str) -> None:
     """Scores are as near as those of the whole models are; of the parts no two are."""

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from headrace.llm import LLM
 from headrace.runner.early_exit import Propagating
 from headrace.runner.slots import Slots
 from headrace.runner.span import Span
-from headrace.startup import rules
+from headrace.startup import thresholds
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
 from tests.e2e.test_leaving import told
@@ -304,12 +305,12 @@ def test_what_cannot_be_opened_so(folders: tuple[Path, Path]) -> None:
 
 def test_rules_of_one_state(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """A threshold is for the state it was tried with."""
-    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
-    other = rules.Rule("max_prob", 0.7, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, "propagate")
+    rule = thresholds.CalibratedThreshold("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
+    other = msgspec.structs.replace(rule, threshold=0.7, state="propagate")
     for one in (rule, other):
-        rules.save(tmp_path, one)
-    assert rules.load(tmp_path) == (other, rule)
-    assert [rules.load(tmp_path, state) for state in ("deferred", "propagate")] == [(rule,), (other,)]
+        thresholds.save(tmp_path, one)
+    assert thresholds.load(tmp_path) == (other, rule)
+    assert [thresholds.load(tmp_path, state) for state in ("deferred", "propagate")] == [(rule,), (other,)]
     assert "exit_state propagate" in other.summary()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.data.types import Request
 from headrace.engine.engine import Engine
@@ -14,8 +14,8 @@ from tests.e2e.test_refine import MASK, TOKENS, FromTheOpenPass, outputs, params
 from tests.native_reference import bfloat16_attention, reference_of
 from tests.refine_reference import dense, paged, refined
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
 from tests.e2e import test_refine_sources as from_sources
 from tests.e2e.test_sources_native import ROUNDED, Reader, apart, engine, held, program

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace import LLM, SamplingParams
-from headrace import core as native
+from headrace import LLM, SamplingParams, core
 from headrace.data.fields import ParamError
 from headrace.engine.admission import AdmissionError
 
 CONTEXT = [5 + at * 7 % 60 for at in range(70)]
 TEXTS = [[*CONTEXT, *end] for end in ([3, 4], [9, 8, 7], [6])]
-BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.reason()))]
+BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not core.available(), reason=core.reason()))]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.backends.recipe import Recipe, Role
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed
@@ -17,7 +18,6 @@ from headrace.models.base import Model
 from headrace.runner.runner import Runner
 from headrace.startup.backend import start
 from headrace.startup.opening import open_model
-from headrace.startup.recipe import Recipe, Role
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import PAD, loaded, logits, oracle, write_tiny_marian
 

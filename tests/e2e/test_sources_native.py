@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.native import lowering
 from headrace.backends.native.encoder import NativeEncoder
 from headrace.backends.native.live import NativeLive
@@ -31,11 +31,11 @@ from tests.tiny import finish, tokens_of
 from tests.tiny_native import BLOCK, Feeder
 from tests.tiny_sources import VOCAB, logits, oracle, source_of, write_tiny_marian
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = tuple(core.cpu_info()["isas"])
+module = core.module()
+ISAS = tuple(module.cpu_info()["isas"])
 KINDS = ("marian", "marian-gelu", "t5", "t5-gated")
 # Of a row's spread: what sums in float32 leave; what a value between two bfloat16 numbers makes, rounded the other way (in the
 # encoder, of all rows that read the source); what rounding leaves.
@@ -72,8 +72,8 @@ class Reader(Feeder):
     def __init__(self, program: NativeProgram, pairs: Sequence[tuple[list[int], list[int]]], encode: bool = True) -> None:
         super().__init__(program, [ids for _, ids in pairs])
         at = max(max(sequence.table) for sequence in self.sequences) + 1
-        params, written = core.SampleParams(), self.sequences
-        self.sequences = [core.Sequence(ids, params, len(source)) for source, ids in pairs]
+        params, written = module.SampleParams(), self.sequences
+        self.sequences = [module.Sequence(ids, params, len(source)) for source, ids in pairs]
         for sequence, old, (source, _) in zip(self.sequences, written, pairs, strict=True):
             count = -(-len(source) // BLOCK)
             sequence.set_table(0, 0, old.table)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace import core
 from headrace.backends.native.threads import SPIN_MICROSECONDS, spin_microseconds, thread_pool
-from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
@@ -55,18 +55,18 @@ def test_the_quota_of_a_control_group_bounds_the_threads(name: str, tmp_path: Pa
     for path, words in files.items():
         (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / path).write_text(words)
-    quota = core().cgroup_cpus(str(tmp_path / "membership"), str(tmp_path / "root"))
+    quota = core.module().cgroup_cpus(str(tmp_path / "membership"), str(tmp_path / "root"))
     assert quota == cpus
-    cores = core().default_threads(0.0)
-    assert core().default_threads(quota) == (min(cores, max(1, int(cpus + 0.25))) if cpus else cores)
+    cores = core.module().default_threads(0.0)
+    assert core.module().default_threads(quota) == (min(cores, max(1, int(cpus + 0.25))) if cpus else cores)
 
 
 def test_a_pool_of_no_stated_size_asks_for_this_process() -> None:
-    info = core().cpu_info()
+    info = core.module().cpu_info()
     assert info["cpus"] == len(os.sched_getaffinity(0))
-    assert info["quota"] == core().cgroup_cpus()
-    assert core().ThreadPool().size == info["threads"] == core().default_threads(info["quota"])
-    assert core().default_threads(1.0) == 1
+    assert info["quota"] == core.module().cgroup_cpus()
+    assert core.module().ThreadPool().size == info["threads"] == core.module().default_threads(info["quota"])
+    assert core.module().default_threads(1.0) == 1
 
 
 SAY = """
@@ -98,7 +98,7 @@ def test_an_engine_stays_on_the_cpus_it_may_use(tiny_gguf: Path) -> None:
 
 FEW = """
 import os, resource, sys, threading
-from headrace.core import core
+from headrace import core
 from headrace.backends.native.threads import thread_pool
 
 def memory(name):
@@ -140,8 +140,8 @@ def test_engines_share_the_threads_of_one_number() -> None:
 
 @pytest.mark.parametrize(("quota", "threads"), [(0.5, 1), (1.5, 1), (1.74, 1), (1.75, 2), (2.5, 2), (0.0, 1000)])
 def test_a_part_of_a_cpu_is_a_thread_from_three_quarters_on(quota: float, threads: int) -> None:
-    cores = core().default_threads(0.0)
-    assert core().default_threads(quota) == min(cores, threads)
+    cores = core.module().default_threads(0.0)
+    assert core.module().default_threads(quota) == min(cores, threads)
 
 
 def test_workers_spin_shortly_under_a_quota() -> None:

@@ -11,7 +11,7 @@ import pytest
 from headrace.bench.classifier import Predictions, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, Exits, leave_at
-from headrace.startup.exits import CALIBRATION, INFO
+from headrace.startup.classifier import CALIBRATION, INFO
 from headrace.training.classifier import LabelledTexts, calibrated, fit, grid_of, read_labelled
 from headrace.training.overlap import split
 from tests.cli_shell import Shell

@@ -14,7 +14,7 @@ from headrace.data.progress import Silent
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows
 from headrace.runner.classifier import _pool
-from headrace.startup.exits import INFO
+from headrace.startup.classifier import INFO
 from headrace.startup.opening import open_model
 from headrace.training import sequence_forward
 from headrace.training.classifier import ClassifierConfig, exit_logits, read_labelled, train

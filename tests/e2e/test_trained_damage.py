@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.runner.classifier import Exits
-from headrace.startup import exits as classifiers
-from headrace.startup import heads, rules
+from headrace.startup import classifier as classifiers
+from headrace.startup import heads, thresholds
 from headrace.startup.opening import Opened, open_model
 from tests.cli_shell import Shell
 from tests.leaving import write_exits
@@ -139,17 +139,17 @@ def test_every_truncation_is_told(whole: Whole, tmp_path: Path) -> None:
 def test_every_rule_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> None:
     """Thresholds beside them, which have another form each."""
     place = whole.copied(tmp_path / "a")
-    rule = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
-    file = place / rules.CALIBRATION
+    rule = thresholds.CalibratedThreshold("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
+    file = place / thresholds.CALIBRATION
     if whole.info == heads.HEADS_INFO:
-        rules.save(place, rule)
+        thresholds.save(place, rule)
     (known,) = json.loads(file.read_text())
 
     def told() -> str:
         if whole.info != heads.HEADS_INFO:
             return whole.said(place)
         try:
-            rules.load(place)
+            thresholds.load(place)
         except ValueError as error:
             return str(error)
         return ""

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.backends.memory import DoesNotFit
+from headrace.backends.recipe import BLOCK_SIZE, SELF, Recipe, Role
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import DRAFT, TARGET
@@ -18,9 +20,7 @@ from headrace.llm import LLM
 from headrace.runner.span import Span
 from headrace.startup import backend
 from headrace.startup.backend import Started, start
-from headrace.startup.memory import DoesNotFit
 from headrace.startup.opening import open_model
-from headrace.startup.recipe import BLOCK_SIZE, SELF, Recipe, Role
 from tests.house.toy_back_end import Counting, Toy
 from tests.tiny import finish, tokens_of
 from tests.tiny_files import write_tiny_gguf
@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_back_end_is_one_file(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts, chunks and batches change nothing on it that they do not change in torch."""
-    monkeypatch.setattr(backend, "OFFERS", (*backend.OFFERS, Toy()))
+    monkeypatch.setattr(backend, "BACKENDS", (*backend.BACKENDS, Toy()))
     made = {}
     for name in ("toy", "torch"):
         llm = LLM(tiny, backend=name, dtype="float64", speculate="ngram", max_num_batched_tokens=7)
@@ -59,7 +59,7 @@ def test_without_its_row_a_back_end_is_unknown(tiny: Path) -> None:
 
 def test_a_back_end_could_lie_in_its_room() -> None:
     source = Path(__file__).with_name("toy_back_end.py").read_text()
-    assert wrong_imports("headrace.startup.toy", source, {*SOURCES}) == []
+    assert wrong_imports("headrace.backends.eager.toy", source, {*SOURCES}) == []
     assert wrong_imports("headrace.engine.toy", source, {*SOURCES}), "any room would do"
 
 
@@ -75,7 +75,7 @@ def test_torch_reads_a_file_once(tiny: Path, tmp_path: Path) -> None:
 def test_torch_reads_nothing_where_not_all_has_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [open_model(tiny), open_model(write_tiny_gguf(tmp_path / "other.gguf", seed=1))]
     numbers = sum(math.prod(models[0].source.info(name).shape) for name in models[0].source.names())
-    monkeypatch.setattr("headrace.startup.tensors.load_model", None)  # it would be called
+    monkeypatch.setattr("headrace.backends.eager.loading.load_model", None)  # it would be called
     roles = [Role(name, each) for name, each in zip((TARGET.name, DRAFT), models, strict=True)]
     for memory, fits in (("1024GiB", "kv_cache_memory is 1024.00 GiB"), (None, "need .* for their weights")):
         with pytest.raises(DoesNotFit, match=fits):

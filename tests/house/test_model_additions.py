@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -31,7 +31,7 @@ from tests.models.zoo import MemorySource
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_engine, tiny_model, tokens_of
 from tests.tiny_native import as_bfloat16, native_alone, native_engine, native_model, source_of
 
-needs_core = pytest.mark.skipif(not native.available(), reason=native.reason())
+needs_core = pytest.mark.skipif(not core.available(), reason=core.reason())
 BACKENDS = ["torch", pytest.param("native", marks=needs_core)]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -159,10 +159,10 @@ def test_a_number_format_is_three_rows_and_the_core(file: Path, monkeypatch: pyt
     monkeypatch.setitem(KINDS, "Q8_TOO", KINDS["Q8_0"])
     monkeypatch.setitem(DECODERS, "Q8_TOO", DECODERS["Q8_0"])
     source = GGUFFile(file)
-    if native.available():
+    if core.available():
         with pytest.raises(ValueError, match="Q8_TOO"):
             read_tensor(source, "q8")
         with pytest.raises(ValueError, match="no native kernels for weights of type Q8_TOO"):
-            native.core().packed_bytes("Q8_TOO", 3, 64)
-    monkeypatch.setattr(dequant.native, "available", lambda: False)
+            core.module().packed_bytes("Q8_TOO", 3, 64)
+    monkeypatch.setattr(dequant.core, "available", lambda: False)
     assert torch.equal(read_tensor(source, "q8"), expected)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from headrace.backends.eager.offer import EagerBackend
 from headrace.backends.eager.program import EagerProgram
-from headrace.startup.eager import Eager
-from headrace.startup.offer import Loaded
-from headrace.startup.recipe import Recipe
+from headrace.backends.protocol import LoadedPrograms
+from headrace.backends.recipe import Recipe
 
 
 class Counting(EagerProgram):
@@ -16,10 +16,10 @@ class Counting(EagerProgram):
         return super().run(*args, **more)
 
 
-class Toy(Eager):
+class Toy(EagerBackend):
     name = "toy"
 
-    def load(self, recipe: Recipe) -> Loaded:
+    def load(self, recipe: Recipe) -> LoadedPrograms:
         loaded = super().load(recipe)
         programs = {role: Counting(made.model, made.pool) for role, made in loaded.programs.items()}
-        return Loaded(programs, loaded.plan, loaded.dtype)
+        return LoadedPrograms(programs, loaded.plan, loaded.dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace import core as native
+from headrace import core
 from headrace.compress import plan
 from headrace.compress.containers import folder as folders
 from headrace.compress.containers.folder import FolderPlan
@@ -82,7 +82,7 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
     )
     llm = LLM(str(tmp_path / "out"), max_model_len=64)
     assert len(llm.generate(["the water of"], GREEDY)[0].outputs[0].token_ids) == 6
-    assert llm.backend == ("native" if native.available() else "torch")
+    assert llm.backend == ("native" if core.available() else "torch")
 
 
 @pytest.mark.parametrize("method", [("gptq",), ("awq", "gptq"), ("awq",)])

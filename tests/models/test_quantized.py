@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.native.weights import packed_bytes
 from headrace.models import registry
 from headrace.models.base import Model
@@ -201,7 +201,7 @@ def distance(source: QuantizedFolder, model: Model, patch: pytest.MonkeyPatch) -
     return float(np.median((np.abs(ours - wanted.numpy()) / wanted.numpy().std(-1, keepdims=True)).max(-1)))
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason())
+@pytest.mark.skipif(not core.available(), reason=core.reason())
 @pytest.mark.parametrize("name", [*FORMATS, *BOUNDED])
 def test_the_core_multiplies_them_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_folder(DATA / name if name in BOUNDED else FORMATS[name][0]().write(tmp_path))
@@ -377,7 +377,7 @@ def nan(x: Tensor) -> Tensor:
     return flat.reshape(x.shape)
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason())
+@pytest.mark.skipif(not core.available(), reason=core.reason())
 @pytest.mark.parametrize("make", [gptq, awq, fp8_blocks, sparse, lambda: kept("int4-asym"), lambda: kept("bnb-fp4")])
 def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_path: Path) -> None:
     """By torch and by the core, which names the matrix."""

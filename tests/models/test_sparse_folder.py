@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from headrace import core as native
+from headrace import core
 from headrace.compress.containers.folder import FolderPlan
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.write import compress, prepare
@@ -136,7 +136,7 @@ class WithZeros:
         pass
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason())
+@pytest.mark.skipif(not core.available(), reason=core.reason())
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_core_runs_it_packed(bits: int, tmp_path: Path) -> None:
     """Logits are bit for bit those of the same numbers with their zeros, in fewer bytes."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.eager.rounded import round_inputs
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.write import compress
@@ -127,7 +127,7 @@ def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> flo
     return float(np.median((np.abs(ours - wanted.numpy()) / wanted.numpy().std(-1, keepdims=True)).max(-1)))
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason())
+@pytest.mark.skipif(not core.available(), reason=core.reason())
 def test_the_core_rounds_by_the_folders_scales(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition in float64; each text as alone. The control: scales a little larger."""
     assert distance(folder, monkeypatch) < 1e-5
@@ -145,7 +145,7 @@ def test_the_core_rounds_by_the_folders_scales(folder: Path, tmp_path: Path, mon
         assert np.array_equal(alone.view(np.uint32), whole[number].view(np.uint32))
 
 
-@pytest.mark.parametrize("backend", ["torch", *(["native"] if native.available() else [])])
+@pytest.mark.parametrize("backend", ["torch", *(["native"] if core.available() else [])])
 def test_an_engine_takes_them(backend: str, folder: Path) -> None:
     """What is drawn has the probability that the rounded model gives it, and not the one that inputs by token give."""
     text, found = TEXTS[0][:20], []

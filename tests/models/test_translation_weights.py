@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from headrace.backends.recipe import BLOCK_SIZE
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
-from headrace.startup.recipe import BLOCK_SIZE
 from headrace.training.selfdraft import likeliest
 from tests.places import model_file
 

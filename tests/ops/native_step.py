@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.ops.context import tree
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -70,7 +70,7 @@ class Shape:
         return np.cos(phase).astype(np.float32), np.sin(phase).astype(np.float32)
 
     def options(self, positions: int):
-        options = native.core().AttentionOptions()
+        options = core.module().AttentionOptions()
         for name in ("heads", "window", "softcap", "causal", "source", "scale", "sinks", "q_norm", "k_norm"):
             setattr(options, name, getattr(self, name))
         if self.bias is not None:
@@ -108,10 +108,10 @@ class Stepper:
     """A pool of one layer and steps over it."""
 
     def __init__(self, shape: Shape, blocks: int, dtype: str, isa: str, threads, block_size: int = 16) -> None:
-        core = native.core()
+        module = core.module()
         self.shape = shape
-        self.pool = core.KVPool(1, blocks, block_size, shape.kv_heads, shape.dim, dtype)
-        self.step = core.AttentionStep(self.pool, threads, isa)
+        self.pool = module.KVPool(1, blocks, block_size, shape.kv_heads, shape.dim, dtype)
+        self.step = module.AttentionStep(self.pool, threads, isa)
 
     def begin(self, feeds: Sequence[Feed]) -> None:
         starts = np.cumsum([0, *(feed.rows for feed in feeds)])

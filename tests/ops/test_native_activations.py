@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 
 
 @pytest.fixture(params=ISAS)
@@ -41,7 +41,7 @@ def test_quantised_rows(k: int, isa: str) -> None:
     x[1] = 0
     x[2] *= 1e-37
     x[3, k // 2] = 1e30
-    q, scale, scaled_sum, neg32, neg16 = core.quantize_a8(x, isa=isa)
+    q, scale, scaled_sum, neg32, neg16 = module.quantize_a8(x, isa=isa)
     expected_q, expected_scale = quantized(x)
     assert np.array_equal(q, expected_q)
     assert np.array_equal(scale, expected_scale)
@@ -56,7 +56,7 @@ def test_a_value_that_is_not_finite_shows_in_its_group(isa: str) -> None:
     for bad in (np.nan, np.inf, -np.inf):
         x = rows(1, 96)
         x[0, 40] = bad
-        q, scale, *_ = core.quantize_a8(x, isa=isa)
+        q, scale, *_ = module.quantize_a8(x, isa=isa)
         assert np.isnan(scale[0, 1])
         assert np.isfinite(scale[0, [0, 2, 3]]).all()
         assert not q[0, 32:64].any()
@@ -67,12 +67,12 @@ def test_norms(k: int, isa: str) -> None:
     x, weight, bias = rows(7, k), rows(1, k, 1)[0], rows(1, k, 2)[0]
     exact = torch.from_numpy(x).double()
     root = exact * torch.rsqrt((exact**2).mean(-1, keepdim=True) + 1e-6) * torch.from_numpy(weight)
-    ours = core.norm(x, "rms", weight, eps=1e-6, isa=isa)
+    ours = module.norm(x, "rms", weight, eps=1e-6, isa=isa)
     assert torch.allclose(torch.from_numpy(ours).double(), root, rtol=3e-6, atol=1e-9)
     layer = torch.nn.functional.layer_norm(
         exact, (k,), torch.from_numpy(weight).double(), torch.from_numpy(bias).double(), 1e-5
     )
-    ours = core.norm(x, "layer", weight, bias, eps=1e-5, isa=isa)
+    ours = module.norm(x, "layer", weight, bias, eps=1e-5, isa=isa)
     assert torch.allclose(torch.from_numpy(ours).double(), layer, rtol=3e-6, atol=1e-5)
 
 
@@ -80,11 +80,11 @@ def test_norms(k: int, isa: str) -> None:
 def test_a_norm_does_not_depend_on_other_rows_nor_on_the_instruction_set(k: int, isa: str) -> None:
     x, weight = rows(9, k), rows(1, k, 1)[0]
     for kind, bias in (("rms", None), ("layer", rows(1, k, 2)[0])):
-        whole = core.norm(x, kind, weight, bias, eps=1e-5, isa=ISAS[0])
-        assert np.array_equal(core.norm(x, kind, weight, bias, eps=1e-5, isa=isa), whole)
-        assert np.array_equal(core.norm(x[4:5], kind, weight, bias, eps=1e-5, isa=isa), whole[4:5])
-        fused = core.quantize_a8(x, norm=kind, weight=weight, bias=bias, eps=1e-5, isa=isa)
-        apart = core.quantize_a8(whole, isa=isa)
+        whole = module.norm(x, kind, weight, bias, eps=1e-5, isa=ISAS[0])
+        assert np.array_equal(module.norm(x, kind, weight, bias, eps=1e-5, isa=isa), whole)
+        assert np.array_equal(module.norm(x[4:5], kind, weight, bias, eps=1e-5, isa=isa), whole[4:5])
+        fused = module.quantize_a8(x, norm=kind, weight=weight, bias=bias, eps=1e-5, isa=isa)
+        apart = module.quantize_a8(whole, isa=isa)
         assert all(np.array_equal(a, b) for a, b in zip(fused, apart, strict=True))
 
 
@@ -99,18 +99,18 @@ def test_activation_functions(name: str, isa: str) -> None:
         wanted = torch.nn.functional.gelu(exact, approximate="tanh")
     else:
         wanted, near = torch.nn.functional.gelu(exact), {"rtol": 5e-7, "atol": 1e-6}  # the error of erfc, times |x| / 2
-    ours = core.activate(name, x, isa=isa)
+    ours = module.activate(name, x, isa=isa)
     assert np.allclose(ours, wanted.numpy(), **near)
-    assert np.array_equal(ours, core.activate(name, x, isa=ISAS[0]))
+    assert np.array_equal(ours, module.activate(name, x, isa=ISAS[0]))
     up = np.clip(rows(1, x.size), -1, 1)
-    assert np.array_equal(core.activate(name, x, up, isa=isa), ours * up)
+    assert np.array_equal(module.activate(name, x, up, isa=isa), ours * up)
 
 
 def test_what_does_not_fit_is_said() -> None:
     x = rows(2, 8)
     with pytest.raises(ValueError, match="silu, gelu_tanh or gelu, not relu"):
-        core.activate("relu", x)
+        module.activate("relu", x)
     with pytest.raises(ValueError, match="rms or layer, not batch"):
-        core.norm(x, "batch", x[0])
+        module.norm(x, "batch", x[0])
     with pytest.raises(ValueError, match="one entry per column"):
-        core.norm(x, "rms", x[0, :4].copy())
+        module.norm(x, "rms", x[0, :4].copy())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import to_int4
@@ -16,14 +16,14 @@ from headrace.ops.attention import attention
 from headrace.ops.context import FeedRows, build, tree
 from tests.ops.native_step import Feed, Shape, Stepper, reference
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 DTYPES = ("bf16", "int8", "int4", "f32")
 TOLERANCE = {"bf16": 1e-2, "int8": 1e-3, "int4": 1e-3, "f32": 3e-6}  # of the largest value; bf16 rounds queries and weights
-THREADS = {n: core.ThreadPool(n) for n in (1, 2)}
+THREADS = {n: module.ThreadPool(n) for n in (1, 2)}
 
 
 @pytest.fixture(params=ISAS)
@@ -97,7 +97,7 @@ def test_random_steps_against_float64(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_edges_of_blocks_and_splits_against_float64(isa, dtype):
     """Nothing before, one token, up to the last of a block or a split, one more; one row and a few, all in one step."""
-    starts = [0, 1, *(edge + more for edge in (16, 32, 64, core.KV_SPLIT, 2 * core.KV_SPLIT) for more in (-1, 0, 1))]
+    starts = [0, 1, *(edge + more for edge in (16, 32, 64, module.KV_SPLIT, 2 * module.KV_SPLIT) for more in (-1, 0, 1))]
     for shape in (Shape(3, 1, 64), Shape(4, 2, 8, window=17)):
         feeds = [Feed(start, count) for start in starts for count in (1, 3)]
         made, blocks = tables(random.Random(0), [feed.start + feed.rows for feed in feeds], 16)
@@ -114,7 +114,7 @@ def test_edges_of_blocks_and_splits_against_float64(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_context_over_many_splits(isa, dtype):
     shape = Shape(6, 2, 64)
-    for start in (core.KV_SPLIT * 5 - 1, core.KV_SPLIT * 5, core.KV_SPLIT * 9 + 70):
+    for start in (module.KV_SPLIT * 5 - 1, module.KV_SPLIT * 5, module.KV_SPLIT * 9 + 70):
         (table,), blocks = tables(random.Random(1), [start + 3], 16)
         stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
         feeds = [Feed(start, 3, (), table)]
@@ -143,9 +143,9 @@ def test_int8_sums_of_512_dimensions_at_their_extremes(isa, signs):
     past_32_bits = 512 * 255 * 127 * 128 + 2**26  # the control: 2 % more would wrap
     assert np.int64(past_32_bits).astype(np.int32) < 0
     with pytest.raises(ValueError, match="512"):
-        core.KVPool(1, 1, 16, 1, 528, "int8")
+        module.KVPool(1, 1, 16, 1, 528, "int8")
     with pytest.raises(ValueError, match="int4 KV takes heads of up to 512"):
-        core.KVPool(1, 1, 16, 1, 528, "int4")
+        module.KVPool(1, 1, 16, 1, 528, "int4")
 
 
 @pytest.mark.parametrize("place", ["k", "v"])
@@ -406,9 +406,9 @@ def test_a_window_longer_than_any_sequence_is_none(isa, window):
 
 def test_a_pool_whose_bytes_no_integer_counts_is_refused():
     with pytest.raises(ValueError, match="larger than memory can be"):
-        core.KVPool(1, 2**27 - 1, 16, 65536, 65536)
+        module.KVPool(1, 2**27 - 1, 16, 65536, 65536)
     with pytest.raises(ValueError, match="larger than memory can be"):
-        core.KVPool.block_bytes(1 << 30, 1 << 30, 65536, 65536, "f32")
+        module.KVPool.block_bytes(1 << 30, 1 << 30, 65536, 65536, "f32")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -515,7 +515,7 @@ def test_the_result_as_the_next_layer_wants_it(isa, heads, kv_heads, dim):
     blocks, halves = np.full((5, tiles * A8_BLOCK.itemsize), 255, np.uint8), np.full((5, tiles * 64), 255, np.uint16)
     stepper = Stepper(shape, 1, "bf16", isa, THREADS[1])
     out = stepper.run([Feed(0, 5, (), [0])], rows(5, shape, 1), a8=blocks, bf16=halves)
-    parts = core.quantize_a8(out, isa=isa)
+    parts = module.quantize_a8(out, isa=isa)
     for name, wanted in zip(A8_BLOCK.names, parts, strict=True):
         assert np.array_equal(blocks.view(A8_BLOCK)[name].reshape(5, -1), wanted)
     padded = torch.nn.functional.pad(torch.from_numpy(out), (0, tiles * 64 - heads * dim))
@@ -548,6 +548,6 @@ def test_a_feed_longer_than_its_table_is_refused():
     with pytest.raises(IndexError, match="block outside the pool"):
         stepper.begin([Feed(30, 1, (), [0, 4])])
     with pytest.raises(ValueError, match="multiple of 16"):
-        core.KVPool(1, 4, 8, 1, 32)
+        module.KVPool(1, 4, 8, 1, 32)
     with pytest.raises(ValueError, match="unknown KV type"):
-        core.KVPool(1, 4, 16, 1, 32, "fp8")
+        module.KVPool(1, 4, 16, 1, 32, "fp8")

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace import core as native
+from headrace import core
 from tests.native_builder import DIM, QKV, VOCAB, Builder, Call, attention, changed, inserted, right_calls
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
 LAYER, HEAD = 8, 20  # calls: the first phase of the layer, the last one of the head
 

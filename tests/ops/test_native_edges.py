@@ -7,23 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
+module = core.module()
 LAST = 2**31 - 1
 
 
 @pytest.fixture(scope="module")
 def pool() -> Any:
-    return core.ThreadPool(1)
+    return module.ThreadPool(1)
 
 
 def started(tokens: int = 8, logits: int = 4, nodes: int = 0) -> Any:
     """A step with a feed of four known tokens before this one's, so that rows are counted from the second feed's."""
-    step, sequence = core.Step(), core.Sequence(list(range(tokens)), core.SampleParams())
+    step, sequence = module.Step(), module.Sequence(list(range(tokens)), module.SampleParams())
     step.feed(sequence, 0, 4, 4)
     step.feed(sequence, 0, 4, logits, list(range(nodes)), list(range(-1, nodes - 1)))
     return step
@@ -53,21 +53,21 @@ def test_rows_that_are_none_of_the_feeds(row: int) -> None:
 
 def tiny_program() -> Any:
     """A program of 64 tokens, all of whose logits are 0."""
-    pool, arena = core.ThreadPool(1), core.Arena(1 << 21)
-    program = core.Program(pool, core.KVPool(1, 1, 16, 1, 16), 32, 64)
-    table = core.pack(np.zeros((64, 32), np.float32).view(np.uint8), "F32", 64, 32, arena, pool)
+    pool, arena = module.ThreadPool(1), module.Arena(1 << 21)
+    program = module.Program(pool, module.KVPool(1, 1, 16, 1, 16), 32, 64)
+    table = module.pack(np.zeros((64, 32), np.float32).view(np.uint8), "F32", 64, 32, arena, pool)
     program.begin("embed")
     program.embed(table, 0)
     program.begin("head")
     own, logits, maxima = program.buffer("bf16", 32, True), program.buffer("float", 64), program.buffer("float", 1)
     program.quantize((1, 0), own)
-    program.linear(core.PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
+    program.linear(module.PackedLinear([table]), own, "logits", (logits, 0), maxima=maxima)
     return program
 
 
 def one_token(params: Any = None) -> Any:
     """A step with one feed of one token."""
-    sequence, step = core.Sequence([1], params or core.SampleParams()), core.Step()
+    sequence, step = module.Sequence([1], params or module.SampleParams()), module.Step()
     sequence.set_table(0, 0, [0])
     step.feed(sequence, 0, 1, 1)
     return step
@@ -106,7 +106,7 @@ def test_a_row_is_combined_with_an_answer_that_has_logits(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["contrast", "chow", "opt"])
 def test_a_failed_answer_of_an_amateur_fails_what_is_asked_about_the_row(rule: str) -> None:
-    params = core.SampleParams()
+    params = module.SampleParams()
     params.constrained = True
     amateur = one_token(params)
     failed = amateur.draw(0, [(1, 2)])
@@ -121,9 +121,9 @@ def test_a_failed_answer_of_an_amateur_fails_what_is_asked_about_the_row(rule: s
 
 
 def test_mirostat_wants_a_number() -> None:
-    step, params, history = started(nodes=0), core.SampleParams(), core.History([1, 2])
+    step, params, history = started(nodes=0), module.SampleParams(), module.History([1, 2])
     params.mirostat_tau = 3.0
-    sampler, logits = core.Sampler(64), np.zeros((2, 64), np.float32)
+    sampler, logits = module.Sampler(64), np.zeros((2, 64), np.float32)
     for call in (
         lambda: step.draw(3, [(1, 2)], mu=float("nan")),
         lambda: step.verify(3, (1, 2), mu=float("nan")),
@@ -139,14 +139,14 @@ def test_mirostat_wants_a_number() -> None:
 
 ENDLESS = """
 import numpy as np, sys
-from headrace.core import core
-params, history = core().SampleParams(), core().History([1, 2])
+from headrace import core
+params, history = core.module().SampleParams(), core.module().History([1, 2])
 for name, value in zip(sys.argv[1::2], map(float, sys.argv[2::2])):
     if name != "mu":
         setattr(params, name, type(getattr(params, name))(value))
 mu = dict(zip(sys.argv[1::2], map(float, sys.argv[2::2]))).get("mu")
 logits = np.arange(300, dtype=np.float32) / 10
-(report,), error = core().Sampler(300).draw(logits, params, history, [(1, 2)], mu=mu)
+(report,), error = core.module().Sampler(300).draw(logits, params, history, [(1, 2)], mu=mu)
 print(report.id, error)
 """
 
@@ -176,18 +176,18 @@ def test_no_setting_is_drawn_with_for_ever(settings: dict[str, float]) -> None:
 def test_what_is_missing_is_said(pool: Any) -> None:
     x = np.zeros((1, 64), np.float32)
     with pytest.raises(ValueError, match="no layer may be missing"):
-        core.time_linears([None], x, pool, 1)
+        module.time_linears([None], x, pool, 1)
     with pytest.raises((TypeError, ValueError)):
-        core.PackedLinear([None])
+        module.PackedLinear([None])
     with pytest.raises(ValueError, match="no sequence may be missing"):
-        core.Step().draw_each([None], [0])
+        module.Step().draw_each([None], [0])
     for call in (
-        lambda: core.Step().feed(None, 0, 1),
-        lambda: core.Program(None, core.KVPool(1, 1, 16, 1, 16), 32, 64),
-        lambda: core.Program(pool, None, 32, 64),
-        lambda: core.Packer(None),
-        lambda: core.AttentionStep(None, pool),
-        lambda: core.pack(x.view(np.uint8), "F32", 1, 64, None, pool),
+        lambda: module.Step().feed(None, 0, 1),
+        lambda: module.Program(None, module.KVPool(1, 1, 16, 1, 16), 32, 64),
+        lambda: module.Program(pool, None, 32, 64),
+        lambda: module.Packer(None),
+        lambda: module.AttentionStep(None, pool),
+        lambda: module.pack(x.view(np.uint8), "F32", 1, 64, None, pool),
     ):
         with pytest.raises((TypeError, ValueError)):
             call()
@@ -195,13 +195,13 @@ def test_what_is_missing_is_said(pool: Any) -> None:
 
 def test_taps_are_filled_where_they_are(pool: Any) -> None:
     """What would have to be converted would be filled as a copy, and lost: refused."""
-    arena = core.Arena(1 << 21)
-    program = core.Program(pool, core.KVPool(1, 1, 16, 1, 16), 32, 64)
-    table = core.pack(np.ones((64, 32), np.float32).view(np.uint8), "F32", 64, 32, arena, pool)
+    arena = module.Arena(1 << 21)
+    program = module.Program(pool, module.KVPool(1, 1, 16, 1, 16), 32, 64)
+    table = module.pack(np.ones((64, 32), np.float32).view(np.uint8), "F32", 64, 32, arena, pool)
     program.begin("embed")
     program.embed(table, 0)
     program.copy_to_tap((0, 0), program.tap())
-    sequence, step = core.Sequence([1, 2], core.SampleParams()), core.Step()
+    sequence, step = module.Sequence([1, 2], module.SampleParams()), module.Step()
     sequence.set_table(0, 0, [0])
     step.feed(sequence, 0, 2)
     for wrong in (np.zeros((2, 32)), np.zeros((32, 2), np.float32).T):
@@ -224,17 +224,17 @@ def test_taps_are_filled_where_they_are(pool: Any) -> None:
 )
 def test_pools_that_32_bits_cannot_count(sizes: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        core.KVPool(*sizes)
+        module.KVPool(*sizes)
 
 
 def test_attention_looks_at_its_feeds(pool: Any) -> None:
-    kv = core.KVPool(1, 4, 16, 2, 16)
-    step, ints = core.AttentionStep(kv, pool), lambda *values: np.array(values, np.int32)
+    kv = module.KVPool(1, 4, 16, 2, 16)
+    step, ints = module.AttentionStep(kv, pool), lambda *values: np.array(values, np.int32)
     with pytest.raises(IndexError, match="do not fit the step"):
         step.begin(ints(0), ints(0, 1), ints(LAST), ints(1), ints(0).reshape(1, 1))
     step.begin(ints(0), ints(0, 1), ints(0), ints(1), ints(0).reshape(1, 1))
     for heads in (0, 1, 3, -2):
-        options = core.AttentionOptions()
+        options = module.AttentionOptions()
         options.heads = heads
         with pytest.raises(ValueError, match="multiple of the 2 KV heads"):
             step.items(options)
@@ -245,11 +245,11 @@ def test_attention_looks_at_its_feeds(pool: Any) -> None:
 @pytest.mark.parametrize(("n", "k"), [(LAST, 64), (16, LAST), (-1, 64), (0, 0)])
 def test_tensors_that_32_bits_cannot_count(n: int, k: int, pool: Any) -> None:
     with pytest.raises(ValueError, match="positive"):
-        core.pack(np.zeros((1, 4), np.uint8), "F32", n, k, core.Arena(1 << 21), pool)
+        module.pack(np.zeros((1, 4), np.uint8), "F32", n, k, module.Arena(1 << 21), pool)
 
 
 def test_tokens_are_at_least_one(pool: Any) -> None:
-    kv = core.KVPool(1, 1, 16, 1, 16)
+    kv = module.KVPool(1, 1, 16, 1, 16)
     for hidden, vocab_size in ((0, 64), (32, 0), (32, -1), (LAST, 64)):
         with pytest.raises(ValueError, match="at least one token|columns wide"):
-            core.Program(pool, kv, hidden, vocab_size)
+            module.Program(pool, kv, hidden, vocab_size)

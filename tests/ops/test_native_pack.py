@@ -3,26 +3,26 @@
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.kinds import KINDS, NOT_GGUF
 from tests.native_blocks import FLOAT_KINDS, INTEGER_KINDS, columns, dense, float_rows, random_rows, round_bf16
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 QUANTS = pytest.importorskip("gguf.quants", reason="the oracle of stored blocks is the gguf package (extra dev)")
 
 
 @pytest.fixture(scope="module")
 def pool():
-    return core.ThreadPool(2)
+    return module.ThreadPool(2)
 
 
 @pytest.fixture
 def arena():
-    return core.Arena(1 << 21)
+    return module.Arena(1 << 21)
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -39,7 +39,7 @@ def test_integers_and_scales_are_kept(kind: str, isa: str, pool, arena) -> None:
     for n in (1, 16, 37):
         for k in columns(kind):
             rows = random_rows(kind, n, k)
-            packed = core.pack(rows, kind, n, k, arena, pool, isa=isa)
+            packed = module.pack(rows, kind, n, k, arena, pool, isa=isa)
             assert (packed.kind, packed.n, packed.k) == (kind, n, k)
             for reader in (isa, ISAS[0]):  # the bytes are the same on all
                 assert np.array_equal(bits(packed.unpack(isa=reader)), bits(dense(rows, kind, k)))
@@ -50,7 +50,7 @@ def test_the_gguf_package_reads_the_same(kind: str, pool, arena) -> None:
     k = columns(kind)[-1]
     rows = random_rows(kind, 5, k, seed=1)
     oracle = QUANTS.dequantize(rows, getattr(QUANTS.GGMLQuantizationType, kind))
-    assert np.array_equal(core.pack(rows, kind, 5, k, arena, pool).unpack(), oracle)
+    assert np.array_equal(module.pack(rows, kind, 5, k, arena, pool).unpack(), oracle)
 
 
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
@@ -58,11 +58,11 @@ def test_every_byte_counts(kind: str, pool, arena) -> None:
     """The control: a packing that dropped a byte of the source would pass the tests above on data without it."""
     k = columns(kind)[0]
     rows = random_rows(kind, 1, k, scales=np.array([0.5, 1.0, 2.0]))
-    before = core.pack(rows, kind, 1, k, arena, pool).unpack()
+    before = module.pack(rows, kind, 1, k, arena, pool).unpack()
     for at in range(rows.shape[1]):
         changed = rows.copy()
         changed[0, at] ^= 0x11
-        assert not np.array_equal(bits(core.pack(changed, kind, 1, k, arena, pool).unpack()), bits(before)), f"byte {at}"
+        assert not np.array_equal(bits(module.pack(changed, kind, 1, k, arena, pool).unpack()), bits(before)), f"byte {at}"
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -74,16 +74,16 @@ def test_floats_become_bfloat16(kind: str, isa: str, pool, arena) -> None:
     for n, k in ((1, 1), (37, 172), (16, 64)):
         rows = random_rows(kind, n, k)
         exact = dense(rows, kind, k)
-        assert np.array_equal(core.pack(rows, kind, n, k, arena, pool, isa=isa).unpack(), round_bf16(exact))
+        assert np.array_equal(module.pack(rows, kind, n, k, arena, pool, isa=isa).unpack(), round_bf16(exact))
     rows = float_rows(kind, special)
-    packed = core.pack(rows, kind, 1, 8, arena, pool, isa=isa).unpack()
+    packed = module.pack(rows, kind, 1, 8, arena, pool, isa=isa).unpack()
     assert np.array_equal(bits(packed), bits(round_bf16(dense(rows, kind, 8))))
 
 
 def test_values_that_are_not_finite_stay_so(pool, arena) -> None:
     rows = float_rows("F32", np.array([[np.nan, np.inf, -np.inf, 1.0]], np.float32))
     for isa in ISAS:
-        packed = core.pack(rows, "F32", 1, 4, arena, pool, isa=isa).unpack()
+        packed = module.pack(rows, "F32", 1, 4, arena, pool, isa=isa).unpack()
         assert np.isnan(packed[0, 0])
         assert packed[0, 1:].tolist() == [np.inf, -np.inf, 1.0]
 
@@ -115,10 +115,10 @@ def test_floats_quantised_at_load(source: str, isa: str, pool, arena) -> None:
     n, k = 37, 160
     rows = random_rows(source, n, k)
     w = dense(rows, source, k)
-    packed = core.pack(rows, source, n, k, arena, pool, quantize="int8", isa=isa)
+    packed = module.pack(rows, source, n, k, arena, pool, quantize="int8", isa=isa)
     assert packed.kind == "Q8_0"
     assert np.array_equal(packed.unpack(), int8_reference(w))
-    packed = core.pack(rows, source, n, k, arena, pool, quantize="int4", isa=isa)
+    packed = module.pack(rows, source, n, k, arena, pool, quantize="int4", isa=isa)
     assert packed.kind == "Q4_0"
     ours, reference = packed.unpack().reshape(n, -1, 32), int4_reference(w).reshape(n, -1, 32)
     errors = [((q - w.reshape(n, -1, 32)) ** 2).sum(-1) for q in (ours, reference)]
@@ -133,21 +133,21 @@ def test_int4_search_pays(pool, arena) -> None:
     groups = w.reshape(64, -1, 32)
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
     plain = np.clip(np.rint(groups / (extreme / -8)), -8, 7) * (extreme / -8)
-    searched = core.pack(rows, "F32", 64, 512, arena, pool, quantize="int4").unpack().reshape(groups.shape)
+    searched = module.pack(rows, "F32", 64, 512, arena, pool, quantize="int4").unpack().reshape(groups.shape)
     assert ((searched - groups) ** 2).sum() < 0.95 * ((plain - groups) ** 2).sum()
 
 
 def test_rows_are_taken_in_the_order_asked_for(pool, arena) -> None:
     rows = random_rows("Q4_1", 40, 64)
     order = np.random.default_rng(0).permutation(40)[:21].astype(np.int32)
-    packed = core.pack(rows, "Q4_1", 21, 64, arena, pool, permutation=order)
+    packed = module.pack(rows, "Q4_1", 21, 64, arena, pool, permutation=order)
     assert np.array_equal(packed.unpack(), dense(rows, "Q4_1", 64)[order])
     assert np.array_equal(packed.unpack(rows=np.array([20, 0, 20], np.int32)), dense(rows, "Q4_1", 64)[order[[20, 0, 20]]])
 
 
 def test_a_gated_pair_interleaves(pool, arena) -> None:
     gate, up = random_rows("Q4_K", 37, 256), random_rows("Q6_K", 37, 256)
-    first, second = core.pack_pair(gate, "Q4_K", up, "Q6_K", 37, 256, arena, pool)
+    first, second = module.pack_pair(gate, "Q4_K", up, "Q6_K", 37, 256, arena, pool)
     assert np.array_equal(first.unpack(), dense(gate, "Q4_K", 256))
     assert np.array_equal(second.unpack(), dense(up, "Q6_K", 256))
 
@@ -161,7 +161,7 @@ def test_tensors_packed_together_are_those_packed_alone(at_once: int, tmp_path, 
     file = np.memmap(tmp_path / "rows", np.uint8, "r")
     ends = np.cumsum([rows.size for rows in stored])
     mapped = [np.asarray(file[end - rows.size : end]).reshape(rows.shape) for end, rows in zip(ends, stored, strict=True)]
-    packer, order = core.Packer(arena), np.random.default_rng(0).permutation
+    packer, order = module.Packer(arena), np.random.default_rng(0).permutation
     orders = [order(n).astype(np.int32) for _, n, _ in asked]
     tensors = [
         packer.add(rows, kind, n, 256, permutation=order, bias=bias, mapped=True)
@@ -175,13 +175,13 @@ def test_tensors_packed_together_are_those_packed_alone(at_once: int, tmp_path, 
     x = np.random.default_rng(1).standard_normal((1, 256), np.float32)
     for rows, again, order, tensor, (kind, n, bias) in zip(stored, mapped, orders, tensors, asked, strict=True):
         assert np.array_equal(rows, again)
-        alone = core.pack(rows, kind, n, 256, arena, pool, permutation=order, bias=bias)
+        alone = module.pack(rows, kind, n, 256, arena, pool, permutation=order, bias=bias)
         assert np.array_equal(bits(tensor.unpack()), bits(alone.unpack()))
-        assert np.array_equal(*(core.linear(core.PackedLinear([each]), x, pool) for each in (tensor, alone)))
+        assert np.array_equal(*(module.linear(module.PackedLinear([each]), x, pool) for each in (tensor, alone)))
 
 
 def test_a_packer_names_what_is_not_finite(pool, arena) -> None:
-    packer = core.Packer(arena)
+    packer = module.Packer(arena)
     rows = [random_rows("Q8_0", 2000, 512) for _ in range(4)]
     rows[1][1999, -34:-32] = 0x00, 0x7C  # the last scale: infinite
     rows[3][0, :2] = 0x01, 0x7C  # the first one: NaN
@@ -196,7 +196,7 @@ def test_rows_of_a_larger_array_are_read_in_place(pool, arena) -> None:
     wide = np.zeros((8, 100), np.uint8)
     rows = random_rows("Q8_0", 8, 32)
     wide[:, 10 : 10 + rows.shape[1]] = rows
-    packed = core.pack(wide[:, 10 : 10 + rows.shape[1]], "Q8_0", 8, 32, arena, pool)
+    packed = module.pack(wide[:, 10 : 10 + rows.shape[1]], "Q8_0", 8, 32, arena, pool)
     assert np.array_equal(packed.unpack(), dense(rows, "Q8_0", 32))
 
 
@@ -218,7 +218,7 @@ def test_the_size_is_what_the_design_says(pool, arena) -> None:
     }
     for kind, per_weight in stored.items():
         before = arena.used
-        packed = core.pack(random_rows(kind, 32, 512), kind, 32, 512, arena, pool)
+        packed = module.pack(random_rows(kind, 32, 512), kind, 32, 512, arena, pool)
         assert packed.nbytes == arena.used - before == 32 * 512 * per_weight / 8
 
 
@@ -229,10 +229,10 @@ def test_the_size_can_be_told_beforehand(kind: str, pool, arena) -> None:
         for k in columns(kind):
             for quantize in ("", "int8", "int4") if kind in FLOAT_KINDS else ("",):
                 before = arena.used
-                packed = core.pack(random_rows(kind, n, k), kind, n, k, arena, pool, quantize=quantize)
-                assert core.packed_bytes(kind, n, k, quantize) == packed.nbytes == arena.used - before
+                packed = module.pack(random_rows(kind, n, k), kind, n, k, arena, pool, quantize=quantize)
+                assert module.packed_bytes(kind, n, k, quantize) == packed.nbytes == arena.used - before
     with pytest.raises(ValueError, match=r"at most 2\^30"):
-        core.packed_bytes(kind, 2**31 - 1, 256)
+        module.packed_bytes(kind, 2**31 - 1, 256)
 
 
 @pytest.mark.parametrize(
@@ -252,5 +252,5 @@ def test_the_size_can_be_told_beforehand(kind: str, pool, arena) -> None:
 def test_what_cannot_be_packed_is_said(change: dict, message: str, pool, arena) -> None:
     asked = {"rows": random_rows("Q4_0", 4, 64), "kind": "Q4_0", "n": 4, "k": 64, "arena": arena, "pool": pool} | change
     with pytest.raises(ValueError, match=message) as caught:
-        core.pack(**asked)
+        module.pack(**asked)
     assert len(str(caught.value).splitlines()) == 1

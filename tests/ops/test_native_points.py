@@ -7,26 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import POINTS, WIDE, grouped_rows, integer_rows, row_integers
 from tests.native_blocks import dense, random_rows
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 
 
 @pytest.fixture(scope="module")
 def pool():
-    return core.ThreadPool(2)
+    return module.ThreadPool(2)
 
 
 def packed(rows: np.ndarray, kind: str, k: int, pool):
-    return core.pack(rows, kind, len(rows), k, core.Arena(1 << 21), pool)
+    return module.pack(rows, kind, len(rows), k, module.Arena(1 << 21), pool)
 
 
 def shifted(kind: str, rows: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ def outputs(layers: list[Any], x: np.ndarray, pool: Any, isa: str) -> Iterator[t
     for path in ("direct", "panels"):
         for activations in ("group", "split") if len(x) < 8 else ("group",):
             given = {"path": path, "isa": isa, "activations": activations}
-            yield (path, activations), [core.linear(layer, x, pool, **given) for layer in layers]
+            yield (path, activations), [module.linear(layer, x, pool, **given) for layer in layers]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -51,14 +51,14 @@ def test_it_is_q5_0_bit_for_bit(kind: str, isa: str, pool) -> None:
     for n, k, unit in ((37, 384, 0), (16, 768, 64)):
         rows = random_rows(kind, n, k)
         variants = [(integer_rows("Q5_0", *row_integers(kind, rows)), "Q5_0"), (rows, kind), (shifted(kind, rows), kind)]
-        layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
+        layers = [module.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
         for m in (1, 2, 3, 5, 8, 41):
             x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
             x[:, ::50] *= 20
             for way, (wanted, ours, wrong) in outputs(layers, x, pool, isa):
                 assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, way)
                 assert not np.array_equal(wrong, wanted)
-            logits = [core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
+            logits = [module.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
             assert np.array_equal(*logits)
 
 
@@ -70,11 +70,11 @@ def test_without_zero_points_it_is_q4_0_bit_for_bit(isa: str, pool) -> None:
     values = rng.integers(-8, 8, (n, k)).astype(np.int8)
     scales = rng.standard_normal((n, k // 128)).astype(np.float16).repeat(4, axis=1)
     made = [("Q4_0", values), ("G4_128", values), ("G4_128", np.roll(values, 1, axis=0))]
-    layers = [core.PackedLinear([packed(integer_rows(kind, each, scales), kind, k, pool)]) for kind, each in made]
+    layers = [module.PackedLinear([packed(integer_rows(kind, each, scales), kind, k, pool)]) for kind, each in made]
     for m in (1, 3, 8, 41):
         x = rng.standard_normal((m, k)).astype(np.float32)
         for path in ("direct", "panels"):
-            wanted, ours, wrong = (core.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
+            wanted, ours, wrong = (module.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
             assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path)
             assert not np.array_equal(wrong, wanted)
 
@@ -94,7 +94,7 @@ def test_with_zero_points_of_128_it_is_q8_0_bit_for_bit(kind: str, isa: str, poo
             (integer_rows("Q8_0", (codes - np.uint8(128)).view(np.int8), scales), "Q8_0"),
             *((grouped_rows(kind, codes, points, scales), kind) for points in (zeros, other)),
         ]
-        layers = [core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
+        layers = [module.PackedLinear([packed(each, name, k, pool)], segment_unit=unit) for each, name in variants]
         for m in (1, 2, 3, 5, 8, 41):
             x = rng.standard_normal((m, k)).astype(np.float32)
             x[:, ::50] *= 20
@@ -102,7 +102,7 @@ def test_with_zero_points_of_128_it_is_q8_0_bit_for_bit(kind: str, isa: str, poo
                 assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, way)
                 changed = (wrong != wanted).all(axis=0)
                 assert changed.tolist() == [row < n // 2 for row in range(n)]
-            assert np.array_equal(*(core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]))
+            assert np.array_equal(*(module.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]))
 
 
 @pytest.mark.parametrize("kind", WIDE)
@@ -142,7 +142,7 @@ def test_zero_points_beyond_16_are_refused(kind: str, pool) -> None:
     """As scales that are no numbers are: by the packer, and by whoever reads the values."""
     rows = random_rows(kind, 20, 256, scales=np.array([0.5]))
     rows[7, 2] = 17
-    packer = core.Packer(core.Arena(1 << 21))
+    packer = module.Packer(module.Arena(1 << 21))
     packer.add(rows, kind, 20, 256)
     assert packer.run(pool, 1 << 30) == [0]
     for values in (dense(rows, kind, 256), dense_by_the_core(rows, kind)):
@@ -151,5 +151,5 @@ def test_zero_points_beyond_16_are_refused(kind: str, pool) -> None:
 
 def dense_by_the_core(rows: np.ndarray, kind: str) -> np.ndarray:
     out = np.empty(rows.size // KINDS[kind].nbytes * KINDS[kind].block, np.float32)
-    core.dequantize(kind, rows.reshape(-1), out, 1)
+    module.dequantize(kind, rows.reshape(-1), out, 1)
     return out.reshape(len(rows), -1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from headrace import core
 from headrace.backends.native.sampling import sample_params
-from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.ops.keys import Purpose, key
 from headrace.ops.processing import RowSpec
@@ -38,7 +38,7 @@ def test_it_decides_as_torch_does(name: str, block: bool) -> None:
     """Drafted tokens with their q, paths, tokens and log-probabilities: chains of 1 to 4, drawn or chosen."""
     size, rng = 300, np.random.default_rng(len(name))
     params = SETTINGS[name].replace(verification="block" if block else "rejection")
-    native, history = core().Sampler(size), core().History(PROMPT)
+    native, history = core.module().Sampler(size), core.module().History(PROMPT)
     given = sample_params(params, [2])
     lengths = []
     for seed in range(120):
@@ -73,7 +73,7 @@ def test_it_decides_as_torch_does(name: str, block: bool) -> None:
 
 
 def test_a_row_that_cannot_be_drawn_from_ends_the_chain() -> None:
-    native, history, given = core().Sampler(4), core().History(PROMPT), sample_params(SETTINGS["plain"], [])
+    native, history, given = core.module().Sampler(4), core.module().History(PROMPT), sample_params(SETTINGS["plain"], [])
     rows = np.zeros((3, 4), np.float32)
     rows[:2, 1], rows[2] = 60.0, np.nan  # token 1 is certain, and then the rows are broken
     for block in (False, True):
@@ -107,8 +107,8 @@ class Rounds:
         rng = np.random.default_rng(seed)
         self.size, self.block = size, block
         self.p, self.q = (rng.normal(0, 1, (size + 1, size)).astype(np.float32) for _ in range(2))
-        self.native, self.given = core().Sampler(size), sample_params(SamplingParams(temperature=1.0), [])
-        self.history = core().History([0])
+        self.native, self.given = core.module().Sampler(size), sample_params(SamplingParams(temperature=1.0), [])
+        self.history = core.module().History([0])
         self.seed = 0
 
     def draft(self, before: int, gamma: int) -> Chain:

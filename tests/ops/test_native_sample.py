@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.native.sampling import sample_params
 from headrace.data.params import SamplingParams
 from headrace.ops import keys, noise, sampling
 from headrace.ops.logprobs import token_logprobs
 from tests.ulps import rounded_once
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 VECTORS = {
     0x00000000: 0x41B6FDA9,
     0x00000001: 0x41AE33B3,
@@ -42,14 +42,14 @@ def logits(vocab: int, seed: int, spread: float = 3.0) -> np.ndarray:
 def draw_both(z: np.ndarray, spec: sampling.RowSpec, isa: str, maxima: bool = False):
     """What torch and the native sampler make of one row: (RowResult, reports, error)."""
     expected = sampling.sample(torch.from_numpy(z)[None], [spec])[0]
-    history = core.History(list(spec.tokens[: spec.prompt_len]))
+    history = module.History(list(spec.tokens[: spec.prompt_len]))
     history.extend(list(spec.tokens[spec.prompt_len :]))
     best = None
     if maxima:
-        best = np.empty(-(-len(z) // core.VOCAB_BLOCK), dtype=np.float32)
-        assert core.block_maxima(z, best, isa)
+        best = np.empty(-(-len(z) // module.VOCAB_BLOCK), dtype=np.float32)
+        assert module.block_maxima(z, best, isa)
     before = z.copy()
-    reports, error = core.Sampler(len(z), isa).draw(
+    reports, error = module.Sampler(len(z), isa).draw(
         z,
         sample_params(spec.params, spec.stop_ids),
         history,
@@ -132,7 +132,7 @@ def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
 def test_published_noise_vectors(isa):
     words = np.array(list(VECTORS), dtype=np.uint32)
     out = np.empty(len(words), dtype=np.float32)
-    core.gumbel_words(words, out, isa)
+    module.gumbel_words(words, out, isa)
     assert out.view(np.uint32).tolist() == list(VECTORS.values())
 
 
@@ -141,7 +141,7 @@ def test_noise_has_the_bits_of_the_reference(isa):
     words = rng.integers(0, 2**32, 100_003, dtype=np.uint64).astype(np.uint32)
     words[:4] = 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1
     out = np.empty(len(words), dtype=np.float32)
-    core.gumbel_words(words, out, isa)
+    module.gumbel_words(words, out, isa)
     assert np.array_equal(out.view(np.uint32), noise.reference_gumbel(words).view(np.uint32))
 
 
@@ -151,11 +151,11 @@ def test_noise_of_a_row_and_of_chosen_ids(isa, vocab):
     for position, purpose in [(0, 0), (77, 2), (2**31, 4)]:
         wanted = noise.reference_gumbel_at(key, position, vocab, purpose)
         row = np.empty(vocab, dtype=np.float32)
-        core.gumbel_row(key, position, row, purpose, isa)
+        module.gumbel_row(key, position, row, purpose, isa)
         assert np.array_equal(row.view(np.uint32), wanted.view(np.uint32))
         ids = np.random.default_rng(0).integers(0, vocab, 37).astype(np.int32)
         some = np.empty(len(ids), dtype=np.float32)
-        core.gumbel_ids(key, position, ids, some, purpose, isa)
+        module.gumbel_ids(key, position, ids, some, purpose, isa)
         assert np.array_equal(some, wanted[ids])
 
 
@@ -205,12 +205,12 @@ def test_the_bound_on_noise_changes_nothing(isa):
     """Most noise is never drawn; the token is that of all logits plus all noise."""
     vocab = 4096
     row = np.empty(vocab, dtype=np.float32)
-    sampler, params = core.Sampler(vocab, isa), core.SampleParams()
+    sampler, params = module.Sampler(vocab, isa), module.SampleParams()
     for seed in range(40):
         z = logits(vocab, seed, (0.1, 1.0, 4.0, 15.0)[seed % 4])
-        history = core.History([1] * seed)
+        history = module.History([1] * seed)
         reports, error = sampler.draw(z, params, history, [keys.key(seed)])
-        core.gumbel_row(keys.key(seed), seed, row, 0, isa)
+        module.gumbel_row(keys.key(seed), seed, row, 0, isa)
         assert not error
         assert reports[0].id == int(np.argmax(z + row))
 
@@ -234,8 +234,8 @@ def test_a_grammar_mask_is_a_list_of_allowed_ids(isa):
         bits[allowed] = 1
         mask = np.packbits(np.pad(bits, (0, -vocab % 32)), bitorder="little").view(np.uint32)
         params = SamplingParams(top_p=0.8, logit_bias={allowed[0]: 2.0, 3: 1.0}, repetition_penalty=1.2)
-        z, key, history = logits(vocab, seed), [keys.key(seed)], core.History([3, allowed[0]])
-        sampler = core.Sampler(vocab, isa)
+        z, key, history = logits(vocab, seed), [keys.key(seed)], module.History([3, allowed[0]])
+        sampler = module.Sampler(vocab, isa)
         by_list, _ = sampler.draw(z, sample_params(params.replace(allowed_token_ids=tuple(allowed))), history, key)
         by_mask, error = sampler.draw(z, sample_params(params), history, key, mask=mask)
         assert not error
@@ -267,15 +267,15 @@ def test_nothing_left_and_ids_outside_are_errors(isa):
     expected, _, error = draw_both(z, sampling.RowSpec(empty, [keys.key(0)], [1], 1), isa)
     assert "no token can be drawn" in error
     assert "no token can be drawn" in expected.error
-    params = core.SampleParams()
+    params = module.SampleParams()
     params.logit_bias = [(100, 1.0)]
-    _, error = core.Sampler(100, isa).draw(z, params, core.History([1]), [keys.key(0)])
+    _, error = module.Sampler(100, isa).draw(z, params, module.History([1]), [keys.key(0)])
     assert "100 is outside the vocabulary of 100" in error
 
 
 def test_top_and_score_are_log_softmax(isa):
     vocab = 3000
-    sampler = core.Sampler(vocab, isa)
+    sampler = module.Sampler(vocab, isa)
     z = np.stack([logits(vocab, seed) for seed in range(4)])
     wanted = torch.from_numpy(z).double().log_softmax(-1)
     for row, values in zip(z, wanted, strict=True):
@@ -295,7 +295,7 @@ def test_top_and_score_are_log_softmax(isa):
 def test_top_sees_biases_and_bans(isa):
     z = logits(200, 1)
     params = SamplingParams(logit_bias={7: 30.0}, bad_words=((int(z.argmax()),),))
-    report, _ = core.Sampler(200, isa).top(z, 2, sample_params(params), core.History([1]))
+    report, _ = module.Sampler(200, isa).top(z, 2, sample_params(params), module.History([1]))
     assert report.top_ids[0] == 7
     assert int(z.argmax()) not in report.top_ids
 
@@ -335,9 +335,9 @@ def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
         parents = [rng.randrange(-1, i) for i in range(nodes)]
         draft = [rng.randrange(vocab) for _ in range(nodes)]
         z = np.stack([logits(vocab, 100 * seed + i, 1.0) for i in range(nodes + 1)])
-        history = core.History([1, 2])
+        history = module.History([1, 2])
         history.extend([3])
-        path, reports, error = core.Sampler(vocab, isa).verify(
+        path, reports, error = module.Sampler(vocab, isa).verify(
             z, sample_params(params), history, keys.key(seed), draft, parents, logprobs=0
         )
         assert not error
@@ -352,18 +352,18 @@ def test_verification_ends_before_a_node_behind_which_nothing_can_be_drawn(isa):
     z = np.zeros((3, 8), np.float32)
     z[0, 5] = z[1, 6] = 9.0
     z[2] = math.nan
-    asks = (sample_params(SamplingParams(temperature=0.0)), core.History([1]), keys.key(0))
+    asks = (sample_params(SamplingParams(temperature=0.0)), module.History([1]), keys.key(0))
     for rows, path, drawn in ((z, [0], [5, 6]), (z[[0, 2, 2]], [], [5])):
-        found, reports, error = core.Sampler(8, isa).verify(rows.copy(), *asks, [5, 6], [-1, 0], logprobs=0)
+        found, reports, error = module.Sampler(8, isa).verify(rows.copy(), *asks, [5, 6], [-1, 0], logprobs=0)
         assert (found, [report.id for report in reports], error) == (path, drawn, "")
-    assert "logits are broken" in core.Sampler(8, isa).verify(z[[2, 2, 2]].copy(), *asks, [5, 6], [-1, 0], logprobs=0)[2]
+    assert "logits are broken" in module.Sampler(8, isa).verify(z[[2, 2, 2]].copy(), *asks, [5, 6], [-1, 0], logprobs=0)[2]
 
 
 def test_bad_shapes_are_refused():
-    sampler, params, history = core.Sampler(100), core.SampleParams(), core.History([1])
+    sampler, params, history = module.Sampler(100), module.SampleParams(), module.History([1])
     with pytest.raises(ValueError, match="one value per token"):
         sampler.draw(logits(99, 0), params, history, [(0, 0)])
     with pytest.raises(ValueError, match="must come before"):
         sampler.verify(np.zeros((3, 100), np.float32), params, history, (0, 0), [1, 2], [1, 0])
     with pytest.raises(ValueError, match="unknown instruction set"):
-        core.Sampler(100, "avx1024")
+        module.Sampler(100, "avx1024")

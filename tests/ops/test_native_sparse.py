@@ -3,29 +3,29 @@
 import numpy as np
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import integer_rows
 from headrace.weights.sparse import INDICES, sparse_parts, sparse_rows, spread
 from tests.native_blocks import SPARSE, dense, random_rows
 
-if not native.available():
-    pytest.skip(native.reason(), allow_module_level=True)
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
 
-core = native.core()
-ISAS = core.cpu_info()["isas"]
+module = core.module()
+ISAS = module.cpu_info()["isas"]
 REVERSED = {0x4: 0xE, 0x8: 0xD, 0x9: 0x9, 0xC: 0xC, 0xD: 0x8, 0xE: 0x4}  # places counted from the other end
 OTHERS = {0x4: 0xE, 0x8: 0xD, 0x9: 0xC, 0xC: 0x9, 0xD: 0x8, 0xE: 0x4}  # the two places that are not kept
 
 
 @pytest.fixture(scope="module")
 def pool():
-    return core.ThreadPool(2)
+    return module.ThreadPool(2)
 
 
 def packed(rows: np.ndarray, kind: str, k: int, pool):
-    return core.pack(rows, kind, len(rows), k, core.Arena(1 << 21), pool)
+    return module.pack(rows, kind, len(rows), k, module.Arena(1 << 21), pool)
 
 
 def as_dense(kind: str, rows: np.ndarray) -> np.ndarray:
@@ -49,16 +49,16 @@ def test_sparse_is_dense_bit_for_bit(kind: str, isa: str, pool) -> None:
         variants = [as_dense(kind, rows), rows, *(with_indices(kind, rows, change) for change in (REVERSED, OTHERS))]
         kinds = (SPARSE[kind], kind, kind, kind)
         layers = [
-            core.PackedLinear([packed(each, name, k, pool)], segment_unit=unit)
+            module.PackedLinear([packed(each, name, k, pool)], segment_unit=unit)
             for each, name in zip(variants, kinds, strict=True)
         ]
         for m in (1, 2, 3, 4, 5, 6, 7, 8, 41):
             x = np.random.default_rng(m).standard_normal((m, k)).astype(np.float32)
             for path in ("direct", "panels"):
-                wanted, ours, *wrong = (core.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
+                wanted, ours, *wrong = (module.linear(layer, x, pool, path=path, isa=isa) for layer in layers)
                 assert np.array_equal(ours.view(np.uint32), wanted.view(np.uint32)), (m, path)
                 assert not any(np.array_equal(each, wanted) for each in wrong)
-            logits = [core.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
+            logits = [module.logits(layer, x, pool, isa=isa)[0] for layer in layers[:2]]
             assert np.array_equal(*logits)
 
 
@@ -72,8 +72,8 @@ def test_gated_sparse_layers(kind: str, isa: str, pool) -> None:
     results = []
     for kinds in ((kind, kind), (SPARSE[kind], kind), (SPARSE[kind], SPARSE[kind])):
         stored = [each if name == kind else as_dense(kind, each) for each, name in zip(rows, kinds, strict=True)]
-        pair = core.pack_pair(stored[0], kinds[0], stored[1], kinds[1], n, k, core.Arena(1 << 21), pool)
-        results.append(core.gated(core.PackedLinear(list(pair), gated=True), x, pool, isa=isa))
+        pair = module.pack_pair(stored[0], kinds[0], stored[1], kinds[1], n, k, module.Arena(1 << 21), pool)
+        results.append(module.gated(module.PackedLinear(list(pair), gated=True), x, pool, isa=isa))
     for other in results[1:]:
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
 
@@ -103,7 +103,7 @@ def test_indices_that_do_not_ascend_are_refused(kind: str, pool) -> None:
     """As scales that are no numbers are: by the packer, and by whoever reads the values."""
     rows = random_rows(kind, 20, 64, scales=np.array([0.5]))
     rows[7, 3] = 0x44 ^ 0x41  # first and second place: the second one twice
-    packer = core.Packer(core.Arena(1 << 21))
+    packer = module.Packer(module.Arena(1 << 21))
     packer.add(rows, kind, 20, 64)
     assert packer.run(pool, 1 << 30) == [0]
     assert np.isnan(dense(rows, kind, 64)).any(axis=1).tolist() == [row == 7 for row in range(20)]

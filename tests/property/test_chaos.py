@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner
-from headrace import core as native
+from headrace import core
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
@@ -186,7 +186,7 @@ def play_all(tamper: Callable[[Engine], None]) -> None:
 # -- natively ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
+@pytest.mark.skipif(not core.available(), reason=core.reason() or "native")
 def test_others_do_not_notice_natively() -> None:
     """Beams, contrastive search and decoding, samples and greedy on the native core, broken at random."""
     seen: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 
-from headrace import core as native
+from headrace import core
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import HIDDEN, Feed
 from headrace.data.types import Request
@@ -38,7 +38,7 @@ SEEDS = {"torch": [0, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 23], "native": 
 MANY = [*range(60)]
 BACKENDS = [
     "torch",
-    pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.reason() or "native")),
+    pytest.param("native", marks=pytest.mark.skipif(not core.available(), reason=core.reason() or "native")),
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.runner.classifier import Exits
-from headrace.startup.exits import Rule, save
+from headrace.startup.classifier import Rule, save
 from headrace.startup.opening import open_model
 from headrace.workflows.cascade import Tier, answer
 from tests.leaving import write_exits

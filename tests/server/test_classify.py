@@ -12,7 +12,7 @@ import pytest
 from headrace.llm import LLM
 from headrace.runner.classifier import Exits
 from headrace.server.protocols import classify as classes
-from headrace.startup.exits import Rule, save
+from headrace.startup.classifier import Rule, save
 from tests.server.harness import Running
 from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
 

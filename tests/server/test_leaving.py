@@ -16,7 +16,7 @@ from headrace.llm import LLM
 from headrace.server.access.principals import Principal
 from headrace.server.engines.messages import Deltas, Loaded, Stats
 from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
-from headrace.startup import rules
+from headrace.startup import thresholds
 from headrace.startup.opening import open_files
 from tests.leaving import write_exits
 from tests.server.browser import opened
@@ -25,7 +25,7 @@ from tests.tiny_files import write_tiny_gguf
 
 AFTER, LAYERS = 1, 2
 ASKED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "exit_threshold": 0.02, "return_exits": True}
-RULE = rules.Rule("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 6.0, 0.5, "0" * 64)
+RULE = thresholds.CalibratedThreshold("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 6.0, 0.5, "0" * 64)
 
 
 @pytest.fixture(scope="module")
@@ -135,15 +135,15 @@ def test_a_slowdown_is_seen() -> None:
 def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
     """Of this model and these exits: one of others is nobody's promise here."""
     model, exits = folders
-    rule = msgspec.structs.replace(RULE, fits=rules.fits(open_files(model), exits))
-    rules.save(exits, rule)
-    rules.save(exits, msgspec.structs.replace(RULE, threshold=0.1, fits="another"))
+    rule = msgspec.structs.replace(RULE, fits=thresholds.fits(open_files(model), exits))
+    thresholds.save(exits, rule)
+    thresholds.save(exits, msgspec.structs.replace(RULE, threshold=0.1, fits="another"))
     with Running(model, exits=str(exits)) as running:
         assert running.llm.loaded is not None
         assert running.llm.loaded.rule == rule
         told = running.http.get("/v1/models/tiny").json()["exit"]
     assert told["calibrated"] == {"criterion": "max_prob", "threshold": 0.5, "decay": 0.0, "promise": RULE.summary()}
-    (exits / rules.CALIBRATION).unlink()
+    (exits / thresholds.CALIBRATION).unlink()
 
 
 def test_the_page_shows_who_left(chromium: Any, server: Running) -> None:

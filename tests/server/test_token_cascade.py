@@ -16,14 +16,14 @@ from headrace.llm import LLM
 from headrace.server.access.principals import Principal
 from headrace.server.engines.messages import Deltas, Loaded, Stats
 from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
-from headrace.startup import rules
+from headrace.startup import thresholds
 from tests.server.browser import opened
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf
 
 LAYERS = 2
 SURE = 0.02
-RULE = rules.Rule("margin", 0.4, 0.0, 8, "token", 0.1, 0.05, 100, 0.01, 1.0, 0.25, "0" * 64)
+RULE = thresholds.CalibratedThreshold("margin", 0.4, 0.0, 8, "token", 0.1, 0.05, 100, 0.01, 1.0, 0.25, "0" * 64)
 ASKED: dict[str, Any] = {"model": "tiny", "prompt": "The mill", "max_tokens": 12, "temperature": 0, "cascade_threshold": SURE}
 
 
@@ -85,8 +85,8 @@ def test_the_card_says_who_may_write(
     assert server.http.get("/v1/models/tiny").json()["cascade"] == card
     assert "exit" not in server.http.get("/v1/models/tiny").json()
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    rules.save(rules.folder_of(tiny, smaller), RULE)
-    rules.save(rules.folder_of(smaller, tiny), msgspec.structs.replace(RULE, threshold=0.9))
+    thresholds.save(thresholds.folder_of(tiny, smaller), RULE)
+    thresholds.save(thresholds.folder_of(smaller, tiny), msgspec.structs.replace(RULE, threshold=0.9))
     with Running(tiny, cascade=str(smaller)) as running:
         assert running.llm.loaded is not None
         assert running.llm.loaded.rule == RULE

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core as native
+from headrace import core
 from headrace.weights import dequant
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.dequant import dequantize
@@ -22,7 +22,7 @@ NF4 = [
 ]
 FP4 = [0, 0.0625 / 12, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
 TABLES = {"NF4": (NF4, 123.26, 1 / 350), "FP4": ([*FP4, *(-x for x in FP4)], 96, 1 / 190)}
-needs_core = pytest.mark.skipif(not native.available(), reason=native.reason())
+needs_core = pytest.mark.skipif(not core.available(), reason=core.reason())
 
 
 def random_blocks(kind: str, count: int, seed: int = 0) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_numpy_equals_the_oracle(kind: str) -> None:
 def test_native_equals_numpy(kind: str) -> None:
     data = random_blocks(kind, 700, seed=1)
     out = np.empty(700 * KINDS[kind].block, np.float32)
-    native.core().dequantize(kind, data, out, 1)
+    core.module().dequantize(kind, data, out, 1)
     assert_same_bits(out, dequantize_numpy(data, kind))
 
 
@@ -94,7 +94,7 @@ def test_every_half_is_converted_exactly() -> None:
 def test_threads_do_not_change_the_result(threads: int) -> None:
     data = random_blocks("Q5_0", 10_007)
     out = np.zeros(10_007 * 32, np.float32)
-    native.core().dequantize("Q5_0", data, out, threads)
+    core.module().dequantize("Q5_0", data, out, threads)
     assert_same_bits(out, dequantize_numpy(data, "Q5_0"))
 
 
@@ -117,7 +117,7 @@ def test_data_may_start_anywhere() -> None:
 )
 def test_sizes_that_do_not_belong_together_are_refused(kind: str, nbytes: int, elements: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        native.core().dequantize(kind, np.zeros(nbytes, np.uint8), np.zeros(elements, np.float32), 1)
+        core.module().dequantize(kind, np.zeros(nbytes, np.uint8), np.zeros(elements, np.float32), 1)
 
 
 @needs_core
@@ -130,10 +130,10 @@ def test_wrong_arrays_are_refused() -> None:
         (data, out[::2]),
     ):
         with pytest.raises(TypeError):
-            native.core().dequantize("Q4_0", bad_data, bad_out, 1)
+            core.module().dequantize("Q4_0", bad_data, bad_out, 1)
     out.flags.writeable = False
     with pytest.raises(TypeError):
-        native.core().dequantize("Q4_0", data, out, 1)
+        core.module().dequantize("Q4_0", data, out, 1)
 
 
 @pytest.mark.parametrize("core", [True, False], ids=["native", "numpy"])
@@ -142,9 +142,9 @@ def test_wrong_arrays_are_refused() -> None:
 def test_tensors_are_rounded_from_float32(kind: str, dtype: torch.dtype, core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several chunks, the last one partly filled, with either implementation."""
     if not core:
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip(native.reason())
+        monkeypatch.setattr(core, "available", lambda: False)
+    elif not core.available():
+        pytest.skip(core.reason())
     monkeypatch.setattr(dequant, "CHUNK", 512)
     rows = random_blocks(kind, 5 * 768 // KINDS[kind].block).reshape(5, -1)
     values = torch.from_numpy(dequantize_numpy(rows, kind)).reshape(5, 3, 256)

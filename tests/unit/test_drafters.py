@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.backends.recipe import Recipe, Role
 from headrace.data.params import SamplingParams
 from headrace.data.plan import MAX_NODES, Answer, Drawn, Failed
 from headrace.data.settings import ModelSettings
@@ -21,7 +22,6 @@ from headrace.drafting.speculation import cut_depth, prune
 from headrace.drafting.suffix import MEMORY, SEPARATOR, TOKEN_BYTES, SuffixAutomaton, SuffixTree
 from headrace.ops.trees import paths
 from headrace.startup.loading import open_files
-from headrace.startup.recipe import Recipe, Role
 from tests.tiny_files import write_tiny_gguf
 
 

@@ -5,11 +5,11 @@ import re
 from headrace.cli.options import HelperOptions
 from headrace.drafting.methods import METHODS
 from headrace.llm import LLM
-from headrace.startup.backend import OFFERS
+from headrace.startup.backend import BACKENDS
 
 
 def test_the_native_core_alone_claims_bits() -> None:
-    assert {offer.name: offer.row_invariant for offer in OFFERS} == {"native": True, "torch": False}
+    assert {offer.name: offer.row_invariant for offer in BACKENDS} == {"native": True, "torch": False}
 
 
 def test_the_docstring_names_every_method_and_both_classes() -> None:

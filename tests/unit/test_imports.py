@@ -38,27 +38,18 @@ ROOMS = {
     "decoding": "text ops confined host data",
     "drafting": "ops data",
     "runner": "weights.loader weights.parts models models.layers ops kv.pool weights data",
-    "backends.eager": "runner models models.layers ops kv.pool data",
-    "backends.eager.heads": "backends.eager runner weights.loader ops kv.pool weights",
-    "backends.native.weights": "weights.parts models models.layers weights core data",
-    "backends.native": "backends.native.weights runner models models.layers ops kv weights core data",
-    "engine": "drafting decoding text kv data",
-    "startup": "startup.opening startup.memory backends.native backends.native.weights backends.eager.heads "
-    "backends.eager runner drafting text weights.loader models models.layers kv.pool kv weights "
-    "core host data",
-    "startup.memory": "data",
     "startup.opening": "text models weights data",
-    "startup.exits": "startup.opening runner decoding weights data",
-    "startup.encoding": "startup.opening text confined",
-    "startup.compiling": "startup.opening decoding confined data",
-    "startup.rules": "startup.exits startup.opening weights data",
-    "startup.runnable": "startup.opening startup.memory backends.native.weights models weights core host",
-    "llm": "startup.exits startup engine drafting decoding text weights data",
-    "training": "compress llm startup.rules startup.exits startup.opening startup backends.eager runner "
-    "drafting decoding text weights.loader weights.parts models models.layers ops kv.pool "
-    "weights core stats data",
-    "compress": "llm startup.opening backends.native.weights runner text weights.loader "
-    "weights.parts models models.layers ops kv compress.grids weights core data",
+    "backends": "startup.opening drafting runner text data",
+    "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
+    "backends.native": "backends runner models models.layers weights.parts ops kv weights core host data",
+    "engine": "drafting decoding text kv data",
+    "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text models kv weights "
+    "confined core host data",
+    "llm": "startup engine drafting decoding text backends weights data",
+    "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
+    "weights.parts models models.layers ops kv.pool weights core stats data",
+    "compress": "llm startup.opening backends.native runner text weights.loader weights.parts models models.layers ops kv "
+    "compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
     "bench": "workflows training compress llm startup.exits startup.rules startup backends.native runner drafting "
     "decoding models ops kv weights core host stats data",
@@ -69,22 +60,20 @@ ROOMS = {
     "server.http.api_error": "",
     "server.settings": "server.http.proxies stats",
     "server.access": "server.settings",
-    "server.engines": "server.access server.settings server.http.api_error server.logs llm startup.rules "
-    "startup.encoding startup.exits startup.opening engine decoding weights confined host data",
-    "server.http": "server.engines server.access server.settings server.http.api_error server.http.ids "
-    "server.http.proxies server.logs decoding text confined data",
-    "server.protocols": "server.http server.engines server.access server.settings "
-    "server.http.api_error server.http.ids startup.compiling startup.exits decoding "
-    "text stats weights confined data",
+    "server.engines": "server.access server.settings server.http.api_error server.logs llm startup startup.opening engine "
+    "decoding weights confined host data",
+    "server.http": "server.engines server.access server.settings server.http.api_error server.http.ids server.http.proxies "
+    "server.logs decoding text confined data",
+    "server.protocols": "server.http server.engines server.access server.settings server.http.api_error server.http.ids "
+    "startup decoding text stats weights confined data",
     "server.page": "server.protocols server.http confined",
-    "server.storage": "server.protocols server.http server.engines "
-    "server.access server.settings server.http.api_error server.http.ids confined",
-    "server": "server.storage server.page server.protocols server.http server.engines "
-    "server.access server.settings server.http.api_error server.logs startup.rules startup.memory "
-    "decoding text weights confined host data",
-    "cli": "server server.settings server.http.proxies "
-    "server.logs bench workflows compress training llm startup.runnable "
-    "startup.rules startup.opening startup decoding text weights core host stats data",
+    "server.storage": "server.protocols server.http server.engines server.access server.settings server.http.api_error "
+    "server.http.ids confined",
+    "server": "server.storage server.page server.protocols server.http server.engines server.access server.settings "
+    "server.http.api_error server.logs startup backends decoding text weights confined host data",
+    "cli": "server server.settings server.http.proxies server.logs bench.leaving bench.exits bench.token_cascade "
+    "bench.cascade bench.profile bench.kv bench workflows compress training llm startup startup.opening decoding text "
+    "backends weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
 }
@@ -94,9 +83,9 @@ STOREYS = (
     "kv kv.pool weights core confined compress.grids",
     "ops models.layers models",
     "weights.loader weights.parts text",
-    "decoding drafting runner backends.eager backends.eager.heads backends.native backends.native.weights",
-    "engine startup startup.memory startup.opening startup.exits startup.rules startup.encoding startup.compiling "
-    "startup.runnable",
+    "decoding drafting runner startup.opening",
+    "backends backends.eager backends.native",
+    "engine startup",
     "llm",
     "training compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
@@ -111,7 +100,6 @@ ARROWS = {
     ("models", "ops"),
     *(("compress.grids", "weights"), ("compress.grids", "kv")),
     ("weights", "core"),  # files are dequantised by the core
-    *((f"backends.{name}", "runner") for name in ("eager", "eager.heads", "native")),
     ("training", "compress"),  # texts, judgements and folders are made there
 }
 # What stands at the top of the package: another entry is a decision.
@@ -147,9 +135,9 @@ QUICK = (
     *sorted({module_of("", name) for panel in COMMANDS.values() for name in panel} - {"headrace.cli.bench"}),
     *sorted({module_of("bench_", name) for panel in BENCH.values() for name in panel}),
     # the web process: what computes is in the engine's
-    *("headrace.startup.opening", "headrace.startup.recipe", "headrace.startup.memory", "headrace.server.serving"),
+    *("headrace.startup.opening", "headrace.backends.recipe", "headrace.backends.memory", "headrace.server.serving"),
     # errors of options and constraints show before anything heavy is loaded
-    *("headrace.startup.runnable", "headrace.decoding.constraint_check"),
+    *("headrace.startup.supported", "headrace.decoding.constraint_check"),
     *("headrace.models.families", "headrace.kv.layout", "headrace.weights.catalog", "headrace.weights.describe"),
     "headrace.weights.hub",
     "headrace.llm",  # the native core computes without torch, whose import would be most of a start
@@ -321,7 +309,7 @@ def test_nothing_forbidden_is_imported() -> None:
         ("headrace.engine.engine", "from . import llm"),
         ("headrace.engine.engine", "from headrace.startup.loading import load"),
         ("headrace.startup.loading", "from headrace.engine.engine import Engine"),
-        ("headrace.engine.engine", "def run():\n    from headrace.startup.tensors import load"),
+        ("headrace.engine.engine", "def run():\n    from headrace.backends.eager.loading import load"),
         ("headrace.text.chat", "def render():\n    from headrace.engine.engine import Engine"),
     ],
 )
@@ -378,7 +366,7 @@ def test_the_quick_modules_do_not_load_torch() -> None:
 
 
 def test_the_whole_engine_never_loads_transformers() -> None:
-    loaded = loaded_by("headrace.startup.tensors", *QUICK)
+    loaded = loaded_by("headrace.backends.eager.loading", *QUICK)
     assert "torch" in loaded  # else this test would prove nothing
     assert loaded & FORBIDDEN & {"transformers", "gguf", "llama_cpp"} == set()
 

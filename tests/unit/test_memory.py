@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.backends import memory
+from headrace.backends.memory import DoesNotFit
 from headrace.kv.layout import kv_shape
-from headrace.startup import memory
-from headrace.startup.memory import DoesNotFit
 from tests.tiny import tiny_config
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace import core as native
+from headrace import core
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,22 +21,22 @@ print(build_wheel(sys.argv[1], {"build-dir": sys.argv[2]}))
 
 
 def test_the_core_is_built_where_a_compiler_is() -> None:
-    if not any(shutil.which(name) for name in native.COMPILERS):
+    if not any(shutil.which(name) for name in core.COMPILERS):
         pytest.skip("no C++ compiler on this machine")
-    assert native.available(), native.reason()
-    assert native.reason() == ""
-    assert native.core().__name__ == "headrace.core._core"
+    assert core.available(), core.reason()
+    assert core.reason() == ""
+    assert core.module().__name__ == "headrace.core._core"
 
 
 @pytest.mark.parametrize(
     ("compiler", "advice"), [(None, "install one (Debian, Ubuntu: g++"), ("/usr/bin/c++", "pip install -v")]
 )
 def test_a_missing_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch, compiler: str | None, advice: str) -> None:
-    monkeypatch.setattr(native, "_CORE", None)
+    monkeypatch.setattr(core, "_CORE", None)
     monkeypatch.setattr(shutil, "which", lambda _: compiler)
-    assert not native.available()
-    with pytest.raises(native.NativeError) as caught:
-        native.core()
+    assert not core.available()
+    with pytest.raises(core.NativeError) as caught:
+        core.module()
     assert advice in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 

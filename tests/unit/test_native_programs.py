@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from headrace import core as native
+from headrace import core
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name.removesuffix(".cpp") for path in (ROOT / "tests" / "native").glob("*_test.cpp"))
@@ -17,8 +17,8 @@ PROGRAMS = sorted(path.name.removesuffix(".cpp") for path in (ROOT / "tests" / "
 def folder() -> Path:
     """Where the native core was built, with the programs built beside it."""
     cmake = shutil.which("cmake") or pytest.skip("no cmake here (extra `dev`)")
-    if not native.available():
-        pytest.skip(native.reason())
+    if not core.available():
+        pytest.skip(core.reason())
     built = [path.parent for path in (ROOT / "build").glob("*/libheadrace_kernels.a") if _is_module(path.parent)]
     if not built:
         pytest.skip("the native core was built elsewhere; `make native` builds it here")

@@ -12,7 +12,7 @@ from headrace.bench.figures import Column, Line, Table
 from headrace.bench.machine import machine
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, leave_at, probabilities
-from headrace.startup.exits import Pair
+from headrace.startup.classifier import Pair
 from headrace.stats.calibration import calibration_error
 from headrace.training.classifier import LabelledTexts, exit_logits, grid_of
 

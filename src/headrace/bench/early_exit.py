@@ -19,7 +19,7 @@ from headrace.data.settings import DEFERRED
 from headrace.llm import LLM
 from headrace.runner.early_exit import MOST_BEHIND
 from headrace.runner.heads import Heads
-from headrace.startup.rules import load
+from headrace.startup.thresholds import load
 from headrace.stats.calibration import calibration_error
 from headrace.stats.text_similarity import rouge_l
 from headrace.training.exit_heads import BINS, WeightBytes, unchecked_exit, weight_bytes

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from headrace import core
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.threads import thread_pool
 from headrace.bench.competitors import heading
 from headrace.bench.figures import Column, Table
 from headrace.bench.machine import Say
-from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
@@ -73,11 +73,11 @@ def profile(
 def limits(threads: int) -> dict[str, Any]:
     """Measure this machine's limits with `threads` threads: memory read bandwidth (GB/s), products in registers (GMAC/s)."""
     pool = thread_pool(threads)
-    peaks = {products: max(core().dot_rate(pool, products, 20)) / 1e9 for products in PRODUCTS}
+    peaks = {products: max(core.module().dot_rate(pool, products, 20)) / 1e9 for products in PRODUCTS}
     # Without an instruction for pairs of bfloat16 the weights are widened to float32 once for many rows.
     peaks["bf16"] = max(peaks["bf16"], peaks["f32"])
-    bandwidth = median(core().read_bandwidth(pool, 256, 8)) / 1e9
-    return {"isa": core().cpu_info()["isa"], "threads": pool.size, "bandwidth_gb_s": bandwidth, "gmacs": peaks}
+    bandwidth = median(core.module().read_bandwidth(pool, 256, 8)) / 1e9
+    return {"isa": core.module().cpu_info()["isa"], "threads": pool.size, "bandwidth_gb_s": bandwidth, "gmacs": peaks}
 
 
 def _run(llm: LLM, program: NativeProgram, rows: int, rounds: int) -> float:

@@ -38,10 +38,10 @@ def self_draft(
     keep: Annotated[bool, typer.Option(help="Save the choice where it pays, for speculate='self'.")] = True,
 ) -> None:
     """Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is saved."""
+    from headrace.backends.recipe import BLOCK_SIZE
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions
     from headrace.data.params import SamplingParams
-    from headrace.startup.recipe import BLOCK_SIZE
     from headrace.startup.selfdraft import save
     from headrace.training.selfdraft import SpanTrial, search
     from headrace.workflows.prompts import read_prompts, tokens_of

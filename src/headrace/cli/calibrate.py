@@ -68,7 +68,7 @@ def calibrate(
         raise typer.BadParameter("--delta and --epsilon lie between 0 and 1")
     options.check()
 
-    from headrace.startup.rules import keep
+    from headrace.startup.thresholds import keep
     from headrace.stats.calibration import minimum_n
     from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
     from headrace.training.heads import prompt_tokens

@@ -61,9 +61,9 @@ def _facts() -> dict[str, str]:
 
 def _problems() -> list[str]:
     """What would make a command fail or be slow here, each with what to do."""
-    from headrace import core as native
+    from headrace import core
 
-    found = [native.reason()] if native.reason() else []
+    found = [core.reason()] if core.reason() else []
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
         found.append(f"{', '.join(missing)} not installed; install headrace again")
@@ -76,11 +76,11 @@ def _problems() -> list[str]:
 
 
 def _core() -> str:
-    from headrace import core as native
+    from headrace import core
 
-    if native.reason():
+    if core.reason():
         return "not built"
-    info = native.core().cpu_info()
+    info = core.module().cpu_info()
     return f"{info['isa']} (of {', '.join(info['isas'])}), {info['threads']} threads"
 
 

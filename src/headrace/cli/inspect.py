@@ -27,7 +27,7 @@ def inspect(
 
     path = resolve(name, download=False)
     from headrace.startup.opening import open_files
-    from headrace.startup.runnable import missing
+    from headrace.startup.supported import missing
     from headrace.weights.describe import describe
 
     found = describe(path)

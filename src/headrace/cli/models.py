@@ -71,7 +71,7 @@ def list_models(
 ) -> None:
     """List the models that are here, by name and where they lie, and those of the catalog; or those in folders."""
     if folders:
-        from headrace.startup.runnable import runs_here
+        from headrace.startup.supported import runs_here
 
         found = [path for folder in folders for path in _models_in(folder)]
         print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), runs_here(one)) for one in found])
@@ -159,7 +159,7 @@ def _record(store: Store, name: str) -> Record | None:
 def _running(name: str) -> list[tuple[str, str]]:
     """Whether a model that is here runs, and how its tokens are drawn where nothing is asked for."""
     from headrace.startup.opening import open_files
-    from headrace.startup.runnable import runs_here
+    from headrace.startup.supported import runs_here
 
     runs = runs_here(name)
     fields = [("runs here", runs)]

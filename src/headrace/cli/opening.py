@@ -78,7 +78,7 @@ def open_llm(
 
 def _say_calibrated(llm: Any, options: HelperOptions) -> None:
     """The thresholds that were calibrated for the exits, or the smaller model, that it was opened with."""
-    from headrace.startup.rules import known
+    from headrace.startup.thresholds import known
 
     smaller = None if options.cascade is None else fetch(options.cascade)
     for rule in known(llm.opened, llm.settings, smaller):

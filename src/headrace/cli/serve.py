@@ -114,7 +114,7 @@ def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool
     of one line."""
     from headrace.startup.arguments import check_arguments
     from headrace.startup.loading import pick_device
-    from headrace.startup.runnable import check_room
+    from headrace.startup.supported import check_room
 
     together = []
     for _, entry, given in entries:

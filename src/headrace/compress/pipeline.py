@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace import core as native
+from headrace import core
 from headrace.compress.grids.keep import Sparsity
 from headrace.compress.pruning import parse_pruning
 from headrace.compress.recipe import FOLDS, HEAL, READ, check_known, check_order
@@ -73,7 +73,7 @@ class Pipeline:
     @property
     def thread_count(self) -> int:
         """CPU threads: as given, otherwise one for each core that this process may use."""
-        return self.threads or native.processors()
+        return self.threads or core.processors()
 
     @property
     def folds(self) -> bool:

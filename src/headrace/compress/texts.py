@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace import core as native
+from headrace import core
 from headrace.backends.native.weights import packed_bytes
 from headrace.compress.grids.arithmetic import kv_token_bytes
 from headrace.compress.pipeline import SELF
@@ -114,7 +114,7 @@ def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, thr
 def writing_bytes(opened: Opened, window: int) -> int:
     """Memory of a model that writes texts in bytes: packed weights, and K and V of a batch."""
     model = describe(opened.config)
-    weights = packed_bytes(model, opened.source) if native.available() else 2 * model.num_parameters
+    weights = packed_bytes(model, opened.source) if core.available() else 2 * model.num_parameters
     return weights + round(BATCH * window * kv_token_bytes(opened.config, "bfloat16"))
 
 

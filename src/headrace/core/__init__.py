@@ -35,7 +35,7 @@ def reason() -> str:
     )
 
 
-def core() -> ModuleType:
+def module() -> ModuleType:
     """The module `headrace.core._core`. Raises NativeError with `reason()` where it is missing."""
     if _CORE is None:
         raise NativeError(reason())
@@ -45,7 +45,7 @@ def core() -> ModuleType:
 def processors() -> int:
     """How many processors' time this process may use: the cores of its affinity mask, no more than the control group's quota;
     where there is no core, as many as there are."""
-    return int(core().cpu_info()["threads"]) if available() else os.cpu_count() or 1
+    return int(module().cpu_info()["threads"]) if available() else os.cpu_count() or 1
 
 
 if not available():

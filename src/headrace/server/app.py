@@ -75,7 +75,7 @@ from headrace.server.protocols.stream import ClientGoneError
 from headrace.server.storage.batch_worker import BatchWorker
 from headrace.server.storage.routes import add_batches, add_files, add_responses
 from headrace.server.storage.store import Store
-from headrace.startup.rules import Rule
+from headrace.startup.thresholds import CalibratedThreshold
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
 from headrace.weights.defaults import as_json
@@ -300,5 +300,5 @@ def _model(service: Service) -> Model:
     return made
 
 
-def _rule(rule: Rule | None) -> Calibrated | msgspec.UnsetType:
+def _rule(rule: CalibratedThreshold | None) -> Calibrated | msgspec.UnsetType:
     return msgspec.UNSET if rule is None else Calibrated(rule.criterion, rule.threshold, rule.decay, rule.summary())

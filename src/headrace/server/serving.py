@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from headrace import host
+from headrace.backends.memory import gib
 from headrace.data.config import parse_bytes
 from headrace.server.access.keys import KeyRing
 from headrace.server.app import make_app
@@ -24,7 +25,6 @@ from headrace.server.logs import without_cancelled
 from headrace.server.page.markdown import start_renderer
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
 from headrace.server.storage.store import Store
-from headrace.startup.memory import gib
 from headrace.weights.defaults import summary
 
 log = logging.getLogger("headrace.server")

@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from headrace.backends import memory
+from headrace.backends.eager.offer import EagerBackend
+from headrace.backends.native.offer import NativeBackend
+from headrace.backends.protocol import Backend, LoadedPrograms
+from headrace.backends.recipe import EXITS, Recipe, Role
 from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
@@ -14,19 +19,14 @@ from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.startup import memory
-from headrace.startup.eager import Eager
-from headrace.startup.native import Native
-from headrace.startup.offer import Loaded, Offer
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import EXITS, Recipe, Role
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.schemes.folder import input_scale
 
 log = logging.getLogger("headrace")
 
-OFFERS: tuple[Offer, ...] = (Native(), Eager())  # asked in this order; the last one runs whatever it can
+BACKENDS: tuple[Backend, ...] = (NativeBackend(), EagerBackend())  # asked in this order; the last one runs whatever it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ def start(recipe: Recipe) -> Started:
     recipe = _as_asked(recipe)
     settings = recipe.settings
     _check(recipe)
-    asked = [offer for offer in OFFERS if settings.backend in ("auto", offer.name)]
+    asked = [offer for offer in BACKENDS if settings.backend in ("auto", offer.name)]
     for number, offer in enumerate(asked, 1):
-        problem, level = offer.why_not(recipe), logging.INFO  # what was asked for is no surprise
+        problem, level = offer.unsupported_reason(recipe), logging.INFO  # what was asked for is no surprise
         if not problem:
             try:
                 return _started(offer, recipe)
@@ -82,10 +82,10 @@ def _as_asked(recipe: Recipe) -> Recipe:
 def check_settings(settings: ModelSettings, target: Opened | None = None) -> None:
     """Check settings that are wrong for every back end, or for the `target`, before any weights are read or torch is imported.
     Raises ValueError."""
-    names = ["auto", *(offer.name for offer in OFFERS)]
+    names = ["auto", *(offer.name for offer in BACKENDS)]
     if settings.backend not in names:
         raise ValueError(f"unknown backend {settings.backend!r}; use {', '.join(names)}")
-    known = {"auto"}.union(*(offer.kv_dtypes for offer in OFFERS))
+    known = {"auto"}.union(*(offer.kv_dtypes for offer in BACKENDS))
     if settings.kv_dtype not in known:
         raise ValueError(f"unknown kv_dtype {settings.kv_dtype!r}; use one of {', '.join(sorted(known))}")
     if settings.quantize not in (None, "int8", "int4"):
@@ -131,7 +131,7 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 
 
-def _started(offer: Offer, recipe: Recipe) -> Started:
+def _started(offer: Backend, recipe: Recipe) -> Started:
     """One runner for all programs. Hidden states of contrastive search are checked against the memory plan when they are first
     needed."""
     loaded = offer.load(recipe)
@@ -149,14 +149,14 @@ def _started(offer: Offer, recipe: Recipe) -> Started:
     return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 
 
-def _companion(role: Role, loaded: Loaded) -> Program | Span | Exit:
+def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit:
     """A program, a span of the target, or one that ends in an exit."""
     if role.span is None:
         return loaded.programs[role.name]
     return role.span if role.heads is None else _exit(role, loaded)
 
 
-def _exit(role: Role, loaded: Loaded) -> Exit:
+def _exit(role: Role, loaded: LoadedPrograms) -> Exit:
     assert role.span is not None
     head = loaded.programs[role.name]
     return Exit(role.span, head, role.heads.exit, partial=len(role.heads.vocab) < head.config.vocab_size)

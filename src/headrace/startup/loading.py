@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from headrace.backends.recipe import BLOCKS, EXITS, HEADS, SELF, Role
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, TARGET
 from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
 from headrace.startup.opening import Opened, absent, is_heads, open_companion, open_files, open_model
-from headrace.startup.recipe import BLOCKS, EXITS, HEADS, SELF, Role
 from headrace.weights.source import HEADS_INFO
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
@@ -70,6 +70,6 @@ def pick_device(device: str) -> str:
         return "cpu"
     if absent and device.partition(":")[0] == "cuda":
         raise ValueError("device cuda was asked for and this machine has no GPU; use device='cpu'")
-    from headrace.startup import tensors  # torch
+    from headrace.backends.eager import loading
 
-    return str(tensors.device(device))
+    return str(loading.device(device))

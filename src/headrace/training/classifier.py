@@ -23,7 +23,7 @@ from headrace.data.progress import Progress, Silent
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.classifier import BOTH, CRITERIA, Exits, leave_at, probabilities
-from headrace.startup.exits import Pair, Rule, encoded, save
+from headrace.startup.classifier import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
 from headrace.training.joint_classifier import WORK, JointConfig, check_new, learn, save_model

@@ -17,7 +17,7 @@ import numpy as np
 from headrace.data.outputs import CompletionOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.startup.rules import Rule
+from headrace.startup.thresholds import CalibratedThreshold
 from headrace.stats.calibration import Calibration, calibrate
 from headrace.stats.text_similarity import rouge_l
 
@@ -48,7 +48,7 @@ def calibrate_threshold(
     config: CalibrationConfig,
     on_threshold: Callable[[float, float], None],
     grid: Sequence[float] = GRID,
-) -> tuple[Rule | None, Calibration]:
+) -> tuple[CalibratedThreshold | None, Calibration]:
     """Return the lowest valid threshold, None if there is none, and all tests.
 
     on_threshold: receives each threshold with its mean loss. Raises ValueError, AdmissionError.
@@ -72,7 +72,7 @@ def calibrate_threshold(
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
     spread = float(np.mean(layers)), float(np.std(layers))
     settings = config.criterion, result.threshold, config.decay, config.max_tokens, config.loss, config.delta, config.epsilon
-    return Rule(*settings, result.n, result.risk, *spread, data), result
+    return CalibratedThreshold(*settings, result.n, result.risk, *spread, data), result
 
 
 def _early_exit_params(plain: SamplingParams, config: CalibrationConfig, threshold: float) -> SamplingParams:

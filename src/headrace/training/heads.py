@@ -21,7 +21,7 @@ from headrace.data.progress import Progress, Silent
 from headrace.llm import LLM
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.startup import heads as files
-from headrace.startup.exits import fingerprint
+from headrace.startup.classifier import fingerprint
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
 from headrace.training.feature_layer import norm

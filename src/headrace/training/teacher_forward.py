@@ -5,7 +5,8 @@ from typing import Protocol
 
 import torch
 
-from headrace import core as native
+from headrace import core
+from headrace.backends.recipe import Recipe, Role
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.data.settings import ModelSettings
@@ -15,7 +16,6 @@ from headrace.models.registry import describe
 from headrace.runner.record import RecordError, record
 from headrace.startup.backend import start
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import Recipe, Role
 from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.texts import rows_after
 from headrace.weights.loader import Allocator, fill, load_model
@@ -106,7 +106,7 @@ def backend_of(wanted: str, opened: Opened, maps: bool) -> str:
     """
     if wanted not in BACKENDS:
         raise ValueError(f"unknown backend {wanted!r}; use {', '.join(BACKENDS)}")
-    problem = native.reason()
+    problem = core.reason()
     if maps:
         problem = "the maps of the loss attention are taken in torch"
     elif not problem:

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.backends.recipe import BLOCK_SIZE
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed
 from headrace.llm import LLM
 from headrace.runner.runner import Runner
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import BLOCK_SIZE
 from headrace.text.chat import TemplateError
 from headrace.training.selfdraft import SLOT, ScratchSlot
 from headrace.weights.atomic_file import atomic_write

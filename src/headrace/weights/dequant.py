@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 from headrace.weights.source import WeightError, WeightSource
@@ -43,8 +43,8 @@ def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np
     block, block_bytes = KINDS[kind]
     if out is None:
         out = np.empty(data.size // block_bytes * block, np.float32)
-    if native.available():
-        native.core().dequantize(kind, data, out, native.core().cpu_info()["threads"])
+    if core.available():
+        core.module().dequantize(kind, data, out, core.module().cpu_info()["threads"])
         return out
     step = CHUNK // block * block_bytes
     for start in range(0, data.size, step):

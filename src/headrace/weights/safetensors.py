@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import LFS_POINTER, TensorInfo, WeightError, foreign, is_lfs_pointer
 
@@ -107,9 +107,9 @@ class SafetensorsFolder:
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory; it can still be read."""
         info = self.info(name)
-        if native.available():
+        if core.available():
             data, start = self._places[name]
-            native.core().release_pages(data[start : start + info.nbytes].reshape(1, -1))
+            core.module().release_pages(data[start : start + info.nbytes].reshape(1, -1))
 
     def close(self) -> None:
         """Close the files; each is unmapped when the last view of it is dropped."""

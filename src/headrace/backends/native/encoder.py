@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.backends.native.lowering import lower
 from headrace.backends.native.weights import PackedWeights
-from headrace.core import core
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.runner.program import Source
@@ -32,7 +32,7 @@ class NativeEncoder:
         layers, heads, head_dim = kv_shape(encoder.config)
         self._size, self._width = kv.block_size, encoder.config.hidden_size
         self._blocks = scratch_blocks(self._size, max_positions)
-        scratch = core().KVPool(layers, self._blocks, self._size, heads, head_dim, "f32")
+        scratch = core.module().KVPool(layers, self._blocks, self._size, heads, head_dim, "f32")
         self.scratch_bytes = int(scratch.bytes)
         settings["max_positions"] = max_positions
         self._encoder = lower(record(encoder), weights, encoder.config, kv=scratch, **settings).program
@@ -57,11 +57,11 @@ class NativeEncoder:
             yield group
 
     def _encode(self, group: list[Source]) -> None:
-        encoded, stored, first = core().Step(), core().Step(), 0
+        encoded, stored, first = core.module().Step(), core.module().Step(), 0
         for tokens, blocks in group:
             last = first + self._count((tokens, blocks))
             for step, table in ((encoded, range(first, last)), (stored, blocks)):
-                sequence = core().Sequence(list(tokens), core().SampleParams())
+                sequence = core.module().Sequence(list(tokens), core.module().SampleParams())
                 sequence.set_table(0, 0, list(table))
                 step.feed(sequence, 0, len(tokens))
             first = last

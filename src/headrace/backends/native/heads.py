@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace import core
 from headrace.backends.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.backends.native.lowering import FUSIONS, Lowered, Lowering
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.threads import thread_pool
-from headrace.core import core
 from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
@@ -27,7 +27,7 @@ class PackedInputs(HeadInputs):
     def __init__(self, heads: Heads, target: NativeProgram, pool: Any) -> None:
         super().__init__(heads)
         self.target = target
-        self._pool, self._arena = pool, core().Arena()
+        self._pool, self._arena = pool, core.module().Arena()
         self._ones = np.ones(target.config.hidden_size, np.float32)
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
 
@@ -38,12 +38,12 @@ class PackedInputs(HeadInputs):
 
     def at_exit(self, exit: int, hidden: Any) -> np.ndarray:
         """As the core takes them, and computed by it: a row's do not depend on those beside it."""
-        scaled = core().norm(np.ascontiguousarray(hidden), "rms", self._ones, None, UNIT_EPS)
-        rows: np.ndarray = core().linear(self._packed[f"exits.{exit}.weight"], scaled, self._pool)
+        scaled = core.module().norm(np.ascontiguousarray(hidden), "rms", self._ones, None, UNIT_EPS)
+        rows: np.ndarray = core.module().linear(self._packed[f"exits.{exit}.weight"], scaled, self._pool)
         return rows + self.tensors[f"exits.{exit}.bias"].numpy()
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(core().linear(self._packed[name], x.contiguous().numpy(), self._pool))
+        return torch.from_numpy(core.module().linear(self._packed[name], x.contiguous().numpy(), self._pool))
 
     def lower(self, made: Lowered, ropes: Ropes, buffers: Buffers) -> None:
         """The phases of `enter`: a program that begins with the rows before its tokens goes on with what the layer takes."""
@@ -58,8 +58,8 @@ class PackedInputs(HeadInputs):
 
     def _pack(self, x: torch.Tensor) -> Any:
         rows = x.numpy().view(np.uint8)
-        tensor = core().pack(rows, "F32", *x.shape, self._arena, self._pool, quantize="int8")
-        return core().PackedLinear([tensor])
+        tensor = core.module().pack(rows, "F32", *x.shape, self._arena, self._pool, quantize="int8")
+        return core.module().PackedLinear([tensor])
 
 
 class NativeHeads(NativeProgram):
@@ -83,4 +83,4 @@ class NativeHeads(NativeProgram):
 
 def _scaled(weight: np.ndarray) -> Any:
     """Rows to length, and by a weight."""
-    return core().NormWeights("rms", weight, None, UNIT_EPS)
+    return core.module().NormWeights("rms", weight, None, UNIT_EPS)

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.backends.native.sampling import sample_params
-from headrace.core import core
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot
 from headrace.ops.keys import Key, key
@@ -32,7 +32,7 @@ class NativeLive:
     @classmethod
     def of(cls, new: NewSlot) -> "NativeLive":
         assert new.params is not None
-        sequence = core().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids), new.reads)
+        sequence = core.module().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids), new.reads)
         sequence.extend(new.tokens[new.prompt_len :])
         return cls(sequence, new.seed, new.params, new.stop_ids, prompt_len=new.prompt_len)
 

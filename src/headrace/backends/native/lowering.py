@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
 from headrace.backends.native.relative import by_distance
 from headrace.backends.native.values import Values
 from headrace.backends.native.weights import PackedPart, PackedWeights
-from headrace.core import core
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.layers.embedding import Sinusoids
@@ -62,7 +62,7 @@ def lower(
 
     Raises RecordError for what the native core has no phase for.
     """
-    made = Lowered(core().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
+    made = Lowered(core.module().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
     for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
@@ -287,7 +287,7 @@ class Lowering:
 
     def _logits(self, width: int) -> tuple[int, int]:
         """Buffers of logits and of their block maxima."""
-        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core().VOCAB_BLOCK))
+        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core.module().VOCAB_BLOCK))
 
     # -- values --------------------------------------------------------------------------------------------------------
     def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
@@ -360,7 +360,7 @@ class Lowering:
         return math.lcm(kv_shape(self.config).head_dim, 64) if columns == "heads" else 64
 
     def _norm_weights(self, norm: Any) -> Any:
-        return core().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)
+        return core.module().NormWeights(norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps)
 
     def _head_norm(self, norm: Any) -> Any:
         if norm is not None and norm.kind != "rms":

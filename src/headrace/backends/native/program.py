@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.backends.native.buffers import Buffers, Ropes
 from headrace.backends.native.encoder import NativeEncoder, scratch_blocks
 from headrace.backends.native.kept import NativeKept
@@ -15,7 +16,6 @@ from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
 from headrace.backends.native.threads import thread_pool
 from headrace.backends.native.weights import PackedWeights
-from headrace.core import core
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
@@ -34,7 +34,7 @@ KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes that one block of the pool takes in all layers."""
     layers, heads, head_dim = kv_shape(config)
-    return int(core().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
+    return int(core.module().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
 
 
 def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
@@ -82,7 +82,7 @@ class NativeProgram:
         pool = thread_pool(threads)
         self.weights = weights or PackedWeights(model, source, pool, quantize)
         layers, heads, head_dim = kv_shape(config)
-        self.kv = core().KVPool(max(layers, 1), num_blocks, block_size, heads, head_dim, KV_DTYPES[kv_dtype])
+        self.kv = core.module().KVPool(max(layers, 1), num_blocks, block_size, heads, head_dim, KV_DTYPES[kv_dtype])
         lowered = lower(
             record(model, embeds=inputs is None),
             self.weights,
@@ -141,7 +141,7 @@ class NativeProgram:
     def final(self, hidden: np.ndarray) -> np.ndarray:
         if self._norm is None or not len(hidden):
             return hidden
-        normed: np.ndarray = core().norm(np.ascontiguousarray(hidden), *self._norm)
+        normed: np.ndarray = core.module().norm(np.ascontiguousarray(hidden), *self._norm)
         return normed
 
     def on_host(self, rows: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.core import core
+from headrace import core
 from headrace.data.fields import Use, used
 from headrace.data.params import SamplingParams
 
@@ -12,7 +12,7 @@ SAME = used(SamplingParams, Use.CORE)  # what it has under the same names
 
 def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     """The core's SampleParams. `stop_ids` (EOS and stop_token_ids) cannot be drawn before `params.min_tokens`."""
-    out = core().SampleParams()
+    out = core.module().SampleParams()
     for name in SAME:
         setattr(out, name, getattr(params, name))
     out.logit_bias = list((params.logit_bias or {}).items())

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, assert_never
 
+from headrace import core
 from headrace.backends.native.live import NativeLive
-from headrace.core import core
 from headrace.data.plan import (
     Answer,
     Answers,
@@ -38,7 +38,7 @@ class NativeStep:
     """A step of the core, used again and again: `clear` empties it."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.core = core().Step()
+        self.core = core.module().Step()
         self.vocab_size = vocab_size
         self._asked: list[tuple[NativeLive, list[Asked]]] = []
         self._kept: dict[int, list[int]] = {}  # by slot: where the rows of logits are that were asked for as they are

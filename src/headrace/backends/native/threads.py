@@ -4,7 +4,7 @@ import os
 from functools import cache
 from typing import Any
 
-from headrace.core import core, processors
+from headrace import core
 
 SPIN_MICROSECONDS = 1000  # idle workers stay awake while Python works between two steps
 QUOTA_SPIN_MICROSECONDS = 50  # under a CPU quota, time that a worker spins is missing for its work
@@ -15,13 +15,13 @@ def thread_pool(threads: int) -> Any:
 
     Raises _core.ThreadsError (a RuntimeError) if the system does not start them all; fewer threads may work.
     """
-    return _pool(threads or processors())
+    return _pool(threads or core.processors())
 
 
 @cache
 def _pool(threads: int) -> Any:
-    pool = core().ThreadPool(threads)
-    pool.set_spin(spin_microseconds(core().cpu_info()["quota"]))
+    pool = core.module().ThreadPool(threads)
+    pool.set_spin(spin_microseconds(core.module().cpu_info()["quota"]))
     return pool
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.core import core
+from headrace import core
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.layers.embedding import Biased, Embedding, Relative
@@ -59,7 +59,7 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
                     continue
                 as_read = "F32" if part.transpose or part.shift else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
-                total += core().packed_bytes(as_read, n, math.prod(part.shape[1:]), into)
+                total += core.module().packed_bytes(as_read, n, math.prod(part.shape[1:]), into)
     return total
 
 
@@ -90,9 +90,9 @@ class PackedWeights:
             raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
         self.source = source
         self.quantize = quantize
-        self.arena = core().Arena()
+        self.arena = core.module().Arena()
         self._pool = pool
-        self._packer = core().Packer(self.arena)
+        self._packer = core.module().Packer(self.arena)
         self._packed: list[WeightPart] = []  # by the packer's numbers
         self._plans = plan(model, source)
         self._paths = {id(holder): path for path, holder in model.holders()}
@@ -157,7 +157,7 @@ class PackedWeights:
                 zip(parts, biases, strict=True), key=lambda pair: (self._form(pair[0]), self._order(pair[0]))
             ):
                 tensors = [self._pack(part, bias) for part, bias in run]
-                linear = core().PackedLinear(tensors, segment_unit=segment_unit)
+                linear = core.module().PackedLinear(tensors, segment_unit=segment_unit)
                 made.append(PackedPart(linear, column, form, order, self.scale(holder)))
                 column += sum(tensor.n for tensor in tensors)
             self._linears[path] = made
@@ -181,7 +181,7 @@ class PackedWeights:
             quantize = self._quantize(parts[0])
             pair = self._packer.add_pair(gate, gate_kind, up, up_kind, n, k, quantize=quantize, mapped=mapped)
             self._note(*parts, mapped=mapped)
-            self._gated[path] = core().PackedLinear(list(pair), gated=True)
+            self._gated[path] = core.module().PackedLinear(list(pair), gated=True)
         return self._gated[path]
 
     def table(self, holder: Holder) -> Any:
@@ -202,7 +202,7 @@ class PackedWeights:
             tensor = self._pack(part, bias if bias is None else bias[ids], wide=True, ids=ids)
         else:
             tensor = self.table(table) if bias is None else self.table(table).with_bias(bias)
-        return PackedPart(core().PackedLinear([tensor]), 0, self._form(part), self._order(part))
+        return PackedPart(core.module().PackedLinear([tensor]), 0, self._form(part), self._order(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
         """Norm weights, biases, sinks: float32, flat; None where the holder has no such parameter."""

@@ -44,7 +44,7 @@ from headrace.server.engines.messages import (
 from headrace.server.engines.quarantine import MOST_CRASHES, Quarantine, Suspect
 from headrace.server.engines.replica import LoadError, Replica
 from headrace.server.engines.supervision import State
-from headrace.startup import exits
+from headrace.startup import classifier
 from headrace.startup.encoding import LONG, count_at_least, encode_long
 from headrace.startup.opening import Opened, open_model
 
@@ -100,7 +100,7 @@ class AsyncLLM:
         self._suspect: tuple[InflightRequest, Suspect] | None = None  # the one that the engine has
         self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # that wait until it shows that it is none
         self._opened: Opened | None = None
-        self.classifier: exits.Classifier | None = None  # once the model is open
+        self.classifier: classifier.Classifier | None = None  # once the model is open
         self._ids = itertools.count()
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
@@ -339,7 +339,7 @@ class AsyncLLM:
                 trusts = bool(self.settings.get("parse_special"))
                 opened = await asyncio.to_thread(open_model, self.model, parse_special=trusts)
                 if (folder := self.settings.get("classifier")) is not None:
-                    self.classifier = await asyncio.to_thread(exits.load, folder, opened)
+                    self.classifier = await asyncio.to_thread(classifier.load, folder, opened)
                 self._opened = opened
             except (ValueError, OSError) as error:
                 raise LoadError(" ".join(str(error).split())) from error

@@ -42,7 +42,7 @@ from headrace.server.engines.messages import (
     frame_length,
     read_to_engine,
 )
-from headrace.startup import rules
+from headrace.startup import thresholds
 from headrace.weights import hub
 
 log = logging.getLogger("headrace.engine")
@@ -198,11 +198,11 @@ def _message(error: BaseException) -> str:
     return "the constraint could not be compiled; say less in it"
 
 
-def _calibrated(llm: LLM) -> rules.Rule | None:
+def _calibrated(llm: LLM) -> thresholds.CalibratedThreshold | None:
     """The newest calibrated threshold of the model's exits or of its cascade; None if there is none. Raises ValueError."""
     cascade = llm.settings.cascade
     smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
-    return next(iter(rules.known(llm.opened, llm.settings, smaller)), None)
+    return next(iter(thresholds.known(llm.opened, llm.settings, smaller)), None)
 
 
 def load(message: Load, channel: Channel) -> LLM | None:

@@ -12,7 +12,7 @@ import msgspec
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
-from headrace.startup.rules import Rule
+from headrace.startup.thresholds import CalibratedThreshold
 
 MAX_FRAME = 256 << 20  # bytes; a prompt's log-probabilities are the largest thing sent
 PREFIX = struct.Struct("<I")
@@ -80,7 +80,9 @@ class Loaded(msgspec.Struct, tag=True):
     memory: int = 0  # bytes that weights and KV take; 0: not known
     exit: int = 0  # layers below the exit by which tokens may leave; 0: there is none
     layers: int = 0
-    rule: Rule | None = None  # the threshold that was calibrated for tokens that leave, or that a smaller model writes
+    rule: CalibratedThreshold | None = (
+        None  # the threshold that was calibrated for tokens that leave, or that a smaller model writes
+    )
 
 
 class NotLoaded(msgspec.Struct, tag=True):

@@ -12,7 +12,7 @@ from headrace.server.protocols.embeddings import TOGETHER, together, tokens_of
 from headrace.server.protocols.fields import ClassifyRequest
 from headrace.server.protocols.stream import unless_gone
 from headrace.server.protocols.time_slices import pieces
-from headrace.startup.exits import Classifier
+from headrace.startup.classifier import Classifier
 
 MOST = 1 << 20  # probabilities of an answer
 IN_A_TURN = 1 << 14  # of these that are made and written before others have their turn

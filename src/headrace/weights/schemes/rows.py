@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from headrace import core as native
+from headrace import core
 from headrace.weights.bits import pack_halves, unpack_fields, unpack_halves
 from headrace.weights.kinds import KINDS
 
@@ -135,5 +135,5 @@ def mxfp4_rows(pack_fields: np.ndarray, powers: np.ndarray) -> np.ndarray:
 def map_rows(n: int, make: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """Concatenate make(first, last) over slices of n rows, on all threads."""
     starts = range(0, n, TURN)
-    with ThreadPoolExecutor(native.processors(), "rows") as threads:
+    with ThreadPoolExecutor(core.processors(), "rows") as threads:
         return np.concatenate(list(threads.map(lambda first: make(first, min(first + TURN, n)), starts)))

@@ -2,27 +2,26 @@
 
 from typing import Any
 
-from headrace import core as native
-from headrace import host
+from headrace import core, host
+from headrace.backends import memory
 from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
 from headrace.backends.native.weights import weights_room
+from headrace.backends.protocol import LoadedPrograms
+from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
-from headrace.startup import memory
-from headrace.startup.offer import Loaded
-from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.kv_settings import kv_settings
 
 
-class Native:
+class NativeBackend:
     """CPUs. Sums have one order, so no output depends on who is computed beside it."""
 
     name = "native"
     row_invariant = True
     kv_dtypes = frozenset(KV_DTYPES) - {"auto"}
 
-    def why_not(self, recipe: Recipe) -> str:
+    def unsupported_reason(self, recipe: Recipe) -> str:
         settings = recipe.settings
         if not settings.device.startswith("cpu"):
             return f"the native core computes on the CPU, and the device is {settings.device}"
@@ -30,12 +29,12 @@ class Native:
             return f"dtype {settings.dtype} was asked for, and the native core has its own number formats"
         if settings.kv_dtype not in KV_DTYPES:
             return f"the native core keeps no KV in {settings.kv_dtype}"
-        return native.reason()
+        return core.reason()
 
     def free_memory(self, recipe: Recipe) -> int:
         return host.free_memory()
 
-    def load(self, recipe: Recipe) -> Loaded:
+    def load(self, recipe: Recipe) -> LoadedPrograms:
         settings, models = recipe.settings, recipe.models
         quantize, owners = settings.quantize or "", recipe.owners
         described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
@@ -74,4 +73,4 @@ class Native:
 
         for role in recipe.headed:
             programs[role.name] = NativeHeads(role.heads, programs[TARGET.name], recipe.target.source, **shared)
-        return Loaded(programs, plan, "bfloat16")
+        return LoadedPrograms(programs, plan, "bfloat16")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.backends import memory
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.data.progress import Progress, Silent
@@ -16,7 +17,6 @@ from headrace.data.settings import ModelSettings
 from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
-from headrace.startup import memory
 from headrace.startup.opening import Opened
 from headrace.text.frequent_tokens import frequent_tokens
 

@@ -11,6 +11,9 @@ from headrace import host
 from headrace.backends.eager.heads import EagerHeads
 from headrace.backends.eager.program import EagerProgram
 from headrace.backends.eager.rounded import round_inputs
+from headrace.backends.memory import check_weights_fit
+from headrace.backends.protocol import LoadedPrograms
+from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.kv.layout import kv_shape
@@ -19,10 +22,7 @@ from headrace.kv.rounded import FORMATS, Rounded
 from headrace.models.base import Model
 from headrace.models.layers.linear import Linear
 from headrace.runner.centring import k_shifts
-from headrace.startup.memory import check_weights_fit
-from headrace.startup.offer import Loaded
 from headrace.startup.opening import Opened
-from headrace.startup.recipe import BLOCK_SIZE, Recipe
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.loader import input_scales, load_model, weight_kinds
@@ -37,7 +37,7 @@ DTYPES = {
 }
 
 
-def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
+def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms:
     """The weights of all models in torch; see Offer.load."""
     settings, device = recipe.settings, torch.device(recipe.settings.device)
     if settings.quantize:
@@ -71,7 +71,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> Loaded:
         log.warning("torch rounds K and V to %s and keeps them as %s: it saves no memory", settings.kv_dtype, kv_type)
     for each in recipe.headed:
         programs[each.name] = EagerHeads(each.heads, programs[TARGET.name], recipe.target.source)
-    return Loaded(programs, plan, str(dtype).removeprefix("torch."))
+    return LoadedPrograms(programs, plan, str(dtype).removeprefix("torch."))
 
 
 def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:

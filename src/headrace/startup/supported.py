@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace import core as native
-from headrace import host
+from headrace import core, host
+from headrace.backends.memory import check_weights_fit, gib
 from headrace.backends.native.weights import weights_room
 from headrace.models.registry import describe
-from headrace.startup.memory import check_weights_fit, gib
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.schemes.folder import QuantizedFolder
@@ -39,7 +38,7 @@ def missing(model: str | Path) -> str:
 def check_room(models: Sequence[tuple[Opened, str]]) -> None:
     """Raise DoesNotFit where models that are to be in memory together, each with what its float weights become (`quantize`;
     empty: what they are), have no room as the native core packs them. Where the core is not there torch looks when it loads."""
-    if native.reason() or not models:
+    if core.reason() or not models:
         return
     need, narrower = weights_room([(describe(each.config), each.source, quantize) for each, quantize in models])
     check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models), narrower=narrower)
@@ -49,4 +48,4 @@ def runs_here(model: str | Path) -> str:
     """ "yes", with what runs it, or "no", with what is missing."""
     if problem := missing(model):
         return f"no: {problem}"
-    return f"yes, in torch ({native.reason()})" if native.reason() else "yes"
+    return f"yes, in torch ({core.reason()})" if core.reason() else "yes"

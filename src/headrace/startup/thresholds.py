@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.settings import DEFERRED, ModelSettings
-from headrace.startup.exits import fingerprint
+from headrace.startup.classifier import fingerprint
 from headrace.startup.opening import Opened
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.store import find_home, home
@@ -44,7 +44,7 @@ def _size(model: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-class Rule(msgspec.Struct, frozen=True):
+class CalibratedThreshold(msgspec.Struct, frozen=True):
     """A threshold for which it was shown, on `n` prompts, that with probability 1 - epsilon answers to prompts like them lose
     at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
     tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
@@ -77,10 +77,10 @@ class Rule(msgspec.Struct, frozen=True):
         )
 
 
-def save(folder: Path, rule: Rule) -> None:
+def save(folder: Path, rule: CalibratedThreshold) -> None:
     """Write a rule beside those of other criteria, decays, losses, states and models; an older one of the same is replaced."""
 
-    def kind(one: Rule) -> tuple[str, float, str, str, str]:
+    def kind(one: CalibratedThreshold) -> tuple[str, float, str, str, str]:
         return one.criterion, one.decay, one.loss, one.state, one.fits
 
     others = [one for one in load(folder) if kind(one) != kind(rule)]
@@ -90,12 +90,12 @@ def save(folder: Path, rule: Rule) -> None:
         part.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
 
 
-def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
+def load(folder: str | Path, state: str = "") -> tuple[CalibratedThreshold, ...]:
     """The newest first, of one exit_state where it is named; none where nothing was calibrated. Raises ValueError where the
     file cannot be read."""
     place = Path(folder) / CALIBRATION
     try:
-        rules = msgspec.json.decode(place.read_bytes(), type=tuple[Rule, ...]) if place.is_file() else ()
+        rules = msgspec.json.decode(place.read_bytes(), type=tuple[CalibratedThreshold, ...]) if place.is_file() else ()
         for one in rules:
             asked: dict[str, Any] = {"exit_criterion": one.criterion, "exit_threshold": one.threshold, "exit_decay": one.decay}
             SamplingParams(**asked, max_tokens=one.max_tokens)  # a request could ask for it
@@ -104,7 +104,7 @@ def load(folder: str | Path, state: str = "") -> tuple[Rule, ...]:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
-def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple[Rule, ...]:
+def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple[CalibratedThreshold, ...]:
     """The calibrated thresholds, newest first, of a model that was opened with `settings`; `smaller`: its cascade's model.
 
     Thresholds of another model or of other exits are left out, with a warning in the log. Raises ValueError as `load` does.
@@ -120,7 +120,7 @@ def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple
     return own
 
 
-def keep(rule: Rule, model: Opened, settings: ModelSettings, smaller: Path | None) -> Rule:
+def keep(rule: CalibratedThreshold, model: Opened, settings: ModelSettings, smaller: Path | None) -> CalibratedThreshold:
     """Save a rule that was calibrated on a model opened with `settings`, and return it as saved.
 
     It is written into the folder of the exits, or for a cascade with the model `smaller` into Headrace's own folder.

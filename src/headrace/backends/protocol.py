@@ -1,0 +1,42 @@
+"""Interface of a back end: what it must implement so that `startup.backend` can run models on it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.backends.memory import MemoryPlan
+from headrace.backends.recipe import Recipe
+from headrace.runner.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrograms:
+    """The programs of a recipe by role, the memory plan that they were made with, and the name of their number format."""
+
+    programs: Mapping[str, Program]
+    plan: MemoryPlan
+    dtype: str
+
+
+class Backend(Protocol):
+    """A back end.
+
+    row_invariant: outputs do not depend on batch, chunks or drafts. Otherwise the order of sums depends on the number of rows,
+    so tokens of nearly equal probability may swap. kv_dtypes: number formats of the KV cache that it supports.
+    """
+
+    name: str
+    row_invariant: bool
+    kv_dtypes: frozenset[str]
+
+    def unsupported_reason(self, recipe: Recipe) -> str:
+        """Why this back end cannot run the recipe; empty if it can."""
+
+    def load(self, recipe: Recipe) -> LoadedPrograms:
+        """Load the weights of all models.
+
+        Raises ValueError, DoesNotFit, WeightError, and RecordError if a model has an operation that the back end lacks.
+        """
+
+    def free_memory(self, recipe: Recipe) -> int:
+        """Free bytes of the memory that holds the KV cache."""
