@@ -64,7 +64,7 @@ def one_core() -> Iterator[None]:
     """Tests run side by side: a core without a number of threads has one here. Threads that wait for each other on busy cores
     mostly wait."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.backends.native.threads.processors", lambda: 1)
+        patch.setattr("headrace.core.processors", lambda: 1)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Settings: what a model is (`ModelConfig`) and how an engine is run (`EngineConfig`). Plain data."""
+"""Plain data: the sizes of a model (`ModelConfig`), and the limits of an engine (`EngineConfig`)."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -8,53 +8,71 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions. `scaling` is none | linear | llama3 (Llama 3.1's frequency bands) | divisors (given one by one)."""
+    """Rotary position embedding.
+
+    scaling: none, linear, llama3 (Llama 3.1's frequency bands), or divisors (one per frequency, GGUF's rope_freqs.weight).
+    dim: rotated part of a head, None for all of it. interleaved: pairs (2i, 2i+1) instead of (i, i + dim/2).
+    """
 
     theta: float = 10000.0
-    dim: int | None = None  # rotated part of a head; None: all of it
+    dim: int | None = None
     scaling: str = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    interleaved: bool = False  # pairs (2i, 2i+1) instead of (i, i + dim/2)
-    divisors: tuple[float, ...] = ()  # scaling "divisors": what each frequency is divided by (GGUF's rope_freqs.weight)
+    interleaved: bool = False
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """The numbers of one layer."""
+    """Sizes of one layer.
+
+    ffn: intermediate width of the MLP. window: attention window in tokens, None for all. rope: None for no rotation.
+    shares: the layer has no K and V and reads those of the nearest layer below that has (cross-layer attention).
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # width of the MLP between its matrices
-    window: int | None = None  # how many tokens it attends to; None: all
-    rope: RopeConfig | None = None  # None: nothing is turned here
-    shares: bool = False  # it has no K and V, and reads those of the nearest layer below that has (CLA)
+    ffn: int
+    window: int | None = None
+    rope: RopeConfig | None = None
+    shares: bool = False
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads together (not always hidden_size)."""
+        """Width of all query heads (not always hidden_size)."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
+        """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def qkv(self) -> dict[str, int]:
-        """The widths of the projections that attention reads."""
+        """Widths of the projections that the layer computes, by name."""
         own = {} if self.shares else {"k": self.kv_size, "v": self.kv_size}
         return {"q": self.q_size} | own
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """An architecture's numbers, whatever file they came from (HF config.json or GGUF metadata)."""
+    """Sizes and options of a model, from a Hugging Face config.json or GGUF metadata.
 
-    architecture: str  # HF model_type, a row of models.families
+    architecture: HF model_type, a row of models.families. out_bias: bias of the attention's output projection.
+    qk_norm: query and key heads are normed. attn_scale: None for head_dim ** -0.5. activation: of the MLP, if a family has
+    several. gated: the MLP has a gate.
+    encoder: attention is bidirectional; prompts are fed in one step, and nothing is generated. token_types: rows of BERT's
+    token type table. mask_id: mask token of a model that fills in blocks.
+    source: the encoder of an encoder-decoder. start: first token of its outputs. never: token that it never writes (Marian's
+    padding). head_scale, head_bias: of the output head; the bias is that of a tied head.
+    buckets, bucket_distance: T5's relative positions; all distances from bucket_distance on share the last bucket.
+    """
+
+    architecture: str
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
@@ -62,48 +80,50 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tied_head: bool = True
     qkv_bias: bool = False
-    out_bias: bool = False  # of the attention's output projection
+    out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # every query and key head is normed
-    attn_scale: float | None = None  # None: head_dim ** -0.5
+    qk_norm: bool = False
+    attn_scale: float | None = None
     attn_softcap: float | None = None
     logit_softcap: float | None = None
     embed_scale: float = 1.0
-    encoder: bool = False  # every token sees every other: prompts are fed whole, and nothing is generated
-    token_types: int = 0  # rows of bert's table of token types
-    mask_id: int | None = None  # the token that stands for one to be guessed, of models that were trained to fill it in
-    source: "ModelConfig | None" = None  # of an encoder-decoder: the encoder, which reads what the decoder writes from
+    encoder: bool = False
+    token_types: int = 0
+    mask_id: int | None = None
+    source: "ModelConfig | None" = None
     head_scale: float = 1.0
-    head_bias: bool = False  # of a tied head
-    start: int = 0  # the token that an output from a source begins with
-    never: int | None = None  # a token that is never written (Marian's padding)
-    activation: str = ""  # of the MLP, where a family has several
-    gated: bool = False  # the MLP has a gate beside it
-    buckets: int = 0  # of relative positions (T5)
-    bucket_distance: int = 0  # from which on all distances share the last bucket
+    head_bias: bool = False
+    start: int = 0
+    never: int | None = None
+    activation: str = ""
+    gated: bool = False
+    buckets: int = 0
+    bucket_distance: int = 0
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     def kv_layer(self, layer: int) -> int:
-        """Whose K and V a layer reads; pools number the layers that have their own."""
+        """Index in the KV pool of the K and V that a layer reads. Pools hold only layers with K and V of their own."""
         return sum(not each.shares for each in self.layers[: layer + 1]) - 1
 
     def sharing(self, neighbours: int) -> "ModelConfig":
-        """The same model where the first of each so many layers has K and V, and the others read them (cross-layer attention,
-        Brandon et al. 2024, https://arxiv.org/abs/2405.12981)."""
+        """The same model with cross-layer attention: the first of each `neighbours` layers has K and V for all of them.
+
+        Source: Brandon et al. 2024, arXiv 2405.12981.
+        """
         layers = (replace(layer, shares=at % neighbours > 0) for at, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers))
 
     @property
     def kv_share(self) -> int:
-        """How many neighbours read one layer's K and V, from the first on; 1: each its own."""
+        """Number of layers that share the first layer's K and V, 1 if each has its own."""
         return next((at for at in range(1, self.num_layers) if not self.layers[at].shares), self.num_layers)
 
     @property
     def each_layer(self) -> LayerConfig:
-        """The numbers that all layers have. Raises ValueError where they differ."""
+        """The sizes of a layer, if all layers are equal. Raises ValueError otherwise."""
         if len(set(self.layers)) != 1:
             why = ", as some share K and V of others: begin with its original" if self.kv_share > 1 else ""
             raise ValueError(f"the layers of this {self.architecture} model are not all alike{why}")
@@ -112,14 +132,18 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits and policy of the scheduler. `online` keeps steps short, `offline` fills them."""
+    """Limits and policy of the scheduler.
+
+    policy: continuous or static batching. longer: name of the setting that allows a longer context, empty if none does.
+    whole: of encoders, a prompt is fed in one step and its prefix is not looked up in the cache.
+    """
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
-    policy: str = "continuous"  # continuous | static
-    longer: str = ""  # the setting that allows a longer context, where one does
-    whole: bool = False  # encoders: a prompt is fed in one step, and nothing is matched
+    policy: str = "continuous"
+    longer: str = ""
+    whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -132,20 +156,23 @@ class SchedulerConfig:
     def preset(
         cls, name: str, max_model_len: int, max_num_seqs: int = 32, policy: str = "continuous", budget: int | None = None
     ) -> "SchedulerConfig":
-        """online: small chunks, low ITL; offline: big steps, most tokens/s. `budget`: tokens of a step, where it is another."""
+        """Limits by name: online has short steps and low inter-token latency, offline large steps and high throughput.
+
+        budget: tokens of a step, in place of the preset's.
+        """
         budgets = {"online": 512, "offline": 2048}
         if name not in budgets:
             raise ValueError(f"unknown preset {name!r}; choose online or offline")
         return cls(max_num_seqs, budgets[name] if budget is None else budget, max_model_len, policy)
 
     def for_encoder(self) -> "SchedulerConfig":
-        """Whole prompts: any that the context holds fits into a step."""
+        """The same limits with room for a whole context in one step."""
         return replace(self, whole=True, max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged pool: number of blocks, tokens a block, whether prefixes are shared and kept for later requests."""
+    """The paged KV pool: blocks, tokens per block, and whether prefixes are cached for later requests."""
 
     num_blocks: int
     block_size: int = 16

@@ -1,5 +1,7 @@
-"""What is said of a request parameter, once: `Field` stands in the annotation of a struct's field. Its checks follow from that
-here; protocols, the command line, the native core and the documents read it too."""
+"""Declarations of request parameters and model settings: a `Field` in the annotation of a struct's field.
+
+This module checks values by the declarations. Protocols, the command line, the native core and the docs are made from them.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -17,7 +19,8 @@ from headrace.data.spelling import did_you_mean
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
 PROMPT = "prompt"
-LARGEST = 2**31 - 1  # of a whole number, where nothing else is said
+# Default bound of a whole number.
+LARGEST = 2**31 - 1
 SPELLED: dict[float, str] = {LARGEST: "2**31 - 1", 2**64 - 1: "2**64 - 1"}
 
 
@@ -33,11 +36,11 @@ class FieldError(ValueError):
 
 
 class ParamError(FieldError):
-    """A parameter no request can have; the message says which and what to change."""
+    """An invalid parameter. The message names it and the required change."""
 
 
 class Params(msgspec.StructMeta):
-    """The class of parameter structs: an unknown field is refused with the nearest known name."""
+    """Metaclass of parameter structs. Raises TypeError for an unknown field, with the most similar known name."""
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         known = self.__struct_fields__
@@ -48,44 +51,54 @@ class Params(msgspec.StructMeta):
 
 
 class Use(Flag):
-    """Who reads a field."""
+    """The component that reads a field.
+
+    LOOP: the engine, for every strategy. DRAW: a `Sample` want. CORE: the native sampler, under the same name. FILTER: a
+    sampler field that excludes tokens, none by default. DETAIL: it only qualifies another field.
+    """
 
     NOBODY = 0
-    LOOP = 1  # the loop itself, whatever the strategy
-    DRAW = 2  # a `Sample` want, by itself
-    CORE = 4  # the native sampler, under the same name
+    LOOP = 1
+    DRAW = 2
+    CORE = 4
     SAMPLER = DRAW | CORE
-    FILTER = SAMPLER | 8  # it lets only some tokens through; its default lets all
-    DETAIL = 16  # of another field, without which it says nothing
+    FILTER = SAMPLER | 8
+    DETAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What is said of a field beside its type and its default."""
+    """Declaration of a field, next to its type and default.
 
-    doc: str  # without a full stop
+    doc: help text without a full stop. ge, gt, le, lt: bounds of a number. most: entries of a list or mapping; each: entries
+    of the lists in it. means: a value and its meaning, such as (0, "off"). neutral: values with the meaning of the default.
+    name: its flat name, if different. http: protocols have it under its name. option: more names on the command line; None:
+    it is not an option.
+    """
+
+    doc: str
     use: Use = Use.NOBODY
     _: KW_ONLY
     ge: float = -inf
     gt: float = -inf
     le: float = inf
     lt: float = inf
-    most: int = LARGEST  # entries of a list or a mapping
-    each: int = LARGEST  # and of the lists in it
-    means: tuple[float, str] | None = None  # a value, and what it says: (0, "off")
-    neutral: tuple[object, ...] = ()  # values beside the default that say nothing
-    name: str = ""  # among flat fields, where it is another than in the struct
-    http: bool = True  # whether a protocol has it under its name
-    option: str | None = ""  # more names on the command line; None: not one of its own
+    most: int = LARGEST
+    each: int = LARGEST
+    means: tuple[float, str] | None = None
+    neutral: tuple[object, ...] = ()
+    name: str = ""
+    http: bool = True
+    option: str | None = ""
 
     @property
     def help(self) -> str:
-        """For a command line."""
+        """Help text on the command line."""
         return f"{self.doc}." if self.means is None else f"{self.doc} ({self.means[0]}: {self.means[1]})."
 
     @property
     def bounds(self) -> str:
-        """What a number must be, in words."""
+        """The range of a number in words."""
         words = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
         spelled = {word: self._spelled(bound) for word, bound in words.items() if isfinite(bound)}
         if spelled.keys() == {"at least", "at most"}:
@@ -103,24 +116,27 @@ class Field:
         return f"{text} ({self.means[1]})" if self.means is not None and self.means[0] == bound else text
 
     def holds(self, value: Any) -> bool:
-        """Whether a real number lies within; NaN never does."""
+        """Whether a real number is in range; NaN never is."""
         return bool(self.ge <= value <= self.le and self.gt < value < self.lt)
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A field as it stands in its struct. `kind` is its type where it is not None; without a `Field` only that is checked."""
+    """One field of a struct with its declaration.
+
+    kind: its type without None. check: returns the value that the struct keeps, or raises ParamError.
+    """
 
     name: str
     kind: Any
     optional: bool
     default: Any
     field: Field
-    check: "Callable[[Declared, Any], Any]"  # gives the value as the struct keeps it
+    check: "Callable[[Declared, Any], Any]"
 
     @property
     def flat(self) -> str:
-        """Its name where fields of all methods stand side by side."""
+        """Its name in protocols and on the command line, where the fields of all methods are in one list."""
         return self.field.name or self.name
 
 
@@ -129,7 +145,7 @@ UNSAID = Field("")
 
 @cache
 def declared(params: type[msgspec.Struct]) -> tuple[Declared, ...]:
-    """The fields of a struct of parameters, in its order."""
+    """The declared fields of a struct, in its order."""
     hints = get_type_hints(params, include_extras=True)
     return tuple(
         _declared(name, hints[name], default)
@@ -148,7 +164,7 @@ def _declared(name: str, hint: Any, default: Any) -> Declared:
 
 
 def check(params: msgspec.Struct) -> None:
-    """Raises ParamError for the first field whose value cannot be meant, whatever the others say. Lists become tuples."""
+    """Check each field of `params` by itself. Raises ParamError for the first invalid value. Lists become tuples."""
     for one in declared(type(params)):
         value = getattr(params, one.name)
         if value is one.default or (value is None and one.optional):
@@ -162,12 +178,12 @@ def check(params: msgspec.Struct) -> None:
 
 
 def used(params: type[msgspec.Struct], use: Use) -> tuple[str, ...]:
-    """The names of the fields that somebody reads."""
+    """The names of the fields with this use."""
     return tuple(one.name for one in declared(params) if use in one.field.use)
 
 
 def unheeded(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
-    """The fields that are set and would be dropped by a method that heeds those in `honours`, and what the loop does."""
+    """The fields that are set but that neither a method with the fields `honours` nor the engine reads."""
     return [
         one.name
         for one in declared(type(params))
@@ -178,7 +194,7 @@ def unheeded(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
 
 
 def token_ids(params: msgspec.Struct) -> Iterator[tuple[str, Iterable[int]]]:
-    """The fields that name token ids, and these ids."""
+    """The fields that hold token ids, with the ids."""
     for one in declared(type(params)):
         if one.kind in (IDS, BIASES):
             yield one.name, getattr(params, one.name) or ()
@@ -191,7 +207,7 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-# -- what a value of each type must be: value -> the value as it is kept -----------------------------------------------------
+# -- checks by type: value -> the value that the struct keeps ----------------------------------------------------------------
 
 
 def _flag(one: Declared, value: object) -> object:
@@ -226,7 +242,7 @@ def _choice(one: Declared, value: object) -> object:
 
 
 def _list(one: Declared, value: object) -> tuple[Any, ...]:
-    """A single text is a list of one."""
+    """A list as a tuple. A single text counts as a list of one."""
     if not isinstance(value, (str, list, tuple)):
         raise ParamError(one.flat, f"{one.name} must be a list, not {value!r}")
     return (value,) if isinstance(value, str) else value if isinstance(value, tuple) else tuple(value)

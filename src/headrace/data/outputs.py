@@ -1,4 +1,4 @@
-"""What a caller gets back: one RequestOutput a prompt, put together from the engine's deltas."""
+"""Results for callers: one RequestOutput per prompt, assembled from the engine's deltas."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from headrace.data.types import Delta, Request, RequestMetrics
 
 
 class Plain:
-    """A record that can be written as plain JSON data."""
+    """Base of results that convert to plain JSON data."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """By the names of its fields; log-probabilities and exits as objects, too."""
+        """The fields by name; log-probabilities and exits become objects."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         for name in ("logprobs", "prompt_logprobs", "exits"):
             entries = getattr(self, name, None)
@@ -29,19 +29,20 @@ class Plain:
 
 @dataclass(slots=True)
 class CompletionOutput(Plain):
-    """One of the n outputs of a request. `logprobs`: one entry a token where they were asked for, else None.
-    `tool_calls`: those of a conversation with tools, as OpenAI's protocol writes them; `text` is what stands beside them.
+    """One of the n outputs of a request.
 
-    `exits`: after how many layers each token was written, where the request may leave early or cascades, else None.
-
-    Beam search ranks its outputs by `score` (the length-normalised log-probability) and gives `cumulative_logprob`."""
+    logprobs: one entry per token if requested, else None. finish_reason: stop, length, tool_calls, abort or error.
+    tool_calls: as in OpenAI's protocol; `text` is the rest of the answer.
+    exits: one record per token if the request may exit early or cascades, else None.
+    score: rank in beam search, the length-normalised log-probability.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
-    finish_reason: str | None = None  # stop | length | tool_calls | abort | error
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +54,7 @@ class CompletionOutput(Plain):
 
 @dataclass(slots=True)
 class Embedding(Plain):
-    """A text's vector, of length 1."""
+    """The embedding of a text, a vector of length 1."""
 
     token_ids: list[int]
     values: list[float]
@@ -64,7 +65,7 @@ class Embedding(Plain):
 
 @dataclass(slots=True)
 class Vote(Plain):
-    """What an exit said of a text: after how many layers, its likeliest label, and that one's probability."""
+    """The prediction of one exit: number of layers below it, most probable label, and its probability."""
 
     layers: int
     label: str
@@ -73,8 +74,10 @@ class Vote(Plain):
 
 @dataclass(slots=True)
 class Classification(Plain):
-    """A text's class: its label, the probabilities of all labels, after how many layers it was said, and the votes of all exits
-    that it came by, the last of which said it."""
+    """The class of a text: label, probabilities of all labels, number of computed layers, and the votes of the computed exits.
+
+    The last vote is the prediction.
+    """
 
     token_ids: list[int]
     label: str
@@ -83,8 +86,7 @@ class Classification(Plain):
     votes: list[Vote] = field(default_factory=list)
 
     def record(self, *, votes: bool = False) -> dict[str, Any]:
-        """Label, probabilities and layers as plain JSON data, as commands print them and the server sends them; `votes`: those
-        of the exits, too."""
+        """Label, probabilities and layers as plain JSON data, for commands and the server; with `votes` also the exits'."""
         found: dict[str, Any] = {"label": self.label, "probabilities": self.probabilities, "layers": self.layers}
         return found | ({"exits": [vote.to_dict() for vote in self.votes]} if votes else {})
 
@@ -94,7 +96,7 @@ class Classification(Plain):
 
 @dataclass(slots=True)
 class Score(Plain):
-    """Log-probabilities (natural log) of a text's last tokens, each given those before; the first token of all has none."""
+    """Log-probabilities (natural log) of a text's last tokens, each given those before it. The text's first token has none."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -118,7 +120,11 @@ class Score(Plain):
 
 @dataclass(slots=True)
 class RequestOutput(Plain):
-    """A prompt and what came of it. `prompt_logprobs[i]` scores prompt token i given those before; the first is None."""
+    """A prompt and its outputs.
+
+    prompt_logprobs[i] scores prompt token i given those before it; the first entry is None. structured: the constraint of its
+    outputs. pooled, classified: rows of an embedding, logits of the exits of a classification.
+    """
 
     request_id: str
     prompt: str | None
@@ -128,21 +134,21 @@ class RequestOutput(Plain):
     metrics: RequestMetrics
     finished: bool = False
     error: str | None = None
-    structured: StructuredOutputs | None = None  # what its outputs are held to
-    pooled: list[float] = field(default_factory=list)  # what an embedding is made of, where one was asked for
-    classified: list[tuple[float, ...]] = field(default_factory=list)  # logits of the exits, where a class was asked for
+    structured: StructuredOutputs | None = None
+    pooled: list[float] = field(default_factory=list)
+    classified: list[tuple[float, ...]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         state = f", error={self.error!r}" if self.error else "" if self.finished else ", not finished"
         return f"RequestOutput({self.request_id}, {_tokens(self.prompt_token_ids)} of prompt, {self.outputs}{state})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data: what was asked, the outputs, what it took."""
+        """Prompt, outputs and metrics as plain JSON data."""
         found = super(RequestOutput, self).to_dict() | {"outputs": [one.to_dict() for one in self.outputs]}
         return {name: value for name, value in found.items() if name not in ("structured", "pooled", "classified")}
 
     def add(self, delta: Delta) -> None:
-        """Take in what one step added."""
+        """Add the delta of one step."""
         if delta.error is not None:
             self.error = delta.error
         output = self.outputs[delta.index]
@@ -162,20 +168,20 @@ class RequestOutput(Plain):
             self._drop_unborn()
 
     def _drop_unborn(self) -> None:
-        """Beam search may end with fewer hypotheses than were asked for."""
+        """Beam search may end with fewer hypotheses than requested."""
         born = [output for output in self.outputs if output.finish_reason is not None]
         self.outputs = born or self.outputs[:1]
 
 
 def whole(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The outputs, where none has failed. Raises ValueError."""
+    """Return the outputs. Raises ValueError with the first error if a request failed."""
     if failed := next((output.error for output in outputs if output.error is not None), None):
         raise ValueError(failed)
     return outputs
 
 
 def empty_output(request: Request, prompt: str | None) -> RequestOutput:
-    """The output of a request that has just been added; its metrics and prompt scores fill in as the engine goes."""
+    """The output of a new request. It shares its metrics and prompt log-probabilities with the request, which fills them."""
     params = request.params
     wants_logprobs = params.logprobs is not None
     return RequestOutput(
@@ -200,7 +206,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
 
 
 def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
-    """The first `dimensions` numbers, scaled to length 1. Raises ValueError where there is no direction to keep."""
+    """The first `dimensions` numbers, scaled to length 1. Raises ValueError if their length is 0 or not finite."""
     kept = list(values[:dimensions])
     length = math.hypot(*kept)
     if not 0 < length < math.inf:

@@ -1,4 +1,4 @@
-"""What a caller may ask of a model that fills in blocks: `RefineParams`, checked when they are made."""
+"""`RefineParams`: parameters of non-autoregressive decoding, in which a model fills in blocks of masks."""
 
 from typing import Annotated, Literal
 
@@ -6,17 +6,19 @@ import msgspec
 
 from headrace.data.fields import Field, Params, check
 
-MAX_BLOCK = 64  # nodes of a draft
+# A block is verified as a draft of this many nodes.
+MAX_BLOCK = 64
 
 
 class RefineParams(
     msgspec.Struct, metaclass=Params, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How blocks are filled in. Raises ParamError for what cannot be meant.
+    """How blocks are filled in. Raises ParamError for invalid values.
 
-    After pass t of T over a block of K tokens the K (T - t) / T least sure ones (rounded down) are masked again: "any" of all,
-    as Mask-Predict does it (Ghazvininejad et al. 2019), or "masked": what was once kept stays. One pass is fully
-    non-autoregressive (Gu et al. 2018). With `length` the answer has so many tokens at most: the last block is what is left.
+    After pass t of T over a block of K tokens, the K (T - t) / T tokens with the lowest confidence (rounded down) are masked
+    again. remask: "any" chooses among all tokens (Mask-Predict, Ghazvininejad et al. 2019), "masked" among those that were
+    masked in the last pass. One pass is fully non-autoregressive (Gu et al. 2018). length: largest number of tokens of the
+    answer; the last block is shortened to it.
     """
 
     block: Annotated[

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# Names that other engines use, and what they are called here.
+# Names in other engines, and the same setting's name in Headrace.
 ELSEWHERE = {
     "response_format": "structured_outputs",
     "guided_json": "structured_outputs",
@@ -33,6 +33,6 @@ def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A question after near names; `otherwise` where there are none."""
+    """A question that offers similar names, or `otherwise` if there are none."""
     found = near(name, known)
     return f"did you mean {' or '.join(found)}?" if found else otherwise
