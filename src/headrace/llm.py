@@ -64,10 +64,11 @@ class LLM:
     - Memory: `kv_cache_memory` in bytes or as "2GiB", `max_model_len` in tokens.
     - Other models of the same vocabulary: `draft` (also a folder of trained heads), `amateur`, `cascade`. Folders:
       `classifier`, `exits`.
-    - Speculation: `speculate` names the drafter, None turns it off; `draft_tokens` are drafted at once.
+    - Speculation: `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks, None) chooses the drafter;
+      `draft_tokens` are drafted at once.
     - `parse_special`: control tokens inside messages are parsed; for trusted content only.
 
-    Outputs depend on the request and its seed alone: bitwise on the native back end, up to near ties in torch.
+    Outputs depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch.
     `verification="rejection"` and "block" draw other samples of the same distribution. Raises ValueError.
     """
 

@@ -74,7 +74,7 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Counter[str]]:
 
     def of(model: Model, quantize: str, fuse: frozenset[str]) -> Counter[str]:
         counts.clear()
-        monkeypatch.setattr("headrace.backends.native.lowering.core", lambda: counting)
+        monkeypatch.setattr("headrace.backends.native.lowering.core", SimpleNamespace(module=lambda: counting))
         native_program(model, quantize=quantize, fuse=fuse)
         return counts.copy()
 

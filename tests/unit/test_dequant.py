@@ -136,12 +136,12 @@ def test_wrong_arrays_are_refused() -> None:
         core.module().dequantize("Q4_0", data, out, 1)
 
 
-@pytest.mark.parametrize("core", [True, False], ids=["native", "numpy"])
+@pytest.mark.parametrize("built", [True, False], ids=["native", "numpy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q6_K"])
-def test_tensors_are_rounded_from_float32(kind: str, dtype: torch.dtype, core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_rounded_from_float32(kind: str, dtype: torch.dtype, built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several chunks, the last one partly filled, with either implementation."""
-    if not core:
+    if not built:
         monkeypatch.setattr(core, "available", lambda: False)
     elif not core.available():
         pytest.skip(core.reason())

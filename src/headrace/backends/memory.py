@@ -1,22 +1,26 @@
-"""The memory plan, made before anything large is allocated: how many KV blocks; what to change when it cannot be."""
+"""The memory plan: number of KV blocks and context, computed before anything large is allocated."""
 
 from dataclasses import dataclass
 
 from headrace.data.config import ModelConfig, parse_bytes
 
-SHARE = 0.25  # of free memory, for KV at most, unless told otherwise
-TOKENS = 2048  # of a sequence of a full batch: what a question, its documents and its answer take, not the whole context
+# Default limit of the KV cache, as a share of free memory.
+SHARE = 0.25
+# Tokens per sequence of a full batch: a question, its documents and its answer, not the whole context.
+TOKENS = 2048
 
 
-class DoesNotFit(ValueError):  # noqa: N818 - reads as what it says
-    """The model or its KV cache does not fit; the message has the numbers and a setting that works."""
+class DoesNotFit(ValueError):  # noqa: N818 - reads as a sentence
+    """The model or its KV cache does not fit. The message has the sizes and a setting that works."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """KV blocks and the context they allow. `spare`: bytes that were free beside them. `summary`: one line for the user.
-    `longer`: the setting that would allow a longer context; empty where it is the model's. `scratch`: bytes of the pools in
-    which an encoder-decoder's sources are encoded."""
+    """KV blocks and the context that they allow.
+
+    spare: free bytes that are left. summary: one line for the user. longer: the setting that would allow a longer context,
+    empty if the context is the model's own. scratch: bytes of the pools in which an encoder-decoder's sources are encoded.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -28,13 +32,15 @@ class MemoryPlan:
 
     @property
     def bytes(self) -> int:
-        """Of all pools."""
+        """Bytes of all pools."""
         return self.kv_bytes + self.scratch
 
 
 def check_weights_fit(need: int, free: int, *names: str, narrower: str = "") -> None:
-    """Raise unless weights of `need` bytes, of the models of these names together, fit in `free` bytes. `narrower`: what could
-    be asked for instead, by which they take fewer; empty where nothing could."""
+    """Raise DoesNotFit unless `need` bytes of weights of the models `names` fit in `free` bytes.
+
+    narrower: a setting with which they take fewer bytes, for the message; empty if there is none.
+    """
     if need > free * 0.95:
         verb, whose = ("needs", "its") if len(set(names)) == 1 else ("need", "their")
         raise DoesNotFit(
@@ -62,10 +68,10 @@ def plan(
     kv_cache_memory: int | str | None = None,
     scratch: int = 0,
 ) -> MemoryPlan:
-    """Blocks of `block_size` tokens for the paged pool, given `free` bytes after the weights, of which `scratch` are taken.
+    """Size the KV pool in blocks of `block_size` tokens.
 
-    The pool takes `kv_cache_memory`, or `usual_blocks`, but 25 % of free memory at most. A context the caller asked for must
-    fit; one he did not ask for is shortened to the pool. Raises DoesNotFit with the numbers.
+    free: bytes after the weights, of which `scratch` are taken. The pool takes `kv_cache_memory`, by default `usual_blocks` but
+    no more than 25 % of free memory. A requested context must fit; the model's own is shortened to the pool. Raises DoesNotFit.
     """
     if scratch and scratch >= free:
         raise DoesNotFit(
@@ -75,8 +81,9 @@ def plan(
     free -= scratch
     context = max_model_len or config.max_position
     check_context(max_model_len, config)
-    sides = 1 if config.source is None else 2  # what a sequence has blocks of: its tokens, and its source's
-    whole = sides * -(-context // block_size)  # blocks of one sequence of full length
+    # Block tables of a sequence: its tokens, and the source of an encoder-decoder.
+    sides = 1 if config.source is None else 2
+    whole = sides * -(-context // block_size)
     if kv_cache_memory is None:
         budget = min(int(free * SHARE), sides * usual_blocks(context, block_size, max_num_seqs) * block_bytes)
     else:
@@ -103,15 +110,16 @@ def plan(
 
 
 def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:
-    """Blocks of a pool whose size nobody chose: 2,048 tokens for each sequence of a full batch (some longer, others shorter),
-    and a whole context at least."""
+    """Default number of blocks: 2,048 tokens for each sequence of a full batch, and at least one whole context."""
     whole, usual = -(-context // block_size), -(-TOKENS // block_size)
     return max(whole, max_num_seqs * min(whole, usual))
 
 
 def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
-    """Raise unless the hidden states of contrastive search, `need` bytes, fit beside the KV blocks. `free` bytes are free now,
-    where blocks that were never written still count, so that what the plan left over bounds it too."""
+    """Raise DoesNotFit unless `need` bytes of hidden states for contrastive search fit next to the KV blocks.
+
+    free: bytes free now. KV blocks that were never written still count as free, so the plan's spare bytes are a bound, too.
+    """
     room = max(0, min(planned.spare, free))
     if need > room * 0.95:
         smaller = int((planned.kv_bytes + room * 0.9) * planned.kv_bytes / (planned.kv_bytes + need))
@@ -122,5 +130,5 @@ def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
 
 
 def gib(size: int) -> str:
-    """Bytes for people, in binary units."""
+    """A size in bytes as text with a binary unit."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,5 +1,6 @@
-"""What is opened together: a target, and what works beside it, as roles. Numbers of programs, KV groups and sizes follow from
-them. Needs no torch.
+"""The models that are opened together, as roles, with their settings. Program numbers, KV groups and memory follow from them.
+
+Needs no torch.
 """
 
 from collections.abc import Callable
@@ -21,17 +22,23 @@ from headrace.startup.opening import Opened
 from headrace.text.frequent_tokens import frequent_tokens
 
 BLOCK_SIZE = 16
-DRAFT_VOCAB = 49152  # tokens of a draft's head, unless told otherwise: 97 % of code and prose
-ENCODER_TEXTS = 4  # of full length: an encoder's K and V last for one step
-HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"  # names of roles, beside those of groups
+# Default number of tokens in a draft model's head: 97 % of the tokens of code and prose.
+DRAFT_VOCAB = 49152
+# Texts of full length that fit an encoder's KV pool. Its K and V last for one step.
+ENCODER_TEXTS = 4
+# Names of roles that are not names of KV groups.
+HEADS, SELF, BLOCKS, EXITS = "heads", "self", "blocks", "exits"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The target (`target`), or what works beside it: a model that drafts (`draft`) or that the target is contrasted with
-    (`amateur`), a `span` of the target (`self`; `blocks`: all of it), trained `heads` (`runner.heads.Heads`; those of exits
-    after a `span`), or who may write before the target does: an exit of it (`exits`), or a smaller model (`cascade`). No plan
-    names that one, so it comes last."""
+    """One of the models of a recipe.
+
+    name: `target`; `draft`, a draft model; `amateur`, for contrastive decoding; `self` or `blocks`, a `span` of the target or
+    all of it as a drafter; `heads`, trained heads that draft; `exits` or `cascade`, an exit of the target or a smaller model
+    whose confident tokens are accepted without the target. The last two have no plans of their own, so they come last.
+    heads: a `runner.heads.Heads`; those of exits stand after a `span`.
+    """
 
     name: str
     opened: Opened | None = None
@@ -40,7 +47,7 @@ class Role:
 
     @property
     def chains(self) -> bool:
-        """Whether K and V of its own grow with its drafts."""
+        """Whether its drafts have K and V of their own."""
         if self.heads is not None:
             return bool(self.heads.chains)
         return self.opened is not None and self.name not in (TARGET.name, AMATEUR, CASCADE)
@@ -48,7 +55,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Roles in the order of their programs' numbers, the target first, how they are run, and who is told of the loading."""
+    """The models to open, the target first, with settings and a progress display. A role's index is its program's number."""
 
     roles: tuple[Role, ...]
     settings: ModelSettings
@@ -61,18 +68,17 @@ class Recipe:
         return opened
 
     def activations(self, opened: Opened) -> str:
-        """How inputs of a model's integer weights are rounded: as the caller says, else as its folder asks; "auto": as the back
-        end does it."""
+        """Rounding of the inputs of integer weights: the caller's setting, else the folder's; "auto": the back end's."""
         return opened.activations if self.settings.activations == "auto" else self.settings.activations
 
     @property
     def models(self) -> dict[str, Opened]:
-        """By role the models whose files are read."""
+        """By role, the models with files of their own."""
         return {role.name: role.opened for role in self.roles if role.opened is not None}
 
     @property
     def owners(self) -> dict[str, str]:
-        """By role who brings its weights: the first role of the same file."""
+        """By role, the first role with the same file, which loads the weights."""
         firsts: dict[Path, str] = {}
         return {role: firsts.setdefault(each.path.resolve(), role) for role, each in self.models.items()}
 
@@ -83,48 +89,50 @@ class Recipe:
 
     @property
     def heads(self) -> Any:
-        """Those that draft."""
+        """The heads that draft; None if there are none."""
         return next((role.heads for role in self.headed if role.name == HEADS), None)
 
     @property
     def leaves(self) -> Span | None:
-        """The target's layers below the exit by which tokens leave."""
+        """The layers of the target below its early exit; None without one."""
         return next((role.span for role in self.roles if role.name == EXITS), None)
 
     @property
     def judges(self) -> bool:
-        """Whether the exits by which tokens leave have classifiers."""
+        """Whether the early exits have confidence classifiers."""
         return any(role.name == EXITS and role.heads.judges for role in self.headed)
 
     @property
     def propagates(self) -> bool:
-        """Whether rows that leave go up as they are."""
+        """Whether the layers above the exit take K and V from the row at the exit."""
         return self.leaves is not None and self.settings.propagates
 
     @property
     def features(self) -> bool:
-        """Whether rows of the target are kept for trained heads."""
+        """Whether the target's hidden rows are stored for trained heads."""
         return self.heads is not None and bool(self.heads.features)
 
     def number(self, name: str) -> int:
-        """Of a role: by it plans name who is fed. 0 is the target, or nobody beside it."""
+        """Number of a role's program in step plans; 0, the target's, if there is no such role."""
         return next((number for number, role in enumerate(self.roles) if role.name == name), 0)
 
     def groups(self) -> tuple[KVGroup, ...]:
         """The KV groups of all models, the target's first."""
         groups = [TARGET, *(KVGroup(role.name, model=number) for number, role in enumerate(self.roles) if role.chains)]
+        # The target's feeds fill it, for requests that combine both models.
         if AMATEUR in self.models:
-            groups.append(KVGroup(AMATEUR))  # the target's feeds fill it, where a request is decoded together with it
+            groups.append(KVGroup(AMATEUR))
         groups.append(KVGroup(HIDDEN, "hidden"))
         if self.leaves is not None:
             layers = tuple(range(self.leaves.layers, self.target.config.num_layers))
             groups.append(KVGroup(UPPER, PROPAGATED if self.propagates else "full", layers))
-        if CASCADE in self.models:  # the target's feeds fill the smaller model's, where a request cascades; its own may lag
+        # The target's feeds fill the smaller model's K and V; the target's own may lag.
+        if CASCADE in self.models:
             groups += [KVGroup(CASCADE), KVGroup(UPPER)]
         return (*groups, KVGroup(FEATURES, "hidden")) if self.features else tuple(groups)
 
     def drafter(self) -> DraftSource | None:
-        """What drafts beside the target."""
+        """The model or heads that draft for the target; None if there are none."""
         groups = self.groups()
         for number, role in enumerate(self.roles):
             if role.name in (DRAFT, HEADS, SELF, BLOCKS):
@@ -135,7 +143,7 @@ class Recipe:
         return None
 
     def head_ids(self) -> dict[str, np.ndarray]:
-        """By role the only tokens (ascending) that a model chooses from: a draft's are the frequent ones."""
+        """By role, the token ids (ascending) that its head is reduced to: the frequent tokens of a draft model."""
         if (draft := self.models.get(DRAFT)) is None:
             return {}
         size, asked = draft.config.vocab_size, self.settings.draft_vocab
@@ -144,25 +152,28 @@ class Recipe:
 
     @property
     def longest(self) -> int:
-        """Positions of the longest context there may be: that which all models know, or was asked for."""
+        """Length of the longest possible context: the smallest of the models' limits and `max_model_len`."""
         known = min(model.config.max_position for model in self.models.values())
         return min(known, self.settings.max_model_len or known)
 
     def scratch(self, pool_bytes: Callable[[ModelConfig], int]) -> int:
-        """Bytes of the pools in which sources are encoded, by what an encoder's takes."""
+        """Bytes of the pools in which sources are encoded. pool_bytes: bytes of one encoder's pool."""
         return sum(pool_bytes(each.config.source) for each in self.models.values() if each.config.source is not None)
 
     def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int, scratch: int = 0) -> memory.MemoryPlan:
-        """The memory plan for `free` bytes beside the weights. `kv_bytes`: of a block, in all layers of a model; `row_bytes`:
-        of a number in a hidden row; `scratch`: what sources are encoded in. Raises DoesNotFit."""
+        """The memory plan.
+
+        kv_bytes: bytes of one block in all layers of a model. row_bytes: bytes of one value in a hidden row. free: bytes free
+        after the weights. scratch: bytes of the pools in which sources are encoded. Raises DoesNotFit.
+        """
         settings, config = self.settings, self.target.config
         block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
-        if self.features:  # the target's rows, and K and V of the heads' own
+        if self.features:  # hidden rows of the target, and K and V of the heads
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
             block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
         if self.leaves is not None and not self.propagates:  # the rows at the exit
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
-        if settings.speculate == "suffix":  # automata of running sequences, and of ended outputs
+        if settings.speculate == "suffix":  # automata of running sequences and of ended outputs
             block_bytes += BLOCK_SIZE * TOKEN_BYTES
             free -= MEMORY * TOKEN_BYTES
         return memory.plan(

@@ -1,4 +1,4 @@
-"""The C++ core: `core()` where it was built, else a line that says what to install."""
+"""The compiled C++ core: `module()` if it was built, otherwise `reason()` with the package to install."""
 
 import importlib
 import logging
@@ -16,16 +16,16 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 class NativeError(RuntimeError):
-    """The native core is not there."""
+    """The compiled core is missing."""
 
 
 def available() -> bool:
-    """Whether the native core was built for this Python."""
+    """Whether the core was built for this Python."""
     return _CORE is not None
 
 
 def reason() -> str:
-    """Why there is no native core and what to do about it, one line; empty when there is one."""
+    """Why the core is missing and how to install it, one line; empty if it is available."""
     if available():
         return ""
     if any(shutil.which(name) for name in COMPILERS):
@@ -36,15 +36,15 @@ def reason() -> str:
 
 
 def module() -> ModuleType:
-    """The module `headrace.core._core`. Raises NativeError with `reason()` where it is missing."""
+    """The extension module `headrace.core._core`. Raises NativeError with `reason()` if it is missing."""
     if _CORE is None:
         raise NativeError(reason())
     return _CORE
 
 
 def processors() -> int:
-    """How many processors' time this process may use: the cores of its affinity mask, no more than the control group's quota;
-    where there is no core, as many as there are."""
+    """Number of CPUs that this process may use: its affinity mask, limited by the control group's quota. Without the compiled
+    core, all CPUs of the machine."""
     return int(module().cpu_info()["threads"]) if available() else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Models in torch: on which device, in which number format."""
+"""Loading of models into torch: device, number format, weights, KV pools."""
 
 import logging
 import math
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms:
-    """The weights of all models in torch; see Offer.load."""
+    """Load the weights of all models into torch; see `Backend.load`."""
     settings, device = recipe.settings, torch.device(recipe.settings.device)
     if settings.quantize:
         raise ValueError("quantize needs the native back end; leave it out, or take a quantised file")
@@ -51,7 +51,8 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms
         return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
 
     opened, owners = recipe.models, recipe.owners
-    firsts = {role: opened[role] for role in dict.fromkeys(owners.values())}  # a file is read once, whoever runs it
+    # Roles with the same file share its weights.
+    firsts = {role: opened[role] for role in dict.fromkeys(owners.values())}
 
     def pool_bytes(encoder: ModelConfig) -> int:
         return -(-recipe.longest // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
@@ -75,8 +76,8 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms
 
 
 def _rounding(opened: Opened, model: Model, kv_dtype: str) -> Rounded | None:
-    """What K and V of a model become; None: what they are in the pool's dtype. K in fewer bits is stored less what the file
-    says, or what biases have in common, as in the native core."""
+    """Rounding of a model's K and V; None: the pool's dtype. As in the native core, rounded K is stored less a shift from the
+    model's file, or from the biases of the projection."""
     if kv_dtype not in FORMATS:
         return None
     shape = kv_shape(opened.config)
@@ -128,7 +129,7 @@ def free_memory(name: str) -> int:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the device computes in it, else float32."""
+    """auto: bfloat16 if the device computes in it, else float32."""
     if dtype == "auto":
         fast = device.type == "cuda" or bool({"avx512_bf16", "amx_bf16"} & host.cpu_flags())
         return torch.bfloat16 if fast else torch.float32
@@ -136,5 +137,5 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _elements(opened: Opened) -> int:
-    """Numbers in a model's file."""
+    """Number of values in a model's file."""
     return sum(math.prod(opened.source.info(name).shape) for name in opened.source.names())

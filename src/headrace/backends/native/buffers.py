@@ -1,14 +1,15 @@
-"""Where a program keeps values: buffers that are handed out again, and tables of rotary angles."""
+"""Storage of a lowered program: reusable buffers, and tables of rotary angles."""
 
 from dataclasses import dataclass
 from typing import Any
 
-HIDDEN, HEAD_ROWS = 0, 1  # the buffers every program begins with
+# Buffers that every program has.
+HIDDEN, HEAD_ROWS = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A value as float columns of a buffer."""
+    """A value in float columns of a buffer."""
 
     buffer: int
     column: int
@@ -21,7 +22,7 @@ class Floats:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A value that is not made: whoever quantises it applies the norm to `rows`."""
+    """A normed value that is not stored: the phase that quantises it applies the norm to `rows`."""
 
     rows: Floats
     norm: Any  # _core.NormWeights
@@ -29,14 +30,14 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A value that exists only as the input of linear layers."""
+    """A value that is stored only as the quantised input of linear layers."""
 
     buffer: int
     form: str
 
 
 class Buffers:
-    """Buffers of a program by what they hold, handed out again once nobody needs what is in them."""
+    """Allocator of a program's buffers by kind and width. A released buffer is reused."""
 
     def __init__(self, program: Any) -> None:
         self._program = program
@@ -55,15 +56,15 @@ class Buffers:
 
 
 class Ropes:
-    """Tables of cos and sin, one for each set of frequencies."""
+    """Tables of cos and sin for positions below `positions`, one per set of frequencies."""
 
     def __init__(self, program: Any, positions: int) -> None:
         self._program = program
-        self.positions = positions  # the most that a sequence has
+        self.positions = positions
         self._numbers: dict[int, int] = {}
 
     def number(self, rope: Any) -> int:
-        """The program's number of a Rotary; -1 for None. Angles are formed in float64."""
+        """The table number of a Rotary in the program, -1 for None. Angles are computed in float64."""
         if rope is None:
             return -1
         if id(rope) not in self._numbers:

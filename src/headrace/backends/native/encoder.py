@@ -1,4 +1,4 @@
-"""Sources of an encoder-decoder on the native core: they are encoded, and what every layer reads of them is stored."""
+"""Encoding of an encoder-decoder's sources on the native core, and their cross-attention K and V."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,18 +13,21 @@ from headrace.models.base import Model
 from headrace.runner.program import Source
 from headrace.runner.record import record, record_cross
 
-TOGETHER = 1024  # tokens of sources that are encoded at once, where there are so many
+# Tokens of sources that one run encodes at most, unless one source is longer.
+TOGETHER = 1024
 
 
 def scratch_blocks(block_size: int, max_positions: int) -> int:
-    """Of the encoder's pool: room for one source of any length, or for many short ones."""
+    """Blocks of the encoder's pool: room for one source of any length, or for several short ones."""
     return -(-max(max_positions, TOGETHER) // block_size)
 
 
 class NativeEncoder:
-    """Two programs: the encoder, over a pool whose K and V last for a step (float32), and what of its rows each layer of the
-    decoder stores in the decoder's pool `kv`. `settings`: pool (threads), max_positions, fuse, isa, as `lower` takes them.
-    Raises RecordError."""
+    """Two programs of an encoder-decoder: the encoder, with a float32 KV pool of its own that lasts for one run, and the
+    projections that store cross-attention K and V of every decoder layer in the decoder's pool `kv`.
+
+    settings: pool (threads), fuse and isa, as `lower` takes them. Raises RecordError.
+    """
 
     def __init__(self, model: Model, weights: PackedWeights, kv: Any, *, max_positions: int, **settings: Any) -> None:
         encoder = model.encoder
@@ -39,7 +42,7 @@ class NativeEncoder:
         self._cross = lower(record_cross(model), weights, model.config, kv=kv, **settings).program
 
     def encode(self, sources: Sequence[Source]) -> None:
-        """Encode sources and store what is read of them, as many at once as there is room for: no bit depends on that."""
+        """Encode sources and store their cross-attention K and V, in groups that fit the pool. The grouping changes no bit."""
         for group in self._groups(sources):
             self._encode(group)
 
@@ -70,5 +73,5 @@ class NativeEncoder:
         self._cross.run(stored, hidden=rows)
 
     def _count(self, source: Source) -> int:
-        """Blocks that its tokens take."""
+        """Number of blocks of a source's tokens."""
         return -(-len(source[0]) // self._size)

@@ -1,4 +1,4 @@
-"""Trained heads on the native core: rows that heads without a feature layer begin with are made here, all else in the core."""
+"""Trained heads on the native core. The input rows of heads without a feature layer are computed here, the rest in the core."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from headrace.weights.source import WeightSource
 
 
 class PackedInputs(HeadInputs):
-    """Matrices as the core multiplies them, int8: as they are they would be read from memory, and by one thread."""
+    """Inputs of heads, with their matrices packed as int8 for the core, which multiplies them on all threads."""
 
     def __init__(self, heads: Heads, target: NativeProgram, pool: Any) -> None:
         super().__init__(heads)
@@ -32,12 +32,12 @@ class PackedInputs(HeadInputs):
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
 
     def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> np.ndarray:
-        """As the core takes them."""
+        """Input rows, [tokens, hidden] float32."""
         rows: np.ndarray = super().rows(feeds, slots, features).numpy()
         return rows
 
     def at_exit(self, exit: int, hidden: Any) -> np.ndarray:
-        """As the core takes them, and computed by it: a row's do not depend on those beside it."""
+        """Input rows of an exit's head, computed by the core, so that a row does not depend on the other rows."""
         scaled = core.module().norm(np.ascontiguousarray(hidden), "rms", self._ones, None, UNIT_EPS)
         rows: np.ndarray = core.module().linear(self._packed[f"exits.{exit}.weight"], scaled, self._pool)
         return rows + self.tensors[f"exits.{exit}.bias"].numpy()
@@ -46,7 +46,7 @@ class PackedInputs(HeadInputs):
         return torch.from_numpy(core.module().linear(self._packed[name], x.contiguous().numpy(), self._pool))
 
     def lower(self, made: Lowered, ropes: Ropes, buffers: Buffers) -> None:
-        """The phases of `enter`: a program that begins with the rows before its tokens goes on with what the layer takes."""
+        """Add the phases before the first layer: combine the target's hidden rows with the embeddings of the tokens."""
         config, weights = self.target.config, self.target.weights
         width = config.hidden_size
         before, product = buffers.take("a8", width, local=True), (buffers.take("float", width), 0)
@@ -63,10 +63,10 @@ class PackedInputs(HeadInputs):
 
 
 class NativeHeads(NativeProgram):
-    """Heads on the target's block ids; their matrices become int8."""
+    """A program of trained heads. It uses the target's block ids, and its matrices become int8."""
 
     def __init__(self, heads: Heads, target: NativeProgram, source: WeightSource, **settings: Any) -> None:
-        """`settings`: num_blocks, block_size, max_positions, kv_dtype and threads as the target has them."""
+        """settings: num_blocks, block_size, max_positions, kv_dtype and threads of the target."""
         config = heads_config(heads.kind, target.config)
         own = HeadsSource(heads, target.config, source)
         inputs = PackedInputs(heads, target, thread_pool(settings.get("threads", 0)))
@@ -82,5 +82,5 @@ class NativeHeads(NativeProgram):
 
 
 def _scaled(weight: np.ndarray) -> Any:
-    """Rows to length, and by a weight."""
+    """An RMS norm with this weight."""
     return core.module().NormWeights("rms", weight, None, UNIT_EPS)

@@ -1,14 +1,15 @@
-"""Hidden rows that are kept beside the native core: in numpy."""
+"""Stored hidden rows of the native back end, in numpy."""
 
 import numpy as np
 
 from headrace.runner.stored_rows import Kept
 
-SHORTEST = 1e-12  # rows of less are no direction
+# Smallest length that a row is divided by.
+SHORTEST = 1e-12
 
 
 class NativeKept(Kept):
-    """In float32."""
+    """Stored rows in float32."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
         super().__init__(num_blocks, block_size, width, 4)

@@ -1,4 +1,4 @@
-"""What the native back end knows of a live sequence between steps."""
+"""State of a live sequence in the native back end, between steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +14,21 @@ from headrace.ops.keys import Key, key
 
 @dataclass(slots=True)
 class NativeLive:
-    """A live sequence: what the core knows of it, and the keys of its noise."""
+    """A live sequence: the core's object, and the keys of its noise by child.
+
+    child: the child whose key the core has. plain: its draws return tokens and nothing else. live: bit per token that does not
+    end the output, computed on demand.
+    """
 
     sequence: Any  # _core.Sequence
     seed: int
     params: SamplingParams
     stop_ids: list[int]
-    keys: dict[int, Key] = field(default_factory=dict)  # by child
-    child: int = -1  # whose key the core has
+    keys: dict[int, Key] = field(default_factory=dict)
+    child: int = -1
     prompt_len: int = 0
-    plain: bool = field(init=False)  # nothing but tokens comes of its draws
-    live: bytes = b""  # the tokens that end no output, a bit for each; made when they are asked for
+    plain: bool = field(init=False)
+    live: bytes = b""
 
     def __post_init__(self) -> None:
         self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
@@ -65,7 +69,7 @@ class NativeLive:
         return self.keys[child]
 
     def live_masks(self, feed: Feed, vocab_size: int) -> bytes:
-        """What may come after each row that a token follows, and ends nothing, as Feed.allowed has it."""
+        """Allowed tokens that do not end the output, for the last known token and each node, in the format of Feed.allowed."""
         if not self.live:
             bits = np.ones(-(-vocab_size // 32) * 32, bool)
             bits[[token for token in self.stop_ids if token < vocab_size]] = False
@@ -77,5 +81,5 @@ class NativeLive:
         return held.tobytes()
 
     def draw_as(self, child: int) -> None:
-        """Tell the core with whose key a token is drawn where nothing else is asked."""
+        """Set the noise key that the core uses in `draw_each`."""
         self.child, self.sequence.key = child, self.key(child)

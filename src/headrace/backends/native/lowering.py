@@ -1,10 +1,10 @@
-"""From a recording to a Program of the native core: phases, the buffers between them, and a few fusions.
+"""Lowering of a recording to a Program of the native core: phases, the buffers between them, and four fusions.
 
-Each fusion does what the phases it replaces do, without the trip through memory:
+Each fusion computes the same as the phases it replaces, without storing the intermediate result:
 
 * norm_linear: a norm is applied while a linear layer's input is quantised;
-* linear_act_mul: gate and up are multiplied tile by tile and leave act(gate) * up, as the next layer's input;
-* attention_linear: attention leaves its result as the next layer's input;
+* linear_act_mul: gate and up are multiplied tile by tile and return act(gate) * up as the next layer's quantised input;
+* attention_linear: attention writes its result as the next layer's quantised input;
 * linear_residual: a linear layer adds its result to the hidden rows in place.
 """
 
@@ -28,7 +28,8 @@ from headrace.runner.last_use import Uses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
-GATES = ("silu", "gelu_tanh")  # activations that linear layers apply themselves
+# Activations that the phase of a gated linear layer applies.
+GATES = ("silu", "gelu_tanh")
 
 
 @dataclass(slots=True)
@@ -55,19 +56,21 @@ def lower(
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
     centre: np.ndarray | None = None,
 ) -> Lowered:
-    """The program of a recorded model over a KV pool; with `head_ids` (ascending) only these tokens get logits, and what
-    `enter` adds comes before the first layer; `centre` is as k_shift takes it. `activations` (group, token, split, tensor) and
-    `threshold`: how inputs of integer layers become integers; but for groups only a whole row, or the layer, says how:
-    attention and gates leave rows.
+    """Lower a recorded model to a program over the KV pool `kv`.
 
-    Raises RecordError for what the native core has no phase for.
+    head_ids: token ids (ascending) with logits, None for all. enter: adds phases before the first layer. centre: shift of K for
+    `k_shift`.
+    activations, threshold: rounding of the inputs of integer layers (group, token, split, tensor). Except for groups the scale
+    depends on a whole row, or on the layer, so attention and gates return rows that are quantised in a phase of their own.
+    Raises RecordError for an operation without a phase in the native core.
     """
     made = Lowered(core.module().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
     for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
         if name == "head":
-            buffers = Buffers(made.program)  # as many rows as go through the head
+            # The head has fewer rows than the layers, so its buffers are others.
+            buffers = Buffers(made.program)
         for segment in segments:
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
@@ -301,7 +304,7 @@ class Lowering:
         return self.values.fresh(value, width).at
 
     def _input(self, index: int, value: int, form: str, order: tuple[int, ...], scale: float = 0.0) -> int:
-        """The buffer with a value as a linear layer's input, made when it is first needed."""
+        """The buffer with a value as a linear layer's quantised input. The first use adds the phase that fills it."""
         place = self.values.places[value]
         if isinstance(place, Input):
             return place.buffer
@@ -311,13 +314,13 @@ class Lowering:
             buffer = self.buffers.take(form, rows.width, local=True)
             self.inputs[key] = buffer
             self.values.hold(buffer, value)
-            reader = next((at for at in self.uses.of(value) if at in self.fills), index)  # K and V may be another's beside it
+            # A phase that also stores K and V must run when only they are computed.
+            reader = next((at for at in self.uses.of(value) if at in self.fills), index)
             self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **self._mark(reader, "quantize"))
         return self.inputs[key]
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
-        """q, k and v, as far as a node has them, as columns of one buffer, which attention wants; copied there where they are
-        not."""
+        """q, k and v of a node as columns of one buffer, as attention needs them. They are copied if they are not."""
         parts = [self.values.rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
         if len({rows.buffer for rows in parts}) == 1:
             return parts

@@ -1,4 +1,4 @@
-"""The native core as a back end."""
+"""The native back end: loads models into the compiled core."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from headrace.weights.kv_settings import kv_settings
 
 
 class NativeBackend:
-    """CPUs. Sums have one order, so no output depends on who is computed beside it."""
+    """The compiled core, on CPUs. Sums have one order, so outputs do not depend on the batch."""
 
     name = "native"
     row_invariant = True
@@ -65,7 +65,8 @@ class NativeBackend:
                 pack=False,
                 **{**shared, "activations": recipe.activations(models[owner])},
             )
-        recipe.target.read_words()  # beside packing, which leaves Python's lock to it
+        # In a thread of its own: packing mostly runs without the GIL.
+        recipe.target.read_words()
         for program in programs.values():
             program.weights.pack(recipe.progress)
         if recipe.headed:

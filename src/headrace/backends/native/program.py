@@ -1,4 +1,4 @@
-"""The native back end: a model made ready for the C++ core, which runs a step in one call."""
+"""The program of the native back end: a model that the compiled core runs, one call per step."""
 
 import logging
 import sys
@@ -26,33 +26,37 @@ from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")
 
-OUTLIERS = 6.0  # from here on inputs are outliers (LLM.int8(), Dettmers et al. 2022, https://arxiv.org/abs/2208.07339)
-ROUNDINGS = {"auto": "group", **{name: name for name in ("group", "token", "split", "tensor")}}  # as the core calls them
+# Absolute value from which an input is an outlier (LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339).
+OUTLIERS = 6.0
+# `activations` -> the core's name.
+ROUNDINGS = {"auto": "group", **{name: name for name in ("group", "token", "split", "tensor")}}
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8", "int4": "int4"}
 
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
-    """Bytes that one block of the pool takes in all layers."""
+    """Bytes of one block of the pool, in all layers."""
     layers, heads, head_dim = kv_shape(config)
     return int(core.module().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
 
 
 def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
-    """Bytes of the pool in which sources are encoded, by the encoder's config."""
+    """Bytes of the pool in which an encoder (its config) encodes sources."""
     return scratch_blocks(block_size, max_positions) * kv_block_bytes(encoder, block_size, "float32")
 
 
 class NativeProgram:
-    """A recorded model and a paged pool of the native core.
+    """A model lowered to the native core, with its paged KV pool.
 
-    `kv_dtype`: auto (bfloat16), bfloat16, int8, int4, float32; `centre` [layers, KV heads * head size]: what K is stored less.
-    `activations`: how inputs of integer weights become int8: auto, group (a scale for 32 columns), token (one for a row), split
-    (as auto, once columns at or beyond `threshold` are taken out: at most 64 of a row, multiplied in float32), tensor (the
-    file's own scale, a layer's for all rows; token where it has none). `threads` 0: one for each core. `quantize`: "", int8,
-    int4, for files with float weights. `max_positions` bounds the positions a sequence may reach. Raises RecordError where the
-    model cannot be recorded, WeightError as the loader does. `head_ids` (ascending) are the only tokens that get logits. With
-    `inputs` its steps begin with hidden rows, to which `enter` may do something before the first layer, and it has no table of
-    tokens. Without `pack` the caller has the weights packed before the first plan.
+    kv_dtype: auto (bfloat16), bfloat16, int8, int4 or float32. centre: [layers, KV heads * head size], subtracted from K before
+        it is stored.
+    activations: rounding of the inputs of integer weights to int8: auto, group (one scale for 32 columns), token (one per row),
+        split (as auto, but up to 64 columns of a row with values of `threshold` or more are multiplied in float32), tensor (the
+        file's scale, one per layer; token if the file has none).
+    quantize: "", int8 or int4, for files with float weights. weights: packed weights to share with another program.
+    threads: 0 for one per core. max_positions: longest sequence. head_ids: token ids (ascending) with logits.
+    inputs: steps begin with these hidden rows instead of tokens; `enter` adds phases before the first layer.
+    pack: False leaves packing to the caller, before the first step.
+    Raises RecordError if the model cannot be recorded or lowered, WeightError for bad weights.
     """
 
     def __init__(
@@ -123,7 +127,8 @@ class NativeProgram:
     def step(self) -> NativeStep:
         torch = sys.modules.get("torch")
         if torch is not None and torch.get_num_threads() != 1:
-            torch.set_num_threads(1)  # its threads would spin on the cores of ours
+            # Torch's idle threads would spin on the cores of the native threads.
+            torch.set_num_threads(1)
         self._step.clear()
         return self._step
 
@@ -132,7 +137,7 @@ class NativeProgram:
             self.encoder.encode(sources)
 
     def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
-        """Rows [n, hidden] after the last layer, if they are to be kept."""
+        """Run a step. Returns the rows [n, hidden] after the last layer if `keep`, else None."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
         self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)
@@ -160,5 +165,5 @@ class NativeProgram:
         return int(self.kv.bytes)
 
     def close(self) -> None:
-        """Give the packed weights and the pool back."""
+        """Release the packed weights and the pool."""
         del self.core, self.encoder, self.weights, self.kv

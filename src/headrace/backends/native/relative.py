@@ -1,4 +1,4 @@
-"""Relative positions for the core: the numbers of `ops.relative` by distance, without torch."""
+"""T5's relative position biases for the core: the values of `ops.relative` by distance, without torch."""
 
 import math
 
@@ -6,14 +6,16 @@ import numpy as np
 
 
 def by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
-    """What a head adds to the score of a key so far from the row: [heads, 2 * most + 1] float32, by distance (key - row) from
-    -most to most, of a table [buckets, heads]. What is farther is as far as that."""
+    """Attention bias by distance (key - query) from -most to most, [heads, 2 * most + 1] float32. Farther keys have the last.
+
+    weight: [buckets, heads].
+    """
     added: np.ndarray = weight[buckets(np.arange(-most, most + 1), len(weight), most, both)].T
     return np.ascontiguousarray(added, np.float32)
 
 
 def buckets(distance: np.ndarray, count: int, most: int, both: bool) -> np.ndarray:
-    """The bucket, of `count`, of each distance, as `ops.relative.buckets` has it."""
+    """The bucket (of `count`) of each distance, as `ops.relative.buckets` computes it."""
     base = np.zeros_like(distance)
     if both:
         count //= 2

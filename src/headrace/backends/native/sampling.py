@@ -1,4 +1,4 @@
-"""The sampler of the native core, fed with the engine's own parameters."""
+"""Sampling parameters in the native core's format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,8 @@ from headrace import core
 from headrace.data.fields import Use, used
 from headrace.data.params import SamplingParams
 
-SAME = used(SamplingParams, Use.CORE)  # what it has under the same names
+# Fields with the same names in the core.
+SAME = used(SamplingParams, Use.CORE)
 
 
 def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:

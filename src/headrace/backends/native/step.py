@@ -1,4 +1,4 @@
-"""A step on the native core: what it is fed and asked, and what came of it."""
+"""A step on the native core: feeds and wants in, answers out."""
 
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -31,25 +31,26 @@ from headrace.data.plan import (
 from headrace.ops.keys import round_key
 from headrace.runner.wants import add_live, logit_rows, named_rows
 
-Asked = tuple[AnyWant, Any, Any]  # a want, where its answer will be, and that among what goes on
+# A want, the number of its answer in the core's step, and the number of its second answer (of a Top with `live`).
+Asked = tuple[AnyWant, Any, Any]
 
 
 class NativeStep:
-    """A step of the core, used again and again: `clear` empties it."""
+    """A reusable step of the core. `clear` empties it."""
 
     def __init__(self, vocab_size: int) -> None:
         self.core = core.module().Step()
         self.vocab_size = vocab_size
         self._asked: list[tuple[NativeLive, list[Asked]]] = []
-        self._kept: dict[int, list[int]] = {}  # by slot: where the rows of logits are that were asked for as they are
+        # By slot: the numbers of its whole rows of logits.
+        self._kept: dict[int, list[int]] = {}
 
     def clear(self) -> None:
         self.core.clear()
         self._asked, self._kept = [], {}
 
     def draw_each(self, feeds: Sequence[Feed], lives: Sequence[NativeLive]) -> bool:
-        """The short way for most steps: after one known token of each feed a token is drawn, and nothing else is asked. Where
-        some feed is or wants anything else: False, and nothing was done."""
+        """Fast path: every feed has one known token and wants one sampled token. Returns False, without effect, otherwise."""
         sequences, starts = [], []
         for feed, live in zip(feeds, lives, strict=True):
             if feed.count != 1 or feed.nodes or feed.allowed or len(feed.wants) != 1 or not live.plain:
@@ -65,24 +66,25 @@ class NativeStep:
         return True
 
     def drawn(self) -> list[Answers]:
-        """What came of `draw_each`."""
+        """The answers of `draw_each`."""
         tokens = self.core.drawn()
         return [(Drawn((token,)) if token >= 0 else Failed(self.core.error(at)),) for at, token in enumerate(tokens)]
 
     def rows(self, feed: Feed, live: NativeLive) -> None:
-        """Add a feed, and keep the rows of logits that its wants name."""
+        """Add a feed whose rows of logits are combined with another model's step."""
         count = logit_rows(feed)
         self.core.feed(live.sequence, feed.start, feed.count, count, feed.nodes, feed.parents, feed.full)
         self._kept[feed.slot] = [self.core.logits(row) for row in range(count)]
 
     def answers(self) -> list[list[Any]]:
-        """What each feed's wants got, in their order; None where hidden rows are pooled."""
+        """The answers of each feed, in the order of its wants; None for wants that are answered from hidden rows."""
         return [[_answer(self.core, live, *one) for one in each] for live, each in self._asked]
 
     def feed(self, feed: Feed, live: NativeLive, amateur: "NativeStep | None" = None) -> None:
-        """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot; they are used up."""
+        """Add a feed and its wants. With `amateur` its logits are combined with the rows of the same slot in that step."""
         step, rows = self.core, logit_rows(feed)
-        last = rows - len(feed.nodes) - 1  # where there are any
+        # Row of the last known token, if the feed has logits.
+        last = rows - len(feed.nodes) - 1
         if feed.nodes:
             step.feed(live.sequence, feed.start, feed.count, rows, feed.nodes, feed.parents, feed.full)
         else:
@@ -91,7 +93,8 @@ class NativeStep:
             step.mask(feed.allowed)
         asked: list[Asked] = [(want, self._ask(live, want, last, feed), None) for want in feed.wants]
         if any(isinstance(want, Top) and want.live for want in feed.wants):
-            step.mask(live.live_masks(feed, self.vocab_size))  # for all that is asked from here on
+            # Applies to all later requests of this step.
+            step.mask(live.live_masks(feed, self.vocab_size))
             asked = [
                 (want, answer, self._ask(live, want, last, feed) if isinstance(want, Top) and want.live else None)
                 for want, answer, _ in asked
@@ -103,7 +106,7 @@ class NativeStep:
                 step.combine(row, amateur.core, answer, *live.params.combined)
 
     def _ask(self, live: NativeLive, want: AnyWant, last: int, feed: Feed) -> Any:
-        """Ask at the last known token, or at each row that a want names: a list."""
+        """Register a want with the core's step. Returns its number, or a list with one per row of NODES or TREE."""
         step = self.core
         processed = live.params.logprobs_mode == "processed"
         match want:
@@ -121,7 +124,7 @@ class NativeStep:
                     return self._ask_row(live, want, last, processed)
                 return [self._ask_row(live, want, last + 1 + node, processed) for node in named_rows(feed, want)]
             case Pool() | Classify():
-                return None  # filled in where the hidden rows are
+                return None  # answered from hidden rows by the runner
             case _:
                 assert_never(want)
 
@@ -138,12 +141,12 @@ class NativeStep:
 
 
 def _most(logprobs: int | None) -> int:
-    """How many alternatives are told of a token, as the core takes it: -1 says nothing of any."""
+    """Number of alternatives in the core's format: -1 for no log-probabilities."""
     return -1 if logprobs is None else logprobs
 
 
 def _answer(step: Any, live: NativeLive, want: AnyWant, number: Any, going: Any) -> Any:
-    """What came of a want: `number` are the step's, `going` those of the second question, for what goes on."""
+    """The answer of a want. number: its number or numbers in the step; going: those of the second answer."""
     if isinstance(want, Pool | Classify):
         return None
     if isinstance(want, Score):
@@ -155,7 +158,7 @@ def _answer(step: Any, live: NativeLive, want: AnyWant, number: Any, going: Any)
 
 
 def _one(step: Any, live: NativeLive, want: AnyWant, number: int, going: int | None) -> Any:
-    """What was asked of one row, or of the walk over a draft."""
+    """The answer of one row, or of the verification of a draft."""
     if error := step.error(number):
         return Failed(error)
     match want:
@@ -173,7 +176,8 @@ def _one(step: Any, live: NativeLive, want: AnyWant, number: int, going: int | N
         case Top():
             (best,) = step.reports(number)
             ranked = Ranked(tuple(best.top_ids), tuple(best.top_logprobs))
-            for best in () if going is None or step.error(going) else step.reports(going):  # of which none may be left
+            # An error means that every allowed token ends the output.
+            for best in () if going is None or step.error(going) else step.reports(going):
                 add_live(ranked, best.top_ids, best.top_logprobs)
             return ranked
         case _:
@@ -181,7 +185,7 @@ def _one(step: Any, live: NativeLive, want: AnyWant, number: int, going: int | N
 
 
 def _scores(step: Any, asked: tuple[int, int]) -> Answer:
-    """The log-probabilities of known tokens: one answer each."""
+    """The log-probabilities of known tokens."""
     numbers = range(asked[0], sum(asked))
     error = next((error for at in numbers if (error := step.error(at))), "")
     return Failed(error) if error else Scores(tuple(_logprob(step.reports(at)[0]) for at in numbers))

@@ -1,7 +1,7 @@
 """A model's weights as the native core multiplies them: stored rows go straight from the open file into packed tiles.
 
-GGUF integers and scales are kept exactly. bfloat16 stays what it is; float16 and float32 become bfloat16, which is said
-once, or are quantised at load. What is asked for twice (a tied head) is packed once.
+GGUF integers and scales are kept exactly, and bfloat16 is unchanged. float16 and float32 become bfloat16, with a line in the
+log, or integers (`quantize`). A tensor with two uses (a tied head) is packed once.
 """
 
 import logging
@@ -27,13 +27,17 @@ from headrace.weights.source import WeightError, WeightSource
 log = logging.getLogger("headrace")
 
 QUANTIZE = ("", "int8", "int4")
-PACKED_AT_ONCE = 64 << 20  # bytes: a moment in which Python does not see a Ctrl-C, and nobody is told anything
+# Bytes packed per call, during which Python handles no Ctrl-C and the progress display stands still.
+PACKED_AT_ONCE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """Some outputs of a linear layer: those from `column` on. `form` is the input they take: a8 (int8 with scales) or bf16;
-    `order`: its column i is the value's column order[i] (empty: as they stand). `scale`: that int8 inputs have in the file."""
+    """Consecutive outputs of a linear layer, from output `column` on, with the same input format.
+
+    form: format of the input, a8 (int8 with scales) or bf16. order: column i of the input is the value's column order[i]; empty
+    for the identity. scale: static scale of int8 inputs from the file, 0 if it has none.
+    """
 
     linear: Any  # _core.PackedLinear
     column: int
@@ -43,7 +47,7 @@ class PackedPart:
 
 
 def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
-    """What the parameters of a model take once they are packed, padding included: whole tiles of matrices, float32 vectors.
+    """Bytes of a model's parameters after packing, padding included: whole tiles of matrices, float32 vectors.
 
     Raises ValueError for stored kinds that the core has no kernels for.
     """
@@ -64,25 +68,27 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
 
 
 def weights_room(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:
-    """What the weights of models take together, each with its `quantize`, and what to ask for that they take less; empty where
-    none of them are floats that would become integers. Raises ValueError as `packed_bytes` does."""
+    """Bytes of the packed weights of models, each with its `quantize`, and the setting with which they take fewer bytes.
+
+    The setting is empty if no float weights could become integers. Raises ValueError as `packed_bytes` does.
+    """
     need = sum(packed_bytes(*one) for one in models)
     fewer = sum(packed_bytes(model, source, quantize or "int8") for model, source, quantize in models)
     return need, "weights in fewer bits (quantize='int8')" if fewer < need else ""
 
 
 def _quantized(kind: str, quantize: str, table: bool) -> str:
-    """What a stored matrix is made into: nothing else where it is integers; tables of tokens and heads int8 at least."""
+    """The integer type that a stored matrix is rounded to: empty for integers; int8 for token tables and heads."""
     if kind not in FLOATS or not quantize:
         return ""
     return "int8" if table else quantize
 
 
 class PackedWeights:
-    """Packs the parameters of a model from an open file: each is laid out when it is first asked for, and filled by `pack`.
+    """Packed parameters of a model from an open file. The first use of a parameter lays it out; `pack` fills it.
 
-    `quantize` ("", "int8", "int4") makes integers of float weights per 32 columns; tables of tokens and the head become
-    int8 at least. Raises WeightError where the file has no float weights to quantise, and on values that are not finite.
+    quantize: "", int8 or int4 rounds float weights with one scale per 32 columns; token tables and the head become int8. Raises
+    WeightError if the file has no float weights to quantise, or values that are not finite.
     """
 
     def __init__(self, model: Model, source: WeightSource, pool: Any, quantize: str = "") -> None:
@@ -93,25 +99,29 @@ class PackedWeights:
         self.arena = core.module().Arena()
         self._pool = pool
         self._packer = core.module().Packer(self.arena)
-        self._packed: list[WeightPart] = []  # by the packer's numbers
+        # By the packer's number.
+        self._packed: list[WeightPart] = []
         self._plans = plan(model, source)
         self._paths = {id(holder): path for path, holder in model.holders()}
         self._tables: dict[str, Any] = {}
         self._linears: dict[str, list[PackedPart]] = {}
         self._gated: dict[str, Any] = {}
         self._rounded: set[str] = set()
-        self._orders: dict[str, tuple[int, ...]] = {}  # of stored tensors, each sorted once
+        # Column order by stored tensor.
+        self._orders: dict[str, tuple[int, ...]] = {}
         if quantize and not any(self.source.info(p.source).kind in FLOATS for p in self._matrices()):
             raise WeightError(f"{source.path}: the weights are quantised already; leave quantize={quantize!r} out")
 
     @property
     def bytes(self) -> int:
-        """Memory of everything laid out so far."""
+        """Bytes of the parameters that are laid out."""
         return int(self.arena.used)
 
     def pack(self, progress: Progress | None = None) -> None:
-        """Fill what was laid out since the last call, on all threads and mostly without Python's lock; `progress` is told of
-        tensors. Raises WeightError on values that are not finite."""
+        """Fill the parameters that were laid out since the last call, on all threads and mostly without the GIL.
+
+        progress: advances by tensors. Raises WeightError on values that are not finite.
+        """
         bar, left = progress or Silent(), self._packer.waiting
         if left:
             bar.start(f"packing {self.source.path.name}", left, unit="tensors")
@@ -125,29 +135,29 @@ class PackedWeights:
                 )
 
     def summary(self) -> str:
-        """What was rounded, in one line; empty where nothing was."""
+        """One line about weights that were rounded to bfloat16; empty if none were."""
         if not self._rounded or self.quantize:
             return ""
         return f"{' and '.join(sorted(self._rounded))} weights are held as bfloat16; quantize='int8' halves them"
 
     def name(self, holder: Holder) -> str:
-        """What a holder is called in its block: qkv, out, gate_up ..."""
+        """The name of a holder in its block: qkv, out, gate_up, …"""
         return self._paths[id(holder)].rpartition(".")[2]
 
     def form(self, holder: Holder) -> set[str]:
-        """The inputs a linear layer takes: {"a8"}, {"bf16"}, or both where its parts differ."""
+        """Input formats of a linear layer: {"a8"}, {"bf16"}, or both if its parts differ."""
         return {self._form(part) for part in self._parts(holder, "weight")}
 
     def order(self, holder: Holder) -> set[tuple[int, ...]]:
-        """The orders in which a linear layer takes its input's columns: {()} where they are taken as they stand."""
+        """Column orders of a linear layer's input; {()} for the identity."""
         return {self._order(part) for part in self._parts(holder, "weight")}
 
     def scale(self, holder: Holder) -> float:
-        """That of a linear layer's int8 inputs in the file; 0 where it has none for all its parts."""
+        """Static scale of a linear layer's int8 inputs; 0 if the file has none for all its parts."""
         return input_scale(self.source, [part.source for part in self._parts(holder, "weight")]) or 0.0
 
     def linear(self, holder: Holder, segment_unit: int = 0) -> list[PackedPart]:
-        """A linear layer, as one packed layer for each run of parts that take the same input."""
+        """A linear layer as packed layers, one for each run of parts with the same input format."""
         path = self._paths[id(holder)]
         if path not in self._linears:
             parts = self._parts(holder, "weight")
@@ -164,7 +174,7 @@ class PackedWeights:
         return self._linears[path]
 
     def gated(self, holder: Holder) -> Any | None:
-        """A layer of a gate and an up part in one stream; None where the parts cannot be: the linear then is unfused."""
+        """The gate and up parts of a layer, interleaved in one packed layer; None if they must stay apart."""
         path = self._paths[id(holder)]
         parts = self._parts(holder, "weight")
         if len(parts) != 2 or parts[0].shape != parts[1].shape or "bias" in holder.params():
@@ -172,9 +182,11 @@ class PackedWeights:
         if len(self.form(holder)) > 1 or len(self.order(holder)) > 1:
             return None
         if len({(self._quantize(part), self._mapped(part)) for part in parts}) > 1:
-            return None  # the packer takes one setting for both
+            # The packer has one setting for both.
+            return None
         if any(part.row_order is not None for part in parts):
-            return None  # and rows in the order of the file
+            # The packer reads the rows of a pair in file order.
+            return None
         if path not in self._gated:
             (gate, gate_kind, _, mapped), (up, up_kind, _, _) = (self._rows(part) for part in parts)
             n, k = parts[0].shape
@@ -185,7 +197,7 @@ class PackedWeights:
         return self._gated[path]
 
     def table(self, holder: Holder) -> Any:
-        """A packed tensor whose rows are looked up (tokens, positions); as a tied head it is multiplied too."""
+        """A packed table whose rows are looked up (tokens, positions). A tied head multiplies it, too."""
         path = self._paths[id(holder)]
         if path not in self._tables:
             (part,) = self._parts(holder, "weight")
@@ -193,7 +205,7 @@ class PackedWeights:
         return self._tables[path]
 
     def head(self, holder: Holder, ids: np.ndarray | None = None) -> PackedPart:
-        """The output layer, which shares its rows with the table of tokens where they are tied; or the rows `ids` of it."""
+        """The output layer, or its rows `ids`. A tied head shares the packed token table."""
         table = holder.table if isinstance(holder, Biased) else holder
         (part,), bias = self._parts(table, "weight"), self.vector(holder, "bias")
         if bias is not None and isinstance(holder, Biased) and holder.never is not None:
@@ -205,17 +217,17 @@ class PackedWeights:
         return PackedPart(core.module().PackedLinear([tensor]), 0, self._form(part), self._order(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
-        """Norm weights, biases, sinks: float32, flat; None where the holder has no such parameter."""
+        """Norm weights or biases, flat float32; None if the holder has no such parameter."""
         if field not in holder.params():
             return None
         return np.concatenate([self._floats(part) for part in self._parts(holder, field)])
 
     def bias(self, holder: Holder) -> np.ndarray | None:
-        """That of a linear layer: float32, flat; None where it has none."""
+        """The bias of a linear layer, flat float32; None if it has none."""
         return self.vector(holder, "bias")
 
     def numbers(self, holder: Embedding | Relative) -> np.ndarray:
-        """A small table as it is [rows, width], float32."""
+        """A small table, [rows, width] float32, unpacked."""
         (part,) = self._parts(holder, "weight")
         return self._numbers(part)
 
@@ -238,7 +250,7 @@ class PackedWeights:
         return self._numbers(part).reshape(-1)
 
     def _numbers(self, part: WeightPart) -> np.ndarray:
-        """A part as float32 [n, ...], contiguous. Raises WeightError where its tensor holds NaN or infinities."""
+        """A part as contiguous float32 [n, …]. Raises WeightError if it has NaN or infinite values."""
         values = read_floats(self.source, part.source)
         check_finite(values, np.float32, part.source, self.source)
         return np.ascontiguousarray(part.take(values))
@@ -258,8 +270,8 @@ class PackedWeights:
         return _quantized(self.source.info(part.source).kind, self.quantize, wide)
 
     def _read(self, part: WeightPart) -> bool:
-        """Whether a part is taken as numbers, not as it is stored: quantising would hide a NaN, so what is quantised is read
-        and checked."""
+        """Whether a part is decoded to float32 before packing. Quantising would hide a NaN, so quantised parts are decoded and
+        checked."""
         return bool(
             part.transpose or part.shift or part.columns or (self.quantize and self.source.info(part.source).kind in FLOATS)
         )
@@ -268,7 +280,7 @@ class PackedWeights:
         return not self._read(part) and self.source.mapped(part.source)
 
     def _rows(self, part: WeightPart) -> tuple[np.ndarray, str, np.ndarray | None, bool]:
-        """Rows [n, row bytes], their kind, the order to take them in (None: as they stand), whether they lie in a file."""
+        """Stored rows [n, row bytes], their kind, the row order (None: file order), and whether they are memory-mapped."""
         kind = self.source.info(part.source).kind
         if self._read(part):
             return self._numbers(part).view(np.uint8), "F32", None, False
@@ -289,7 +301,7 @@ class PackedWeights:
         return tensor
 
     def _note(self, *parts: WeightPart, mapped: bool) -> None:
-        """Remember what the packer got; rows of our own are not left to pile up."""
+        """Record the parts that were passed to the packer. Decoded rows are packed at once, to free their memory."""
         self._packed.extend(parts)
         for part in parts:
             kind = self.source.info(part.source).kind
