@@ -51,7 +51,7 @@ ROOMS = {
     "compress": "llm startup.opening backends.native runner text weights.loader weights.parts models models.layers ops kv "
     "compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
-    "bench": "workflows training compress llm startup.exits startup.rules startup backends.native runner drafting "
+    "bench": "workflows training compress llm startup backends.native runner drafting "
     "decoding models ops kv weights core host stats data",
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "server.logs": "",
@@ -71,8 +71,8 @@ ROOMS = {
     "server.http.ids confined",
     "server": "server.storage server.page server.protocols server.http server.engines server.access server.settings "
     "server.http.api_error server.logs startup backends decoding text weights confined host data",
-    "cli": "server server.settings server.http.proxies server.logs bench.leaving bench.exits bench.token_cascade "
-    "bench.cascade bench.profile bench.kv bench workflows compress training llm startup startup.opening decoding text "
+    "cli": "server server.settings server.http.proxies server.logs "
+    "bench workflows compress training llm startup startup.opening decoding text "
     "backends weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late
