@@ -112,7 +112,7 @@ def test_in_no_window_is_more_used_than_may_be() -> None:
     taken: list[float] = []
     for step in range(4000):
         now[0] += 0.013 * (1 + step % 7)
-        if not meter.patience(1):
+        if not meter.seconds_until(1):
             meter.add(1)
             taken.append(now[0])
     most = max(sum(start <= one < start + 7.0 for one in taken) for start in taken)
@@ -127,13 +127,13 @@ def test_who_waits_as_long_as_was_said_finds_room() -> None:
         for _ in range(5):
             meter.add(2)
             now[0] += 3.3
-        assert meter.patience(11) == float("inf")
-        wait = meter.patience(amount)
+        assert meter.seconds_until(11) == float("inf")
+        wait = meter.seconds_until(amount)
         assert 0 < wait < 62
         now[0] += wait - 0.01
-        assert meter.patience(amount) > 0
+        assert meter.seconds_until(amount) > 0
         now[0] += 0.011
-        assert meter.patience(amount) == 0
+        assert meter.seconds_until(amount) == 0
 
 
 def quota(tmp_path: Path, **more: Any) -> Path:

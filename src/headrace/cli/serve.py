@@ -75,7 +75,8 @@ def serve(
         entries[0][2]["classifier"] = classifier
     for _, _, arguments in entries:
         if arguments.get("classifier") is not None:
-            arguments["classifier"] = str(arguments["classifier"])  # as it goes to the engine's process
+            # The engine process receives plain data.
+            arguments["classifier"] = str(arguments["classifier"])
     if server.served_model_name is not None:
         entries[0] = (server.served_model_name, *entries[0][1:])
     names = [name for name, _, _ in entries]
@@ -92,17 +93,17 @@ def serve(
         grace=server.grace,
         sampling_defaults=str(server.sampling_defaults),
         state=server.state or _state(server.port),
-        limits=Limits(**limits.limits()),
+        limits=Limits(**{name.removeprefix("limit_"): value for name, value in asdict(limits).items()}),
         open_objects=server.open_objects,
         proxies=Proxies.parse(server.trusted_proxy),
     )
     _look(entries, server.model_memory is not None)
     cascades = [read_cascade(table) for table in context.meta.get(CASCADES, [])]
-    return _run(settings, entries, queue.arguments(), server.model_memory, cascades)
+    return _run(settings, entries, asdict(queue), server.model_memory, cascades)
 
 
 def _check(model: str, options: ModelOptions) -> None:
-    """Check what needs no file. Raises typer.BadParameter, ValueError."""
+    """Check the arguments that need no file. Raises typer.BadParameter, ValueError."""
     if not model:
         raise typer.BadParameter("there is no model; give MODEL, or --config with a model")
     options.check()
@@ -110,8 +111,8 @@ def _check(model: str, options: ModelOptions) -> None:
 
 
 def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:
-    """Open the files of all models, and see whether those that are loaded at the start have room together. Raises ValueErrors
-    of one line."""
+    """Open the files of all models, and check that those loaded at the start have room together. Raises ValueError (one
+    line)."""
     from headrace.startup.arguments import check_arguments
     from headrace.startup.loading import pick_device
     from headrace.startup.supported import check_room
@@ -149,7 +150,7 @@ def _run(
 
 
 def _state(port: int) -> Path | None:
-    """The folder of a server without --state; None keeps files and batches as long as the server runs."""
+    """Return the folder of a server without --state; None: files and batches end with the server."""
     folder = find_home()
     if folder is None:
         say("headrace: this user has no home directory, so files and batches end with the server; --state FOLDER keeps them")
@@ -165,6 +166,6 @@ def check_installed() -> None:
 
 
 def served_name(model: str) -> str:
-    """What clients call a model: of a path its last part only."""
+    """Return the default name of a model for clients: the last part of a path, or the name itself."""
     path = expand(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -1,11 +1,11 @@
-"""Options of `serve`, and the file that can hold them."""
+"""Options of `serve`, and the configuration file that can set them."""
 
 import os
 import stat
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,15 +13,16 @@ import typer
 
 from headrace.cli.options import setting_fields
 from headrace.cli.output import say
+from headrace.data.server_limits import Limits
 from headrace.data.settings import Group, option_settings
 from headrace.data.spelling import did_you_mean
 from headrace.weights.defaults import SamplingDefaults
 
 SERVER, QUEUE, LIMITS = "Server", "Engine and queue", "Limits of one request"
 FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
-MODELS = "headrace.models"  # where the models of a file are kept until the command asks for them
-CASCADES = "headrace.cascades"  # and its cascades, as they stand there
-OF_A_MODEL = tuple(one.name for one in option_settings())
+# Keys of typer's context: the models and cascades of a configuration file.
+MODELS, CASCADES = "headrace.models", "headrace.cascades"
+MODEL_OPTIONS = tuple(one.name for one in option_settings())
 *BATCHING, CLASSIFIER = option_settings(Group.SERVING)
 
 
@@ -30,7 +31,7 @@ NO_SETTINGS = ("config", "help_all", "help")  # options of the command line alon
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model of a file: what it is called, and the options it has of its own."""
+    """A model of a configuration file: its name for clients, and its own options."""
 
     model: str
     name: str | None = None
@@ -39,7 +40,7 @@ class ModelEntry:
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Options of a file become the defaults of the command line. Raises typer.BadParameter."""
+    """Make the settings of a configuration file the defaults of the command line. Raises typer.BadParameter."""
     if path is None:
         return None
     data = _read(path)
@@ -64,7 +65,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """The nearest settings, or where all of them are listed."""
+    """Name the most similar settings, or the command that lists all."""
     settings = [one for one in known if one not in NO_SETTINGS]
     return did_you_mean(name, settings, "`headrace serve --help-all` lists them")
 
@@ -75,7 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text("utf-8")
         data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except Exception as error:  # of parsers that raise what Python's own conversions do, and RecursionError
+    # The parsers also raise errors of Python's conversions, and RecursionError.
+    except Exception as error:
         raise typer.BadParameter(f"{path.name} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise typer.BadParameter(f"{path.name} must hold settings by name, as TOML (.toml) or YAML")
@@ -83,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _are_tables(entries: Any) -> bool:
-    """Whether it is a list of settings by name."""
+    """Return whether `entries` is a list of tables."""
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
         return False
     return all(isinstance(name, str) for one in entries for name in one)
@@ -96,7 +98,7 @@ def _tables(path: Path, entries: Any) -> list[dict[str, Any]]:
 
 
 def _check_value(path: Path, name: str, value: Any) -> None:
-    """Raises typer.BadParameter for what no option is: dates, lists, numbers that no float holds."""
+    """Raises typer.BadParameter for a value that no option has: a date, a list, a number that no float holds."""
     if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         raise typer.BadParameter(f"{path.name}: {name} must be a finite number")
     if not isinstance(value, str | int | float | None):
@@ -109,9 +111,9 @@ def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: ty
     if not isinstance(made.preload, bool) or not isinstance(made.name, str | None):
         raise typer.BadParameter(f"{path.name}: {made.model}: name is text and preload true or false")
     for name, value in given.items():
-        if name not in OF_A_MODEL:
+        if name not in MODEL_OPTIONS:
             raise typer.BadParameter(
-                f"{path.name}: {made.model}: there is no setting {name!r} of a model; {_hint(name, OF_A_MODEL)}"
+                f"{path.name}: {made.model}: there is no setting {name!r} of a model; {_hint(name, MODEL_OPTIONS)}"
             )
         _check_value(path, name, value)
         made.options[name] = known[name].process_value(context, value)
@@ -124,7 +126,7 @@ def _server(help: str, **more: Any) -> Any:
 
 @dataclass
 class ServerOptions:
-    """Where and for whom."""
+    """Options of the server: address, keys, state."""
 
     config: Annotated[
         Path | None,
@@ -162,7 +164,7 @@ class ServerOptions:
     ] = None
 
     def key(self) -> str | None:
-        """The key, from a file's only line or from the environment, where it is then no longer for child processes to see."""
+        """Return the key from its file, or from the environment, where it is removed so that child processes do not get it."""
         if self.api_key_file is None:
             return os.environ.pop(self.api_key_env, None) or None
         key = self.api_key_file.read_text("utf-8").strip()
@@ -182,39 +184,19 @@ Batching: Any = make_dataclass("Batching", setting_fields(BATCHING, QUEUE, min=1
 
 @dataclass
 class QueueOptions(Batching):
-    """Options of the engine's batches and of the queue before them."""
+    """Options of the engine's batches and of the queue in front of them."""
 
     max_queued_requests: Annotated[int, _queue("More get a 429.", min=1)] = 256
     max_queued_tokens: Annotated[int, _queue("Prompt tokens that may wait; more get a 429.", min=1)] = 262_144
     stuck_after: Annotated[float, _queue("Seconds of silence after which the engine is started again.", min=1)] = 60.0
     load_timeout: Annotated[float, _queue("Seconds within which a model has to be loaded.", min=1)] = 600.0
 
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of AsyncLLM."""
-        return asdict(self)
 
-
-def _limit(help: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=LIMITS, **more)
-
-
-@dataclass
-class LimitOptions:
-    """What one client may ask for."""
-
-    limit_body: Annotated[int, _limit("Bytes.", min=1)] = 4 << 20
-    limit_file: Annotated[int, _limit("Bytes of an upload.", min=1)] = 100 << 20
-    limit_n: Annotated[int, _limit("Answers to a prompt.", min=1)] = 16
-    limit_prompts: Annotated[int, _limit("Prompts of a completion request.", min=1)] = 128
-    limit_max_tokens: Annotated[int | None, _limit("Tokens of an answer (default: the context).", min=1)] = None
-    limit_logprobs: Annotated[int, _limit("Alternatives a token.", min=0)] = 20
-    limit_stop: Annotated[int, _limit("Stop strings.", min=0)] = 16
-    limit_deadline: Annotated[float | None, _limit("Seconds until a request that names none is ended.", min=0.001)] = None
-    limit_priority: Annotated[int, _limit("The least priority that a request may name; lower ones run first.")] = 0
-    limit_connections: Annotated[int, _limit("Requests at once.", min=1)] = 1024
-    limit_anonymous: Annotated[int, _limit("Connections of an address that have not shown a valid key.", min=1)] = 256
-    limit_bodies: Annotated[int, _limit("Bytes of all bodies together that are arriving.", min=1)] = 256 << 20
-
-    def limits(self) -> dict[str, Any]:
-        """Arguments of Limits."""
-        return {name.removeprefix("limit_"): value for name, value in asdict(self).items()}
+LimitOptions: Any = make_dataclass(
+    "LimitOptions",
+    [
+        (f"limit_{one.name}", Annotated[one.type, typer.Option(rich_help_panel=LIMITS, **one.metadata)], one.default)
+        for one in fields(Limits)
+        if one.metadata
+    ],
+)

@@ -1,4 +1,4 @@
-"""Logs a machine can read: one JSON object a line. Prompts and answers are in none of them."""
+"""Log lines of the server, also as JSON lines. They never contain prompts or answers."""
 
 import asyncio
 import json
@@ -9,14 +9,14 @@ from contextvars import ContextVar
 from typing import Any
 
 REQUESTS = logging.getLogger("headrace.requests")
-HTTP_REQUEST = ContextVar("HTTP_REQUEST", default="")  # the x-request-id of the answer that is being made; "" beside HTTP
-CLIENTS = 1000  # addresses that a burst counts one by one
+HTTP_REQUEST = ContextVar("HTTP_REQUEST", default="")  # x-request-id of the current response; "" outside of HTTP
+CLIENTS = 1000  # addresses that a BurstLog counts separately
 DETAIL = 200  # characters of a client's text in a line
 OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
-    """Time, level, logger, message, and what a record carries besides."""
+    """Formats a record as one JSON object: time, level, logger, message and the record's extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -34,14 +34,14 @@ class JsonLines(logging.Formatter):
 
 
 def use_json() -> None:
-    """Write what Headrace logs as JSON lines."""
+    """Switch Headrace's loggers to JSON lines."""
     for handler in logging.getLogger("headrace").handlers:
         handler.setFormatter(JsonLines())
 
 
 class BurstLog:
-    """Log lines that any client can cause. The first is logged; those of the next `seconds` are counted and logged as one line,
-    and so on until a period without any. Belongs to the event loop."""
+    """Log of events that any client can cause. It logs the first event, counts those of the next `seconds`, logs the counts as
+    one line, and so on until a period without events. Owned by the event loop."""
 
     def __init__(self, log: logging.Logger, level: int, subject: str, seconds: float = 60.0) -> None:
         self._log, self._level, self._subject, self._seconds = log, level, subject, seconds
@@ -55,7 +55,7 @@ class BurstLog:
         self._begin()
 
     def end_period(self) -> None:
-        """Log the counted lines as one."""
+        """Log the counted events as one line."""
         counts, self._counts = self._counts, None
         if counts:
             (client, most), *_ = counts.most_common(1)
@@ -69,12 +69,13 @@ class BurstLog:
 
 
 def without_cancelled(record: logging.LogRecord) -> bool:
-    """A filter for tracebacks of cancelled requests. A server that ends cancels those still open, and logs their number."""
+    """Logging filter without tracebacks of cancelled requests: a server that ends cancels the open ones and logs their
+    number."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def log_response(method: str, path: str, status: int, seconds: float, principal: str) -> None:
-    """One answer over HTTP. What a client wrote is in it as ASCII on one line."""
+    """Log one HTTP response. Text of the client is written as ASCII on one line."""
     if REQUESTS.isEnabledFor(logging.INFO):
         path = ascii(path[:200])[1:-1]
         fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4), "principal": principal}
@@ -92,7 +93,7 @@ def log_request(
     cached: int,
     seconds: float,
 ) -> None:
-    """One request, in numbers. `http_request` is what its client knows it by, `principal` who that is."""
+    """Log the counts of one ended request. `http_request`: its x-request-id; `principal`: the name of its key's owner."""
     if REQUESTS.isEnabledFor(logging.INFO):
         fields = {
             "model": model, "request_id": request_id, "http_request": http_request, "principal": principal,

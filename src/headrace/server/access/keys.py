@@ -1,4 +1,4 @@
-"""Keys: one, or a file of several with the names of those who have them, which may change while the server runs."""
+"""API keys: one key, or a file of several keys and their owners, which is read again when it changes."""
 
 import asyncio
 import hashlib
@@ -19,9 +19,9 @@ from headrace.server.settings import ServerSettings, SettingsError, check_key
 
 log = logging.getLogger("headrace.server")
 
-LARGEST = 1 << 20  # bytes of a file
-MOST = 1000  # principals, which are labels of figures
-LOOK = 1.0  # seconds between two looks whether the file has changed
+LARGEST = 1 << 20  # bytes of a key file
+MOST = 1000  # principals; each is a label of metrics
+LOOK = 1.0  # seconds between two checks of the key file
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -29,11 +29,11 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class KeyFileEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file says of one principal."""
+    """One principal in a key file."""
 
     key: str | list[str] = []
-    sha256: str | list[str] = []  # of keys that the file does not hold
-    salt: str | None = None  # who names the same shares cached prefixes; "": with all who name none
+    sha256: str | list[str] = []  # hashes, in place of keys
+    salt: str | None = None  # principals with the same salt share cached prefixes; "": with all that have none
     operator: bool = False
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
     requests: Count | None = None
@@ -43,7 +43,7 @@ class KeyFileEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """Who has which key. What is kept of a key is its SHA-256. Raises SettingsError."""
+    """Principals by the SHA-256 of their keys; the keys themselves are not kept. Raises SettingsError."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._path = settings.keys
@@ -52,7 +52,7 @@ class KeyRing:
         self._names: dict[str, Principal] = {}
         if self._path is not None:
             self._seen = _stamp(self._path)
-            self._take(read_key_file(self._path))
+            self._replace(read_key_file(self._path))
         else:
             one = Principal()
             self._names = {one.name: one}
@@ -60,7 +60,7 @@ class KeyRing:
 
     @property
     def needed(self) -> bool:
-        """Whether who asks must have a key."""
+        """Whether requests need a key."""
         return bool(self._owners)
 
     @property
@@ -68,46 +68,46 @@ class KeyRing:
         return self._path is not None
 
     def of(self, given: str | bytes) -> Principal | None:
-        """Whose key it is. All keys are compared, each in constant time."""
-        digest, found = _hash(given), None
+        """Return the owner of a key. The key is compared with all known ones, each in constant time."""
+        digest, owner = _hash(given), None
         for known, principal in self._owners:
             if hmac.compare_digest(digest, known):
-                found = principal
-        return found
+                owner = principal
+        return owner
 
     def named(self, name: str) -> Principal | None:
-        """None: nobody is called so any more."""
+        """Return the principal of this name; None if the key file has none."""
         return self._names.get(name)
 
     async def watch(self) -> None:
-        """Take the file's keys anew whenever it changes, until cancelled; where it is broken the old ones stay."""
+        """Read the key file again whenever it changes, until cancelled. The old keys stay valid while the file is invalid."""
         while self._path is not None:
             await asyncio.sleep(LOOK)
-            await asyncio.to_thread(self._look, self._path)
+            await asyncio.to_thread(self._reload, self._path)
 
-    def _look(self, path: Path) -> None:
+    def _reload(self, path: Path) -> None:
         try:
             stamp = _stamp(path)
             if stamp == self._seen:
                 return
             self._seen = stamp
-            self._take(read_key_file(path))
+            self._replace(read_key_file(path))
             log.warning("%s has changed: its %d names have their keys from now on", path, len(self._names))
         except SettingsError as error:
             log.error("%s; the keys that were read before stay", error)
 
-    def _take(self, found: list[tuple[bytes, Principal]]) -> None:
-        names = {principal.name: principal for _, principal in found}
+    def _replace(self, owners: list[tuple[bytes, Principal]]) -> None:
+        names = {principal.name: principal for _, principal in owners}
         for name, principal in names.items():
             before = self._names[name].meters if name in self._names else {}
             for unit, meter in principal.meters.items():
                 if unit in before:
-                    meter.goes_on(before[unit])
-        self._owners, self._names = found, names
+                    meter.take_over(before[unit])
+        self._owners, self._names = owners, names
 
 
 def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
-    """The keys of a file, hashed, and who has them. Raises SettingsError, which repeats nothing of the file but names."""
+    """Return hash and owner of each key in a file. Raises SettingsError, whose message repeats only names from the file."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
@@ -126,7 +126,7 @@ def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
         raise SettingsError(f"{path} names {len(entries)}; it may name 1 to {MOST}, each in a table of its own")
     salts = Counter(entry.salt for entry in entries.values())
     try:
-        found = [
+        owners = [
             (digest, principal)
             for name, entry in entries.items()
             for principal in [_principal(name, entry, salts, alone=len(entries) == 1)]
@@ -134,9 +134,9 @@ def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
         ]
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from None
-    if len({digest for digest, _ in found}) < len(found):
+    if len({digest for digest, _ in owners}) < len(owners):
         raise SettingsError(f"{path}: one key is there twice; give each name its own")
-    return found
+    return owners
 
 
 def _entry(name: str, value: Any) -> KeyFileEntry:
@@ -180,9 +180,9 @@ def _hash(text: str | bytes) -> bytes:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file does."""
+    """Return values that change when a file does. Raises SettingsError."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
-    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

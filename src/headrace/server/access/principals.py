@@ -1,4 +1,4 @@
-"""Whose request it is: what the holder of a key is called, what he may ask for and what he has used of it."""
+"""Principals: the owner of a key, its rights, and its quotas."""
 
 import math
 import time
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-ANONYMOUS = "anonymous"  # who asks a server that has one key, or none
-SLOTS = 60  # parts of a window that are forgotten one by one
+ANONYMOUS = "anonymous"  # the only principal of a server with one key, or none
+SLOTS = 60  # parts of a quota's window
 UNITS = {"requests": "requests", "tokens": "tokens", "bytes": "bytes of bodies"}
 
 
 class QuotaError(Exception):
-    """A principal has used what it may. `retry_after`: in how many seconds there is room; None: there never is."""
+    """A quota is used up. `retry_after`: seconds until there is room; None: the request is larger than the quota."""
 
     def __init__(self, message: str, retry_after: int | None) -> None:
         super().__init__(message)
@@ -21,16 +21,16 @@ class QuotaError(Exception):
 
 
 class QuotaMeter:
-    """What was used in the last `window` seconds, of which it may be `most`. It is forgotten by sixtieths of the window, each
-    when all of it is past: in no window is more used than may be."""
+    """Use of one quota in the last `window` seconds; `most` is the quota. Counts are kept by sixtieths of the window and
+    dropped when a whole sixtieth is past, so no window contains more than `most`."""
 
     def __init__(self, most: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.window = most, window
         self._clock = clock
-        self._slots: deque[list[int]] = deque()  # number of the slot, what was used in it
+        self._slots: deque[list[int]] = deque()  # number of the slot, amount used in it
 
-    def goes_on(self, before: "QuotaMeter") -> None:
-        """It takes the place of another: what was used remains used."""
+    def take_over(self, before: "QuotaMeter") -> None:
+        """Continue the counts of a meter with the same window."""
         if before.window == self.window:
             self._slots = before._slots
 
@@ -47,8 +47,8 @@ class QuotaMeter:
             self._slots.append([number, 0])
         self._slots[-1][1] += amount
 
-    def patience(self, amount: int) -> float:
-        """Seconds until so much may be used; infinite where it is more than may be."""
+    def seconds_until(self, amount: int) -> float:
+        """Return the seconds until `amount` is free; infinite if it is more than the quota."""
         over = self.used + amount - self.most
         if over <= 0:
             return 0.0
@@ -64,31 +64,31 @@ class QuotaMeter:
 
 @dataclass(eq=False, slots=True)
 class Principal:
-    """Who asks. What a principal keeps (files, batches, responses) is its own alone, by its name."""
+    """The owner of a key. Stored objects (files, batches, responses) belong to a principal by its name."""
 
     name: str = ANONYMOUS
-    salt: bytes = b""  # of its cached prefixes; without one they are shared with all who have none
-    private: bool = True  # nobody else has this salt
-    alone: bool = True  # nobody else has a key of this server
-    operator: bool = False  # sees everybody's figures
-    priority: int | None = None  # that it may name at least; None: what the server says
-    meters: dict[str, QuotaMeter] = field(default_factory=dict)  # of UNITS
+    salt: bytes = b""  # of its cached prefixes; principals without a salt share theirs
+    private: bool = True  # no other principal has this salt
+    alone: bool = True  # the server has no other principal
+    operator: bool = False  # sees the metrics of all principals
+    priority: int | None = None  # the least that its requests may name; None: the server's limit
+    meters: dict[str, QuotaMeter] = field(default_factory=dict)  # by unit, of UNITS
 
     def salted(self, salt: bytes) -> bytes:
-        """The salt of a request that names this one: never another principal's. A first byte that no text has sets it apart
-        from all that a client without a salt of its own can name."""
+        """Return the salt of a request that names `salt`. It is never another principal's: the first byte occurs in no text, so
+        clients without a salt of their own cannot name it."""
         return b"\xff" + self.salt + salt if self.salt else salt
 
     def has(self, unit: str, amount: int) -> bool:
-        """Whether there is so much left of a quota."""
-        return unit not in self.meters or not self.meters[unit].patience(amount)
+        """Return whether `amount` of a quota is free."""
+        return unit not in self.meters or not self.meters[unit].seconds_until(amount)
 
     def check(self, unit: str, amount: int) -> None:
-        """Raises QuotaError where there is not so much left."""
+        """Raises QuotaError if `amount` of a quota is not free."""
         if self.has(unit, amount):
             return
         meter = self.meters[unit]
-        seconds = meter.patience(amount)
+        seconds = meter.seconds_until(amount)
         may = f"this key may use {meter.most} {UNITS[unit]} in {meter.window:g} s"
         if math.isinf(seconds):
             raise QuotaError(f"{may} and the request has {amount}; send less", None)
@@ -96,23 +96,23 @@ class Principal:
         raise QuotaError(f"rate limit reached: {may} and has used {meter.used}; try again in {wait} s", wait)
 
     def charge(self, unit: str, amount: int) -> None:
-        """Use so much of a quota. Raises QuotaError."""
+        """Use `amount` of a quota. Raises QuotaError if it is not free."""
         self.check(unit, amount)
         self.use(unit, amount)
 
     def use(self, unit: str, amount: int) -> None:
-        """Take in what was used, whether or not it might be."""
+        """Count `amount` as used, also above the quota."""
         if amount and (meter := self.meters.get(unit)) is not None:
             meter.add(amount)
 
     @property
-    def patience(self) -> float:
-        """Seconds until there is something left of every quota."""
-        return max((meter.patience(1) for meter in self.meters.values()), default=0.0)
+    def seconds_until_free(self) -> float:
+        """Seconds until at least 1 of every quota is free."""
+        return max((meter.seconds_until(1) for meter in self.meters.values()), default=0.0)
 
     def room(self, most: int, held: int, own: int) -> int:
-        """How much more it may hold of `most` things of which all together hold `held` and it holds `own`. Of several each
-        has at most as much as is left free: half of it at first, and there is something left for others."""
+        """Return how many more of `most` things the principal may hold, if all principals hold `held` and it holds `own`. With
+        several principals each may hold as many as it leaves free, so half at first."""
         free = most - held
         return free if self.alone else (free - own) // 2
 

@@ -1,16 +1,16 @@
-"""Error answers of the OpenAI protocol: {"error": {"message", "type", "param", "code"}}."""
+"""Error responses of the OpenAI protocol: {"error": {"message", "type", "param", "code"}}."""
 
 import msgspec
 
-# Statuses after which clients send the request again, besides 5xx.
+# Statuses after which OpenAI's clients repeat the request, as after 5xx.
 RETRIED = (408, 409, 429)
-# Sending the request again cannot help.
+# Code of an error that a repetition cannot help.
 MODEL_UNUSABLE = "model_unusable"
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field that is wrong."""
+    """An error response. `param`: the invalid field; `retry_after`: seconds."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
@@ -23,7 +23,7 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def renamed(self, name: str, known: str) -> "ApiError":
-        """The same about a field that the client knows by another name."""
+        """Return the error with `known` in place of the field name `name`, for clients that know the field as `known`."""
         if self.param != name:
             return self
         message = self.message.replace(name, known, 1)
@@ -36,14 +36,13 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if (
-            self.status in RETRIED or self.status >= 500
-        ):  # clients ask again by themselves: not where it would end in the same way
+        # Clients repeat these requests by themselves; tell them when that cannot help.
+        if self.status in RETRIED or self.status >= 500:
             again = self.retry_after is not None and self.code != MODEL_UNUSABLE
             headers["x-should-retry"] = "true" if again else "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """A request that says something wrong; the message says what to change."""
+    """Return a 400 for an invalid value; the message tells what to change."""
     return ApiError(400, message, param=param, code="invalid_value")

@@ -1,4 +1,4 @@
-"""Request bodies that are being received: their size, their time, and the memory of all of them together."""
+"""Receiving request bodies: limits of their size, their time, and the memory of all of them together."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class IncomingBody:
-    """A body of which a part has arrived."""
+    """A body that is arriving."""
 
     def __init__(self, deadline: asyncio.Timeout) -> None:
         self.data = bytearray()
@@ -22,10 +22,10 @@ class IncomingBody:
 
 
 class BodyMemory:
-    """All bodies that are being received, at most `most` bytes together.
+    """All arriving bodies, at most `most` bytes together.
 
-    Beyond that, the client with the most bytes loses its oldest body, which is answered with a 503. So a client with many
-    bodies that never end loses them, and the bodies of other clients, and its own newer ones, still arrive.
+    Above that, the client with the most bytes loses its oldest body, which gets a 503. A client with many endless bodies loses
+    them, while the bodies of other clients and its own newer ones arrive.
     """
 
     def __init__(self, most: int) -> None:
@@ -34,7 +34,7 @@ class BodyMemory:
         self._bodies: dict[str, dict[IncomingBody, None]] = {}  # by client, oldest first
 
     async def read(self, receive: Receive, limit: int, seconds: float) -> bytes:
-        """A whole body of at most `limit` bytes that arrives within `seconds`. Raises ApiError."""
+        """Receive a complete body of at most `limit` bytes within `seconds`. Raises ApiError."""
         client = CLIENT.get()
         body: IncomingBody | None = None
         try:
@@ -80,8 +80,8 @@ class BodyMemory:
 
 
 def limited_receive(receive: Receive, limit: int, seconds: float) -> Receive:
-    """A `receive` for a body that is processed piece by piece: at most `limit` bytes, at most `seconds` of waiting for the
-    client. It raises ApiError."""
+    """Wrap `receive` for a body that is processed in parts: at most `limit` bytes, at most `seconds` of waiting for the client.
+    It raises ApiError."""
     size, waited = 0, 0.0
 
     async def receive_part() -> Message:
@@ -102,14 +102,14 @@ def limited_receive(receive: Receive, limit: int, seconds: float) -> Receive:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns the whole body first, then waits for the client to disconnect."""
-    given = False
+    """Return a `receive` that returns the complete body first, then waits for the client to disconnect."""
+    sent = False
 
     async def receive_again() -> Message:
-        nonlocal given
-        if given:
+        nonlocal sent
+        if sent:
             return await receive()
-        given = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again

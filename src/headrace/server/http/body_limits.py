@@ -1,29 +1,36 @@
-"""From bytes to a request: what is wrong with one is a 400 that names the field and what to change. The first mistake ends
-the look at it, and what would cost much to make is counted before any of it is made."""
+"""Decoding of request bodies. The first error is a 400 that names the field and what to change.
 
+Values that cost much to decode are counted before anything is decoded. Two spellings are accepted besides strict JSON: null for
+an unknown field, and 5.0 for the integer 5. The types of a request decide where that holds; inside data (schemas, metadata,
+template variables) nothing changes.
+"""
+
+import functools
 import gc
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
+from msgspec import inspect
 
 from headrace.data.spelling import did_you_mean
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.json_errors import json_problem
 from headrace.server.http.limits_check import StrictStruct
-from headrace.server.http.tidy import normalize, type_of
 
 T = TypeVar("T", bound=StrictStruct)
 
-# What one body may hold. An honest one of the largest size stays below: ten thousand messages, a schema, many prompts as ids.
+# Limits of one body. The largest useful bodies stay below: ten thousand messages, a schema, many prompts as ids.
 CONTAINERS, STRINGS, VALUES = 1 << 17, 1 << 18, 3 << 18
 QUOTE, COMMA, BACKSLASH, OBJECT = b'",\\{'
 OTHER_CASE = 0x20  # the bit in which [ and { differ
-PIECE = 1 << 16  # bytes that are looked at together
+PIECE = 1 << 16  # bytes counted together
+MOST_FIELDS = 1024  # objects with more fields are not normalized; no request has as many
 MOST = np.array([CONTAINERS, 2 * STRINGS, VALUES])  # brackets, quotes, commas
 
-# The words of messages for what msgspec calls them.
+# Words of messages for msgspec's names of types.
 KINDS = {
     "int": "an integer", "float": "a number", "str": "text", "bool": "true or false", "array": "a list", "object": "an object",
     "null": "null",
@@ -38,11 +45,12 @@ MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
 
 def read_json(data: bytes, kind: Any = Any) -> Any:
-    """JSON as the standard has it: no NaN, no lone surrogates, bounded nesting. Raises msgspec.DecodeError and
-    RecursionError where it is not, msgspec.ValidationError where it is no `kind`, ApiError where there is too much of it."""
+    """Decode standard JSON: no NaN, no lone surrogates, limited nesting. Raises msgspec.DecodeError or RecursionError if it is
+    invalid, msgspec.ValidationError if it is not of type `kind`, ApiError if it holds too many values."""
     check_size(data)
     collects = gc.isenabled()
-    gc.disable()  # else what is being made would be walked through again and again; JSON has no cycles
+    # The collector would walk the growing value again and again; JSON has no cycles.
+    gc.disable()
     try:
         return msgspec.json.decode(data, type=kind)
     except UnicodeDecodeError:
@@ -53,28 +61,28 @@ def read_json(data: bytes, kind: Any = Any) -> Any:
 
 
 def read_body(data: bytes, kind: type[T]) -> T:
-    """A request. Raises ApiError."""
+    """Decode the body of a request. Raises ApiError."""
     if not data.strip():
         raise ApiError(400, "the body is missing; give it", code="missing_field")
     try:
         return read_json(data, kind)
     except msgspec.ValidationError as error:
-        if not _may_be_tidied(str(error), data):
+        if not _may_be_normalized(str(error), data):
             raise _refusal(error, data, kind) from None
-        return _read_tidied(data, kind, error)
+        return _read_normalized(data, kind, error)
     except (msgspec.DecodeError, RecursionError):
         raise ApiError(400, json_problem(data)) from None
 
 
-def _may_be_tidied(message: str, data: bytes) -> bool:
-    """Whether the first mistake of a body is none: a null under an unknown name, or perhaps an integer written 5.0."""
+def _may_be_normalized(message: str, data: bytes) -> bool:
+    """Return whether the first error of a body may be another spelling: null for an unknown field, or an integer as 5.0."""
     if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
         return "got `float`" in message
     return re.search(rb"%s\s*:\s*null\b" % re.escape(msgspec.json.encode(unknown["name"])), data) is not None
 
 
 def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[StrictStruct]) -> ApiError:
-    """The first mistake of a body, which may be behind it no JSON at all."""
+    """Return the first error of a body; data behind it may be invalid JSON, which is reported instead."""
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -82,11 +90,11 @@ def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[StrictStruc
     return _wrong_field(str(error), kind)
 
 
-def _read_tidied(data: bytes, kind: type[T], first: msgspec.ValidationError) -> T:
-    """A request that has a value in another spelling. Raises ApiError."""
+def _read_normalized(data: bytes, kind: type[T], first: msgspec.ValidationError) -> T:
+    """Decode a body that may have values in another spelling. Raises ApiError."""
     try:
         value = read_json(data)
-    except msgspec.ValidationError:  # a number that no type has: only `first` says in which field
+    except msgspec.ValidationError:  # a number outside every type; `first` names the field
         raise _wrong_field(str(first), kind) from None
     except (msgspec.DecodeError, RecursionError):
         raise ApiError(400, json_problem(data)) from None
@@ -97,7 +105,7 @@ def _read_tidied(data: bytes, kind: type[T], first: msgspec.ValidationError) -> 
 
 
 def read_query(given: dict[str, str], kind: type[T]) -> T:
-    """The parameters of a query. Raises ApiError."""
+    """Convert query parameters. Raises ApiError."""
     if unknown := sorted(set(given) - set(kind.__struct_fields__)):
         name = unknown[0][:100]
         raise ApiError(400, f"unknown parameter {name!r}; remove it", param=name, code="unknown_parameter")
@@ -108,10 +116,10 @@ def read_query(given: dict[str, str], kind: type[T]) -> T:
 
 
 def check_size(data: bytes) -> None:
-    """Raises ApiError where a body holds so many values that making them would hold others up.
+    """Raises ApiError if a body holds so many values that decoding them would delay other requests.
 
-    Its characters bound from above what it holds. Where that is not enough, what stands outside of texts is counted, as far
-    as there is not too much of it.
+    The counts of its characters are upper bounds. If they are above a limit, the characters outside of strings are counted,
+    until one count is above its limit.
     """
     if len(data) < CONTAINERS or (
         data.count(b"[") + data.count(b"{") <= CONTAINERS and data.count(b'"') <= 2 * STRINGS and data.count(b",") <= VALUES
@@ -137,14 +145,14 @@ def check_size(data: bytes) -> None:
 
 
 def _wrong_field(message: str, kind: type[StrictStruct]) -> ApiError:
-    """What msgspec says, in our words. What was sent is not repeated but for the name of an unknown field."""
+    """Return the error for a message of msgspec. It repeats nothing of the body but the name of an unknown field."""
     what, place = message, ""
     if (found := re.fullmatch(WRONG, message)) is not None:
         what, place = found["what"], found["where"] or ""
     path = [part for part in re.split(r"[.\[\]]+", place) if part]
     if (named := UNKNOWN.fullmatch(what)) is not None or (named := MISSING.fullmatch(what)) is not None:
         path.append(named["name"])
-    elif (own := re.match(r"([a-z_.0-9]+): ", what)) is not None:  # a `__post_init__`'s words
+    elif (own := re.match(r"([a-z_.0-9]+): ", what)) is not None:  # raised by a `__post_init__`
         path += own[1].split(".")
         what = what[own.end() :]
     where, param = ".".join(path)[:200], path[0][:100] if path else None
@@ -157,7 +165,7 @@ def _wrong_field(message: str, kind: type[StrictStruct]) -> ApiError:
 
 
 def _words(what: str, kind: type[StrictStruct], param: str | None) -> str:
-    """What a value must be."""
+    """Describe what a value must be."""
     if what.startswith("Invalid enum value"):
         return f"must be {' or '.join(_choices(get_type_hints(kind, include_extras=True).get(param or '')))}"
     if what.endswith("out of range"):
@@ -174,7 +182,47 @@ def _words(what: str, kind: type[StrictStruct], param: str | None) -> str:
 
 
 def _choices(kind: Any) -> list[str]:
-    """The texts of a `Literal`, also of one among other types."""
+    """Return the values of a `Literal`, also of one inside a union."""
     if get_origin(kind) is Literal:
         return [str(one) for one in get_args(kind)]
     return [text for one in get_args(kind) for text in _choices(one)]
+
+
+@functools.cache
+def type_of(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def normalize(value: Any, kind: inspect.Type) -> Any:
+    """Return a decoded value without unknown fields that are null, and with integers where `kind` has integers."""
+    if isinstance(kind, inspect.Metadata):  # a type with additions for the OpenAPI document
+        kind = kind.type
+    match kind:
+        case inspect.StructType() if isinstance(value, dict) and len(value) <= MOST_FIELDS:
+            known = {one.encode_name: one.type for one in kind.fields}
+            kept = {name: inner for name, inner in value.items() if name in known or inner is not None}
+            return {name: normalize(inner, known[name]) if name in known else inner for name, inner in kept.items()}
+        case inspect.UnionType():
+            return _normalize_union(value, [one.type if isinstance(one, inspect.Metadata) else one for one in kind.types])
+        case inspect.IntType() if type(value) is float and value.is_integer():
+            return int(value)
+        case inspect.ListType() if isinstance(value, list):
+            return [normalize(inner, kind.item_type) for inner in value]
+        case inspect.DictType() if isinstance(value, dict) and not isinstance(kind.value_type, inspect.AnyType):
+            return {name: normalize(inner, kind.value_type) for name, inner in value.items()}
+    return value
+
+
+def _normalize_union(value: Any, kinds: Sequence[inspect.Type]) -> Any:
+    wanted: Any
+    match value:
+        case float():
+            wanted = () if any(isinstance(one, inspect.FloatType) for one in kinds) else inspect.IntType
+        case list():
+            wanted = inspect.ListType
+        case dict():
+            wanted = (inspect.StructType, inspect.DictType)
+        case _:
+            return value
+    inner = next((one for one in kinds if isinstance(one, wanted)), None)
+    return value if inner is None else normalize(value, inner)

@@ -25,8 +25,8 @@ from headrace.text.tokenizer import TokenizerError
 ENGINE_LOST = "engine_lost"
 QUARANTINED = "request_quarantined"
 CONSTRAINT_FAILED = "constraint_failed"
-UNFIT = "answer_unfit"  # an answer that is not of the form that was asked for
-TOO_LONG = "context_length_exceeded"  # clients act on it, some on the words of the message
+UNFIT = "answer_unfit"  # the answer does not match its schema
+TOO_LONG = "context_length_exceeded"  # clients read the code, some also the message
 
 
 def wrong_field(error: Exception, fields: Collection[str], text_field: str | None = None) -> str | None:

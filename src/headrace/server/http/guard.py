@@ -1,4 +1,4 @@
-"""Checks that every request passes before the application sees it. Plain ASGI."""
+"""Guard: an ASGI application that checks source, key, type and size of each request in front of the server's application."""
 
 import logging
 import re
@@ -25,23 +25,23 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROBES = frozenset({"/health", "/live", "/ready"})
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # a client's own name for a request
-ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # of a target in absolute form
-UPLOAD_SPEED = 1 << 20  # bytes a second that a body must keep up with, beyond its first seconds
-NO_KEY, LOCAL = Principal(""), Principal()  # without the key that is needed, and on a server without keys
-UPLOADS = "/v1/files"  # the one path that takes a form of several parts
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # an x-request-id that a client may choose
+ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # start of a target in absolute form
+UPLOAD_SPEED = 1 << 20  # bytes/s that a body must reach after its first seconds
+NO_KEY, LOCAL = Principal(""), Principal()  # of requests without a valid key, and on a server without keys
+UPLOADS = "/v1/files"  # the only path that accepts multipart forms
 JSON, FORM, PARTS = b"application/json", b"application/x-www-form-urlencoded", b"multipart/form-data"
-# Browsers send at least one of these with every request that a page of another site can cause, but for links and images.
+# Browsers send at least one of these with every request of another site's page, except links and images.
 BROWSER = (b"origin", b"sec-fetch-site", b"referer")
 
 
 class Guard:
     """Checks source, key, content type and size of each request, and reads its body.
 
-    A request without a valid key is refused at once and its connection is closed. It never waits, and does not count for any
-    limit that requests with a key depend on. A server without keys serves programs of this machine and its own page: it
-    accepts only loopback names as Host, and refuses requests that pages of other sites cause. Probes and the paths in `public`
-    need no key, and are answered whatever the number of open requests.
+    A request without a valid key is refused at once and its connection closes. It never waits, and counts for no limit of
+    requests with a key. A server without keys serves programs of this machine and its own page: it accepts only loopback names
+    as Host, and refuses requests from pages of other sites. Probes and the paths in `public` need no key, and are answered
+    however many requests are open. `count` receives the status of each response and the name of its principal.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Guard:
         self._limits = settings.limits
         self._proxies = settings.proxies
         self._keys = keys
-        self._count = count  # records the status of every response and the name of its principal
+        self._count = count
         self._open: Counter[str] = Counter()  # admitted requests by principal
         self._bodies = BodyMemory(settings.limits.bodies)
         self._refused = BurstLog(REQUESTS, logging.INFO, "refused")
@@ -71,8 +71,8 @@ class Guard:
                 HTTP_REQUEST.reset(token)
 
     def refuse_early(self, data: bytes, peer: str, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-        """The complete response to a connection's first bytes, if they are a request that can be refused without a parser.
-        `peer`: the address of the connection. `default_headers`: of every response."""
+        """Return the complete response to a connection's first bytes, if they are a request that can be refused without a
+        parser; otherwise None. `peer`: address of the connection. `default_headers`: headers of every response."""
         if (head := read_head(data, self._limits.header)) is None:
             return None
         headers = dict(head.headers)
@@ -86,14 +86,14 @@ class Guard:
             HTTP_REQUEST.reset(token)
 
     def _begin(self, peer: str, raw_headers: RawHeaders, headers: dict[bytes, bytes]) -> Token[str]:
-        """Set the request's client, principal and name; the token resets the name."""
+        """Set the context variables of a request: client, principal and request id. The token resets the request id."""
         CLIENT.set(self._proxies.client(peer, raw_headers))
         PRINCIPAL.set(NO_KEY if self._keys.needed else LOCAL)
         name = headers.get(b"x-request-id", b"")
         return HTTP_REQUEST.set(name.decode() if REQUEST_ID.fullmatch(name) else new_id("req"))
 
     def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        """Check source and key, and set the principal. The error of a refused request is logged."""
+        """Check source and key, and set the principal. Returns the error of a refused request, which is logged."""
         try:
             self._check_source(headers)
             if path not in self._open_paths:
@@ -116,7 +116,7 @@ class Guard:
             await self._serve(scope, headers, receive, send)
 
     async def _serve(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        """Run an admitted request."""
+        """Pass an admitted request to the application, if its principal may have one more open and has quota left."""
         principal = PRINCIPAL.get()
         name = principal.name
         if principal.room(self._limits.connections, self._open.total(), self._open[name]) <= 0:
@@ -137,7 +137,7 @@ class Guard:
             self._open -= Counter([name])
 
     def _counted(self, send: Send) -> Send:
-        """A `send` that counts the response and adds its x-request-id."""
+        """Wrap `send`: count the response and add its x-request-id."""
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -149,7 +149,7 @@ class Guard:
         return counted
 
     def _logged(self, scope: Message, send: Send, began: float) -> Send:
-        """A `send` that logs the response."""
+        """Wrap `send`: log the response."""
 
         async def logged(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -160,7 +160,7 @@ class Guard:
         return logged
 
     def _check_source(self, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError for WebSockets and, on a server without keys, for requests that another site may have caused."""
+        """Raises ApiError for WebSockets and, on a server without keys, for requests that a page of another site may send."""
         if not self._keys.needed:
             host = headers.get(b"host", b"").decode("latin-1")
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -177,16 +177,16 @@ class Guard:
         if not self._keys.needed:
             return
         kind, _, given = headers.get(b"authorization", b"bearer " + headers.get(b"x-api-key", b"")).partition(b" ")
-        found = self._keys.of(given.strip())
-        if found is None or kind.lower() != b"bearer":
+        principal = self._keys.of(given.strip())
+        if principal is None or kind.lower() != b"bearer":
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             raise ApiError(401, message, code="invalid_api_key")
-        PRINCIPAL.set(found)
-        if not found.alone:
-            CLIENT.set(found.name)
+        PRINCIPAL.set(principal)
+        if not principal.alone:
+            CLIENT.set(principal.name)
 
     async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Read the body, and return a `receive` that gives it to the application. Raises ApiError, QuotaError."""
+        """Read the body and return a `receive` with it for the application. Raises ApiError, QuotaError."""
         upload = _check_type(path, headers)
         limit = self._limits.file if upload else self._limits.body
         announced = headers.get(b"content-length", b"0")
@@ -203,7 +203,7 @@ class Guard:
 
 
 def _as_routed(scope: Message) -> Message:
-    """The head as routes read it: HEAD as GET (the connection leaves the body out), an absolute target as its path."""
+    """Return the scope for the router: HEAD becomes GET (uvicorn drops the body), an absolute target becomes its path."""
     if (found := ABSOLUTE.match(scope["path"])) is not None:
         path = scope["path"][found.end() :] or "/"
         scope = {**scope, "path": path, "raw_path": path.encode()}
@@ -211,8 +211,8 @@ def _as_routed(scope: Message) -> Message:
 
 
 def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
-    """Whether a page of another site caused the request. Browsers send Origin with all but plain GETs, and Sec-Fetch-Site
-    with those too; a link from another site to the server's page is no harm."""
+    """Return whether a page of another site sent the request. Browsers send Origin with all requests except plain GETs, and
+    Sec-Fetch-Site with those too. A link from another site to the server's page is allowed."""
     origin = headers.get(b"origin")
     if origin is not None:
         return origin.partition(b"://")[2] != headers.get(b"host", b"")
@@ -221,10 +221,10 @@ def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
 
 
 def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Whether the body is an upload. Raises ApiError (415) for a body that is neither that nor JSON.
+    """Return whether the body is an upload. Raises ApiError (415) if it is neither an upload nor JSON.
 
-    `curl -d` names its body a form, and some clients do not name it: both are taken for JSON unless a browser may have sent
-    them. A page of another site can send these types without asking, JSON by name it cannot.
+    `curl -d` declares a form, and some clients declare no type: both count as JSON unless a browser may have sent them. A page
+    of another site can send these types without a preflight request, but not a declared JSON body.
     """
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if path == UPLOADS and kind == PARTS:
@@ -237,7 +237,7 @@ def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
 
 
 def _charged(receive: Receive) -> Receive:
-    """A `receive` for a body of unknown size, whose bytes are charged as they arrive. It raises QuotaError."""
+    """Wrap `receive` for a body of unknown size: charge its bytes as they arrive. It raises QuotaError."""
 
     async def charged() -> Message:
         message = await receive()
@@ -248,7 +248,7 @@ def _charged(receive: Receive) -> Receive:
 
 
 async def send_error(send: Send, error: ApiError, close: bool = False) -> None:
-    """Send a whole response; with `close` the connection closes after it."""
+    """Send a complete error response; with `close` the connection closes after it."""
     raw = error_headers(error, close=close)
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": error.body()})

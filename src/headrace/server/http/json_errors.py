@@ -1,4 +1,4 @@
-"""Why bytes are not JSON: one message per cause, with the position in bytes."""
+"""Error messages for bytes that are not JSON: one message per cause, with the position in bytes."""
 
 import re
 
@@ -9,7 +9,7 @@ LONE_SURROGATE = re.compile(
 )
 NO_NUMBER = re.compile(rb"-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
 PLACE = re.compile(r"(?:JSON is malformed: )?(?P<cause>.*) \(byte (?P<at>\d+)\)")
-# The first bytes of what is no UTF-8 text, and what to send.
+# First bytes of data that is not UTF-8 text, and the message for it.
 BEGINNINGS = (
     (b"\x1f\x8b", "is compressed with gzip (byte 0); send it without compression"),
     (b"\xef\xbb\xbf", "begins with a byte order mark (byte 0); remove it"),
@@ -19,7 +19,7 @@ BEGINNINGS = (
 
 
 def json_problem(data: bytes, what: str = "the body") -> str:
-    """One line about bytes that `read_json` refuses. `what` names them."""
+    """Return one line about bytes that `read_json` refuses. `what` names them."""
     for beginning, cause in BEGINNINGS:
         if data.startswith(beginning):
             return f"{what} {cause}"

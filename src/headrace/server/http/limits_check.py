@@ -1,4 +1,4 @@
-"""How much of everything a request may hold, said in the types of its fields."""
+"""Types of request fields with their limits: lengths, ranges, numbers of entries."""
 
 from typing import Annotated, Any
 
@@ -6,9 +6,9 @@ from msgspec import Meta, Struct
 
 
 class StrictStruct(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a client may say. Types are meant (no "1" for 1), and an unknown field is an error.
+    """Base of request bodies. Types are strict (no "1" for 1), and unknown fields are errors.
 
-    A `__post_init__` raises ValueError("field: what it must be").
+    `__post_init__` of a subclass raises ValueError("field: requirement") for an invalid combination.
     """
 
 
@@ -16,12 +16,12 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, Meta(gt=0, le=86_400)]  # seconds
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Word = Annotated[str, Meta(max_length=1024)]  # a name, a choice among few, a mark of the client's
-Name = Annotated[str, Meta(max_length=200)]  # of what the server keeps
+Word = Annotated[str, Meta(max_length=1024)]  # a name, a choice, a tag of the client
+Name = Annotated[str, Meta(max_length=200)]  # of a stored object
 Source = Annotated[str, Meta(max_length=256 << 10)]  # a regex or a grammar
-StopText = Annotated[str, Meta(max_length=4096)]  # the server's own limit is lower
+StopText = Annotated[str, Meta(max_length=4096)]  # Limits.stop_chars is lower
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
-# The protocol's are signed. The upper bound is looked at where it becomes a parameter: no type can say it.
+# Seeds of the protocol are signed. SamplingParams checks the upper bound, which no msgspec type can express.
 Seed = Annotated[int, Meta(ge=-(2**63), extra_json_schema={"maximum": 2**64 - 1})]
 
 Words = Annotated[list[Word], Meta(max_length=64)]
@@ -29,12 +29,12 @@ Choices = Annotated[list[Source], Meta(max_length=4096)]
 Tools = Annotated[list[Any], Meta(max_length=128)]
 ToolItems = Annotated[list[dict[str, Any]], Meta(max_length=128)]
 Items = Annotated[list[dict[str, Any]], Meta(max_length=10_000)]  # messages of a chat, items of a response
-Settings = Annotated[dict[Word, Any], Meta(max_length=64)]  # small objects whose keys are looked at elsewhere
+Settings = Annotated[dict[Word, Any], Meta(max_length=64)]  # small objects; their keys are checked elsewhere
 Marks = Annotated[dict[Word, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]  # metadata
 
-TEXTS, IDS = 4096, 262_144  # of one request; of one prompt
+TEXTS, IDS = 4096, 262_144  # texts of one request; token ids of one prompt
 Prompt = Annotated[list[TokenId], Meta(max_length=IDS)]
-# Texts, token ids, or lists of these; `check_same_kind` looks at what a type cannot say.
+# Texts, token ids, or lists of these; `check_same_kind` checks what no type can express.
 _ALIKE: dict[str, Any] = {
     "anyOf": [
         {"items": {"type": "integer"}},
@@ -46,7 +46,7 @@ Prompts = str | Annotated[list[TokenId | str | Prompt], Meta(max_length=IDS, ext
 
 
 def check_same_kind(name: str, given: Any) -> None:
-    """Raises ValueError where a list of `Prompts` has entries of several kinds, or too many of a kind."""
+    """Raises ValueError if the entries of a list of prompts have different types, or if there are too many."""
     if not isinstance(given, list) or not given:
         return
     kind = type(given[0])
@@ -58,7 +58,7 @@ def check_same_kind(name: str, given: Any) -> None:
 
 
 class IgnoredFields(StrictStruct, kw_only=True):
-    """Fields that clients of other servers send. They are accepted and change nothing."""
+    """Fields of other servers' protocols that are accepted and ignored."""
 
     user: Word | None = None
     metadata: Settings | None = None

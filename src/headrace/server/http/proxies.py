@@ -10,13 +10,13 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Addresses of the trusted proxies. Any client can send these headers, so those of other peers are ignored."""
+    """Networks of the trusted proxies. Any client can send these headers, so those of other peers are ignored."""
 
     networks: tuple[Network, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Proxies":
-        """From addresses or networks, separated by commas. Raises ValueError."""
+        """Parse addresses or networks, separated by commas. Raises ValueError."""
         networks = []
         for one in filter(None, map(str.strip, text.split(","))):
             try:
@@ -31,8 +31,8 @@ class Proxies:
         return bool(self.networks) and self._has(parse_address(peer))
 
     def client(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The address of the client: of a trusted peer, the rightmost address in X-Forwarded-For that is not a trusted
-        proxy's. Each proxy appends the address of its own peer, so what stands further left may be the client's invention."""
+        """Return the address of the client. Behind a trusted peer it is the rightmost address in X-Forwarded-For that is not a
+        trusted proxy's: each proxy appends the address of its peer, so the client can choose all addresses further left."""
         if not self.trust(peer):
             return peer
         address = parse_address(peer)
@@ -47,7 +47,7 @@ class Proxies:
         return str(address)
 
     def scheme(self, peer: str, headers: dict[bytes, bytes], scheme: str) -> str:
-        """`scheme`, or what a trusted peer's X-Forwarded-Proto names in its place."""
+        """Return the scheme of a request: a trusted peer's X-Forwarded-Proto, otherwise `scheme`."""
         if not self.trust(peer):
             return scheme
         given = headers.get(b"x-forwarded-proto", b"").rpartition(b",")[2].strip().lower()
@@ -58,8 +58,7 @@ class Proxies:
 
 
 def parse_address(text: str) -> Address | None:
-    """An IP address, also with a port ("10.0.0.1:80", "[::1]:80"); an IPv4 address inside IPv6 becomes IPv4. None if
-    invalid."""
+    """Parse an IP address, also with a port ("10.0.0.1:80", "[::1]:80"). IPv4 inside IPv6 becomes IPv4. None if invalid."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]
@@ -73,6 +72,6 @@ def parse_address(text: str) -> Address | None:
 
 
 def client_group(address: str) -> str:
-    """What counts as one address for limits: of IPv6 the /64 network, all of which one client has."""
-    found = parse_address(address) if ":" in address else None
-    return f"{int(found) >> 64:x}/64" if isinstance(found, ipaddress.IPv6Address) else address
+    """Return the group in which limits count an address: the /64 network of an IPv6 address, as one client has all of it."""
+    parsed = parse_address(address) if ":" in address else None
+    return f"{int(parsed) >> 64:x}/64" if isinstance(parsed, ipaddress.IPv6Address) else address

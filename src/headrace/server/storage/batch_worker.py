@@ -138,7 +138,7 @@ class BatchWorker:
         alone, patience = not self._lines, SWEEP
         running: dict[str, int] = {}
         for owner in await self._store.read(batch_rows.owners):
-            seconds = who.patience if (who := self._named(owner)) is not None else 0
+            seconds = who.seconds_until_free if (who := self._named(owner)) is not None else 0
             if seconds:
                 patience = min(patience, seconds)
             else:
