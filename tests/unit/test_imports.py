@@ -58,7 +58,7 @@ ROOMS = {
     "server.http.proxies": "",
     "server.http.ids": "",
     "server.http.api_error": "",
-    "server.settings": "server.http.proxies stats",
+    "server.settings": "server.http.proxies stats data",
     "server.access": "server.settings",
     "server.engines": "server.access server.settings server.http.api_error server.logs llm startup startup.opening engine "
     "decoding weights confined host data",

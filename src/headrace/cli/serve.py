@@ -10,7 +10,16 @@ from headrace.cli.help import complete_model, short_help
 from headrace.cli.opening import look_at
 from headrace.cli.options import ModelOptions, with_groups
 from headrace.cli.output import say
-from headrace.cli.serve_options import CASCADES, CLASSIFIER, MODELS, LimitOptions, ModelEntry, QueueOptions, ServerOptions
+from headrace.cli.serve_options import (
+    CASCADES,
+    CLASSIFIER,
+    MODELS,
+    LimitOptions,
+    ModelEntry,
+    QueueOptions,
+    ServerOptions,
+    as_limits,
+)
 from headrace.data.settings import ModelSettings
 from headrace.weights.store import expand, find_home
 
@@ -45,10 +54,7 @@ def serve(
     options: ModelOptions,
     queue: QueueOptions,
     limits: LimitOptions,
-    classifier: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help=CLASSIFIER.field.help),
-    ] = None,
+    classifier: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help=CLASSIFIER.field.help)] = None,
     model: ServedModel = "",
 ) -> int:
     """Serve a model to OpenAI clients; it is downloaded where it is missing.
@@ -60,7 +66,7 @@ def serve(
     from headrace.cli.cascades import read_cascade
     from headrace.server.http.proxies import Proxies
     from headrace.server.logs import use_json
-    from headrace.server.settings import Limits, ServerSettings
+    from headrace.server.settings import ServerSettings
 
     if server.log_json:
         use_json()
@@ -93,7 +99,7 @@ def serve(
         grace=server.grace,
         sampling_defaults=str(server.sampling_defaults),
         state=server.state or _state(server.port),
-        limits=Limits(**{name.removeprefix("limit_"): value for name, value in asdict(limits).items()}),
+        limits=as_limits(limits),
         open_objects=server.open_objects,
         proxies=Proxies.parse(server.trusted_proxy),
     )

@@ -5,7 +5,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,3 +200,8 @@ LimitOptions: Any = make_dataclass(
         if one.metadata
     ],
 )
+
+
+def as_limits(options: Any) -> Limits:
+    """Return the limits of the given LimitOptions."""
+    return Limits(**{name.removeprefix("limit_"): value for name, value in asdict(options).items()})

@@ -1,4 +1,4 @@
-"""The web process's side of one engine process: started, talked to, ended."""
+"""The web process's end of one engine process: start, messages, end."""
 
 import asyncio
 import contextlib
@@ -21,16 +21,16 @@ from headrace.server.engines.messages import (
 )
 
 MODULE = "headrace.server.engines.engine_process"
-SECRETS = ("HEADRACE_API_KEY",)  # what the engine process has no use for
-PATIENCE = 10.0  # seconds for an orderly end
+SECRETS = ("HEADRACE_API_KEY",)  # environment variables that the engine process does not get
+PATIENCE = 10.0  # seconds until an engine process that should end is killed
 
 
 class EngineGoneError(Exception):
-    """The engine process has ended, or talks nonsense; the text says how."""
+    """The engine process has ended, or sent an invalid message; the text tells how."""
 
 
 class EngineConnection:
-    """One engine process. `start` returns when it runs; its first message is Loaded or NotLoaded."""
+    """One engine process and its socket. Its first message is Loaded or NotLoaded."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: "subprocess.Popen[bytes]") -> None:
         self._reader = reader
@@ -49,7 +49,7 @@ class EngineConnection:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the web process, also while this one still imports what it needs
+                start_new_session=True,  # a Ctrl-C reaches the web process alone
             )
         except OSError as error:
             ours.close()
@@ -66,11 +66,11 @@ class EngineConnection:
         return self._process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; what a process that has gone does not read is lost, and `receive` tells."""
+        """Queue a message. It is lost if the process has ended; `receive` then raises."""
         self._writer.write(frame(message))
 
     async def receive(self) -> FromEngine:
-        """The next message. Raises EngineGoneError."""
+        """Return the next message. Raises EngineGoneError."""
         try:
             prefix = await self._reader.readexactly(PREFIX.size)
             return read_from_engine(await self._reader.readexactly(frame_length(prefix)))
@@ -80,13 +80,13 @@ class EngineConnection:
             raise EngineGoneError(f"the engine process sent what is no message ({error})") from None
 
     async def stop(self) -> None:
-        """An orderly end: the socket closes, and the process follows; it is killed when it does not."""
+        """Close the socket, on which the process ends; kill it if it does not within PATIENCE."""
         self._close()
         if not await self._ended_within(PATIENCE):
             await self.kill()
 
     async def kill(self) -> None:
-        """End the process whatever it is doing."""
+        """Kill the process."""
         self._close()
         self._process.kill()
         await self._ended_within(PATIENCE)

@@ -47,11 +47,11 @@ from headrace.weights import hub
 
 log = logging.getLogger("headrace.engine")
 
-POLL = 0.002  # seconds between two looks at a grammar that is being compiled
+POLL = 0.002  # seconds between two looks at running compilations
 
 
 class Channel:
-    """The engine's end of the socket pair, blocking. Raises EOFError when the web process has gone."""
+    """The engine's end of the socket pair, blocking. Methods raise EOFError if the web process has ended."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -60,7 +60,7 @@ class Channel:
         return read_to_engine(self._exactly(frame_length(self._exactly(PREFIX.size))))
 
     def waiting(self, seconds: float) -> bool:
-        """Whether something can be received, or can be within so many seconds."""
+        """Wait up to `seconds` for data; returns whether there is some."""
         return bool(select.select([self._sock], [], [], seconds)[0])
 
     def send(self, message: FromEngine) -> None:
@@ -83,18 +83,18 @@ class Channel:
 
 
 class EngineLoop:
-    """Messages in, a step, one message out; while there is nothing to do, a sign of life every `beat` seconds."""
+    """Main loop: reads messages, runs one step, sends one message. An idle engine sends one every `beat` seconds."""
 
     def __init__(self, llm: LLM, channel: Channel, beat: float) -> None:
         self.engine = llm.engine
         self.channel = channel
         self.beat = beat
         self._open: dict[str, Request] = {}
-        self._unscored: set[str] = set()  # requests whose prompt log-probs have not been sent
+        self._unscored: set[str] = set()  # requests with prompt log-probs to send
         self.compiling = None if llm.engine.grammars is None else GrammarQueue(llm.engine.grammars)
 
     def run(self) -> None:
-        """Until the web process has gone (EOFError)."""
+        """Run until the web process ends (EOFError)."""
         while True:
             while self.channel.waiting(0.0 if self.engine.busy else POLL if self.compiling else self.beat):
                 self._take(self.channel.receive())
@@ -107,7 +107,8 @@ class EngineLoop:
                 self.compiling.end(message.request_id)
             self.engine.abort(message.request_id)
         elif isinstance(message, Submit) and message.params.structured_outputs is not None and self.compiling is not None:
-            if message.grammar is None:  # this process neither rewrites a schema nor compiles a grammar of unknown cost
+            # This process neither rewrites schemas nor compiles grammars of unknown cost.
+            if message.grammar is None:
                 self.channel.send(Refused(message.request_id, "the constraint was not compiled in a confined process"))
                 return
             self.compiling.add(message)
@@ -117,7 +118,7 @@ class EngineLoop:
             self.channel.send(Checked(self._problem()))
 
     def _problem(self) -> str:
-        """What the engine's own check finds wrong, and requests that are held though they have ended."""
+        """Return the first problem of the engine's own check, or of requests that are held after their end; empty if none."""
         try:
             self.engine.check()
         except AssertionError as error:
@@ -173,7 +174,7 @@ class EngineLoop:
         return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled, classified)
 
     def _scored(self, deltas: list[Delta]) -> list[str]:
-        """Requests that owe their prompt log-probs and have begun to answer."""
+        """Return the requests with a first delta whose prompt log-probs must be sent now."""
         names = list(dict.fromkeys(delta.request_id for delta in deltas if delta.request_id in self._unscored))
         self._unscored.difference_update(names)
         return names
@@ -191,7 +192,7 @@ class EngineLoop:
 
 
 def _message(error: BaseException) -> str:
-    """What a client is told of a grammar that cannot be compiled: our own words, and of what is not ours none."""
+    """Return the message for a grammar that cannot be compiled, without the text of unexpected errors."""
     if isinstance(error, ConstraintError):
         return str(error)
     log.error("a grammar could not be compiled", exc_info=error)
@@ -206,7 +207,7 @@ def _calibrated(llm: LLM) -> thresholds.CalibratedThreshold | None:
 
 
 def load(message: Load, channel: Channel) -> LLM | None:
-    """The opened model, or None after saying why there is none."""
+    """Open the model and send Loaded; or send NotLoaded and return None."""
     try:
         llm = LLM(message.model, **message.settings)
         rule = _calibrated(llm)
@@ -237,14 +238,15 @@ def load(message: Load, channel: Channel) -> LLM | None:
 def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
     host.end_with(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a service; the web process decides when this one ends
+    # A service manager signals all processes; the web process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     return serve(Channel(socket.socket(fileno=fd)))
 
 
 def serve(channel: Channel) -> int:
-    """Load what is asked for and run it until the other side has gone; returns the exit code."""
+    """Load the model of the first message and run it until the web process ends; returns the exit code."""
     try:
         message = channel.receive()
         if not isinstance(message, Load):

@@ -1,4 +1,4 @@
-"""Compiles grammars next to the engine's loop, for requests that wait for theirs."""
+"""Compiles grammars in threads next to the engine's loop; their requests enter the engine afterwards."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ NICENESS = 19  # of the thread for costly grammars: at normal priority it would 
 LARGE = 1 << 20  # bytes of a compiled grammar that counts as large
 MOST_LARGE = 256 << 20  # bytes of all large grammars of open requests
 
-Done = tuple[Submit, "Future[Constraint]"]
+Compilation = tuple[Submit, "Future[Constraint]"]
 
 
 class GrammarQueue:
@@ -28,8 +28,8 @@ class GrammarQueue:
         self._cheap = ThreadPoolExecutor(CHEAP_THREADS, "grammars")
         self._costly = ThreadPoolExecutor(COSTLY_THREADS, "costly grammars", _lower_priority)
         self._waiting: list[Submit] = []
-        self._running: dict[str, Done] = {}  # by request id
-        self._dropped: list[Done] = []  # that run though their request was dropped
+        self._running: dict[str, Compilation] = {}  # by request id
+        self._dropped: list[Compilation] = []  # still running though their request was dropped
         self._large: dict[str, tuple[StructuredOutputs, int]] = {}  # large grammars of open requests
 
     def __bool__(self) -> bool:
@@ -46,7 +46,7 @@ class GrammarQueue:
         if (running := self._running.pop(request_id, None)) is not None and not running[1].cancel():
             self._dropped.append(running)
 
-    def take(self) -> list[Done]:
+    def take(self) -> list[Compilation]:
         """Remove and return the requests whose grammar is compiled or has failed; start others."""
         done = [one for one in self._running.values() if one[1].done()]
         for message, _ in done:

@@ -18,7 +18,7 @@ from headrace.server.logs import HTTP_REQUEST
 
 log = logging.getLogger("headrace.server")
 
-RETRY_DOWN = 5  # seconds after which an engine that is being started may be back
+RETRY_DOWN = 5  # seconds after which a restarted engine may be ready
 
 
 class RequestRefusedError(ValueError):
@@ -34,7 +34,7 @@ class RequestFailedError(RuntimeError):
 
 
 class EngineDownError(RuntimeError):
-    """There is no engine to run the request, or it ended under it; the same request may succeed in `retry_after` seconds."""
+    """No engine runs, or it ended before the request did; the same request may succeed in `retry_after` seconds."""
 
     def __init__(self, reason: str, retry_after: int = RETRY_DOWN) -> None:
         super().__init__(reason)
@@ -42,11 +42,11 @@ class EngineDownError(RuntimeError):
 
 
 class EngineLostError(EngineDownError):
-    """The engine ended while it had this request, which may be why."""
+    """The engine ended while it had this request, which may be the cause."""
 
 
 class QuarantinedError(RequestRefusedError):
-    """The engine ended under the request more than once; it is not tried again."""
+    """The engine ended more than once while it had this request, which is not run again."""
 
 
 class TooLongError(RequestRefusedError):
@@ -54,11 +54,11 @@ class TooLongError(RequestRefusedError):
 
 
 class ConstraintFailedError(RequestRefusedError):
-    """The constraint of a request failed while its output was generated; another one may not."""
+    """The constraint of a request failed during generation."""
 
 
 class DeadlineError(RuntimeError):
-    """The request was not answered within its time."""
+    """The request did not end before its deadline."""
 
 
 class WakeupEvent:
@@ -76,7 +76,7 @@ class WakeupEvent:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Return when something has come since the last time."""
+        """Return once `set` was called since the last `wait`."""
         if not self._new:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

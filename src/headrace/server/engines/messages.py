@@ -1,7 +1,7 @@
-"""What the web process and the engine process say to each other: plain data in length-prefixed msgpack, and nothing else.
+"""Messages between the web process and the engine process: plain data in length-prefixed msgpack.
 
-A frame is four bytes of length (little-endian) and one tagged msgspec struct. Both ends decode into these types alone, so
-bytes from the other side can never become code.
+A frame is four bytes of length (little-endian) and one tagged msgspec struct. Both ends decode only these types, so bytes from
+the other side can never become code.
 """
 
 import struct
@@ -14,25 +14,25 @@ from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, RequestMetrics
 from headrace.startup.thresholds import CalibratedThreshold
 
-MAX_FRAME = 256 << 20  # bytes; a prompt's log-probabilities are the largest thing sent
+MAX_FRAME = 256 << 20  # bytes; the log-probabilities of a prompt are the largest message
 PREFIX = struct.Struct("<I")
 
 
 class FrameError(ValueError):
-    """Bytes that are no message; the connection cannot go on."""
+    """Bytes that are not a message; the connection must close."""
 
 
 class Load(msgspec.Struct, tag=True):
-    """To the engine process, once: open this model. `settings` are the arguments of LLM."""
+    """To the engine process, its first message: open a model. `settings`: arguments of LLM."""
 
     model: str
     settings: dict[str, Any]
     log_level: int
-    beat: float  # seconds between signs of life while there is nothing to do
+    beat: float  # seconds between messages of an idle engine
 
 
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
-    """A constraint that was compiled once in a confined process, and can be compiled by the engine at the same cost."""
+    """A grammar that a confined process has compiled, with the cost that the engine will have too."""
 
     text: str
     bytes: int  # memory of the compiled grammar
@@ -46,30 +46,30 @@ class Submit(msgspec.Struct, tag=True):
     prompt: list[int]
     params: SamplingParams
     salt: bytes = b""  # requests with different salts share no cached prefix
-    pool: str = ""  # first, last or mean: an embedding instead of an answer
-    rule: tuple[str, float] | None = None  # a class instead of an answer: by which criterion and threshold a text leaves
-    grammar: Grammar | None = None  # of the structured outputs; without one they are refused
-    turn: int = 0  # of equal priorities the one with the smallest begins first
+    pool: str = ""  # first, last or mean: compute an embedding
+    rule: tuple[str, float] | None = None  # classify; early exit by this criterion and threshold
+    grammar: Grammar | None = None  # needed for structured outputs
+    turn: int = 0  # among equal priorities the smallest begins first
 
 
 class Abort(msgspec.Struct, tag=True):
-    """To the engine process: end a request; nobody waits for it any more."""
+    """To the engine process: end a request."""
 
     request_id: str
 
 
 class Check(msgspec.Struct, tag=True):
-    """To the engine process: are the cache's books in order? For tests and troubleshooting."""
+    """To the engine process: check the accounts of the K/V cache. For tests and troubleshooting."""
 
 
 class Checked(msgspec.Struct, tag=True):
-    """From the engine process: what is wrong with them, one line; empty where nothing is."""
+    """From the engine process: the result of Check, one line; empty if the accounts are right."""
 
     problem: str
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """From the engine process: the model is ready, and these are its bounds."""
+    """From the engine process: the model is ready."""
 
     max_model_len: int
     max_num_seqs: int
@@ -77,7 +77,7 @@ class Loaded(msgspec.Struct, tag=True):
     num_blocks: int
     block_size: int
     note: str  # one line: number format, device, memory
-    memory: int = 0  # bytes that weights and KV take; 0: not known
+    memory: int = 0  # bytes of weights and K/V; 0: unknown
     exit: int = 0  # layers below the exit by which tokens may leave; 0: there is none
     layers: int = 0
     rule: CalibratedThreshold | None = (
@@ -86,7 +86,7 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 class NotLoaded(msgspec.Struct, tag=True):
-    """From the engine process, its last word: the model cannot be opened."""
+    """From the engine process, its last message: the model cannot be opened."""
 
     reason: str
 
@@ -100,21 +100,21 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, array_like=True):
-    """A request that ended in a step."""
+    """A request that ended in this step."""
 
     request_id: str
     metrics: RequestMetrics
 
 
 class Scores(msgspec.Struct, array_like=True):
-    """The prompt log-probabilities of a request; they come with its first delta."""
+    """Prompt log-probabilities of a request, sent with its first delta."""
 
     request_id: str
     logprobs: list[TokenLogprob | None]
 
 
 class Pooled(msgspec.Struct, array_like=True):
-    """What an embedding is made of; it comes when its request ends."""
+    """Pooled hidden state of an embedding request, sent when it ends."""
 
     request_id: str
     values: list[float]
@@ -134,12 +134,12 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
     waiting: int = 0
     blocks_used: int = 0
     preemptions: int = 0  # since the process began
-    fed: int = 0  # tokens of the last step, prompts and answers
-    failing: int = 0  # steps that failed in a row
+    fed: int = 0  # input tokens of the last step, prompts and answers
+    failing: int = 0  # consecutive steps that failed
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """From the engine process: one step. Without deltas it is a sign of life."""
+    """From the engine process: the results of one step; without deltas a sign of life."""
 
     deltas: list[Delta] = []
     ended: list[Ended] = []
@@ -158,13 +158,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
-    """A message as it is sent."""
+    """Encode a message as a frame."""
     data = _encoder.encode(message)
     return PREFIX.pack(len(data)) + data
 
 
 def frame_length(prefix: bytes) -> int:
-    """Bytes that follow a prefix. Raises FrameError for a length no message has."""
+    """Return the number of bytes after a prefix. Raises FrameError if no message is as long."""
     (length,) = PREFIX.unpack(prefix)
     if length > MAX_FRAME:
         raise FrameError(f"a frame of {length} bytes was announced; {MAX_FRAME} is the most")
@@ -172,7 +172,7 @@ def frame_length(prefix: bytes) -> int:
 
 
 def read_to_engine(data: bytes) -> ToEngine:
-    """Raises FrameError unless the bytes are one message to the engine."""
+    """Decode one message to the engine. Raises FrameError."""
     try:
         return _to_engine.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -180,7 +180,7 @@ def read_to_engine(data: bytes) -> ToEngine:
 
 
 def read_from_engine(data: bytes) -> FromEngine:
-    """Raises FrameError unless the bytes are one message from the engine."""
+    """Decode one message from the engine. Raises FrameError."""
     try:
         return _from_engine.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:

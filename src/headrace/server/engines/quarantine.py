@@ -1,5 +1,8 @@
-"""Requests under which the engine ended. One that it ended under once is let in again, but only one such at a time, so that it
-shows which of them it was; one that it ended under twice is not tried a third time."""
+"""Requests that were running when the engine crashed.
+
+After one crash a request may run again, but only one such request at a time, so that the next crash shows the cause. After
+MOST_CRASHES it is refused.
+"""
 
 import hashlib
 import time
@@ -11,14 +14,14 @@ import msgspec
 
 from headrace.server.engines.messages import Submit
 
-MOST_CRASHES = 2  # ends of the engine
-KEPT = 3600.0  # seconds that a request is remembered for
-MOST = 4096  # requests that are remembered
+MOST_CRASHES = 2
+KEPT = 3600.0  # seconds for which a request is remembered
+MOST = 4096  # remembered requests
 
 
 @dataclass(slots=True)
 class Suspect:
-    """A request as it was when the engine last ended under it. `reached`: tokens it had."""
+    """State of a request at the last crash. `ends`: crashes; `reached`: generated tokens; `until`: when it is forgotten."""
 
     ends: int
     reached: int
@@ -26,7 +29,7 @@ class Suspect:
 
 
 class Quarantine:
-    """Remembers requests by what they ask for, as clients send the same one again."""
+    """Remembers requests by their content, as clients repeat requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,29 +37,29 @@ class Quarantine:
 
     @property
     def banned(self) -> int:
-        """How many requests are not tried again."""
+        """Number of requests that are refused."""
         self._forget()
         return sum(suspect.ends >= MOST_CRASHES for suspect in self._known.values())
 
-    def find(self, asked: Submit) -> Suspect | None:
-        """What is known of a request; None where the engine did not end under it, or that is forgiven."""
+    def find(self, message: Submit) -> Suspect | None:
+        """Return the record of a request; None if no crash of it is remembered."""
         if not self._known:
             return None
         self._forget()
-        return self._known.get(_name(asked))
+        return self._known.get(_name(message))
 
     def ended_under(self, requests: Iterable[tuple[Submit, int]]) -> None:
-        """The engine ended while it had these, which had so many tokens."""
-        for asked, reached in requests:
-            name = _name(asked)
+        """Record a crash: the requests that the engine had, each with its number of generated tokens."""
+        for message, reached in requests:
+            name = _name(message)
             before = self._known.pop(name, None)
             self._known[name] = Suspect(1 + (before.ends if before else 0), reached, self._clock() + KEPT)
         while len(self._known) > MOST:
             self._known.popitem(last=False)
 
-    def clear(self, asked: Submit) -> None:
-        """It ended well, or has come further than where the engine ended under it."""
-        self._known.pop(_name(asked), None)
+    def clear(self, message: Submit) -> None:
+        """Forget a request that has ended, or has more tokens than at the crash."""
+        self._known.pop(_name(message), None)
 
     def _forget(self) -> None:
         now = self._clock()
@@ -64,6 +67,6 @@ class Quarantine:
             self._known.popitem(last=False)
 
 
-def _name(asked: Submit) -> bytes:
-    """The same for the same prompt, parameters and tenant."""
-    return hashlib.sha256(msgspec.msgpack.encode((asked.prompt, asked.params, asked.salt, asked.pool))).digest()
+def _name(message: Submit) -> bytes:
+    """Hash of prompt, parameters, salt and pooling."""
+    return hashlib.sha256(msgspec.msgpack.encode((message.prompt, message.params, message.salt, message.pool))).digest()

@@ -1,4 +1,4 @@
-"""One supervised engine process: what happens to it goes into the table of `supervision`, and what that says is done."""
+"""One supervised engine process: reports its events to the table of `supervision` and runs the resulting actions."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ from headrace.server.engines.supervision import FAILURES, Action, Event, State, 
 
 log = logging.getLogger("headrace.server")
 
-LOOKS = 8  # at the engine, within the time after which it counts as stuck
-Outcome = tuple[Event, str]  # and why
+LOOKS = 8  # checks for messages within the time after which an engine is stuck
+Outcome = tuple[Event, str]  # the event that ended a process, and the reason
 
 
 class LoadError(ValueError):
@@ -23,9 +23,9 @@ class LoadError(ValueError):
 class Replica:
     """An engine process that is kept running from `begin` to `close`.
 
-    `open` says what it is to load (raises LoadError), `ready` is told that it has, `take` gets all else that it says, `lost` is
-    told why nothing more will come of what was sent to it. `stuck_after`: seconds without a sign of life after which it is
-    ended; `load_timeout`: seconds within which it has to be ready.
+    Callbacks: `open` returns the model to load (raises LoadError), `ready` receives Loaded, `take` every later message, `lost`
+    the error of the requests that the process had. `stuck_after`: seconds without a message after which the process is ended;
+    `load_timeout`: seconds until it must be ready.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Replica:
         take: Callable[[FromEngine], None],
         lost: Callable[[EngineDownError], None],
     ) -> None:
-        self.link = EngineConnection  # how the engine is run
+        self.link = EngineConnection  # starts the process; tests replace it
         self.stuck_after = stuck_after
         self.load_timeout = load_timeout
         self.supervision = Supervision()
@@ -46,7 +46,7 @@ class Replica:
         self._open, self._ready, self._take, self._lost = open, ready, take, lost
         self._process: EngineConnection | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._heard = 0  # messages
+        self._messages = 0  # received
         self._changed = asyncio.Event()
 
     @property
@@ -60,12 +60,12 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """The engine process's id."""
+        """Id of the engine process."""
         return self._process.pid if self._process is not None else None
 
     @property
     def beat(self) -> float:
-        """Seconds between two signs of life of an idle engine."""
+        """Seconds between two messages of an idle engine."""
         return min(1.0, self.stuck_after / LOOKS / 2)
 
     def begin(self) -> None:
@@ -74,25 +74,25 @@ class Replica:
             self._supervisor = asyncio.create_task(self._supervise())
 
     async def ready(self) -> None:
-        """Wait until requests can be served, or are refused because the server shuts down. Raises LoadError where that will
-        never be."""
+        """Wait until requests can be served, or are refused because the server shuts down. Raises LoadError if the model cannot
+        be loaded."""
         while self.state not in (State.READY, State.DRAINING):
             if self.state is State.CLOSED:
                 raise LoadError(self.supervision.detail)
             await self._changed.wait()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message. Raises EngineDownError where there is no process."""
+        """Send a message. Raises EngineDownError if there is no process."""
         if self._process is None:
             raise self.supervision.refusal()
         self._process.send(message)
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Accept no new requests from now on."""
         self._on(Event.DRAIN)
 
     async def close(self) -> None:
-        """End the process; what was sent to it is lost. It can be started again."""
+        """End the process; its requests fail. `begin` starts another one."""
         self._on(Event.CLOSE)
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -105,12 +105,12 @@ class Replica:
         self.loaded = None
 
     async def _supervise(self) -> None:
-        """Keep an engine process running until the table says that there is to be none."""
+        """Keep an engine process running until a transition demands none."""
         action = Action.START
         while action is Action.START:
             try:
                 event, why = await self._run()
-            except Exception:  # a mistake of ours must not leave a state that is not so
+            except Exception:  # an error of this server must not leave a wrong state
                 log.exception("the engine's messages could not be taken in")
                 event, why = Event.GONE, "the server made a mistake with what the engine said"
             action = self._on(event, why).action
@@ -122,7 +122,7 @@ class Replica:
                 action = self._on(Event.RESUME).action
 
     async def _run(self) -> Outcome:
-        """Start a process and listen to it; what ended it."""
+        """Start a process and pass on its messages; returns the event that ended that."""
         try:
             async with asyncio.timeout(self.load_timeout):
                 loaded = await self._load()
@@ -138,7 +138,7 @@ class Replica:
         return await self._listen()
 
     async def _load(self) -> Loaded:
-        """Start the process, and wait until it has loaded the model. Raises LoadError, EngineGoneError."""
+        """Start the process and wait until it has loaded the model. Raises LoadError, EngineGoneError."""
         self._process = await self.link.start(await self._open())
         message = await self._process.receive()
         if isinstance(message, NotLoaded):
@@ -148,8 +148,8 @@ class Replica:
         return message
 
     async def _listen(self) -> Outcome:
-        """Hand out what the engine sends, until something ends that."""
-        tasks = {asyncio.create_task(self._hear()), asyncio.create_task(self._watch())}
+        """Pass on messages until the process ends, fails or is silent."""
+        tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._wait_for_silence())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -158,32 +158,32 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self) -> Outcome:
+    async def _receive(self) -> Outcome:
         assert self._process is not None
         try:
             while True:
                 message = await self._process.receive()
                 self._take(message)
-                self._heard += 1
+                self._messages += 1
                 if type(message) is Deltas and message.stats.failing >= FAILURES:
-                    return Event.FAILED, f"{message.stats.failing} steps of the engine failed in a row"
+                    return Event.FAILED, f"{message.stats.failing} steps of the engine failed in a transition"
         except EngineGoneError as error:
             return Event.GONE, str(error)
 
-    async def _watch(self) -> Outcome:
-        """Ends after LOOKS looks at which nothing was heard since the last; a machine that slept costs one."""
+    async def _wait_for_silence(self) -> Outcome:
+        """Return after LOOKS checks without a new message. A machine that slept costs one check."""
         silent = 0
         while silent < LOOKS:
-            heard = self._heard
+            before = self._messages
             await asyncio.sleep(self.stuck_after / LOOKS)
-            silent = silent + 1 if self._heard == heard else 0
+            silent = silent + 1 if self._messages == before else 0
         return Event.SILENT, f"the engine gave no sign of life for {self.stuck_after:g} s"
 
     def _on(self, event: Event, why: str = "") -> Transition:
-        """Take in what happened, and tell those who wait."""
-        row = self.supervision.on(event, why)
-        if row.lost is not None:
-            self._lost(self.supervision.refusal(row.lost))
+        """Apply an event and wake the callers of `ready`."""
+        transition = self.supervision.on(event, why)
+        if transition.lost is not None:
+            self._lost(self.supervision.refusal(transition.lost))
         self._changed.set()
         self._changed = asyncio.Event()
-        return row
+        return transition

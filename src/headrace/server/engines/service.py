@@ -1,4 +1,4 @@
-"""What the handlers of a request share: the model it is for, its name, its limits, its figures."""
+"""One served model with its name, limits and metrics, for the handlers of requests."""
 
 import hashlib
 import time
@@ -15,7 +15,7 @@ from headrace.weights.defaults import Defaults, SamplingDefaults
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """One served model. `name` is what clients call it."""
+    """One served model. `name`: its name for clients."""
 
     llm: AsyncLLM
     name: str
@@ -24,12 +24,12 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def deadline(self, asked: float | None) -> float | None:
-        """Seconds after which a request is ended: its own, or the server's."""
+        """Return the seconds after which a request ends: its own deadline, or the server's."""
         return self.limits.deadline if asked is None else asked
 
     @property
     def defaults(self) -> Defaults:
-        """The sampling settings of requests that give none."""
+        """Sampling settings of requests without their own."""
         return {} if self.settings.sampling_defaults == SamplingDefaults.NEUTRAL else self.llm.opened.defaults
 
     @property
@@ -38,12 +38,12 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the version, the model or its number format does: answers to one seed may then differ."""
+        """OpenAI's system_fingerprint. It changes with the version, the model and its number format."""
         note = "" if self.llm.loaded is None else self.llm.loaded.note
         return f"fp_{hashlib.sha256(f'{__version__} {self.name} {note}'.encode()).hexdigest()[:10]}"
 
     def check_room(self, prompts: Sequence[Sequence[int]], answer: int | None, what: str) -> None:
-        """Raises TooLongError if a prompt and the `answer` tokens that the request asks for are more than the context holds."""
+        """Raises TooLongError if the longest prompt and `answer` tokens exceed the context. `what` names the prompt."""
         if answer is None or self.llm.loaded is None:
             return
         context, prompt = self.llm.loaded.max_model_len, max(map(len, prompts), default=0)

@@ -1,6 +1,6 @@
-"""What becomes of an engine process, as a table: in a state an event leads to a state, an action, and what clients hear.
+"""Supervision of an engine process as a table of transitions: state and event to state, action, and messages for clients.
 
-Nothing here knows processes, sockets or asyncio: `Replica` says what happens and does what comes of it.
+This module knows no processes, sockets or asyncio: `Replica` reports events and runs the actions.
 """
 
 import enum
@@ -14,17 +14,17 @@ from headrace.server.engines.inflight import RETRY_DOWN, EngineDownError, Engine
 
 log = logging.getLogger("headrace.server")
 
-PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each new attempt to start, the more it ended of late
-CALM = 120.0  # seconds that an engine has to be ready for, so that its next end is held to be the first
-FAILURES = 8  # steps in a row that fail, after which the process is ended
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before each restart
+CALM = 120.0  # seconds of readiness after which the pauses start again
+FAILURES = 8  # consecutive failed steps after which the process is ended
 
 
 class State(enum.StrEnum):
-    """What the engine is doing. Only READY and DRAINING have a process that answers."""
+    """State of the engine. Only READY and DRAINING have a process that answers."""
 
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes open requests, accepts no new ones
     DEAD = "dead"  # the process ended; it is being started again
     STUCK = "stuck"  # the process gave no sign of life and was ended; it is being started again
     FAILING = "failing"  # its steps failed one after the other and it was ended; it is being started again
@@ -32,40 +32,43 @@ class State(enum.StrEnum):
 
 
 class Event(enum.StrEnum):
-    """What happens to it."""
+    """Event of the engine process or its owner."""
 
-    BEGIN = "begin"  # the model is wanted
-    LOADED = "loaded"  # the process says that it is ready
-    REFUSED = "refused"  # it says that the model cannot be opened
-    LATE = "late"  # it has said neither in time
-    GONE = "gone"  # it ended, or talks nonsense
-    SILENT = "silent"  # it gave no sign of life
-    FAILED = "failed"  # so many of its steps failed in a row
-    RESUME = "resume"  # the pause before the next attempt is over
-    DRAIN = "drain"  # nothing new is to be taken
-    CLOSE = "close"  # the model is not wanted any more
+    BEGIN = "begin"  # the owner wants the model
+    LOADED = "loaded"  # the process is ready
+    REFUSED = "refused"  # the process cannot open the model
+    LATE = "late"  # the process was neither in time
+    GONE = "gone"  # the process ended, or sent an invalid message
+    SILENT = "silent"  # the process gave no sign of life
+    FAILED = "failed"  # FAILURES of its steps failed
+    RESUME = "resume"  # the pause before a restart is over
+    DRAIN = "drain"  # the server accepts no new requests
+    CLOSE = "close"  # the owner does not want the model any more
 
 
 class Action(enum.StrEnum):
-    """What is done about it."""
+    """Action of `Replica` after an event."""
 
     NOTHING = "nothing"
-    START = "start"  # start a process, and let it load the model
-    RESTART = "restart"  # end the process whatever it does, pause, then RESUME
-    KILL = "kill"  # end the process whatever it does, and start no other
-    STOP = "stop"  # an orderly end of the process
+    START = "start"  # start a process that loads the model
+    RESTART = "restart"  # kill the process, pause, then RESUME
+    KILL = "kill"  # kill the process, and start no other
+    STOP = "stop"  # end the process in order
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """`lost`: what clients hear of requests that are in flight (None: they go on). `says`: what those hear that come while
-    the state lasts, a 503, and everybody at /health; `{why}` is what the event came with, `{before}` the detail before it. Why
-    a model cannot be loaded again may name files, and goes to the log alone."""
+    """Result of an event.
+
+    `lost`: error of the requests in flight (None: they go on). `detail`: message at /health, and of the 503 for requests in the
+    new state; `{why}` is the reason of the event, `{before}` the detail before it. The reason why a model cannot be loaded
+    again may name files, and is only logged.
+    """
 
     state: State
     action: Action
     lost: type[EngineDownError] | None
-    says: str
+    detail: str
 
 
 S, E, A = State, Event, Action
@@ -78,7 +81,7 @@ LOST, LATER = EngineLostError, EngineDownError
 TABLE: dict[tuple[State, Event], Transition] = {
     (S.CLOSED, E.BEGIN): Transition(S.LOADING, A.START, None, "the model is being loaded"),
     (S.LOADING, E.LOADED): Transition(S.READY, A.NOTHING, None, ""),
-    (S.LOADING, E.REFUSED): Transition(S.CLOSED, A.KILL, None, "{why}"),  # nothing will change by trying again
+    (S.LOADING, E.REFUSED): Transition(S.CLOSED, A.KILL, None, "{why}"),  # another attempt would fail too
     (S.LOADING, E.LATE): Transition(S.CLOSED, A.KILL, None, "{why}; allow it more time (--load-timeout)"),
     (S.LOADING, E.GONE): Transition(S.DEAD, A.RESTART, None, AGAIN),
     (S.READY, E.GONE): Transition(S.DEAD, A.RESTART, LOST, AGAIN),
@@ -92,7 +95,7 @@ TABLE: dict[tuple[State, Event], Transition] = {
     },
     **{(state, E.LATE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
     **{(state, E.GONE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
-    # Nothing is started any more, and what has ended is not missed.
+    # A draining server starts no process.
     **{(state, E.DRAIN): Transition(S.DRAINING, A.NOTHING, None, BYE) for state in State},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
@@ -103,30 +106,30 @@ TABLE: dict[tuple[State, Event], Transition] = {
 
 
 class Supervision:
-    """Where one engine stands in the table, and how often it ended.
+    """State of one engine in the table, and the counts of its ends.
 
-    The first attempt after an end follows at once, the next ones later and later, until an engine was ready for `CALM` seconds:
-    what ends every engine soon after its start does not keep the machine busy with starting it.
+    The first restart follows at once and the next ones after growing pauses, until an engine was ready for `CALM` seconds. So
+    an engine that always ends soon after its start does not keep the machine busy.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.CLOSED
-        self.detail = ""  # why it is not ready: one line
+        self.detail = ""  # why the engine is not ready: one line
         self.pauses = PAUSES
-        self.pause = 0.0  # seconds before the next attempt
+        self.pause = 0.0  # seconds before the next restart
         self.restarts = 0
-        self.ends: dict[Event, int] = dict.fromkeys(ENDS, 0)  # how often what ended it
+        self.ends: dict[Event, int] = dict.fromkeys(ENDS, 0)  # by cause
         self._clock = clock
-        self._since: float | None = None  # when it became ready
-        self._attempts = 0  # of late
+        self._since: float | None = None  # when the engine became ready
+        self._attempts = 0  # restarts since the engine was ready for CALM seconds
 
     def refusal(self, kind: type[EngineDownError] = EngineDownError) -> EngineDownError:
-        """What clients hear while the state lasts."""
+        """Return the error of requests in this state."""
         return kind(self.detail, max(RETRY_DOWN, math.ceil(self.pause) if self.state in DOWN else 0))
 
     def on(self, event: Event, why: str = "") -> Transition:
-        """Take in an event; what is to be done. Raises KeyError for one that cannot happen in this state."""
-        row = TABLE[self.state, event]
+        """Apply an event and return its transition. Raises KeyError if the event cannot happen in this state."""
+        transition = TABLE[self.state, event]
         now = self._clock()
         if event is Event.LOADED:
             self._since = now
@@ -135,14 +138,14 @@ class Supervision:
             if self._since is not None and now - self._since >= CALM:
                 self._attempts = 0
             self._since = None
-        if row.action is Action.RESTART:
+        if transition.action is Action.RESTART:
             self.pause = self.pauses[min(self._attempts, len(self.pauses) - 1)]
             self._attempts += 1
-        self.restarts += event is Event.RESUME and row.action is Action.START
-        detail = row.says.format(why=why, before=self.detail)
-        if row.state is not self.state or event in ENDS:
-            level = logging.WARNING if row.state in DOWN else logging.INFO
+        self.restarts += event is Event.RESUME and transition.action is Action.START
+        detail = transition.detail.format(why=why, before=self.detail)
+        if transition.state is not self.state or event in ENDS:
+            level = logging.WARNING if transition.state in DOWN else logging.INFO
             line = why if event is Event.REFUSED else detail
-            log.log(level, "%s%s", row.state.value, f": {line}" if line else "")
-        self.state, self.detail = row.state, detail
-        return row
+            log.log(level, "%s%s", transition.state.value, f": {line}" if line else "")
+        self.state, self.detail = transition.state, detail
+        return transition
