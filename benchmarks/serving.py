@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from headrace import LLM, SamplingParams
-from headrace.bench.load.client import Pending, Target
+from headrace.bench.load.client import PendingRequest, Target
 from headrace.bench.load.drive import drive
 from headrace.bench.load.summary import summary
-from headrace.bench.load.workload import Job
+from headrace.bench.load.workload import ScheduledRequest
 
 EXACT = {"temperature": 0.0, "ignore_eos": True}
 STREAMS = 8  # that are being answered while a long prompt comes
@@ -70,10 +70,10 @@ def saturation(model: str, requests: int, prompt: int, answer: int, rounds: int)
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     cores = len(os.sched_getaffinity(0))
     with server(model) as (target, pid), contextlib.closing(LLM(model)) as llm:
-        drive(target, [Job(0.0, prompt, 4, seed=n) for n in range(8)], at_once=8)
-        llm.generate([Job(0.0, prompt, 4, seed=n).ids() for n in range(8)], params.replace(max_tokens=4))
+        drive(target, [ScheduledRequest(0.0, prompt, 4, seed=n) for n in range(8)], at_once=8)
+        llm.generate([ScheduledRequest(0.0, prompt, 4, seed=n).ids() for n in range(8)], params.replace(max_tokens=4))
         for number in range(rounds):
-            jobs = [Job(0.0, prompt, answer, seed=1000 * (number + 1) + n) for n in range(requests)]
+            jobs = [ScheduledRequest(0.0, prompt, answer, seed=1000 * (number + 1) + n) for n in range(requests)]
             told = summary(drive(target, jobs, at_once=32, watch=[pid]), {})
             begun = time.perf_counter()
             llm.generate([job.ids() for job in jobs], params)
@@ -96,11 +96,11 @@ def interference(model: str, chunks: list[int], prompt: int, answer: int, rounds
         times: list[tuple[float, ...]] = []
         for number in range(rounds):
             with contextlib.closing(LLM(model, preset="online", max_num_batched_tokens=beside)) as llm:
-                alone = steps(llm, Job(0.0, prompt, 1, seed=1).ids())
+                alone = steps(llm, ScheduledRequest(0.0, prompt, 1, seed=1).ids())
             with server(model, "--max-num-batched-tokens", str(chunk)) as (target, _):
                 between(target, 8, None, seed=50)
                 quiet = between(target, answer, None, seed=100)
-                loud = between(target, answer, Job(0.0, prompt, 1, seed=7), seed=200)
+                loud = between(target, answer, ScheduledRequest(0.0, prompt, 1, seed=7), seed=200)
             before, after = (float(np.percentile(gaps, 99)) * 1000 for gaps in (quiet, loud))
             times.append((before, after, after - before, float(np.mean(alone)) * 1000, max(alone) * 1000))
             say(f"chunk {chunk}, round {number + 1} ({len(quiet)} and {len(loud)} times)", times[-1])
@@ -130,10 +130,10 @@ def steps(llm: LLM, prompt: list[int]) -> list[float]:
     return times
 
 
-def between(target: Target, answer: int, long: Job | None, seed: int) -> list[float]:
+def between(target: Target, answer: int, long: ScheduledRequest | None, seed: int) -> list[float]:
     """Times between the tokens of 8 answers; `long` is sent when all have begun."""
-    streams = [Pending(target, Job(0.0, 16, answer, seed=seed + number)) for number in range(STREAMS)]
-    late = Pending(target, long) if long is not None else None
+    streams = [PendingRequest(target, ScheduledRequest(0.0, 16, answer, seed=seed + number)) for number in range(STREAMS)]
+    late = PendingRequest(target, long) if long is not None else None
 
     async def main() -> None:
         tasks = [asyncio.create_task(one.run(time.perf_counter())) for one in streams]

@@ -15,8 +15,16 @@ import pytest
 
 from headrace.bench import plots
 from headrace.bench.load import drive, report, summary
-from headrace.bench.load.client import Answer, Exchange, Pending, Target
-from headrace.bench.load.workload import Bounds, Job, Lengths, described, poisson, read_trace, steady
+from headrace.bench.load.client import PendingRequest, Target, TimedAnswer, TimedConnection
+from headrace.bench.load.workload import (
+    Lengths,
+    ScheduledRequest,
+    WorkloadLimits,
+    describe_truncations,
+    poisson,
+    read_trace,
+    steady,
+)
 from headrace.bench.machine import commit, machine
 from tests.places import data_path
 
@@ -38,12 +46,12 @@ DONE = b"data: [DONE]\n\n"
 END = b"0\r\n\r\n"
 
 
-def came(parts: list[tuple[float, bytes]], due: float = 10.0) -> Answer:
+def came(parts: list[tuple[float, bytes]], due: float = 10.0) -> TimedAnswer:
     """The answer to a request whose bytes came so."""
 
-    async def make() -> Answer:
-        pending = Pending(HERE, Job(0.0, 7, 3))
-        exchange = Exchange(b"")
+    async def make() -> TimedAnswer:
+        pending = PendingRequest(HERE, ScheduledRequest(0.0, 7, 3))
+        exchange = TimedConnection(b"")
         exchange.parts, exchange.sent = parts, due + 0.001
         pending._exchange, pending._due = exchange, due
         return pending.read()
@@ -51,7 +59,7 @@ def came(parts: list[tuple[float, bytes]], due: float = 10.0) -> Answer:
     return asyncio.run(make())
 
 
-def whole(*times: float, due: float = 10.0) -> Answer:
+def whole(*times: float, due: float = 10.0) -> TimedAnswer:
     parts = [(due, OK), *((at, chunk(event("a"))) for at in times), (times[-1], chunk(USAGE) + chunk(DONE) + END)]
     return came(parts, due)
 
@@ -90,7 +98,7 @@ def test_bytes_may_be_cut_anywhere_and_come_together() -> None:
 def test_what_fails_is_an_error_and_is_not_counted(parts: list[tuple[float, bytes]], said: str) -> None:
     answer = came(parts)
     assert said in (answer.error or "")
-    told = summary.summary(drive.Run([answer, whole(10.5)], 2.0, 0.0, {}), {"ttft": 1.0})
+    told = summary.summary(drive.LoadRun([answer, whole(10.5)], 2.0, 0.0, {}), {"ttft": 1.0})
     assert (told["requests"], told["failed"], told["output_tokens"]) == (2, 1, 3)
     assert told["slo"]["share"] == 0.5
 
@@ -98,7 +106,7 @@ def test_what_fails_is_an_error_and_is_not_counted(parts: list[tuple[float, byte
 def test_a_client_that_was_late_hides_nothing() -> None:
     answer = whole(12.0, due=10.0)
     answer.sent = 11.5
-    told = summary.summary(drive.Run([answer], 2.0, 0.5, {42: 0.003}), {})
+    told = summary.summary(drive.LoadRun([answer], 2.0, 0.5, {42: 0.003}), {})
     assert told["ttft"]["p50"] == 2.0
     assert told["sent_late_max"] == 1.5
     assert told["cpu_us_per_token"] == {"42": pytest.approx(1000.0)}
@@ -106,7 +114,7 @@ def test_a_client_that_was_late_hides_nothing() -> None:
 
 def test_percentiles_and_goodput() -> None:
     answers = [whole(10 + n / 100, 10 + n / 100 + 0.2) for n in range(1, 102)]
-    told = summary.summary(drive.Run(answers, 10.0, 0.0, {}), summary.parse_slo("ttft:0.505, tpot:0.11"))
+    told = summary.summary(drive.LoadRun(answers, 10.0, 0.0, {}), summary.parse_slo("ttft:0.505, tpot:0.11"))
     assert told["ttft"]["p50"] == pytest.approx(0.51)
     assert told["ttft"]["p99"] == pytest.approx(1.0)
     assert told["tpot"]["p50"] == pytest.approx(0.1)  # three tokens in two events
@@ -148,18 +156,18 @@ class Fake:
         self.open -= 1
         writer.close()
 
-    def drive(self, jobs: list[Job], at_once: int | None = None, **target: Any) -> drive.Run:
+    def drive(self, jobs: list[ScheduledRequest], at_once: int | None = None, **target: Any) -> drive.LoadRun:
         """What `drive.drive` does, with the server in the same event loop."""
 
-        async def main() -> drive.Run:
+        async def main() -> drive.LoadRun:
             server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            pending = [Pending(Target(f"http://127.0.0.1:{port}/v1", "m", **target), job) for job in jobs]
+            pending = [PendingRequest(Target(f"http://127.0.0.1:{port}/v1", "m", **target), job) for job in jobs]
             self.pending = pending
             work = drive._open(pending, jobs) if at_once is None else drive._closed(pending, at_once)
             begun, ended = await work
             server.close()
-            return drive.Run([one.read() for one in pending], ended - begun, 0.0, {})
+            return drive.LoadRun([one.read() for one in pending], ended - begun, 0.0, {})
 
         return asyncio.run(main())
 
@@ -186,7 +194,7 @@ def test_every_event_is_stamped_between_its_sending_and_its_being_seen() -> None
             await asyncio.sleep(0.002)
         writer.write(chunk(USAGE) + chunk(DONE) + END)
 
-    (answer,) = Fake(slowly).drive([Job(0.0, 4, 5)]).answers
+    (answer,) = Fake(slowly).drive([ScheduledRequest(0.0, 4, 5)]).answers
     assert len(answer.times) == 5
     for at, (before, after) in zip(answer.times, brackets, strict=True):
         assert before <= at <= after
@@ -200,7 +208,7 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
         await fake.until(lambda: len(fake.bodies) == 4)
         await at_once(fake, number, writer)
 
-    jobs = [Job(number * 0.01, 4, 2) for number in range(4)]
+    jobs = [ScheduledRequest(number * 0.01, 4, 2) for number in range(4)]
     fake = Fake(when_all_have_come)
     run = fake.drive(jobs)
     assert [answer.error for answer in run.answers] == [None] * 4
@@ -216,19 +224,22 @@ def test_a_closed_loop_holds_its_number() -> None:
         await at_once(fake, number, writer)
 
     fake = Fake(in_threes)
-    run = fake.drive([Job(0.0, 4, 2, seed=number) for number in range(9)], at_once=3)
+    run = fake.drive([ScheduledRequest(0.0, 4, 2, seed=number) for number in range(9)], at_once=3)
     assert [answer.error for answer in run.answers] == [None] * 9
     assert fake.most == 3
 
 
 def test_what_is_sent() -> None:
     fake = Fake(at_once)
-    fake.drive([Job(0.0, 5, 9, seed=3)], kind="chat", extra={"temperature": 0.5})
+    fake.drive([ScheduledRequest(0.0, 5, 9, seed=3)], kind="chat", extra={"temperature": 0.5})
     (body,) = fake.bodies
     assert len(body["messages"][0]["content"].split()) == 5
     assert (body["max_tokens"], body["temperature"], body["stream"]) == (9, 0.5, True)
     fake = Fake(at_once)
-    fake.drive([Job(0.0, 5, 9, seed=3), Job(0.0, 5, 9, seed=4), Job(0.0, 5, 9, seed=3)], at_once=1)
+    fake.drive(
+        [ScheduledRequest(0.0, 5, 9, seed=3), ScheduledRequest(0.0, 5, 9, seed=4), ScheduledRequest(0.0, 5, 9, seed=3)],
+        at_once=1,
+    )
     prompts = [body["prompt"] for body in fake.bodies]
     assert [len(prompt) for prompt in prompts] == [5, 5, 5]
     assert prompts[0] == prompts[2] != prompts[1]
@@ -238,12 +249,12 @@ def test_no_server_and_no_answer_in_time_are_errors() -> None:
     async def never(fake: Fake, number: int, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(3600)
 
-    (answer,) = Fake(never).drive([Job(0.0, 1, 1)], timeout=0.05).answers
+    (answer,) = Fake(never).drive([ScheduledRequest(0.0, 1, 1)], timeout=0.05).answers
     assert answer.error == "no whole answer within 0.05 s"
-    answers = drive.drive(HERE, [Job(0.0, 1, 1)]).answers
+    answers = drive.drive(HERE, [ScheduledRequest(0.0, 1, 1)]).answers
     assert "no connection" in (answers[0].error or "")
     with pytest.raises(ValueError, match="answers none of 1 requests: no connection"):
-        drive.warm_up(HERE, [Job(0.0, 1, 1)], print)
+        drive.warm_up(HERE, [ScheduledRequest(0.0, 1, 1)], print)
     with pytest.raises(ValueError, match="no address"):
         Target("localhost:8000", "m").address()
 
@@ -270,7 +281,7 @@ def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
         "2023-11-16 18:17:04.0299600,100,800\n2023-11-16 18:17:05.9799600,7,1\n"
     )
-    bounds = Bounds(scale=0.5, prompt=1000, output=100, limit=2)
+    bounds = WorkloadLimits(scale=0.5, prompt=1000, output=100, limit=2)
     jobs = bounds.apply(read_trace(azure))
     assert [(round(job.at, 3), job.prompt, job.output) for job in jobs] == [(0.0, 1000, 10), (0.025, 100, 100)]
     assert bounds.cut.summary() == (
@@ -287,7 +298,7 @@ def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
     assert [len(first.ids()), len(later.ids())] == [1030, 1100]
     assert first.ids()[:1024] == later.ids()[:1024]  # equal hashes are equal tokens
     assert first.ids()[1024:] != later.ids()[1024:1030]
-    assert len(Bounds(prompt=600).apply([later])[0].ids()) == 600
+    assert len(WorkloadLimits(prompt=600).apply([later])[0].ids()) == 600
     for wrong in ("nothing", "timestamp\n1"):
         (tmp_path / "x.csv").write_text(wrong)
         with pytest.raises(ValueError, match=r"x\.csv"):
@@ -296,12 +307,12 @@ def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
 
 def test_what_was_cut_is_said_of_each_load() -> None:
     """--limit 8 takes 8 of the 100 requests of each of two loads, and not 16 of 200."""
-    bounds = {name: Bounds(limit=8) for name in ("1 at once", "8 at once", "short")}
+    bounds = {name: WorkloadLimits(limit=8) for name in ("1 at once", "8 at once", "short")}
     for name, each in bounds.items():
         assert len(each.apply(steady(5 if name == "short" else 100, Lengths()))) == (5 if name == "short" else 8)
     cuts = {name: each.cut for name, each in bounds.items()}
-    assert described(cuts) == "1 at once, 8 at once: the first 8 of 100 requests each; short: 5 requests"
-    assert described({"1/s": cuts["1 at once"]}) == "1/s: the first 8 of 100 requests"
+    assert describe_truncations(cuts) == "1 at once, 8 at once: the first 8 of 100 requests each; short: 5 requests"
+    assert describe_truncations({"1/s": cuts["1 at once"]}) == "1/s: the first 8 of 100 requests"
 
 
 @pytest.mark.parametrize("name", ["azure_code_2023.csv", "mooncake_synthetic.jsonl"])
@@ -354,7 +365,11 @@ def test_a_report_is_one_page_that_asks_nobody() -> None:
     drawn = report.pictures("<model>", made)
     assert set(drawn) == {"ttft", "itl", "e2e", "ttft-load", "itl-load"}, "times of one size share an axis"
     assert drawn["ttft-load"].count("<circle") == 4
-    page = report.page("<model>", "2 of 2", [("", "1 at once"), ("ttft p50 ms", "100 <b>")], made)
+    counts = dict.fromkeys(("requests", "failed", "output_tokens", "cached_tokens", "prompt_tokens"), 1)
+    rates = dict.fromkeys(("requests_per_s", "seconds", "sent_late_max", "client_cpu_s"), 1.0)
+    rest = counts | rates | {"cpu_us_per_token": {}}
+    made = {f"{name} <b>": (rest | figures, latencies) for name, (figures, latencies) in made.items()}
+    page = report.page("<model>", "2 of 2", made)
     assert page.count("<svg") == 5
     assert "&lt;model&gt;" in page
     assert "<model>" not in page

@@ -27,15 +27,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns and the rows that they read."""
+    """Columns and the rows that they read. A `transposed` table prints each column as a row."""
 
     columns: Sequence[Column]
     rows: Iterable[Any]
+    transposed: bool = False
 
     def cells(self) -> list[list[str]]:
         """Text of all rows, the heads first."""
         body = [[column.cell(row) for column in self.columns] for row in self.rows]
-        return [[column.head for column in self.columns], *body]
+        cells = [[column.head for column in self.columns], *body]
+        return [list(column) for column in zip(*cells, strict=True)] if self.transposed else cells
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """bench serve and bench latency: load on an OpenAI server, ours or another's."""
 
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -10,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.bench.figures import Measurement, Table
 from headrace.cli.files import writable, writable_folder
-from headrace.cli.help import short_help
-from headrace.cli.options import with_groups
-from headrace.cli.output import print_table, say
+from headrace.cli.measuring import add_measurement
+from headrace.cli.output import say
 from headrace.cli.status import status
 
 ASKED, WHEN, WHAT, TOLD = "Whom to ask", "When", "What", "What is said"
@@ -23,10 +21,6 @@ Base = Annotated[str, typer.Argument(metavar="URL", help="Address of the API, as
 ModelOption = Annotated[str | None, typer.Option(help="Its name there (default: the first).", rich_help_panel=ASKED)]
 Kind = Annotated[str, typer.Option(help="Prompts as token ids, text or chat.", rich_help_panel=ASKED)]
 KeyFile = Annotated[Path | None, typer.Option(help="The API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable, rich_help_panel=TOLD)
-]
-
 Plots = Annotated[
     Path | None,
     typer.Option(help="Write SVG plots into this folder.", callback=writable_folder, rich_help_panel=TOLD),
@@ -49,7 +43,9 @@ Repeat = Annotated[
 
 def register(bench: typer.Typer) -> None:
     """Add the commands."""
-    serve_help = short_help(
+    add_measurement(
+        bench,
+        serve,
         "model rate concurrency trace requests input_len output_len slo json_file report",
         ("headrace bench serve http://127.0.0.1:8000/v1 --concurrency 1,8,32", "So many requests at once."),
         (
@@ -57,13 +53,10 @@ def register(bench: typer.Typer) -> None:
             "Poisson, with goodput.",
         ),
         ("headrace bench serve http://127.0.0.1:8000/v1 --report load.html", "One page with figures and plots, to send."),
+        panel=TOLD,
     )
-    bench.command("serve", cls=serve_help)(with_groups(serve))
-    latency_help = short_help(
-        "",
-        ("headrace bench latency http://127.0.0.1:8000/v1 --lengths 64,1024", "First tokens of short and long prompts."),
-    )
-    bench.command("latency", cls=latency_help)(latency)
+    example = "headrace bench latency http://127.0.0.1:8000/v1 --lengths 64,1024", "First tokens of short and long prompts."
+    add_measurement(bench, latency, "", example, panel=TOLD)
 
 
 def serve(
@@ -96,16 +89,15 @@ def serve(
     repeat_prompts: Repeat = False,
     slo: Annotated[str, typer.Option(help="Seconds for goodput, as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
     watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
-    json_file: JsonFile = None,
     plots: Plots = None,
     report: Report = None,
-) -> None:
+) -> Measurement:
     """Load on any OpenAI server: latencies, throughput, goodput.
 
     Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
     """
     from headrace.bench.load import drive, summary
-    from headrace.bench.load.workload import Bounds, Lengths, described, poisson, read_trace, steady
+    from headrace.bench.load.workload import Lengths, WorkloadLimits, describe_truncations, poisson, read_trace, steady
 
     if bool(rate) + bool(concurrency) + (trace is not None) > 1:
         raise ValueError("give one of --rate, --concurrency and --trace")
@@ -120,33 +112,34 @@ def serve(
         loads.append((f"{number:g}/s", poisson(requests, number, lengths, seed), None))
     for number in _numbers(concurrency or ("" if loads else "8")):
         loads.append((f"{number:g} at once", steady(requests, lengths, seed + int(number)), int(number)))
-    bounds = {name: Bounds(trace_scale, cap_input, cap_output, limit) for name, _, _ in loads}
-    loads = [(name, bounds[name].apply(jobs), at_once) for name, jobs, at_once in loads]
-    say(cut := described({name: each.cut for name, each in bounds.items()}))
-    drive.warm_up(target, Bounds(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
-    made = {name: _measure(name, target, jobs, at_once, watch, limits) for name, jobs, at_once in loads}
-    _tell(target.model, cut, made, json_file, plots, report)
+    bounds = {name: WorkloadLimits(trace_scale, cap_input, cap_output, limit) for name, _, _ in loads}
+    loads = [(name, bounds[name].apply(work), at_once) for name, work, at_once in loads]
+    say(cut := describe_truncations({name: bound.cut for name, bound in bounds.items()}))
+    drive.warm_up(target, WorkloadLimits(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
+    pids, made = [int(number) for number in _numbers(watch)], {}
+    for name, work, at_once in loads:
+        status().start(name, len(work), unit="requests")
+        made[name] = summary.measure(target, work, at_once, pids, limits, status().advance)
+    status().finish()
+    return _report(target.model, cut, made, plots, report)
 
 
-def _tell(model: str, cut: str, made: dict[str, Any], json_file: Path | None, plots: Path | None, report: Path | None) -> None:
-    """The table, and the files that were asked for."""
-    from headrace.bench.load.report import page, pictures
+def _report(model: str, cut: str, made: dict[str, Any], plots: Path | None, report: Path | None) -> Measurement:
+    """The table and figures; writes the plots and the page."""
+    from headrace.bench.load.report import page, pictures, table
 
-    rows = _rows(made)
-    print_table(rows[0], rows[1:])
-    for name, (one, _) in made.items():
-        for error in one["errors"]:
+    for name, (figures, _) in made.items():
+        for error in figures["errors"]:
             say(f"{name}: {error}")
-    if json_file is not None:
-        whole = {"model": model, "cut": cut, "loads": {name: figures for name, (figures, _) in made.items()}}
-        json_file.write_text(json.dumps(whole, indent=2) + "\n")
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
         for name, drawn in pictures(model, made).items():
             (plots / f"{name}.svg").write_text(drawn, "utf-8")
     if report is not None:
-        report.write_text(page(model, cut, rows, made), "utf-8")
+        report.write_text(page(model, cut, made), "utf-8")
         say(f"the report: {report}")
+    loads = {name: figures for name, (figures, _) in made.items()}
+    return Measurement({"model": model, "cut": cut, "loads": loads}, [table(made)])
 
 
 def latency(
@@ -158,8 +151,7 @@ def latency(
     at_once: Annotated[str, typer.Option(help="Requests at once, greedy against sampled.")] = "1,8",
     output_len: Annotated[int, typer.Option("--output", min=8, help="Tokens of these answers.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 3,
-    json_file: JsonFile = None,
-) -> None:
+) -> Measurement:
     """Time to the first token against prompt length, and greedy decoding against sampling."""
     from headrace.bench.load import claims, drive
     from headrace.bench.load.workload import Lengths, steady
@@ -169,20 +161,9 @@ def latency(
     status().start("measuring")
     first = claims.first_tokens(target, [int(number) for number in _numbers(lengths)], rounds, say)
     both = [claims.greedy_and_sampling(target, int(number), output_len, rounds) for number in _numbers(at_once)]
-    rows = [(str(one.length), _ms(one.ttft), _ms(one.ttft / one.length), f"{one.steps:.1f}") for one in first]
-    print_table(("prompt tokens", "first token ms", "ms a prompt token", "in tokens of the answer"), rows)
-    print()
-    columns = ("at once", "greedy ms a token", "sampled ms a token", "ratio", "least", "most")
-    print_table(columns, [_compared(one) for one in both])
-    if json_file is not None:
-        figures = {"ttft": {one.length: one.ttft for one in first}, "step": {one.length: one.step for one in first}}
-        figures |= {"greedy": {one.at_once: one.greedy for one in both}, "sampled": {one.at_once: one.sampled for one in both}}
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _compared(one: Any) -> tuple[str, ...]:
-    ratios = (f"{one.ratio:.3f}", f"{min(one.ratios):.3f}", f"{max(one.ratios):.3f}")
-    return (str(one.at_once), _ms(one.greedy), _ms(one.sampled), *ratios)
+    figures = {"ttft": {row.length: row.ttft for row in first}, "step": {row.length: row.step for row in first}}
+    figures |= {"greedy": {row.at_once: row.greedy for row in both}, "sampled": {row.at_once: row.sampled for row in both}}
+    return Measurement(figures, [Table(claims.FIRST_TOKEN_COLUMNS, first), "", Table(claims.SAMPLING_COLUMNS, both)])
 
 
 def _target(
@@ -211,42 +192,3 @@ def _numbers(text: str) -> list[float]:
     if any(number <= 0 for number in numbers):
         raise ValueError(f"{text!r}: give numbers above 0")
     return numbers
-
-
-def _measure(name: str, target: Any, jobs: Sequence[Any], at_once: int | None, watch: str, limits: dict[str, float]) -> Any:
-    from headrace.bench.load import drive, summary
-    from headrace.bench.load.server import cached_so_far
-
-    before = cached_so_far(target)
-    status().start(name, len(jobs), unit="requests")
-    run = drive.drive(target, jobs, at_once, [int(number) for number in _numbers(watch)], done=status().advance)
-    made = summary.summary(run, limits)
-    if before is not None and (after := cached_so_far(target)) is not None:  # usage may leave the cache out, as ours does
-        made["cached_tokens"] = max(made["cached_tokens"], int(after - before))
-    return made, summary.times([one for one in run.answers if one.error is None])
-
-
-def _rows(made: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The table, its heads first."""
-    rows: list[tuple[str, ...]] = [("", *made)]
-    summaries = [summary for summary, _ in made.values()]
-    for name, label in {"requests": "requests", "failed": "failed", "output_tokens": "answer tokens"}.items():
-        rows.append((label, *(str(one[name]) for one in summaries)))
-    rows.append(("prompt tokens cached", *(f"{one['cached_tokens']} of {one['prompt_tokens']}" for one in summaries)))
-    for name, label in {"requests_per_s": "requests/s", "output_tokens_per_s": "tokens/s", "seconds": "seconds"}.items():
-        rows.append((label, *(f"{one[name]:.2f}" for one in summaries)))
-    for name in ("ttft", "itl", "tpot", "e2e"):
-        for share in ("p50", "p90", "p99"):
-            rows.append((f"{name} {share} ms", *(_ms(one[name][share]) if one[name] else "-" for one in summaries)))
-    if any("slo" in one for one in summaries):
-        rows.append(("goodput, requests/s", *(f"{one['slo']['goodput_requests_per_s']:.2f}" for one in summaries)))
-        rows.append(("within the limits", *(f"{one['slo']['share']:.1%}" for one in summaries)))
-    rows.append(("sent late by at most, ms", *(_ms(one["sent_late_max"]) for one in summaries)))
-    rows.append(("CPU of this client, s", *(f"{one['client_cpu_s']:.2f}" for one in summaries)))
-    for pid in summaries[0]["cpu_us_per_token"]:
-        rows.append((f"CPU of {pid}, us a token", *(f"{one['cpu_us_per_token'][pid]:.1f}" for one in summaries)))
-    return rows
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2f}"

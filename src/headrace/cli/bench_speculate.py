@@ -51,7 +51,7 @@ def speculate(
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of a cell of the grid that is close to the limit.")] = 15,
     *,
     save: Callable[[Any], None],
-    plots: bool,
+    with_plot: bool,
 ) -> Measurement:
     """Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured speed-up.
 
@@ -61,7 +61,7 @@ def speculate(
     from headrace.cli.opening import open_llm
 
     batches = tuple(batch or (SWEEP if sweep else (1,)))
-    if plots and not any(gamma or GAMMAS):
+    if with_plot and not any(gamma or GAMMAS):
         raise typer.BadParameter("--plot draws gamma against speed-up; give a --gamma of 1 or more too")
     if options.speculate in ("off", "none"):
         raise typer.BadParameter("--speculate off leaves nothing to measure; name who drafts, as in --speculate ngram")
@@ -70,7 +70,7 @@ def speculate(
     llm: Any = open_llm(model, options)
     if grid:
         return _grid(llm, options.draft is not None, source, cells, pairs, save)
-    return _gains(llm, source, prompts, gamma, batches, rounds, max_tokens, plots)
+    return _gains(llm, source, prompts, gamma, batches, rounds, max_tokens, with_plot)
 
 
 def _gains(
@@ -81,7 +81,7 @@ def _gains(
     batches: tuple[int, ...],
     rounds: int,
     max_tokens: int,
-    plots: bool,
+    with_plot: bool,
 ) -> Measurement:
     from headrace.bench import speculation as bench
     from headrace.workflows.prompts import read_prompts, tokens_of
@@ -96,7 +96,7 @@ def _gains(
 
     rows = bench.measure(llm, tasks, gammas=gammas, batches=batches, rounds=rounds, max_tokens=max_tokens, say=report)
     axes = "Speed-up by drafting; dashed: theory", "tokens drafted (gamma)", "times as fast"
-    plot = Plot(*axes, bench.lines(rows), llm.opened.name) if plots else None
+    plot = Plot(*axes, bench.lines(rows), llm.opened.name) if with_plot else None
     return Measurement([asdict(row) for row in rows], [Table(bench.COLUMNS, rows)], plot)
 
 

@@ -29,7 +29,8 @@ def add_measurement(
 ) -> None:
     """Add `measure` to `app` as a command of its name; its parameters are the options.
 
-    A parameter `save` receives a function that writes unfinished figures to the JSON file; `plots`: whether --plot was given.
+    A parameter `save` receives a function that writes unfinished figures to the JSON file. A parameter `with_plot` receives
+    whether --plot was given.
     common, examples: see `help.short_help`. plot: help text of --plot; without it there is no such option.
     panel: section of the help in which --json is listed.
     """
@@ -45,7 +46,7 @@ def measuring_command(measure: Callable[..., Measurement], plot: str = "", panel
     }
     if plot:
         added["plot_file"] = typer.Option("--plot", help=plot, callback=writable)
-    options = [option for name, option in signature.parameters.items() if name not in ("save", "plots")]
+    options = [option for name, option in signature.parameters.items() if name not in ("save", "with_plot")]
     options += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, option])
         for name, option in added.items()
@@ -56,7 +57,7 @@ def measuring_command(measure: Callable[..., Measurement], plot: str = "", panel
             if json_file is not None:
                 json_file.write_text(json.dumps(figures, indent=2) + "\n", "utf-8")
 
-        extra = {"save": save, "plots": plot_file is not None}
+        extra = {"save": save, "with_plot": plot_file is not None}
         result = measure(**values, **{name: value for name, value in extra.items() if name in signature.parameters})
         save(result.figures)
         if plot_file is not None and result.plot is not None:

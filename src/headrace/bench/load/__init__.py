@@ -1,1 +1,1 @@
-"""The load generator: requests against any OpenAI server, sent when they are due, and how long they took."""
+"""Load generator: sends requests to any OpenAI server at scheduled times, and measures their latencies."""

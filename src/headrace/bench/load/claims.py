@@ -1,22 +1,37 @@
-"""Two claims about latency, measured on a server: prompts cost little time, greedy decoding is the fastest."""
+"""Two latency comparisons on a server: first token by prompt length, and greedy decoding against sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import nan
 from statistics import median
 
-from headrace.bench.load.client import Answer, Target
+from headrace.bench.figures import Column
+from headrace.bench.load.client import Target, TimedAnswer
 from headrace.bench.load.drive import drive
 from headrace.bench.load.summary import times
-from headrace.bench.load.workload import Job
+from headrace.bench.load.workload import ScheduledRequest
 
+FIRST_TOKEN_COLUMNS = (
+    Column("prompt tokens", "length"),
+    Column("first token ms", lambda row: row.ttft * 1000, ".2f"),
+    Column("ms a prompt token", lambda row: row.ttft / row.length * 1000, ".2f"),
+    Column("in tokens of the answer", "steps", ".1f"),
+)
+SAMPLING_COLUMNS = (
+    Column("at once", "at_once"),
+    Column("greedy ms a token", lambda row: row.greedy * 1000, ".2f"),
+    Column("sampled ms a token", lambda row: row.sampled * 1000, ".2f"),
+    Column("ratio", "ratio", ".3f"),
+    Column("least", lambda row: min(row.ratios), ".3f"),
+    Column("most", lambda row: max(row.ratios), ".3f"),
+)
 GREEDY = {"temperature": 0.0}
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 
 @dataclass(frozen=True, slots=True)
-class First:
-    """Time to the first token of prompts of one length: seconds, medians; `step`: one more token of the answer."""
+class FirstTokenTime:
+    """Median time to the first token for prompts of one length, and of one more token (`step`), in seconds."""
 
     length: int
     ttft: float
@@ -24,24 +39,24 @@ class First:
 
     @property
     def steps(self) -> float:
-        """How many tokens of an answer the first one costs; NaN where answers came in one piece."""
+        """Time to the first token in later tokens; NaN if an answer arrived in one piece."""
         return _ratio(self.ttft, self.step)
 
 
-def first_tokens(target: Target, lengths: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[First]:
-    """One request at a time, no prompt twice. Raises ValueError where a request fails."""
-    found = []
+def first_tokens(target: Target, lengths: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[FirstTokenTime]:
+    """Send one request at a time, each with a new prompt. Raises ValueError if a request fails."""
+    results = []
     for length in lengths:
-        jobs = [Job(0.0, length, 16, seed=length * 1000 + number) for number in range(rounds)]
-        made = times(_good(drive(target, jobs, at_once=1).answers))
-        found.append(First(length, median(made["ttft"]), median(made["tpot"])))
-        say(f"{length} tokens: {found[-1].ttft * 1000:.1f} ms")
-    return found
+        requests = [ScheduledRequest(0.0, length, 16, seed=length * 1000 + number) for number in range(rounds)]
+        seconds = times(_good(drive(target, requests, at_once=1).answers))
+        results.append(FirstTokenTime(length, median(seconds["ttft"]), median(seconds["tpot"])))
+        say(f"{length} tokens: {results[-1].ttft * 1000:.1f} ms")
+    return results
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Time per token at `at_once` requests, greedy and sampled: seconds, medians; and the ratio of each pair of rounds."""
+class SamplingCost:
+    """Median seconds per token at `at_once` requests, greedy and sampled, and the ratio of each pair of rounds."""
 
     at_once: int
     greedy: float
@@ -50,31 +65,31 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Of the medians."""
+        """Ratio of the medians."""
         return _ratio(self.sampled, self.greedy)
 
 
-def greedy_and_sampling(target: Target, at_once: int, output: int, rounds: int) -> Compared:
-    """The same prompts greedy and sampled in turns; the prompts' own time is not counted. Raises ValueError."""
+def greedy_and_sampling(target: Target, at_once: int, output: int, rounds: int) -> SamplingCost:
+    """Alternate greedy and sampled answers to the same prompts; the time of the prompts is not counted. Raises ValueError."""
     pairs = []
     for number in range(rounds):
-        jobs = [Job(0.0, 64, output, seed=one) for one in range(at_once)]
+        requests = [ScheduledRequest(0.0, 64, output, seed=one) for one in range(at_once)]
         modes = [GREEDY, SAMPLING] if number % 2 == 0 else [SAMPLING, GREEDY]
         speed = {}
         for mode in modes:
-            asked = replace(target, extra={**target.extra, **mode})
-            speed[mode is GREEDY] = median(times(_good(drive(asked, jobs, at_once=at_once).answers))["tpot"])
+            variant = replace(target, extra={**target.extra, **mode})
+            speed[mode is GREEDY] = median(times(_good(drive(variant, requests, at_once=at_once).answers))["tpot"])
         pairs.append((speed[True], speed[False]))
     greedy, sampled = (median(pair[side] for pair in pairs) for side in (0, 1))
-    return Compared(at_once, greedy, sampled, tuple(_ratio(b, a) for a, b in pairs))
+    return SamplingCost(at_once, greedy, sampled, tuple(_ratio(b, a) for a, b in pairs))
 
 
 def _ratio(one: float, other: float) -> float:
-    """NaN where there was no time between tokens to divide by: this client read whole answers at once."""
+    """NaN if there is no time between tokens: the client received whole answers at once."""
     return one / other if other else nan
 
 
-def _good(answers: Sequence[Answer]) -> Sequence[Answer]:
+def _good(answers: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
     for answer in answers:
         if answer.error is not None:
             raise ValueError(f"a request failed: {answer.error}")

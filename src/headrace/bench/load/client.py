@@ -1,7 +1,7 @@
-"""One request against an OpenAI server, with the time at which each piece of the answer came.
+"""One request to an OpenAI server, with the arrival time of each piece of the answer.
 
-While a request runs the bytes are only kept with their times; they are read as HTTP and as events once everything has ended, so
-that the client takes little of the CPU it shares with what it measures.
+During a load the client only stores bytes with their times. It parses HTTP and events after the last answer, so that it uses
+little of the CPU that it shares with the measured server.
 """
 
 import asyncio
@@ -14,40 +14,46 @@ from urllib.parse import urlsplit
 import h11
 import msgspec
 
-from headrace.bench.load.workload import Job
+from headrace.bench.load.workload import ScheduledRequest
 
 HTTP_OK = 200
-MESSAGE = 300  # characters of an error that are kept
+# Characters of an error message that are kept.
+MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how it is asked. `kind`: ids or text (/v1/completions), or chat (/v1/chat/completions)."""
+    """A server and the form of the requests.
 
-    base: str  # http://host:port/v1
+    `base`: address like http://host:port/v1. `kind`: ids or text (/v1/completions), or chat (/v1/chat/completions).
+    `timeout`: seconds for one answer. `extra`: fields of every request. `run`: prompts differ between runs, so that no run hits
+    the prefix cache of an earlier one.
+    """
+
+    base: str
     model: str
     kind: str = "ids"
     key: str | None = None
-    timeout: float = 600.0  # seconds for one answer
-    extra: dict[str, Any] = field(default_factory=dict)  # fields of every request
-    run: str = ""  # prompts differ by run, so that no run finds those of an earlier one in the server's prefix cache
+    timeout: float = 600.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    run: str = ""
 
     def address(self) -> tuple[str, int, ssl.SSLContext | None]:
-        """Host, port, TLS. Raises ValueError for what is no http address."""
+        """Host, port, TLS context. Raises ValueError if `base` is no http address."""
         url = urlsplit(self.base)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{self.base!r} is no address of a server; give one like http://127.0.0.1:8000/v1")
         secure = url.scheme == "https"
         return url.hostname, url.port or (443 if secure else 80), ssl.create_default_context() if secure else None
 
-    def request(self, job: Job) -> tuple[h11.Connection, bytes]:
-        """The bytes of a request, and the connection that can read what comes back."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": job.output, "stream": True}
+    def encode(self, request: ScheduledRequest) -> tuple[h11.Connection, bytes]:
+        """Bytes of a request, and the HTTP parser for its response."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": request.output, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.kind == "chat":
-            body["messages"] = [{"role": "user", "content": job.text(self.run)}]
+            body["messages"] = [{"role": "user", "content": request.text(self.run)}]
         else:
-            body["prompt"] = job.ids(self.run) if self.kind == "ids" else job.text(self.run)
+            body["prompt"] = request.ids(self.run) if self.kind == "ids" else request.text(self.run)
         data = msgspec.json.encode(body | self.extra)
         url = urlsplit(self.base)
         path = url.path.rstrip("/") + ("/chat/completions" if self.kind == "chat" else "/completions")
@@ -67,22 +73,26 @@ class Target:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What came of one request. Times are seconds of `time.perf_counter`; `due` is when it had to be sent."""
+class TimedAnswer:
+    """Answer or error of one request. Times are seconds of `time.perf_counter`.
 
-    job: Job
+    `due`: scheduled send time; `sent`: actual one; `times`: arrivals of the events with text. `cached_tokens`: prompt tokens
+    from the prefix cache, as the server reports them.
+    """
+
+    request: ScheduledRequest
     due: float
     sent: float = 0.0
-    times: list[float] = field(default_factory=list)  # of every event with text
+    times: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, as the server reports them
+    cached_tokens: int = 0
     output_tokens: int = 0
     text: str = ""
     error: str | None = None
 
 
-class Exchange(asyncio.Protocol):
-    """A connection's bytes with their times, until it closes."""
+class TimedConnection(asyncio.Protocol):
+    """Connection that stores received bytes with their arrival times until it closes."""
 
     def __init__(self, data: bytes) -> None:
         self.parts: list[tuple[float, bytes]] = []
@@ -103,27 +113,27 @@ class Exchange(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-class Pending:
+class PendingRequest:
     """A request that was or will be sent; `read` makes an answer of it once it has ended."""
 
-    def __init__(self, target: Target, job: Job) -> None:
+    def __init__(self, target: Target, request: ScheduledRequest) -> None:
         self._target = target
-        self._job = job
-        self._connection, self._data = target.request(job)
-        self._exchange: Exchange | None = None
+        self._job = request
+        self._connection, self._data = target.encode(request)
+        self._exchange: TimedConnection | None = None
         self._error: str | None = None
         self._due = 0.0
 
     async def run(self, due: float) -> None:
-        """Send it, and return when all has come."""
+        """Send the request; returns when the connection has closed, failed or timed out."""
         self._due = due
         host, port, tls = self._target.address()
         loop = asyncio.get_running_loop()
         transport = None
         try:
             async with asyncio.timeout(self._target.timeout):
-                make = loop.create_connection(lambda: Exchange(self._data), host, port, ssl=tls)
-                transport, self._exchange = await make
+                connecting = loop.create_connection(lambda: TimedConnection(self._data), host, port, ssl=tls)
+                transport, self._exchange = await connecting
                 await self._exchange.ended
         except TimeoutError:
             self._error = f"no whole answer within {self._target.timeout:g} s"
@@ -135,31 +145,31 @@ class Pending:
 
     @property
     def begun(self) -> bool:
-        """Whether anything has come."""
+        """Whether the first bytes have arrived."""
         return self._exchange is not None and bool(self._exchange.parts)
 
-    def read(self) -> Answer:
-        answer = Answer(self._job, self._due, error=self._error)
+    def read(self) -> TimedAnswer:
+        answer = TimedAnswer(self._job, self._due, error=self._error)
         if self._exchange is not None:
             answer.sent = self._exchange.sent
-            reader = _Reader(answer)
+            reader = _AnswerReader(answer)
             try:
                 for at, data in [*self._exchange.parts, (0.0, b"")]:
                     self._connection.receive_data(data)
                     reader.take(self._connection, at)
             except (h11.RemoteProtocolError, msgspec.DecodeError, KeyError, TypeError) as error:
                 answer.error = answer.error or f"the answer broke off, or is no answer ({error})"[:MESSAGE]
-            if answer.error is None and not reader.whole:
+            if answer.error is None and not reader.complete:
                 answer.error = "the answer broke off"
         return answer
 
 
-class _Reader:
-    """From HTTP to events to an answer."""
+class _AnswerReader:
+    """Parses HTTP into server-sent events and these into a TimedAnswer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: TimedAnswer) -> None:
         self.answer = answer
-        self.whole = False  # the last event came
+        self.complete = False
         self._status = 0
         self._rest = b""
 
@@ -184,7 +194,7 @@ class _Reader:
                 continue
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
-                self.whole = True
+                self.complete = True
             else:
                 self._event(msgspec.json.decode(data), at)
 
@@ -200,5 +210,6 @@ class _Reader:
         if usage := event.get("usage"):
             self.answer.prompt_tokens, self.answer.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
             self.answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        else:  # until it is counted
+        else:
+            # Until the usage event arrives.
             self.answer.output_tokens = len(self.answer.times)

@@ -1,17 +1,18 @@
-"""A load as pictures, and as one page of HTML to send: nothing in it asks another host for anything."""
+"""Report on loads: table, plots, and one self-contained HTML page."""
 
-from collections.abc import Sequence
 from typing import Any
 
+from headrace.bench.figures import Column, Line, Table, named
 from headrace.bench.page import document, html_table
-from headrace.bench.plots import Line, about, distribution, draw
+from headrace.bench.plots import about, distribution, draw
 
 TIMES = {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}
-Made = dict[str, tuple[dict[str, Any], dict[str, list[float]]]]  # by load: its figures, and all its times
+# Figures and latencies of each load, by name.
+LoadFigures = dict[str, tuple[dict[str, Any], dict[str, list[float]]]]
 
 
-def pictures(model: str, made: Made) -> dict[str, str]:
-    """SVGs by name: how times are distributed, and, of several loads, how they grow with the throughput."""
+def pictures(model: str, made: LoadFigures) -> dict[str, str]:
+    """SVG plots by name: distributions of latencies, and for several loads latencies over throughput."""
     remark = about(model)
     drawn = {
         name: draw(title, "ms", "% of all", distribution({load: values[name] for load, (_, values) in made.items()}), remark)
@@ -19,19 +20,55 @@ def pictures(model: str, made: Made) -> dict[str, str]:
     }
     loads = sorted(
         (summary for summary, _ in made.values() if summary["ttft"] and summary["itl"]),
-        key=lambda one: one["output_tokens_per_s"],
+        key=lambda summary: summary["output_tokens_per_s"],
     )
     if len(loads) > 1:
-        speed = [one["output_tokens_per_s"] for one in loads]
-        for name in ("ttft", "itl"):  # apart: the one is ten to a thousand times the other
-            lines = [Line(share, speed, [one[name][share] * 1000 for one in loads]) for share in ("p50", "p99")]
+        speed = [summary["output_tokens_per_s"] for summary in loads]
+        for name in ("ttft", "itl"):
+            lines = [Line(share, speed, [summary[name][share] * 1000 for summary in loads]) for share in ("p50", "p99")]
             drawn[f"{name}-load"] = draw(f"{TIMES[name]} against throughput", "answer tokens/s", "ms", lines, remark)
     return drawn
 
 
-def page(model: str, cut: str, rows: Sequence[Sequence[str]], made: Made) -> str:
-    """One page: the table (first row: its heads), the pictures, and all figures as JSON."""
+def page(model: str, cut: str, made: LoadFigures) -> str:
+    """One HTML page: table, plots, and all figures as JSON."""
     figures = {"model": model, "cut": cut, "loads": {name: summary for name, (summary, _) in made.items()}}
     return document(
-        f"{model} under load", [about(model), cut], [html_table(rows)], list(pictures(model, made).values()), figures
+        f"{model} under load",
+        [about(model), cut],
+        [html_table(table(made).cells())],
+        list(pictures(model, made).values()),
+        figures,
     )
+
+
+def table(made: LoadFigures) -> Table:
+    """One column for each load, one row for each figure."""
+    summaries = {name: figures for name, (figures, _) in made.items()}
+    first = next(iter(summaries.values()))
+    columns = [
+        Column("", "load"),
+        Column("requests", "requests"),
+        Column("failed", "failed"),
+        Column("answer tokens", "output_tokens"),
+        Column("prompt tokens cached", lambda row: f"{row['cached_tokens']} of {row['prompt_tokens']}"),
+        Column("requests/s", "requests_per_s", ".2f"),
+        Column("tokens/s", "output_tokens_per_s", ".2f"),
+        Column("seconds", "seconds", ".2f"),
+        *(_latency(name, share) for name in ("ttft", "itl", "tpot", "e2e") for share in ("p50", "p90", "p99")),
+    ]
+    if any("slo" in figures for figures in summaries.values()):
+        columns.append(Column("goodput, requests/s", lambda row: row["slo"]["goodput_requests_per_s"], ".2f"))
+        columns.append(Column("within the limits", lambda row: row["slo"]["share"], ".1%"))
+    columns.append(Column("sent late by at most, ms", lambda row: row["sent_late_max"] * 1000, ".2f"))
+    columns.append(Column("CPU of this client, s", "client_cpu_s", ".2f"))
+    columns += [_cpu(pid) for pid in first["cpu_us_per_token"]]
+    return Table(columns, named(summaries, "load"), transposed=True)
+
+
+def _latency(name: str, share: str) -> Column:
+    return Column(f"{name} {share} ms", lambda row: f"{row[name][share] * 1000:.2f}" if row[name] else "-")
+
+
+def _cpu(pid: str) -> Column:
+    return Column(f"CPU of {pid}, us a token", lambda row: row["cpu_us_per_token"][pid], ".1f")

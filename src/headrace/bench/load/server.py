@@ -1,4 +1,4 @@
-"""What a server tells of itself: its models, and how many prompt tokens its prefix cache had."""
+"""Queries to a server: its models, and the hits of its prefix cache."""
 
 import http.client
 import json
@@ -7,12 +7,13 @@ from urllib.parse import urlsplit
 
 from headrace.bench.load.client import HTTP_OK, Target
 
-PATIENCE = 30.0  # seconds
-HITS = re.compile(rb"^\w+:prefix_cache_hits(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)$", re.MULTILINE)  # of Headrace and vLLM
+TIMEOUT = 30.0
+# Metric of Headrace and of vLLM.
+HITS = re.compile(rb"^\w+:prefix_cache_hits(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 def first_model(target: Target) -> str:
-    """The first name of /v1/models. Raises ValueError."""
+    """Name of the first model of /v1/models. Raises ValueError."""
     try:
         status, data = _get(target, urlsplit(target.base).path + "/models")
         if status != HTTP_OK:
@@ -25,22 +26,22 @@ def first_model(target: Target) -> str:
 
 
 def cached_so_far(target: Target) -> float | None:
-    """Prompt tokens that the server's prefix cache had so far, of all clients; None if its /metrics does not tell."""
+    """Prompt tokens that the server has taken from its prefix cache for all clients; None if /metrics lacks the counter."""
     try:
         status, data = _get(target, "/metrics")
     except (OSError, http.client.HTTPException):
         return None
-    found = HITS.findall(data) if status == HTTP_OK else []
-    return sum(map(float, found)) if found else None
+    counters = HITS.findall(data) if status == HTTP_OK else []
+    return sum(map(float, counters)) if counters else None
 
 
 def _get(target: Target, path: str) -> tuple[int, bytes]:
     """Status and body of a GET. Raises OSError, HTTPException."""
     host, port, tls = target.address()
     connection = (
-        http.client.HTTPConnection(host, port, timeout=PATIENCE)
+        http.client.HTTPConnection(host, port, timeout=TIMEOUT)
         if tls is None
-        else http.client.HTTPSConnection(host, port, timeout=PATIENCE, context=tls)
+        else http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=tls)
     )
     headers = {"Authorization": f"Bearer {target.key}"} if target.key is not None else {}
     try:

@@ -1,39 +1,43 @@
-"""Figures of a load: percentiles of the times, throughput, goodput."""
+"""Figures of a load: percentiles of latencies, throughput, goodput."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from headrace.bench.load.client import Answer
-from headrace.bench.load.drive import Run
+from headrace.bench.load.client import Target, TimedAnswer
+from headrace.bench.load.drive import LoadRun, drive
+from headrace.bench.load.server import cached_so_far
+from headrace.bench.load.workload import ScheduledRequest
 
 SHARES = (50, 75, 90, 95, 99)
 SLO = ("ttft", "tpot", "e2e")
 
 
-def times(answers: Sequence[Answer]) -> dict[str, list[float]]:
-    """Seconds of all answers: to the first token (ttft) and to the last (e2e) from when the request was due, between two
-    events (itl), and per token after the first (tpot)."""
-    found: dict[str, list[float]] = {"ttft": [], "itl": [], "tpot": [], "e2e": []}
+def times(answers: Sequence[TimedAnswer]) -> dict[str, list[float]]:
+    """Latencies of all answers in seconds.
+
+    ttft, e2e: from the due time to the first and last token. itl: between two events. tpot: per token after the first.
+    """
+    values: dict[str, list[float]] = {"ttft": [], "itl": [], "tpot": [], "e2e": []}
     for answer in answers:
-        for name, value in _of(answer).items():
-            found[name].append(value)
-        found["itl"] += np.diff(answer.times).tolist()
-    return found
+        for name, value in _times_of(answer).items():
+            values[name].append(value)
+        values["itl"] += np.diff(answer.times).tolist()
+    return values
 
 
-def _of(answer: Answer) -> dict[str, float]:
+def _times_of(answer: TimedAnswer) -> dict[str, float]:
     if not answer.times:
         return {}
-    made = {"ttft": answer.times[0] - answer.due, "e2e": answer.times[-1] - answer.due}
+    by_name = {"ttft": answer.times[0] - answer.due, "e2e": answer.times[-1] - answer.due}
     if answer.output_tokens > 1:
-        made["tpot"] = (answer.times[-1] - answer.times[0]) / (answer.output_tokens - 1)
-    return made
+        by_name["tpot"] = (answer.times[-1] - answer.times[0]) / (answer.output_tokens - 1)
+    return by_name
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, p50 to p99 and the largest; None of nothing."""
+    """Mean, p50 to p99 and maximum; None without values."""
     if not values:
         return None
     ranks = np.percentile(values, SHARES)
@@ -42,7 +46,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Limits in seconds, as in "ttft:0.5,tpot:0.05". Raises ValueError."""
+    """Limits in seconds by name, from a text like "ttft:0.5,tpot:0.05". Raises ValueError."""
     limits = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition(":")
@@ -55,17 +59,17 @@ def parse_slo(text: str) -> dict[str, float]:
     return limits
 
 
-def keeps(answer: Answer, limits: dict[str, float]) -> bool:
-    """Whether an answer came whole and within the limits."""
-    made = _of(answer)
-    return answer.error is None and all(made.get(name, 0.0) <= limit for name, limit in limits.items())
+def meets_limits(answer: TimedAnswer, limits: dict[str, float]) -> bool:
+    """Whether an answer is complete and within the limits."""
+    seconds = _times_of(answer)
+    return answer.error is None and all(seconds.get(name, 0.0) <= limit for name, limit in limits.items())
 
 
-def summary(run: Run, limits: dict[str, float]) -> dict[str, Any]:
-    """Plain data of a load, times in seconds."""
+def summary(run: LoadRun, limits: dict[str, float]) -> dict[str, Any]:
+    """Figures of a load for the JSON file, times in seconds."""
     good = [answer for answer in run.answers if answer.error is None]
     tokens = sum(answer.output_tokens for answer in good)
-    made: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "requests": len(run.answers),
         "failed": len(run.answers) - len(good),
         "errors": sorted({answer.error for answer in run.answers if answer.error is not None})[:10],
@@ -82,8 +86,26 @@ def summary(run: Run, limits: dict[str, float]) -> dict[str, Any]:
         "cpu_us_per_token": {str(pid): 1e6 * cpu / max(tokens, 1) for pid, cpu in run.watched_cpu.items()},
     }
     for name, values in times(good).items():
-        made[name] = percentiles(values)
+        figures[name] = percentiles(values)
     if limits:
-        kept = sum(keeps(answer, limits) for answer in run.answers)
-        made["slo"] = {"limits": limits, "share": kept / len(run.answers), "goodput_requests_per_s": kept / run.seconds}
-    return made
+        kept = sum(meets_limits(answer, limits) for answer in run.answers)
+        figures["slo"] = {"limits": limits, "share": kept / len(run.answers), "goodput_requests_per_s": kept / run.seconds}
+    return figures
+
+
+def measure(
+    target: Target,
+    requests: Sequence[ScheduledRequest],
+    at_once: int | None,
+    watch: Sequence[int],
+    limits: dict[str, float],
+    done: Callable[[int], None],
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Send a load; returns its figures and the latencies of all complete answers."""
+    before = cached_so_far(target)
+    run = drive(target, requests, at_once, watch, done=done)
+    figures = summary(run, limits)
+    # The usage of an answer may lack cached tokens.
+    if before is not None and (after := cached_so_far(target)) is not None:
+        figures["cached_tokens"] = max(figures["cached_tokens"], int(after - before))
+    return figures, times([answer for answer in run.answers if answer.error is None])
