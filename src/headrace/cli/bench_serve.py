@@ -97,7 +97,7 @@ def serve(
     Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
     """
     from headrace.bench.load import drive, summary
-    from headrace.bench.load.workload import Lengths, WorkloadLimits, describe_truncations, poisson, read_trace, steady
+    from headrace.bench.load.workload import Lengths, WorkloadLimits, describe_truncations, steady
 
     if bool(rate) + bool(concurrency) + (trace is not None) > 1:
         raise ValueError("give one of --rate, --concurrency and --trace")
@@ -105,13 +105,7 @@ def serve(
     extra = {"temperature": temperature, **({"ignore_eos": True} if exact else {})}
     target = _target(url, model, kind, api_key_file, timeout, extra, repeat_prompts)
     lengths = Lengths(input_len, output_len, tail)
-    loads: list[tuple[str, list[Any], int | None]] = []
-    if trace is not None:
-        loads.append((trace.name, read_trace(trace), None))
-    for number in _numbers(rate):
-        loads.append((f"{number:g}/s", poisson(requests, number, lengths, seed), None))
-    for number in _numbers(concurrency or ("" if loads else "8")):
-        loads.append((f"{number:g} at once", steady(requests, lengths, seed + int(number)), int(number)))
+    loads = _loads(rate, concurrency, trace, requests, lengths, seed)
     bounds = {name: WorkloadLimits(trace_scale, cap_input, cap_output, limit) for name, _, _ in loads}
     loads = [(name, bounds[name].apply(work), at_once) for name, work, at_once in loads]
     say(cut := describe_truncations({name: bound.cut for name, bound in bounds.items()}))
@@ -122,6 +116,22 @@ def serve(
         made[name] = summary.measure(target, work, at_once, pids, limits, status().advance)
     status().finish()
     return _report(target.model, cut, made, plots, report)
+
+
+def _loads(
+    rate: str, concurrency: str, trace: Path | None, requests: int, lengths: Any, seed: int
+) -> list[tuple[str, list[Any], int | None]]:
+    """Name, requests and number at once of each load."""
+    from headrace.bench.load.workload import poisson, read_trace, steady
+
+    loads: list[tuple[str, list[Any], int | None]] = []
+    if trace is not None:
+        loads.append((trace.name, read_trace(trace), None))
+    for number in _numbers(rate):
+        loads.append((f"{number:g}/s", poisson(requests, number, lengths, seed), None))
+    for number in _numbers(concurrency or ("" if loads else "8")):
+        loads.append((f"{number:g} at once", steady(requests, lengths, seed + int(number)), int(number)))
+    return loads
 
 
 def _report(model: str, cut: str, made: dict[str, Any], plots: Path | None, report: Path | None) -> Measurement:
