@@ -16,7 +16,7 @@ from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
 from headrace.server.settings import SettingsError
 from headrace.stats.confidence import auroc, deferrals, losses_against
-from headrace.workflows.cascade import Tier, answer, surety, text_of
+from headrace.workflows.cascade import Tier, answer, confidence, text_of
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8], [40, 40, 40], [9, 8, 7, 6, 5, 4]]
@@ -96,13 +96,13 @@ def output(*logprobs: float, texts: tuple[str, ...] = ("a",), error: str | None 
 
 def test_scores_by_hand() -> None:
     of = [math.log(p) for p in (0.9, 0.5, 0.8, 0.2)]
-    assert surety(output(*of), "min") == pytest.approx(0.2)
-    assert surety(output(*of), "mean") == pytest.approx((0.9 * 0.5 * 0.8 * 0.2) ** 0.25)
-    assert surety(output(*of * 5), "low") == pytest.approx(0.2)  # the worst two of twenty
-    assert surety(output(*of[:3], *of * 4), "low") == pytest.approx(0.2)
+    assert confidence(output(*of), "min") == pytest.approx(0.2)
+    assert confidence(output(*of), "mean") == pytest.approx((0.9 * 0.5 * 0.8 * 0.2) ** 0.25)
+    assert confidence(output(*of * 5), "low") == pytest.approx(0.2)  # the worst two of twenty
+    assert confidence(output(*of[:3], *of * 4), "low") == pytest.approx(0.2)
     vote = output(texts=("x", "y", "x", "z"))
-    assert (surety(vote, "vote"), text_of(vote, "vote"), text_of(vote, "min")) == (0.5, "x", "x")
-    assert surety(output(), "min") == surety(output(0.0, error="broken"), "mean") == 0.0
+    assert (confidence(vote, "vote"), text_of(vote, "vote"), text_of(vote, "min")) == (0.5, "x", "x")
+    assert confidence(output(), "min") == confidence(output(0.0, error="broken"), "mean") == 0.0
 
 
 def test_how_good_a_score_is() -> None:

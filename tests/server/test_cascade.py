@@ -24,7 +24,7 @@ from headrace.server.protocols import chat
 from headrace.server.protocols.fields import ChatRequest
 from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
-from headrace.workflows.cascade import Settled, Tier, answer
+from headrace.workflows.cascade import CascadeOutput, Tier, answer
 from tests.server.browser import answers as shown
 from tests.server.browser import ask, opened
 from tests.server.harness import ENGINE, PATIENT, Running
@@ -59,7 +59,7 @@ def offline(files: dict[str, Path]) -> Iterator[dict[str, LLM]]:
         llm.close()
 
 
-def settle(offline: dict[str, LLM], threshold: float, score: Any = "min") -> list[Settled]:
+def settle(offline: dict[str, LLM], threshold: float, score: Any = "min") -> list[CascadeOutput]:
     tiers = [Tier(offline["small"], threshold, score, COSTS["small"]), Tier(offline["large"], cost=COSTS["large"])]
     return answer(tiers, PROMPTS, PARAMS)
 

@@ -13,7 +13,7 @@ from headrace.data.structured import StructuredOutputs
 from headrace.llm import LLM
 from headrace.stats.calibration import Calibration, calibrate
 from headrace.stats.confidence import auroc, deferrals, losses_against
-from headrace.workflows.cascade import Score, surety, text_of, tokens_used
+from headrace.workflows.cascade import Score, confidence, text_of, tokens_used
 from headrace.workflows.consistency import last_number
 from headrace.workflows.prompts import tokens_of
 
@@ -56,7 +56,7 @@ def answer(llm: LLM, questions: Sequence[Question], score: Score, params: Sampli
         for output, question in zip(outputs, questions, strict=True)
     ]
     tokens = sum(map(tokens_used, outputs)) / len(outputs)
-    return ModelAnswers(right, [surety(output, score) for output in outputs], tokens, seconds)
+    return ModelAnswers(right, [confidence(output, score) for output in outputs], tokens, seconds)
 
 
 def _params(question: Question, score: Score, params: SamplingParams) -> SamplingParams:

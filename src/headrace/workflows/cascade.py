@@ -1,8 +1,10 @@
-"""Query-level cascades: a small model answers, and what it is not sure of a larger one answers again (FrugalGPT, 2023).
+"""Cascades of models: a small model answers, and prompts with an unsure answer go to a larger one.
 
-A cascade lowers the expected cost, not the time of each answer: what is deferred pays for every model that was asked, so that
-it is worth it only where the share that is deferred stays below 1 - (cost of the small model / cost of the large one). It is
-lossy: an answer that the small model is sure of, and wrong about, stays.
+A cascade lowers the expected cost, not the latency: a deferred prompt pays for every model that ran. It pays off only if the
+deferred share stays below 1 − (cost of the small model / cost of the large one). It is lossy: a wrong answer with a high
+confidence stays.
+
+Source: FrugalGPT, Chen et al., arXiv 2305.05176.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +23,10 @@ SCORES = (*TOKEN_SCORES, "vote")
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A model of the cascade. Its answer stands where `score` is at least `threshold`; the last one's always does.
+    """One model of a cascade. Its answer is kept if its confidence is at least `threshold`; the last tier's always is.
 
-    `score`: of the probabilities of an answer's tokens the least ("min"), their geometric mean ("mean"), that of the worst
-    tenth ("low"); or the share of its n answers that are equal ("vote"). `cost`: of a token that it reads or writes, in any
-    unit. `params`: how this one is asked, where not as the others.
+    score: "min", "mean" or "low" (`stats.confidence.token_confidence`), or "vote", the share of equal answers among n.
+    cost: of a token read or written, in any unit. params: of this tier, None for those of the call.
     """
 
     llm: LLM
@@ -36,8 +37,8 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """The answer of one prompt: whose it is (a tier's number), the scores of those that were asked, what they cost together."""
+class CascadeOutput:
+    """The answer of one prompt: index of the tier that gave it, confidences of the tiers that ran, their total cost."""
 
     output: RequestOutput
     tier: int
@@ -45,65 +46,66 @@ class Settled:
     cost: float = 0.0
 
 
-def answer(tiers: Sequence[Tier], prompts: Sequence[Prompt | Messages], params: SamplingParams) -> list[Settled]:
-    """One settled answer a prompt: a text, token ids (of one vocabulary), or a conversation, which each tier's own template
-    writes. A tier is asked for all that those before it were unsure of, in one batch; a prompt that its context does not hold
-    is for the next one, and so is an answer that the context cut off.
+def answer(tiers: Sequence[Tier], prompts: Sequence[Prompt | Messages], params: SamplingParams) -> list[CascadeOutput]:
+    """Answer each prompt: a text, token ids (of one vocabulary), or a conversation, rendered by each tier's own template.
 
-    Raises ValueError where there is no tier, or a score needs what `params` does not ask for.
+    Each tier runs, in one batch, the prompts that the tiers before did not settle. A prompt that does not fit the context of a
+    tier goes to the next one, and so does a prompt whose answer the context cut off.
+
+    Raises ValueError if there is no tier, or `params` do not allow a tier's score.
     """
     if not tiers:
         raise ValueError("a cascade has at least one model; give tiers")
-    settled: list[Settled | None] = [None] * len(prompts)
+    settled: list[CascadeOutput | None] = [None] * len(prompts)
     scores: list[list[float]] = [[] for _ in prompts]
     costs = [0.0] * len(prompts)
-    open_ = list(range(len(prompts)))
+    open_prompts = list(range(len(prompts)))
     for number, tier in enumerate(tiers):
         last = number == len(tiers) - 1
-        how = _asked(tier, params, scored=not last)
-        each = {at: _rendered(tier.llm, prompts[at]) for at in open_}
-        asked = {at: prompt for at, prompt in each.items() if last or _fits(tier.llm, prompt)}
-        outputs = tier.llm.generate(list(asked.values()), how) if asked else []
-        for at, output in zip(asked, outputs, strict=True):
-            costs[at] += tier.cost * tokens_used(output)
+        tier_params = _tier_params(tier, params, scored=not last)
+        rendered = {index: _rendered(tier.llm, prompts[index]) for index in open_prompts}
+        fitting = {index: prompt for index, prompt in rendered.items() if last or _fits(tier.llm, prompt)}
+        outputs = tier.llm.generate(list(fitting.values()), tier_params) if fitting else []
+        for index, output in zip(fitting, outputs, strict=True):
+            costs[index] += tier.cost * tokens_used(output)
             if not last:
-                scores[at].append(surety(output, tier.score))
-            if last or (_is_whole(output, how) and scores[at][-1] >= tier.threshold):
-                settled[at] = Settled(output, number, scores[at], costs[at])
-        open_ = [at for at in open_ if settled[at] is None]
-    return [one for one in settled if one is not None]
+                scores[index].append(confidence(output, tier.score))
+            if last or (_is_complete(output, tier_params) and scores[index][-1] >= tier.threshold):
+                settled[index] = CascadeOutput(output, number, scores[index], costs[index])
+        open_prompts = [index for index in open_prompts if settled[index] is None]
+    return [output for output in settled if output is not None]
 
 
 def _fits(llm: LLM, prompt: Prompt) -> bool:
-    """Whether a model's context holds a prompt and a token of its answer."""
+    """Whether the context holds a prompt and one token of its answer."""
     tokens = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     return len(tokens) < llm.memory_plan.max_model_len
 
 
-def _is_whole(output: RequestOutput, params: SamplingParams) -> bool:
+def _is_complete(output: RequestOutput, params: SamplingParams) -> bool:
     """Whether an answer neither failed nor was cut off by the context."""
-    cut = [cut_by_context(one.finish_reason, len(one.token_ids), params.max_tokens) for one in output.outputs]
+    cut = [cut_by_context(choice.finish_reason, len(choice.token_ids), params.max_tokens) for choice in output.outputs]
     return output.error is None and not all(cut)
 
 
-def surety(output: RequestOutput, score: Score) -> float:
-    """How sure a model is of its answer, from 0 to 1; 0 of one that failed or has no token."""
+def confidence(output: RequestOutput, score: Score) -> float:
+    """Return the confidence of a model in its answer, 0 to 1; 0 if it failed or is empty."""
     if output.error is not None:
         return 0.0
     if score == "vote":
-        _, votes = majority(one.text for one in output.outputs)
+        _, votes = majority(choice.text for choice in output.outputs)
         return votes / len(output.outputs)
     return token_confidence([entry.logprob for entry in output.outputs[0].logprobs or []], score)
 
 
 def text_of(output: RequestOutput, score: Score) -> str:
-    """The text of an answer, of a vote that of most."""
-    texts = [one.text for one in output.outputs]
+    """Return the text of an answer, with a vote the most frequent one."""
+    texts = [choice.text for choice in output.outputs]
     return (majority(texts)[0] or "") if score == "vote" else texts[0]
 
 
-def _asked(tier: Tier, params: SamplingParams, *, scored: bool) -> SamplingParams:
-    """The parameters of a tier, with log-probabilities where its answers are scored by them. Raises ValueError."""
+def _tier_params(tier: Tier, params: SamplingParams, *, scored: bool) -> SamplingParams:
+    """Return the parameters of a tier, with log-probabilities if its score needs them. Raises ValueError."""
     own = tier.params or params
     if not scored:
         return own
@@ -119,10 +121,10 @@ def _asked(tier: Tier, params: SamplingParams, *, scored: bool) -> SamplingParam
 
 
 def _rendered(llm: LLM, prompt: Any) -> Prompt:
-    talk = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    return llm.render(prompt) if talk else prompt
+    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return llm.render(prompt) if is_chat else prompt
 
 
 def tokens_used(output: RequestOutput) -> int:
-    """Tokens read and written, of all answers together."""
-    return len(output.prompt_token_ids) + sum(len(one.token_ids) for one in output.outputs)
+    """Return the tokens of the prompt and of all answers."""
+    return len(output.prompt_token_ids) + sum(len(choice.token_ids) for choice in output.outputs)

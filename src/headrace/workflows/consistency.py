@@ -1,4 +1,7 @@
-"""Self-consistency: answer several times, and take the answer most outputs agree on (Wang et al., 2023)."""
+"""Self-consistency: sample several answers and return the most frequent one.
+
+Source: Wang et al., arXiv 2203.11171.
+"""
 
 import re
 from collections import Counter
@@ -16,7 +19,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The winning answer (None where no output has one), its votes, how many outputs had an answer, and the outputs."""
+    """The winning answer (None if no output has one), its votes, the number of outputs with an answer, and all outputs."""
 
     answer: str | None
     votes: int
@@ -25,17 +28,17 @@ class Vote:
 
 
 def last_number(text: str) -> str | None:
-    """The last number of a text, or that after "####" where it is marked so: no commas, no trailing zeros."""
+    """Return the number after "####" if there is such a mark, otherwise the last number; without commas or trailing zeros."""
     _, mark, marked = text.rpartition("####")
-    found = NUMBER.findall(marked if mark else text)
-    if not found:
+    numbers = NUMBER.findall(marked if mark else text)
+    if not numbers:
         return None
-    number = (found[0] if mark else found[-1]).replace(",", "").lstrip("+")
+    number = (numbers[0] if mark else numbers[-1]).replace(",", "").lstrip("+")
     return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def majority(answers: Iterable[str | None]) -> tuple[str | None, int]:
-    """The commonest answer and its votes, of equals the one given first; abstentions (None) do not count."""
+    """Return the most frequent answer and its votes; ties go to the first. None is an abstention."""
     counted = Counter(answer for answer in answers if answer is not None)
     return counted.most_common(1)[0] if counted else (None, 0)
 
@@ -43,15 +46,15 @@ def majority(answers: Iterable[str | None]) -> tuple[str | None, int]:
 def self_consistency(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, extract: Extractor = last_number
 ) -> list[Vote]:
-    """One vote per prompt among its `params.n` outputs, which share the prompt's blocks.
+    """Return one vote per prompt among its `params.n` outputs, which share the prompt's K/V blocks.
 
-    Raises ValueError where all outputs would be the same one: n of 1, or a greedy draw.
+    Raises ValueError if all outputs would be the same: n of 1, or greedy decoding.
     """
     if params.n < 2 or params.greedy:
         raise ValueError("self-consistency needs several different outputs; set n to 2 or more, and a temperature above 0")
     votes = []
     for output in llm.generate(list(prompts), params):
-        answers = [extract(one.text) for one in output.outputs]
+        answers = [extract(choice.text) for choice in output.outputs]
         winner, count = majority(answers)
         votes.append(Vote(winner, count, sum(answer is not None for answer in answers), output))
     return votes

@@ -1,4 +1,4 @@
-"""What has been said in a chat: kept within the context, saved to a file, read back."""
+"""Conversation history: fitted to the context, saved to a file, loaded."""
 
 import json
 import os
@@ -12,12 +12,12 @@ FORMAT = "headrace chat"
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be saved, read or gone on with; the message says what to change."""
+    """A conversation that cannot be saved or loaded. The message names the remedy."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns in order, each a message of the user and, once it is there, the answer; and the system prompt before them."""
+    """A system prompt and turns; each turn is a message of the user, followed by the answer once there is one."""
 
     system: str | None = None
     turns: list[list[Message]] = field(default_factory=list)
@@ -30,24 +30,24 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All of it, as a chat template takes it."""
+        """All messages, for a chat template."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *(message for turn in self.turns for message in turn)]
 
-    def fit(self, render: Callable[[Sequence[Message]], list[int]], most: int) -> tuple[list[int], list[list[Message]]]:
-        """The prompt's token ids, `most` of them at the most, and the oldest turns that had to go for it.
+    def fit(self, render: Callable[[Sequence[Message]], list[int]], longest: int) -> tuple[list[int], list[list[Message]]]:
+        """Drop the oldest turns until the prompt has at most `longest` tokens. Returns its token ids and the dropped turns.
 
-        The last turn never goes: where it alone is too long, the prompt is. `render`: messages to token ids.
+        The last turn stays, even if it alone is too long. render: returns the token ids of messages.
         """
-        gone = []
+        dropped = []
         prompt = render(self.messages)
-        while len(prompt) > most and len(self.turns) > 1:
-            gone.append(self.turns.pop(0))
+        while len(prompt) > longest and len(self.turns) > 1:
+            dropped.append(self.turns.pop(0))
             prompt = render(self.messages)
-        return prompt, gone
+        return prompt, dropped
 
     def save(self, path: Path, model: str) -> None:
-        """Write it whole or not at all. Raises ConversationError, also rather than replace a file of another kind."""
+        """Write the conversation atomically. Raises ConversationError, also for an existing file of another kind."""
         if path.exists():
             load(path)
         data = {"format": FORMAT, "model": model, "system": self.system, "messages": [m for turn in self.turns for m in turn]}
@@ -61,7 +61,7 @@ class Conversation:
 
 
 def load(path: Path) -> Conversation:
-    """A saved conversation. Raises ConversationError for anything else."""
+    """Load a saved conversation. Raises ConversationError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -70,18 +70,18 @@ def load(path: Path) -> Conversation:
         raise ConversationError(f"{path} is no saved conversation; name another file") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("messages"), list):
         raise ConversationError(f"{path} is no saved conversation; name another file")
-    found = Conversation()
-    found.system = _text(path, data.get("system")) if data.get("system") is not None else None
+    conversation = Conversation()
+    conversation.system = _text(path, data.get("system")) if data.get("system") is not None else None
     for message in data["messages"]:
         role = message.get("role") if isinstance(message, dict) else None
-        expected = "user" if not found.turns or len(found.turns[-1]) == 2 else "assistant"
+        expected = "user" if not conversation.turns or len(conversation.turns[-1]) == 2 else "assistant"
         if role != expected:
             raise ConversationError(f"{path}: its messages must be user and assistant in turn; repair it")
         text = _text(path, message.get("content"))
-        found.ask(text) if role == "user" else found.answer(text)
-    if found.turns and len(found.turns[-1]) == 1:
+        conversation.ask(text) if role == "user" else conversation.answer(text)
+    if conversation.turns and len(conversation.turns[-1]) == 1:
         raise ConversationError(f"{path}: its last message has no answer; repair it")
-    return found
+    return conversation
 
 
 def _text(path: Path, value: object) -> str:

@@ -1,4 +1,4 @@
-"""An answer as data (JSON) and as one line of figures."""
+"""A finished request as JSON data, and as one line of figures."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from headrace.text.tokenizer import Tokenizer
 
 
 def record(output: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    """outputs, finish_reason (of the first output), usage and error of a finished request, as plain JSON data.
+    """Return outputs, finish_reason (of the first output), usage and error of a finished request, as JSON data.
 
-    Log-probabilities, of outputs or prompt, are there where they were asked for.
+    Log-probabilities of outputs and prompt are included if the request asked for them.
     """
-    found: dict[str, Any] = {
-        "outputs": [choice(one, tokenizer) for one in output.outputs],
+    data: dict[str, Any] = {
+        "outputs": [choice(answer, tokenizer) for answer in output.outputs],
         "finish_reason": "error" if output.error else output.outputs[0].finish_reason,
         "usage": usage(output),
         "error": output.error,
     }
     if output.prompt_logprobs is not None:
-        found["prompt_logprobs"] = [entry and _logprob(entry, tokenizer) for entry in output.prompt_logprobs]
-    return found
+        data["prompt_logprobs"] = [entry and _logprob(entry, tokenizer) for entry in output.prompt_logprobs]
+    return data
 
 
 def usage(output: RequestOutput) -> dict[str, int]:
-    """Tokens of the prompt (`cached_tokens`: those that were not computed again) and of all outputs together."""
+    """Return the tokens of the prompt, from the prefix cache (`cached_tokens`), and of all outputs together."""
     prompt, answers = len(output.prompt_token_ids), _tokens(output)
     return {
         "prompt_tokens": prompt,
@@ -36,7 +36,7 @@ def usage(output: RequestOutput) -> dict[str, int]:
 
 
 def speeds(output: RequestOutput) -> dict[str, float | None]:
-    """ttft_s: from asking to the first token; tokens_per_s: of all outputs, after it; None where it has not happened."""
+    """Return ttft_s, seconds from arrival to the first token, and tokens_per_s of all outputs after it; None if unknown."""
     times = output.metrics
     more = _tokens(output) - len(output.outputs)
     if times.first_token is None or times.last_token is None:
@@ -47,48 +47,48 @@ def speeds(output: RequestOutput) -> dict[str, float | None]:
 
 
 def figures(output: RequestOutput) -> str:
-    """One line: prompt tokens, TTFT, tokens/s; of tokens that may leave early, how deep or by whom they were written."""
+    """Return one line: prompt tokens, TTFT, tokens/s; with exits also the mean layers or the smaller model's share."""
     prompt, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
-    found = speeds(output)
+    measured = speeds(output)
     parts = [counted(prompt, "prompt tokens") + (f" ({cached} cached)" if cached else "")]
-    if found["ttft_s"] is not None:
-        parts.append(f"TTFT {found['ttft_s']:.2f} s")
-    speed = found["tokens_per_s"]
+    if measured["ttft_s"] is not None:
+        parts.append(f"TTFT {measured['ttft_s']:.2f} s")
+    speed = measured["tokens_per_s"]
     parts.append(counted(_tokens(output), "tokens") + (f" at {speed:.1f} tokens/s" if speed is not None else ""))
-    if exits := [one.layers for each in output.outputs for one in each.exits or []]:
+    if exits := [exit.layers for answer in output.outputs for exit in answer.exits or []]:
         smaller = exits.count(0) / len(exits)
         parts.append(f"{smaller:.0%} by the smaller model" if smaller else f"{sum(exits) / len(exits):.1f} layers a token")
     return ", ".join(parts)
 
 
 def _tokens(output: RequestOutput) -> int:
-    return sum(len(one.token_ids) for one in output.outputs)
+    return sum(len(answer.token_ids) for answer in output.outputs)
 
 
 def choice(output: CompletionOutput, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One of a request's outputs as plain JSON data; what was not asked for is not there."""
-    found: dict[str, Any] = {
+    """Return one output of a request as JSON data, with the fields that the request asked for."""
+    data: dict[str, Any] = {
         "index": output.index,
         "text": output.text,
         "finish_reason": output.finish_reason,
         "stop_reason": output.stop_reason,
     }
     if output.tool_calls:
-        found["tool_calls"] = output.tool_calls
+        data["tool_calls"] = output.tool_calls
     if output.logprobs is not None:
-        found["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
-        found["cumulative_logprob"] = output.cumulative_logprob
+        data["logprobs"] = [_logprob(entry, tokenizer) for entry in output.logprobs]
+        data["cumulative_logprob"] = output.cumulative_logprob
     if output.score is not None:
-        found |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
+        data |= {"score": output.score, "cumulative_logprob": output.cumulative_logprob}
     if output.exits is not None:
-        found["exits"] = [_exit(one, tokenizer) for one in output.exits]
-    return found
+        data["exits"] = [_exit(exit, tokenizer) for exit in output.exits]
+    return data
 
 
 def _exit(entry: Exited, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`votes`, under an audit: the exit's token and the whole model's."""
-    found: dict[str, Any] = {"layers": entry.layers, "confidence": entry.confidence}
-    return found | ({"votes": [tokenizer.decode([token], skip_special=False) for token in entry.votes]} if entry.votes else {})
+    """Return one exit as JSON data; `votes`, with an audit, are the texts of the exit's token and of the full model's."""
+    data: dict[str, Any] = {"layers": entry.layers, "confidence": entry.confidence}
+    return data | ({"votes": [tokenizer.decode([token], skip_special=False) for token in entry.votes]} if entry.votes else {})
 
 
 def _logprob(entry: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Prompts out of a file: JSON lines with "prompt", "messages" or "turns" (the first is taken), or plain lines."""
+"""Prompts of a file: plain lines, or JSON lines with "prompt", "messages" or "turns" (uses the first turn)."""
 
 import json
 from pathlib import Path
@@ -8,19 +8,21 @@ Prompt = str | list[dict[str, Any]]
 
 
 def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
-    """Texts and conversations in the order of the file, `most` at most. Raises ValueError, naming the line."""
-    found: list[Prompt] = []
+    """Return the texts and conversations of a file, `most` at most. Raises ValueError, naming the line."""
+    prompts: list[Prompt] = []
     for number, line in enumerate(lines_of(path), 1):
-        if line.strip() and (most is None or len(found) < most):
-            found.append(_prompt(line, number, path.suffix == ".jsonl"))
-    if not found:
+        if line.strip() and (most is None or len(prompts) < most):
+            prompts.append(_prompt(line, number, path.suffix == ".jsonl"))
+    if not prompts:
         raise ValueError(f"{path} has no prompt; write one a line")
-    return found
+    return prompts
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a file: they end at line feeds alone, as JSON may hold what else ends a line (U+2028). Raises ValueError
-    where it is no text."""
+    """Return the lines of a file. Splits at line feeds alone: JSON strings may contain U+2028.
+
+    Raises ValueError if the file is not UTF-8.
+    """
     try:
         return path.read_text("utf-8").split("\n")
     except UnicodeDecodeError:
@@ -44,7 +46,7 @@ def _prompt(line: str, number: int, is_json: bool) -> Prompt:
 
 
 def tokens_of(llm: Any, prompt: Prompt, chat: bool) -> list[int]:
-    """Token ids of a prompt: through the chat template where it is a conversation, or `chat` is asked for."""
+    """Return the token ids of a prompt; a conversation, or any prompt with `chat`, goes through the chat template."""
     if isinstance(prompt, str) and not chat:
         ids: list[int] = llm.tokenizer.encode(prompt)
         return ids

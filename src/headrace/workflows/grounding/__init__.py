@@ -1,4 +1,4 @@
-"""Answers out of documents: find passages, put them into the prompt in a stable order, ask, and say what was cited.
+"""Answers from documents: retrieve passages, put them into the prompt in a stable order, answer, and list the citations.
 
-Retrieval only puts text into the context: nothing makes a model give it more weight than what it was trained on.
+Retrieval only adds text to the context. Nothing makes a model prefer it to what it learned in training.
 """

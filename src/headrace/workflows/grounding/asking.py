@@ -1,4 +1,4 @@
-"""Questions put to a folder of documents."""
+"""Question answering from an index of documents."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,13 @@ from headrace.workflows.grounding.packing import pack
 from headrace.workflows.grounding.retrieval import Index
 from headrace.workflows.grounding.tasks import document_qa
 
-BUDGET = 1024  # tokens of documents
+# Tokens of documents in a prompt.
+BUDGET = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question, the passages it is answered from in the order of their numbers, and the request's output, which fills up."""
+    """A question, its passages in the order of their numbers, and the request's output, which grows with each step."""
 
     question: str
     passages: list[Passage]
@@ -25,12 +26,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What was answered so far."""
+        """The answer so far."""
         return self.output.outputs[0].text
 
     @property
     def cited(self) -> list[Passage]:
-        """The passages whose numbers the answer names."""
+        """The passages whose numbers the answer cites."""
         numbers = dict.fromkeys(int(number) for number in re.findall(r"\[(\d{1,4})\]", self.text))
         return [self.passages[number - 1] for number in numbers if 1 <= number <= len(self.passages)]
 
@@ -40,7 +41,7 @@ def ask(
 ) -> list[Answer]:
     """Answer each question from up to `most` passages of at most `budget` tokens together.
 
-    Raises ValueError where a request fails, and TemplateError without a chat template.
+    Raises ValueError if a request fails, and TemplateError without a chat template.
     """
     answers = begin(llm, index, questions, params, budget=budget, most=most)
     for answer in answers:
@@ -52,19 +53,19 @@ def ask(
 def begin(
     llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
 ) -> list[Answer]:
-    """The same answers, still empty: their requests are queued, and `follow` runs them, all in one batch."""
+    """Queue the requests of all questions. Returns answers that are still empty; `follow` runs them in one batch."""
 
     def count(text: str) -> int:
         return len(llm.tokenizer.encode(text, parse_special=False))
 
-    found = [pack(index.search(question, most), budget, count) for question in questions]
-    prompts = [llm.render(document_qa(passages, one)) for one, passages in zip(questions, found, strict=True)]
+    retrieved = [pack(index.search(question, most), budget, count) for question in questions]
+    prompts = [llm.render(document_qa(passages, question)) for question, passages in zip(questions, retrieved, strict=True)]
     outputs = [llm.add(prompt, params) for prompt in prompts]
-    return [Answer(*parts) for parts in zip(questions, found, outputs, strict=True)]
+    return [Answer(*parts) for parts in zip(questions, retrieved, outputs, strict=True)]
 
 
 def follow(llm: LLM, answer: Answer) -> Iterator[str]:
-    """The text of an answer as it comes, to its end. Raises ValueError where its request fails."""
+    """Yield the text of an answer as it grows, to its end. Raises ValueError if its request fails."""
     shown = 0
     while True:
         finished, text = answer.output.finished, answer.text
@@ -79,6 +80,6 @@ def follow(llm: LLM, answer: Answer) -> Iterator[str]:
 
 
 def hit_rate(answers: Sequence[Answer]) -> float:
-    """The share of prompt tokens that were found in the prefix cache."""
+    """Return the share of prompt tokens that came from the prefix cache."""
     prompts = sum(len(answer.output.prompt_token_ids) for answer in answers)
     return sum(answer.output.metrics.cached_tokens for answer in answers) / prompts if prompts else 0.0

@@ -1,4 +1,4 @@
-"""Documents of a folder as passages: paragraphs put together up to a size, each knowing where it stands."""
+"""Text files of a folder as passages: whole paragraphs up to a size, with file and line."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIXES = frozenset(".md .txt .rst .html .csv .json .toml .yaml .yml .py .c .cpp .h .js .ts .rs .go .java .sh .sql".split())
-LARGEST = 2 << 20  # bytes of a file
-PASSAGE = 900  # characters a passage is filled up to
+# Largest file, in bytes.
+LARGEST = 2 << 20
+# Characters of a passage.
+PASSAGE = 900
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,26 +22,28 @@ class Passage:
 
 
 def read_folder(folder: Path, size: int = PASSAGE) -> list[Passage]:
-    """The passages of all text files of a folder, in the order of their names. Hidden files, other kinds of files and files
-    beyond 2 MiB are left out. Raises ValueError where there is no text."""
+    """Return the passages of all text files of a folder, in the order of their names.
+
+    Skips hidden files, other kinds of files and files above 2 MiB. Raises ValueError if there is no text.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; name one with text files in it")
-    found: list[Passage] = []
+    passages: list[Passage] = []
     for name in files(folder):
         if _is_read(folder / name):
-            found += split(name, (folder / name).read_text("utf-8", errors="replace"), size)
-    if not found:
+            passages += split(name, (folder / name).read_text("utf-8", errors="replace"), size)
+    if not passages:
         raise ValueError(f"{folder} has no text files (such as .md or .txt)")
-    return found
+    return passages
 
 
 def left_out(folder: Path) -> list[str]:
-    """Files of other kinds, and those beyond 2 MiB."""
+    """Return the skipped files: those of other kinds, and those above 2 MiB."""
     return [name for name in files(folder) if not _is_read(folder / name)]
 
 
 def not_utf8(folder: Path) -> list[str]:
-    """Files that are read although they are not UTF-8: their other bytes are replaced."""
+    """Return the files that are not UTF-8; `read_folder` replaces their invalid bytes."""
     return [name for name in files(folder) if _is_read(folder / name) and not _is_utf8((folder / name).read_bytes())]
 
 
@@ -52,7 +56,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def files(folder: Path) -> list[str]:
-    """Names of a folder's files, but for hidden ones and links."""
+    """Return the names of a folder's files, without hidden files and links."""
     names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
     return [name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts)]
 
@@ -62,8 +66,7 @@ def _is_read(path: Path) -> bool:
 
 
 def split(source: str, text: str, size: int = PASSAGE) -> list[Passage]:
-    """Passages of whole paragraphs, up to `size` characters where a paragraph is not longer itself; long ones are cut at
-    lines, then anywhere."""
+    """Cut a text into passages of whole paragraphs, up to `size` characters; cuts longer paragraphs at lines, then anywhere."""
     passages: list[Passage] = []
     start, held = 1, ""
     for line, piece in _pieces(text, size):
@@ -77,7 +80,7 @@ def split(source: str, text: str, size: int = PASSAGE) -> list[Passage]:
 
 
 def _pieces(text: str, size: int) -> Iterator[tuple[int, str]]:
-    """Paragraphs with their first lines, none longer than `size`."""
+    """Yield first line and text of paragraphs, none longer than `size`."""
     line = 1
     for block in re.split(r"(\n[ \t]*\n\s*)", text):
         at, part = line, block.strip("\n")

@@ -1,4 +1,4 @@
-"""What of the found passages fits the budget, in an order in which the prefix cache hits."""
+"""Selection of passages within a token budget, in an order that the prefix cache can reuse."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,15 +8,15 @@ Count = Callable[[str], int]
 
 
 def pack(found: Sequence[Passage], budget: int, count: Count) -> list[Passage]:
-    """Of passages, best first, the best that fit `budget` tokens together, in the order of the documents.
+    """Choose the best passages that fit `budget` tokens together. Returns them in the order of the documents.
 
-    The order does not depend on the question: two questions that are answered from the same passages have the same prompt up
-    to the question, whose K and V the prefix cache then has. A passage that does not fit is left out, and smaller ones after
-    it may come. `count`: tokens of a passage as it is shown.
+    found: passages, the best first; a passage that does not fit is skipped. count: returns the tokens of a shown passage.
+    The order does not depend on the question, so prompts with the same passages share their prefix in the cache.
     """
     kept: list[Passage] = []
     for passage in dict.fromkeys(found):
-        cost = count(shown(len(found), passage))  # the longest its number can make it
+        # Counts with the longest number that the passage can get.
+        cost = count(shown(len(found), passage))
         if cost <= budget:
             kept.append(passage)
             budget -= cost
@@ -24,5 +24,5 @@ def pack(found: Sequence[Passage], budget: int, count: Count) -> list[Passage]:
 
 
 def shown(number: int, passage: Passage) -> str:
-    """A passage as the model sees it."""
+    """Return a passage as the prompt shows it."""
     return f"[{number}] {passage.source}:{passage.line}\n{passage.text}\n\n"

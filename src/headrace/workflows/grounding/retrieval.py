@@ -1,4 +1,7 @@
-"""Which passages speak of a question: BM25 (Robertson and Zaragoza, 2009), by the library bm25s."""
+"""Retrieval of passages for a question by BM25, with the library bm25s.
+
+Source: Robertson & Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ from headrace.workflows.grounding.documents import Passage
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
 
-# Words without a subject. A question that shares only these with the documents is about something else.
+# A question that shares only these words with the documents is about something else.
 STOP_WORDS = frozenset(
     "a about after all also am an and any are as at be been before but by can could did do does for from give had has "
     "have he her his how i if in into is it its list me many may more most much my name no not of on one or our out "
@@ -24,27 +27,29 @@ STOP_WORDS = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """What is compared: lower-case words."""
+    """Return the lower-case words of a text."""
     return WORD.findall(text.lower())
 
 
 class Index:
-    """Passages, findable by their words. Raises ValueError where bm25s is not installed."""
+    """BM25 index of passages. Raises ValueError if bm25s is not installed."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self.passages = list(passages)
         self._bm25: Any = _library().BM25()
-        self._bm25.index([words(f"{one.source} {one.text}") or ["_"] for one in self.passages], show_progress=False)
+        self._bm25.index([words(f"{passage.source} {passage.text}") or ["_"] for passage in self.passages], show_progress=False)
 
     def search(self, question: str, most: int = 8) -> list[Passage]:
-        """The passages that share words with the question, best first; of equals the earlier one. None if they share only stop
-        words, unless the question has no others."""
-        asked = [word for word in words(question) if word in self._bm25.vocab_dict]
-        if not asked or (STOP_WORDS.issuperset(asked) and not STOP_WORDS.issuperset(words(question))):
+        """Return the passages that share words with the question, best first; ties go to the earlier passage.
+
+        Empty if they share only stop words, unless the question has no other words.
+        """
+        known = [word for word in words(question) if word in self._bm25.vocab_dict]
+        if not known or (STOP_WORDS.issuperset(known) and not STOP_WORDS.issuperset(words(question))):
             return []
-        scores = self._bm25.get_scores(asked).tolist()
-        order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
-        return [self.passages[at] for at in order[:most] if scores[at] > 0]
+        scores = self._bm25.get_scores(known).tolist()
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        return [self.passages[index] for index in order[:most] if scores[index] > 0]
 
 
 def _library() -> Any:

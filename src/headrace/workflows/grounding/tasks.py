@@ -1,5 +1,7 @@
-"""Prompts of the six input-grounded tasks: the answer is mainly in the prompt (translation, summary, document questions, chat
-of several turns, code editing, transcript clean-up). What stays the same comes first, so that the prefix cache hits."""
+"""Prompts of six input-grounded tasks, whose answer is mainly in the prompt.
+
+The constant part of each prompt comes first, so the prefix cache can reuse it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +15,17 @@ NO_ANSWER = "The documents do not say."
 
 
 def translation(text: str, language: str) -> Messages:
-    """The text in another language."""
+    """Translate a text."""
     return _task(f"Translate the user's text into {language}. Answer with the translation alone.", text)
 
 
 def summary(text: str, sentences: int = 3) -> Messages:
-    """The text in few sentences."""
+    """Summarize a text."""
     return _task(f"Summarise the user's text in at most {sentences} sentences. Add nothing that it does not say.", text)
 
 
 def document_qa(passages: Sequence[Passage], question: str) -> Messages:
-    """A question about passages, numbered from 1; the answer cites them as [1]."""
+    """Answer a question from passages, numbered from 1; the answer cites them as [1]."""
     rules = f'Answer from these documents alone, and cite them as [1]. Where they do not say it, answer "{NO_ANSWER}"'
     documents = "".join(shown(number, passage) for number, passage in enumerate(passages, 1))
     if not documents:
@@ -33,20 +35,20 @@ def document_qa(passages: Sequence[Passage], question: str) -> Messages:
 
 
 def chat(turns: Sequence[tuple[str, str]], question: str, system: str = "") -> Messages:
-    """A conversation so far, as (user, assistant) pairs, and the next question."""
+    """Continue a conversation of (user, assistant) pairs with the next question."""
     past = [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
     first = [{"role": "system", "content": system}] if system else []
     return [*first, *past, {"role": "user", "content": question}]
 
 
 def code_edit(code: str, instruction: str) -> Messages:
-    """A piece of code with a change."""
+    """Edit code by an instruction."""
     rules = "Change the user's code as asked. Answer with the whole changed code alone, and leave the rest as it is."
     return _task(rules, f"```\n{code.rstrip()}\n```\n\n{instruction}")
 
 
 def transcript(text: str) -> Messages:
-    """The words of a recording, as a recogniser wrote them down, made readable."""
+    """Clean up the output of a speech recognizer."""
     rules = "Clean up this transcript: punctuation, capitals, paragraphs; leave out fillers and false starts. Change no facts."
     return _task(rules, text)
 
