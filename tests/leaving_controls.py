@@ -8,28 +8,28 @@ import pytest
 
 from headrace.data.plan import Feed
 from headrace.kv.blocks import BlockManager
-from headrace.runner.early_exit import Leaving, Verdict
+from headrace.runner.early_exit import EarlyExit, Verdict
 
 
 def no_catching_up(patch: pytest.MonkeyPatch) -> None:
     """The layers above, or the larger model, never see what others wrote."""
-    above = Leaving._above
+    above = EarlyExit._above
 
-    def holes(self: Leaving, feeds: list[Feed], *more: Any) -> Any:
+    def holes(self: EarlyExit, feeds: list[Feed], *more: Any) -> Any:
         return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
 
-    patch.setattr(Leaving, "_above", holes)
+    patch.setattr(EarlyExit, "_above", holes)
 
 
-def deciding(who: Callable[[Feed], bool], kind: type[Leaving] = Leaving) -> Callable[[pytest.MonkeyPatch], None]:
+def deciding(who: Callable[[Feed], bool], kind: type[EarlyExit] = EarlyExit) -> Callable[[pytest.MonkeyPatch], None]:
     """Whoever is asked first is sure only where a rule about the feed allows it, too."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
         judge = kind._judge
 
-        def judged(self: Leaving, feeds: list[Feed], *more: Any) -> dict[int, Verdict]:
+        def judged(self: EarlyExit, feeds: list[Feed], *more: Any) -> dict[int, Verdict]:
             verdicts = judge(self, feeds, *more)
-            return {at: Verdict(one.answers, one.confidence, one.sure and who(feeds[at])) for at, one in verdicts.items()}
+            return {at: Verdict(one.answers, one.confidence, one.passed and who(feeds[at])) for at, one in verdicts.items()}
 
         patch.setattr(kind, "_judge", judged)
 

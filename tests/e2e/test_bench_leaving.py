@@ -16,7 +16,7 @@ from headrace.bench.early_exit_audit import ExitPredictions, Text, audit, criter
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
 from headrace.llm import LLM
-from headrace.runner.early_exit import Leaving
+from headrace.runner.early_exit import EarlyExit
 from headrace.runner.heads import EXIT, Heads
 from headrace.startup import heads as files
 from headrace.startup.opening import open_model
@@ -90,7 +90,7 @@ def test_an_audit_is_what_the_engine_says(
     def unchanged(*_: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(Leaving, "exit_at", unchanged)
+    monkeypatch.setattr(EarlyExit, "exit_at", unchanged)
     wrong = audit(llm, heads, texts, ("max_prob",))
     assert (wrong.choices[0] == wrong.choices[1]).all()
     assert not np.array_equal(wrong.confidence["max_prob"][0], votes.confidence["max_prob"][0])

@@ -17,7 +17,7 @@ from headrace.data.plan import Classified, Classify, Feed
 from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
-from headrace.runner.classifier import CRITERIA, Exits, Staged, _pool, leave_at, probabilities
+from headrace.runner.classifier import CRITERIA, ClassifierRun, ExitClassifiers, _pool, first_exit, probabilities
 from headrace.startup.classifier import CALIBRATION, INFO, WEIGHTS, Rule, load, save
 from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
@@ -42,7 +42,7 @@ def folder(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("classifier")
     with LLM(bert) as llm:
         rules = [Rule("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0), Rule("margin", 0.9, 0.1, 0.05, "hb", 100, 0.0, 2.9)]
-        save(place, Exits((1, 2, 3), LABELS, "mean", weight, bias), llm.opened, {}, rules)
+        save(place, ExitClassifiers((1, 2, 3), LABELS, "mean", weight, bias), llm.opened, {}, rules)
     return place
 
 
@@ -118,7 +118,7 @@ def test_who_leaves_changes_nobody(llm: LLM, criterion: str) -> None:
     """Every exit a text came by says what it says when nobody leaves; texts leave where the rule says, alone or together."""
     rule = middling(llm, criterion)
     full = np.stack(logits(llm, TEXTS, ("", 0.0)), 1)
-    expected = leave_at(*rule, probabilities(full))
+    expected = first_exit(*rule, probabilities(full))
     if criterion != "patience":
         assert len(set(expected.tolist())) > 1, "some were meant to leave, and not all at once"
     for found in (logits(llm, TEXTS, rule), [logits(llm, [text], rule)[0] for text in TEXTS]):
@@ -128,15 +128,15 @@ def test_who_leaves_changes_nobody(llm: LLM, criterion: str) -> None:
 
 def test_rows_of_another_text_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: after some have left, the others' rows are taken from where they were not."""
-    right = Staged._places
+    right = ClassifierRun._places
 
-    def wrong(self: Staged, numbers: Any) -> Iterator[slice]:
+    def wrong(self: ClassifierRun, numbers: Any) -> Iterator[slice]:
         for place in right(self, numbers):
             yield slice(max(place.start - 1, 0), max(place.start - 1, 0) + place.stop - place.start)
 
     full = np.stack(logits(llm, TEXTS, ("", 0.0)), 1)
     rule = middling(llm, "max_prob")
-    monkeypatch.setattr(Staged, "_places", wrong)
+    monkeypatch.setattr(ClassifierRun, "_places", wrong)
     found = logits(llm, TEXTS, rule)
     assert not all(same(llm, each, full[: len(each), at]) for at, each in enumerate(found))
 

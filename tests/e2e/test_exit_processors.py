@@ -10,7 +10,7 @@ import torch
 from headrace.data.params import SamplingParams
 from headrace.decoding.processors import History
 from headrace.llm import LLM
-from headrace.runner.early_exit import Leaving
+from headrace.runner.early_exit import EarlyExit
 from tests.leaving import write_exits
 from tests.tiny_files import write_tiny_gguf
 
@@ -75,7 +75,7 @@ def test_a_processor_bars_as_the_same_restriction_does(kinds: dict[str, LLM], ki
 
 
 def test_the_control_without_the_full_models_row_fails(kinds: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leaving, "_runs_both", lambda self, feed, live: live.params.audited)
+    monkeypatch.setattr(EarlyExit, "_runs_both", lambda self, feed, live: live.params.audited)
     (found,) = kinds["deferred"].generate([PROMPT], params_of("deferred", 0.0), processors=(Only((100, 101)),))
     assert found.error is not None
 

@@ -18,7 +18,7 @@ from headrace.engine import feeding
 from headrace.engine.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.llm import LLM
-from headrace.runner.early_exit import Propagating
+from headrace.runner.early_exit import PropagatingExit
 from headrace.runner.slots import Slots
 from headrace.runner.span import Span
 from headrace.startup import thresholds
@@ -214,19 +214,19 @@ def test_exact_blocks_of_others_are_not_taken_for_approximate_ones(native: Case)
 # -- negative controls: each of these must be seen -------------------------------------------------------------------------
 
 
-def filling(how: Callable[[Propagating, list[Feed], list[Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+def filling(how: Callable[[PropagatingExit, list[Feed], list[Any]], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def patched(patch: pytest.MonkeyPatch) -> None:
-        run = Propagating._run
+        run = PropagatingExit._run
 
-        def instead(self: Propagating, feeds: list[Feed], lives: list[Any], span: Span, rows: Any) -> Any:
+        def instead(self: PropagatingExit, feeds: list[Feed], lives: list[Any], span: Span, rows: Any) -> Any:
             return how(self, feeds, lives) if span.fill else run(self, feeds, lives, span, rows)
 
-        patch.setattr(Propagating, "_run", instead)
+        patch.setattr(PropagatingExit, "_run", instead)
 
     return patched
 
 
-def copied(self: Propagating, feeds: list[Feed], lives: list[Any]) -> None:
+def copied(self: PropagatingExit, feeds: list[Feed], lives: list[Any]) -> None:
     """K and V of the last layer below the exit, in place of those that the layers above would make."""
     program: Any = self.target
     layer = program.config.layers[0]

@@ -17,7 +17,7 @@ from headrace.decoding.processors import LengthNudge
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
 from headrace.runner import early_exit as leaving
-from headrace.runner.early_exit import MOST_BEHIND, Cascade
+from headrace.runner.early_exit import MOST_BEHIND, TokenCascade
 from headrace.startup import thresholds
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
@@ -226,8 +226,8 @@ def other_noise(patch: pytest.MonkeyPatch) -> None:
 CONTROLS = {
     "the last token alone": no_catching_up,
     "other noise": other_noise,
-    "by how far the larger model lags": deciding(lambda feed: feed.lag < 2, Cascade),
-    "by what is fed again": deciding(lambda feed: feed.count == 1, Cascade),
+    "by how far the larger model lags": deciding(lambda feed: feed.lag < 2, TokenCascade),
+    "by what is fed again": deciding(lambda feed: feed.count == 1, TokenCascade),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.bench.classifier import Predictions, calibration_errors, confusion, overthinking
 from headrace.llm import LLM
-from headrace.runner.classifier import CRITERIA, Exits, leave_at
+from headrace.runner.classifier import CRITERIA, ExitClassifiers, first_exit
 from headrace.startup.classifier import CALIBRATION, INFO
 from headrace.training.classifier import LabelledTexts, calibrated, fit, grid_of, read_labelled
 from headrace.training.overlap import split
@@ -171,8 +171,8 @@ def test_measures_of_each_criterion() -> None:
     assert found["entropy"] == pytest.approx([-0.9 * np.log(0.9) - 0.1 * np.log(0.1), -0.4 * np.log(0.4) - 0.6 * np.log(0.6)])
     assert found["kl"] == pytest.approx([0.9 * np.log(9 / 7) + 0.1 * np.log(1 / 3), 0.4 * np.log(0.8) + 0.6 * np.log(1.2)])
     assert found["patience"].tolist() == [1, 0]
-    assert leave_at("max_prob", 0.65, said).tolist() == [0, 1]
-    assert leave_at("patience", 1.0, np.repeat(said[:1], 4, 0)).tolist() == [1, 1]
+    assert first_exit("max_prob", 0.65, said).tolist() == [0, 1]
+    assert first_exit("patience", 1.0, np.repeat(said[:1], 4, 0)).tolist() == [1, 1]
 
 
 def test_how_far_an_exit_is_off_its_own_word() -> None:
@@ -223,7 +223,7 @@ def test_calibrated_thresholds_keep_their_promise() -> None:
     """Of many calibrations at most epsilon, and three standard errors, choose a threshold that loses more than delta. Control:
     the least careful threshold that lost little on the same texts breaks that in half of the settings at least."""
     runs, epsilon, rng = 40, 0.05, np.random.default_rng(5)
-    exits, grid = Exits((1, 2), ("a", "b"), "mean", np.empty(0), np.empty(0)), grid_of("max_prob", 2, 2)
+    exits, grid = ExitClassifiers((1, 2), ("a", "b"), "mean", np.empty(0), np.empty(0)), grid_of("max_prob", 2, 2)
     true = dict(zip(grid, lost(*world(np.random.default_rng(9), 40_000), grid), strict=True))
     most, naive_breaks = epsilon + 3 * (epsilon * (1 - epsilon) / runs) ** 0.5, 0
     for n, delta in ((150, 0.02), (150, 0.05), (150, 0.1), (300, 0.02), (300, 0.05), (300, 0.1)):

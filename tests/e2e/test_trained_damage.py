@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.runner.classifier import Exits
+from headrace.runner.classifier import ExitClassifiers
 from headrace.startup import classifier as classifiers
 from headrace.startup import heads, thresholds
 from headrace.startup.opening import Opened, open_model
@@ -41,7 +41,7 @@ def whole(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fact
         write_exits(place, model)
         return Whole(place, model, heads.load, heads.HEADS_INFO, heads.WEIGHTS)
     rng, labels = np.random.default_rng(3), ("bad", "fine")
-    made = Exits((1, LAYERS), labels, "mean", rng.normal(size=(2, 2, HIDDEN)), np.zeros((2, 2)))
+    made = ExitClassifiers((1, LAYERS), labels, "mean", rng.normal(size=(2, 2, HIDDEN)), np.zeros((2, 2)))
     classifiers.save(place, made, open_model(model), {}, [classifiers.Rule("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0)])
     return Whole(place, model, classifiers.load, classifiers.INFO, classifiers.WEIGHTS)
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
-from headrace.runner.early_exit import Leaving
+from headrace.runner.early_exit import EarlyExit
 from headrace.runner.span import Span
 from tests.beams import add_beam
 from tests.e2e.test_draft_model import Native, Torch
@@ -66,23 +66,23 @@ def test_an_exit_that_nobody_takes_changes_nothing(kind: str, architecture: str)
 
 def skipping(patch: pytest.MonkeyPatch) -> None:
     """The layers above begin one too late."""
-    above = Leaving._above
+    above = EarlyExit._above
 
-    def skipped(self: Leaving, feeds: Any, lives: Any, rows: Any, said: Any, unfilled: Any, rest: Any) -> Any:
+    def skipped(self: EarlyExit, feeds: Any, lives: Any, rows: Any, said: Any, unfilled: Any, rest: Any) -> Any:
         return above(self, feeds, lives, rows, said, unfilled, lambda a, b, span, x: rest(a, b, Span(first=span.first + 1), x))
 
-    patch.setattr(Leaving, "_above", skipped)
+    patch.setattr(EarlyExit, "_above", skipped)
 
 
 def rows_of_another_layer(patch: pytest.MonkeyPatch) -> None:
     """All layers run, and the rows that are handed on are those of the layer below the exit."""
 
-    def below(self: Leaving, feeds: Any, lives: Any) -> Any:
+    def below(self: EarlyExit, feeds: Any, lives: Any) -> Any:
         before = self._run(feeds, lives, Span(self.depth - 1), None)
         self._run(feeds, lives, Span(self.depth, first=self.depth - 1), before)
         return before, None
 
-    patch.setattr(Leaving, "_below", below)
+    patch.setattr(EarlyExit, "_below", below)
 
 
 @pytest.mark.parametrize("control", [skipping, rows_of_another_layer])

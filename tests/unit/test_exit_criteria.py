@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.runner import classifier as exits
-from headrace.runner.classifier import CRITERIA, Criterion, leave_at, sure
+from headrace.runner.classifier import CRITERIA, Criterion, first_exit, passes
 
 CLASSES = 3
 
@@ -48,10 +48,10 @@ LEVEL = of((1 / 3, 1 / 3, 1 / 3), (0.34, 0.33, 0.33), (0.35, 0.33, 0.32), (0.4, 
     ],
 )
 def test_where_a_text_leaves(criterion: str, threshold: float, wavers: int, level: int) -> None:
-    assert leave_at(criterion, threshold, WAVERS).tolist() == [wavers]
-    assert leave_at(criterion, threshold, LEVEL).tolist() == [level]
+    assert first_exit(criterion, threshold, WAVERS).tolist() == [wavers]
+    assert first_exit(criterion, threshold, LEVEL).tolist() == [level]
     both = np.concatenate([WAVERS, LEVEL], 1)
-    assert leave_at(criterion, threshold, both).tolist() == [wavers, level]  # whoever is beside it
+    assert first_exit(criterion, threshold, both).tolist() == [wavers, level]  # whoever is beside it
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_where_a_text_leaves(criterion: str, threshold: float, wavers: int, leve
 def test_who_is_less_careful_leaves_no_later(criterion: str, careful_first: list[float]) -> None:
     """And nobody leaves where nothing is sure enough: the last exit answers."""
     said = drawn(200, CLASSES)
-    left = [leave_at(criterion, threshold, said) for threshold in careful_first]
+    left = [first_exit(criterion, threshold, said) for threshold in careful_first]
     assert all((after <= before).all() for before, after in pairwise(left))
     assert len({tuple(each) for each in left}) > 2
-    assert (leave_at("", 0.0, said) == len(said) - 1).all()
+    assert (first_exit("", 0.0, said) == len(said) - 1).all()
 
 
 def test_of_two_classes_probability_and_entropy_are_one_rule() -> None:
@@ -79,8 +79,8 @@ def test_of_two_classes_probability_and_entropy_are_one_rule() -> None:
     two, three = drawn(300, 2), drawn(300, 3)
     for q in (0.55, 0.7, 0.9):
         h = -q * np.log(q) - (1 - q) * np.log(1 - q)
-        assert np.array_equal(leave_at("max_prob", q, two), leave_at("entropy", h, two))
-        assert not np.array_equal(leave_at("max_prob", q, three), leave_at("entropy", h, three))
+        assert np.array_equal(first_exit("max_prob", q, two), first_exit("entropy", h, two))
+        assert not np.array_equal(first_exit("max_prob", q, three), first_exit("entropy", h, three))
 
 
 # -- W15: the minus ----------------------------------------------------------------------------------------------------
@@ -100,10 +100,10 @@ def test_w15_the_entropy_has_a_minus(monkeypatch: pytest.MonkeyPatch) -> None:
     level, certain = np.full((4, 1, CLASSES), 1 / CLASSES), np.repeat(np.eye(CLASSES)[:1][None], 4, 0)
     said = np.concatenate([level, certain], 1)
     for threshold in (0.0, 0.5, np.log(CLASSES) - 1e-9):
-        assert leave_at("entropy", threshold, said).tolist() == [3, 0]
-    assert leave_at("entropy", float(np.log(CLASSES) + 1e-9), said).tolist() == [0, 0]
+        assert first_exit("entropy", threshold, said).tolist() == [3, 0]
+    assert first_exit("entropy", float(np.log(CLASSES) + 1e-9), said).tolist() == [0, 0]
     monkeypatch.setitem(CRITERIA, "entropy", Criterion(signed_wrongly, False, lambda classes, exits: 0.0))
-    assert leave_at("entropy", 0.5, said).tolist() == [0, 0]
+    assert first_exit("entropy", 0.5, said).tolist() == [0, 0]
 
 
 # -- W16: patience -----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def error_of_the_rule(exits: int, patience: int, inner: float, last: float, text
     rng = np.random.default_rng(11)
     errs = rng.random((exits, texts)) < np.array([inner] * (exits - 1) + [last])[:, None]
     said = np.where(errs[..., None], [0.1, 0.9], [0.9, 0.1])  # class 0 is right
-    left = leave_at("patience", patience, said)
+    left = first_exit("patience", patience, said)
     wrong: np.ndarray = errs[left, np.arange(texts)]
     return float(wrong.mean())
 
@@ -166,8 +166,8 @@ def test_w51_to_be_sure_is_not_to_stay() -> None:
     turns = of((0.5, 0.3, 0.2), (0.95, 0.03, 0.02), (0.1, 0.85, 0.05), (0.08, 0.88, 0.04))
     stays = of(*[(0.4, 0.35, 0.25)] * 4)
     said = np.concatenate([turns, stays], 1)
-    assert leave_at("entropy", 0.3, said).tolist() == [1, 3]
-    assert leave_at("kl", 0.05, said).tolist() == [3, 1]
+    assert first_exit("entropy", 0.3, said).tolist() == [1, 3]
+    assert first_exit("kl", 0.05, said).tolist() == [3, 1]
     assert turns[1, 0].argmax() != turns[3, 0].argmax()
 
 
@@ -185,7 +185,7 @@ def test_layers_given_to_other_texts_lose() -> None:
     def accuracy(left: np.ndarray) -> float:
         return float((said[left, np.arange(texts)].argmax(-1) == 0).mean())
 
-    left = leave_at("max_prob", 0.9, said)
+    left = first_exit("max_prob", 0.9, said)
     assert 0.2 < (left < 3).mean() < 0.8
     assert accuracy(left) > accuracy(np.full(texts, 3)) - 0.05
     assert accuracy(rng.permutation(left)) < accuracy(left) - 0.02
@@ -193,19 +193,19 @@ def test_layers_given_to_other_texts_lose() -> None:
 
 def together(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
     """Nobody leaves before all can, as the code of PABEE and CALM has it in batches."""
-    return np.full(said.shape[1], bool(sure(criterion, threshold, said).all()))
+    return np.full(said.shape[1], bool(passes(criterion, threshold, said).all()))
 
 
 def test_leaving_when_all_agree_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: then who is beside a text decides where it leaves."""
 
     def alone(rule: Callable[..., np.ndarray]) -> bool:
-        monkeypatch.setattr(exits, "sure", rule)
+        monkeypatch.setattr(exits, "passes", rule)
         said = drawn(40, CLASSES)
-        each = [int(leave_at("max_prob", 0.8, said[:, at : at + 1])[0]) for at in range(40)]
-        return leave_at("max_prob", 0.8, said).tolist() == each
+        each = [int(first_exit("max_prob", 0.8, said[:, at : at + 1])[0]) for at in range(40)]
+        return first_exit("max_prob", 0.8, said).tolist() == each
 
-    assert alone(sure)
+    assert alone(passes)
     assert not alone(together)
 
 
@@ -213,7 +213,7 @@ def test_an_exit_of_many_labels_takes_little_memory() -> None:
     """The products of a step's rows are made some at a time, and the sums have the bits that they have all at once."""
     rng = np.random.default_rng(0)
     weight, pooled = rng.normal(size=(1, 512, 384)), rng.normal(size=(64, 384)).astype(np.float32)
-    many = exits.Exits((1,), tuple(map(str, range(512))), "mean", weight, np.ones((1, 512)))
+    many = exits.ExitClassifiers((1,), tuple(map(str, range(512))), "mean", weight, np.ones((1, 512)))
     tracemalloc.start()
     found = many.logits(0, pooled)
     _, peak = tracemalloc.get_traced_memory()

@@ -108,7 +108,7 @@ def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
         made = TrainedHeads(Heads(EXIT, 1, initial_tensors(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [text], [])
         inputs = HeadInputs(Heads(EXIT, 1, train_classifiers(made), (1,), 1))
         fresh, right = rows(100)
-        sure = torch.tensor([inputs.sure(0, row.double().numpy()) for row in fresh[:, :width]])
+        sure = torch.tensor([inputs.confidence(0, row.double().numpy()) for row in fresh[:, :width]])
         return float(((sure > 0.5) == right).float().mean())
 
     learned, _ = rows(600)

@@ -11,7 +11,7 @@ import numpy as np
 from headrace.bench.figures import Column, Line, Table
 from headrace.bench.machine import machine
 from headrace.llm import LLM
-from headrace.runner.classifier import CRITERIA, leave_at, probabilities
+from headrace.runner.classifier import CRITERIA, first_exit, probabilities
 from headrace.startup.classifier import Pair
 from headrace.stats.calibration import calibration_error
 from headrace.training.classifier import LabelledTexts, exit_logits, grid_of
@@ -51,7 +51,7 @@ class Predictions:
 
     def under_rule(self, criterion: str, threshold: float) -> tuple[float, float]:
         """Accuracy and mean layers per text under a rule."""
-        at = leave_at(criterion, threshold, self.probs)
+        at = first_exit(criterion, threshold, self.probs)
         return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
 
 
@@ -97,7 +97,7 @@ def calibration_errors(predictions: Predictions) -> list[float]:
 
 def confusion(predictions: Predictions, criterion: str, threshold: float) -> list[list[int]]:
     """Confusion matrix under a rule: number of texts by right class (rows) and predicted class (columns)."""
-    at, count = leave_at(criterion, threshold, predictions.probs), predictions.probs.shape[-1]
+    at, count = first_exit(criterion, threshold, predictions.probs), predictions.probs.shape[-1]
     chosen = predictions.probs.argmax(-1)[at, np.arange(len(at))]
     counts: list[list[int]] = (
         np.bincount(predictions.classes * count + chosen, minlength=count**2).reshape(count, count).tolist()

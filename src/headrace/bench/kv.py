@@ -26,7 +26,7 @@ from headrace.compress.judge import compare_logits
 from headrace.data.progress import Progress, Silent
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
-from headrace.kv.rounded import Rounding, as_it_is, by_channel, to_bfloat16, to_int4, to_int8
+from headrace.kv.rounded import Rounding, by_channel, to_bfloat16, to_int4, to_int8, unrounded
 from headrace.models.base import Model
 from headrace.ops.context import Context
 from headrace.runner.streamed import TABLE, OneLayer, Streamed
@@ -52,8 +52,8 @@ class KVFormat:
     """
 
     name: str
-    k: Rounding = as_it_is
-    v: Rounding = as_it_is
+    k: Rounding = unrounded
+    v: Rounding = unrounded
     bits: tuple[float, float] = (16, 16)
     scales: tuple[float, float] = (0, 0)
     centred: bool = False

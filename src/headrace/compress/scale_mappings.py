@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.compress.base import ScaleMapping
-from headrace.runner.last_use import Uses
+from headrace.runner.last_use import ValueUses
 from headrace.runner.record import Node, Segment
 
 
 def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleMapping, ...]:
     """The mappings of a layer in order. holders: by name. A value that anything but linear layers reads has none."""
     names = {id(holder): name for name, holder in holders.items()}
-    uses = Uses(segment)
+    uses = ValueUses(segment)
     makers = {value: node for node in segment.nodes for value in node.outputs}
     found = []
     for node in segment.nodes:

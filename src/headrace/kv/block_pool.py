@@ -1,4 +1,4 @@
-"""The blocks of a paged pool: which are free, how often each is held, under which key one can be found again."""
+"""The blocks of a paged pool: free blocks, reference counts, and the keys of published blocks."""
 
 from collections import Counter, OrderedDict, deque
 
@@ -6,27 +6,27 @@ from headrace.data.config import CacheConfig
 
 
 class BlockPool:
-    """Owns block ids, reference counts and, per block, which KV groups are filled.
+    """Owns block ids, reference counts and, per block, the KV groups that are filled.
 
-    Blocks given up between `begin` and `end` (while a step is being scheduled) are reused from the next step on, because
-    the copies of one plan run in no particular order.
+    Blocks freed between `begin` and `end`, while a step is scheduled, are reused from the next step on, because the copies of
+    one plan run in no particular order.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self.num_blocks = config.num_blocks
         self.refs = [0] * config.num_blocks
-        self.filled = [0] * config.num_blocks  # bit g: group g's K/V is in the block
-        self._keeps = config.prefix_caching  # what nobody holds any more
+        self.filled = [0] * config.num_blocks  # bit g: the block has the K/V of group g
+        self._keeps = config.prefix_caching  # published blocks stay findable without a holder
         self._key: list[bytes | None] = [None] * config.num_blocks
         self._cached: dict[bytes, int] = {}  # published key -> block
         self._free: deque[int] = deque(range(config.num_blocks))
-        self._lru: OrderedDict[int, None] = OrderedDict()  # published blocks nobody holds, oldest first
-        self._freed: dict[int, None] = {}  # given up during this scheduling: reusable from the next step
+        self._lru: OrderedDict[int, None] = OrderedDict()  # published blocks without a holder, oldest first
+        self._freed: dict[int, None] = {}  # freed during this scheduling, usable from the next step
         self._scheduling = False
 
     # -- one scheduling pass -------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """A step is being scheduled: what earlier steps gave up becomes usable."""
+        """Begin to schedule a step: blocks freed by earlier steps become usable."""
         self._scheduling = False
         for block in self._freed:
             self._retire(block)
@@ -38,31 +38,31 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now (published ones nobody holds are evicted when needed)."""
+        """Blocks that can be taken now; published blocks without a holder are evicted when needed."""
         return len(self._free) + len(self._lru)
 
     @property
     def freed_this_step(self) -> int:
-        """Blocks given up during this scheduling: available at the next step."""
+        """Blocks freed during this scheduling, available at the next step."""
         return len(self._freed)
 
     # -- holding -------------------------------------------------------------------------------------------------------
     def take(self) -> int:
-        """A block for one holder, with nothing in it."""
+        """An empty block with one holder."""
         block = self._free.popleft() if self._free else self._evict()
         self.refs[block] = 1
         self.filled[block] = 0
         return block
 
     def share(self, block: int) -> None:
-        """One more holds a block, which nobody may have held until now."""
+        """Add a holder to a block, which may have none."""
         if self.refs[block] == 0:
             self._lru.pop(block, None)
             self._freed.pop(block, None)
         self.refs[block] += 1
 
     def drop(self, block: int) -> None:
-        """One holder gives a block up."""
+        """Remove a holder from a block."""
         self.refs[block] -= 1
         assert self.refs[block] >= 0, f"block {block} was given up twice"
         if self.refs[block] == 0:
@@ -70,7 +70,7 @@ class BlockPool:
 
     # -- finding -------------------------------------------------------------------------------------------------------
     def find(self, key: bytes, need: int) -> int | None:
-        """The block published under a key, if all groups of `need` (a bit mask) are filled in it."""
+        """The block published under a key, if all groups of the bit mask `need` are filled in it."""
         block = self._cached.get(key)
         return None if block is None or self.filled[block] & need != need else block
 
@@ -78,7 +78,7 @@ class BlockPool:
         return self._key[block] is not None
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a block be found, unless it is already, or another with this key has what it has."""
+        """Make a block findable under a key, unless it is published already or another block with this key has as much."""
         if self._key[block] is None and self._offers_more(block, self._cached.get(key)):
             self._cached[key] = block
             self._key[block] = key
@@ -90,7 +90,7 @@ class BlockPool:
         self._key[block] = None
 
     def _offers_more(self, block: int, other: int | None) -> bool:
-        """Whether a block should be the one that is found; another with the same tokens and fewer groups is withdrawn."""
+        """Whether a block replaces `other` under its key; a block with the same tokens and fewer groups is withdrawn."""
         if other is None:
             return True
         mine, its = self.filled[block], self.filled[other]
@@ -104,7 +104,7 @@ class BlockPool:
 
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, held: Counter[int]) -> None:
-        """Raise AssertionError unless counts, free lists and the cache agree. `held`: how many hold each block."""
+        """Raise AssertionError unless counts, free lists and the cache agree. held: number of holders of each block."""
         for block in range(self.num_blocks):
             assert self.refs[block] == held[block], f"block {block}: {self.refs[block]} references, {held[block]} holders"
             key = self._key[block]
@@ -130,6 +130,6 @@ class BlockPool:
         if self._key[block] is not None and not self._keeps:
             self.withdraw(block)
         if self._key[block] is None:
-            self._free.appendleft(block)  # taken again first, while it is still in the caches
+            self._free.appendleft(block)  # reused first, while it is still in the CPU's caches
         else:
             self._lru[block] = None

@@ -1,7 +1,9 @@
-"""Host side of the paged KV cache: which block holds which tokens, who shares it, and what may be reused.
+"""Host side of the paged KV cache: block tables, copy-on-write and the prefix cache.
 
-Paging and copy-on-write follow PagedAttention (Kwon et al., SOSP'23); a full block is known by the SHA-256 chain over the
-tokens up to its end, rooted in `Holding.root`, so two sequences with one prefix find the same blocks.
+A full block has the SHA-256 chain hash over the tokens up to its end, rooted in `Holding.root`. Two sequences with one prefix
+find the same blocks.
+
+Source: Kwon et al., "PagedAttention", arXiv 2309.06180 (paging, copy-on-write).
 """
 
 from collections import Counter
@@ -19,10 +21,10 @@ Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) 
 
 
 class BlockManager:
-    """The block tables of sequences, over one pool of blocks.
+    """The block tables of sequences, over one pool of blocks; owned by an engine.
 
-    Table 0 grows with a sequence's tokens. Table 1 is there where a sequence has a source: it is written whole, once, found by
-    others as a whole (the last block too, which may not be full), shared by forks and never copied.
+    Table 0 grows with a sequence's tokens. Table 1 exists if the sequence has a source: it is written once, found by others
+    only as a whole (its last block may not be full), shared by forks and never copied.
     """
 
     def __init__(self, config: CacheConfig, groups: tuple[KVGroup, ...] = (TARGET,)) -> None:
@@ -33,7 +35,7 @@ class BlockManager:
 
     # -- one scheduling pass -------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """A step is being scheduled: what earlier steps gave up becomes usable."""
+        """Begin to schedule a step: blocks freed by earlier steps become usable."""
         self.pool.begin()
 
     def end(self) -> None:
@@ -41,12 +43,12 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be taken now."""
         return self.pool.available
 
     @property
     def freed_this_step(self) -> int:
-        """Blocks given up during this scheduling: available at the next step."""
+        """Blocks freed during this scheduling, available at the next step."""
         return self.pool.freed_this_step
 
     @property
@@ -55,12 +57,12 @@ class BlockManager:
 
     # -- growing, sharing, giving up -----------------------------------------------------------------------------------
     def writable(self, seq: Sequence, position: int) -> bool:
-        """Whether `grow` would have nothing to do for one position: its block is there, and the sequence's alone."""
+        """Whether `grow` has nothing to do for one position: its block exists and only this sequence holds it."""
         table, index = seq.kv.tables[0], position // self.block_size
         return index < len(table) and self.pool.refs[table[index]] == 1 and not self.pool.published(table[index])
 
     def need(self, spans: Iterable[Span]) -> int:
-        """Blocks that `grow` over all these spans would take, copy-on-write included; exact when spans share blocks."""
+        """Blocks that `grow` over all these ranges would take, copy-on-write included; exact even if ranges share blocks."""
         total = 0
         dropped: dict[int, int] = {}
         for seq, start, end in spans:
@@ -74,9 +76,10 @@ class BlockManager:
         return total
 
     def grow(self, seq: Sequence, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Make positions [start, end) writable by `seq` alone; returns the copies (table, from, to) this takes.
+        """Make positions [start, end) writable by `seq` alone; returns the copies (table, from, to). The caller has checked
+        `need`.
 
-        The caller has checked `need`. A shared block in the range is copied, a published one is withdrawn from the cache.
+        A shared block in the range is copied; a published one is withdrawn from the cache.
         """
         kv = seq.kv
         table = kv.tables[0]
@@ -99,19 +102,19 @@ class BlockManager:
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` shares every block of `parent`; the first to write a shared block copies it."""
+        """Let `child` share every block of `parent`; the first to write a shared block copies it."""
         child.kv = parent.kv.fork()
         for table in child.kv.tables:
             for block in table:
                 self.pool.share(block)
 
     def truncate(self, seq: Sequence, length: int) -> None:
-        """Give up the blocks beyond `length` tokens: what a rejected draft had."""
+        """Free the blocks beyond `length` tokens, as after a rejected draft."""
         self._shorten(seq, 0, self._count(length))
         seq.kv.published = min(seq.kv.published, length // self.block_size)
 
     def release(self, seq: Sequence) -> None:
-        """Give up every block of `seq`; what was published stays findable until it is evicted, deepest first."""
+        """Free every block of `seq`. Published blocks stay findable until they are evicted, the deepest first."""
         kv = seq.kv
         self.truncate(seq, 0)
         for table in range(1, len(kv.tables)):
@@ -129,12 +132,12 @@ class BlockManager:
 
     # -- the prefix cache ----------------------------------------------------------------------------------------------
     def match(self, seq: Sequence, need: int | None = None, most: int = ALL) -> int:
-        """Extend a block-aligned `seq` by published blocks of its first `most` tokens; returns the tokens this saved.
+        """Extend a block-aligned `seq` by published blocks of its first `most` tokens; returns the number of tokens saved.
 
-        `need` is a bit mask of KV groups (default: those the sequence's own feeds fill): the walk stops at the first block
-        where one is missing. A companion's group counts as computed only as far as its bits reach, so it never reads K/V
-        that was never computed. The last known token is always left to compute: its logits are needed. What a sequence had
-        approximate it does not find exact.
+        need: bit mask of KV groups (default: those that the sequence's feeds fill). The walk stops at the first block where one
+        is missing. The group of another model counts as computed only as far as its bits reach, so a model never reads K/V that
+        were not computed. The last known token is always left to compute, as its logits are needed. Beyond `exact_until`
+        nothing is matched.
         """
         kv = seq.kv
         need = kv.groups if need is None else need
@@ -167,7 +170,7 @@ class BlockManager:
         return kv.hashes[index]
 
     def publish(self, seq: Sequence) -> None:
-        """Offer the full, computed, exact blocks of `seq` to others."""
+        """Make the full, computed, exact blocks of `seq` findable."""
         kv = seq.kv
         done = self.exact(seq, kv.computed[0])
         for index in range(kv.published, done // self.block_size):
@@ -177,19 +180,19 @@ class BlockManager:
         kv.published = max(kv.published, done // self.block_size)
 
     def exact(self, seq: Sequence, end: int) -> int:
-        """How far below `end` the K and V of a sequence are exact: none beyond are offered to others or taken from them."""
+        """How far below `end` a sequence's K/V are exact. Approximate K/V are neither published nor matched."""
         until = seq.kv.exact_until
         return end if until is None else min(end, until)
 
     def leave(self, seq: Sequence, index: int) -> None:
-        """The row at a KV index has left and was propagated: from here on nothing of the sequence is exact."""
+        """Record that the row at a KV index exited and was propagated: from here on the sequence's K/V are approximate."""
         seq.kv.left.append(index)
         if seq.kv.exact_until is None:
             seq.kv.exact_until = index
 
     def fill(self, seq: Sequence, group: int, start: int) -> None:
-        """Note that a group now reaches from `start` to `seq.computed[group]`, in the blocks that this completes. A block that
-        was offered without the group is offered again, as a twin may be the one that is found."""
+        """Record that a group now reaches from `start` to `computed[group]`, in the blocks that this completes. Blocks
+        published without the group are published again, as a twin may be the one that is found."""
         for index in range(start // self.block_size, seq.kv.computed[group] // self.block_size):
             block = seq.kv.tables[0][index]
             self.pool.filled[block] |= 1 << group
@@ -201,20 +204,20 @@ class BlockManager:
         """Take a sequence's source from the cache; returns whether all of it was there."""
         kv = seq.kv
         assert not kv.tables[1], "a source that is not encoded has no blocks yet"
-        found = [self.pool.find(key, 0) for key in self._source_keys(seq)]
-        kv.encoded = None not in found
+        blocks = [self.pool.find(key, 0) for key in self._source_keys(seq)]
+        kv.encoded = None not in blocks
         if kv.encoded:
-            kv.tables[1] = [block for block in found if block is not None]
+            kv.tables[1] = [block for block in blocks if block is not None]
             for block in kv.tables[1]:
                 self.pool.share(block)
         return kv.encoded
 
     def source_key(self, seq: Sequence) -> bytes:
-        """By what a sequence's source is known: whose it is, and its tokens, which the root has."""
+        """Hash of a sequence's source: its tokens and their tenant, both contained in the root."""
         return sha256(b"source of " + seq.kv.root).digest()
 
     def publish_source(self, seq: Sequence) -> None:
-        """A sequence's source has been encoded: offer its blocks to others."""
+        """Make the blocks of an encoded source findable."""
         seq.kv.encoded = True
         for block, key in zip(seq.kv.tables[1], self._source_keys(seq), strict=True):
             self.pool.publish(block, key)
@@ -229,7 +232,7 @@ class BlockManager:
 
     # -- self-check ----------------------------------------------------------------------------------------------------
     def check(self, seqs: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless counts, tables, free lists and the cache agree. `seqs`: all that hold blocks."""
+        """Raise AssertionError unless counts, tables, free lists and the cache agree. seqs: all sequences that hold blocks."""
         seqs = list(seqs)
         self.pool.check(Counter(block for seq in seqs for table in seq.kv.tables for block in table))
         for seq in seqs:

@@ -1,4 +1,4 @@
-"""Device side of the paged KV cache: the tensors that blocks are made of."""
+"""Device side of the paged KV cache: the tensors of the blocks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,15 +8,17 @@ import torch
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 
-KVRounding = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of a layer, k, v
+KVRounding = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (layer, k, v) -> k, v
 
 
 class KVPool:
-    """K and V of every layer in `num_blocks` blocks of `block_size` tokens (PagedAttention, Kwon et al., SOSP'23).
+    """K/V of every layer in `num_blocks` blocks of `block_size` tokens.
 
-    One tensor [layers, 2, num_blocks, block_size, kv_heads, head_dim]; a flat position is block * block_size + offset. K is
-    stored as attention uses it, after norm and rotary. Starts as zeros, so that nothing read from it is ever NaN by accident.
-    `rounding`: what becomes of k and v [n, kv_heads, head_dim] of a layer before they are stored.
+    data: one tensor [layers, 2, num_blocks, block_size, kv_heads, head_dim], zeros at first, so that nothing read from it is
+    NaN by accident. A flat position is block * block_size + offset. K is stored as attention uses it, after norm and rotary.
+    rounding: applied to k and v [n, kv_heads, head_dim] of a layer before they are stored.
+
+    Source: Kwon et al., "PagedAttention", arXiv 2309.06180.
     """
 
     def __init__(
@@ -43,24 +45,24 @@ class KVPool:
         return self.data.nbytes
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, each [num_blocks, block_size, kv_heads, head_dim]; views, not copies."""
+        """K and V of a layer, views [num_blocks, block_size, kv_heads, head_dim]."""
         return self.data[layer, 0], self.data[layer, 1]
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v [n, kv_heads, head_dim] at the flat positions `slots` [n], rounded to the pool's dtype."""
+        """Store k and v [n, kv_heads, head_dim] at the flat positions `slots` [n] int64, rounded to the pool's dtype."""
         if self._rounding is not None:
             k, v = self._rounding(layer, k, v)
         self._flat[layer, 0].index_copy_(0, slots, k.to(self.dtype))
         self._flat[layer, 1].index_copy_(0, slots, v.to(self.dtype))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (from, to) of all layers. Every source is read before anything is written."""
+        """Copy whole blocks (from, to) of all layers. All sources are read before anything is written."""
         if pairs:
             source, target = self._columns(pairs)
             self.data[:, :, target] = self.data[:, :, source]
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy single flat positions (from, to) of all layers. Every source is read before anything is written."""
+        """Copy single flat positions (from, to) of all layers. All sources are read before anything is written."""
         if pairs:
             source, target = self._columns(pairs)
             self._flat[:, :, target] = self._flat[:, :, source]
@@ -71,8 +73,8 @@ class KVPool:
 
 
 class FreshPool(KVPool):
-    """K and V with gradients, of texts that are fed whole and once: what a layer writes takes the place of what it had, so that
-    no layer's gradient goes through another's rows."""
+    """K/V with gradients, for whole texts that are fed once. Each write replaces the layer's K/V by new tensors, so that no
+    layer's gradient runs through another's rows."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""K and V in fewer bits, in torch: what the native core's pools keep, as numbers. The reference for its kernels."""
+"""K/V in fewer bits, in torch: the numbers that the native core's pools store. The reference of its kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,10 @@ from torch.nn.functional import pad
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # of vectors [tokens, heads, head_dim]
 
-LINE = 16  # the core pads heads to so many dimensions, with zeros
+LINE = 16  # the core pads heads with zeros to a multiple of this
 
 
-def as_it_is(x: torch.Tensor) -> torch.Tensor:
+def unrounded(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
@@ -20,13 +20,13 @@ def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_int8(x: torch.Tensor) -> torch.Tensor:
-    """Integers of 8 bits with a scale for each vector."""
+    """Signed 8-bit integers with one scale per vector, as numbers."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return scale * torch.where(scale > 0, x / scale, 0).round()
 
 
 def to_int4(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Integers from 0 to 15 above a minimum, for each of `parts` equal runs of a vector's dimensions; their scale and minimum
+    """Integers 0 to 15 above a minimum, for each of `parts` equal runs of a vector's dimensions, as numbers. Scale and minimum
     are bfloat16."""
     padded = pad(x, (0, -x.shape[-1] % LINE))
     runs = padded.reshape(*x.shape[:-1], parts, -1)
@@ -34,8 +34,11 @@ def to_int4(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def by_channel(x: torch.Tensor, tokens: int = 32) -> torch.Tensor:
-    """The same for each dimension of `tokens` tokens in a row; the last ones, fewer than that, stay as they are (KIVI, Liu et
-    al. 2024). What a key becomes depends on those after it, so no pool keeps it so."""
+    """Integers 0 to 15 per dimension, over `tokens` tokens in a row, as numbers; the last tokens, fewer than that, are not
+    rounded. A key depends on later keys here, so no pool stores K this way.
+
+    Source: Liu et al., "KIVI", arXiv 2402.02750.
+    """
     whole = len(x) // tokens * tokens
     return torch.cat([_range(x[:whole].reshape(-1, tokens, *x.shape[1:]), 1).flatten(0, 1), x[whole:]])
 
@@ -46,15 +49,15 @@ def _range(x: torch.Tensor, dim: int) -> torch.Tensor:
     return least + scale * torch.where(scale > 0, (x - least) / scale, 0).round().clamp(0, 15)
 
 
-FORMATS: dict[str, tuple[Rounding, Rounding]] = {  # of K, and of V
+FORMATS: dict[str, tuple[Rounding, Rounding]] = {  # of K and of V
     "int8": (to_int8, to_int8),
     "int4": (partial(to_int4, parts=2), to_int4),
 }
 
 
 class Rounded:
-    """The rounding of a KVPool whose K and V are as a format of FORMATS holds them: the same output, without its memory.
-    `centre` [layers, KV heads, head_dim]: what K is stored less."""
+    """Rounding of a KVPool: K/V have the values of a format of FORMATS, without its memory. centre: constant subtracted from K
+    [layers, kv_heads, head_dim]."""
 
     def __init__(self, format: str, centre: torch.Tensor | None = None) -> None:
         self._of_k, self._of_v = FORMATS[format]

@@ -1,8 +1,9 @@
-"""K less a constant: softmax does not see it, and what is left loses less when it is rounded to bfloat16, int8 or int4.
+"""K minus a constant before it is stored: softmax does not change, and the smaller rest loses less when rounded to bfloat16,
+int8 or int4.
 
-A model's file may have the mean of its keys (weights.kv_settings). Else it is of their bias: Qwen2's keys carry biases of up
-to some hundreds, in pairs of values that the rotation hardly turns within the context. They add the same to the scores of all
-tokens but for that turn, and their rounding was most of the error of attention.
+A model's file may contain the mean of its keys (weights.kv_settings). Otherwise the constant is the keys' bias: Qwen2's biases
+reach some hundreds, in pairs of values that the rotation hardly turns within the context. They add almost the same to the
+scores of all tokens, and their rounding was most of the error of attention.
 """
 
 import math
@@ -16,17 +17,19 @@ from headrace.models.base import Model
 from headrace.runner.last_use import by_softmax_alone
 from headrace.runner.record import Node, RecordError, Segment, record
 
-Biases = Callable[[Any], np.ndarray | None]  # a linear layer's bias, float32 and flat; None where it has none
+Biases = Callable[[Any], np.ndarray | None]  # a linear layer's bias, float32 [n_out]; None if it has none
 
-TURN = math.pi / 3  # a vector that turns by less is, less its first place, no longer than it was
+TURN = math.pi / 3  # a vector turned by less, minus its first position, is no longer than before
 
 
 def k_shift(
     segment: Segment, node: Node, biases: Biases, config: ModelConfig, centre: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """What to take off every K [kv_heads * head_dim] of an attention node once it is turned: `centre` [layers, kv_heads *
-    head_dim], or its bias where the rotation stays below a sixth of a turn. None: there is neither, or more than softmax sees
-    the scores."""
+    """The constant to subtract from K [kv_heads * head_dim] of an attention node after rotation; None for none.
+
+    centre: mean keys [layers, kv_heads * head_dim]. Without it, the bias of those pairs that the rotation turns by less than a
+    sixth of a turn within the context. None also if anything but softmax reads the scores.
+    """
     settings = node.settings
     if "k" not in node.inputs or not by_softmax_alone(node):
         return None
@@ -46,27 +49,27 @@ def k_shift(
 
 
 def k_shifts(model: Model, biases: Biases) -> np.ndarray | None:
-    """That of every layer which stores K, for a file that says nothing: float32 [layers, kv_heads * head_dim]; None where
-    there is none, or the model cannot be recorded."""
+    """The constants of all layers with their own K, for a file without mean keys: float32 [layers, kv_heads * head_dim]; None
+    if there are none, or if the model cannot be recorded."""
     try:
         layers = record(model, embeds=False).layers
     except RecordError:
         return None
-    found = {}
+    shifts = {}
     for segment in layers:
         for node in segment.nodes:
             if node.op == "attention" and (shift := k_shift(segment, node, biases, model.config)) is not None:
-                found[node.settings["layer"]] = shift
-    if not found:
+                shifts[node.settings["layer"]] = shift
+    if not shifts:
         return None
-    made = np.zeros((sum(not layer.shares for layer in model.config.layers), len(next(iter(found.values())))), np.float32)
-    for layer, shift in found.items():
+    made = np.zeros((sum(not layer.shares for layer in model.config.layers), len(next(iter(shifts.values())))), np.float32)
+    for layer, shift in shifts.items():
         made[layer] = shift
     return made
 
 
 def _bias(segment: Segment, value: int, biases: Biases) -> np.ndarray | None:
-    """The bias of the linear layer that makes a value."""
+    """The bias of the linear layer that outputs a value."""
     maker = next((node for node in segment.nodes if value in node.outputs), None)
     if maker is None or maker.op != "linear":
         return None

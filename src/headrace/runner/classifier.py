@@ -1,8 +1,8 @@
-"""Classifiers after layers: a text leaves by the first that is sure enough, and the layers above it are not computed for it.
+"""Early-exit classification of encoders: a classifier after some layers. A text stops at the first exit whose confidence
+passes, and the layers above are skipped for it. The batch shrinks from layer to layer, which changes no other row.
 
-BranchyNet (Teerapittayanon et al., 2016) leaves at a low entropy, shallow-deep networks (Kaya et al., 2019) at a high
-probability, PABEE (Zhou et al., 2020) once several exits in a row agree. For encoders, whose texts are fed whole: a text that
-has left is taken out of the batch between two layers, and no row of another changes by it.
+Source of the criteria: Teerapittayanon et al., "BranchyNet", 2016 (entropy); Kaya et al., "Shallow-Deep Networks", arXiv
+1810.07052 (probability); Zhou et al., "BERT Loses Patience" (PABEE), arXiv 2006.04152 (agreement of exits in a row).
 """
 
 import math
@@ -17,14 +17,15 @@ from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import Span
 from headrace.runner.wants import add_rows, pools
 
-PRODUCTS = 1 << 20  # numbers that are in memory at once while an exit reads rows, or those of one row
-BOTH = "both"  # pooling: the first row beside the mean
+PRODUCTS = 1 << 20  # products in memory at once while an exit reads pooled rows
+BOTH = "both"  # pooling: the first row, then the mean
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """How sure the last of several exits is: `measure` of the probabilities that all of them gave, [exits, texts, classes] ->
-    [texts]. It is sure from the threshold up (`rising`), or down. `most`: the largest threshold, by classes and exits."""
+    """A confidence measure of the last of several exits. measure: probabilities of all of them [exits, texts, classes] ->
+    [texts]. rising: passes at the threshold and above, otherwise at it and below. most: the largest threshold, by classes and
+    exits. least: the smallest."""
 
     measure: Callable[[np.ndarray], np.ndarray]
     rising: bool
@@ -48,21 +49,21 @@ def _entropy(probs: np.ndarray) -> np.ndarray:
 
 
 def _kl(probs: np.ndarray) -> np.ndarray:
-    """From the exit before; nothing is near to the first."""
+    """Divergence from the exit before, in nats; infinite for the first exit."""
     if len(probs) == 1:
         return np.full(probs.shape[1], np.inf)
     return np.maximum(_cross(probs[-1], probs[-2]) - _cross(probs[-1], probs[-1]), 0.0)
 
 
 def _patience(probs: np.ndarray) -> np.ndarray:
-    """How many exits before the last, in a row, say what it says."""
+    """Number of exits in a row, before the last, that agree with it."""
     best = probs.argmax(-1)
     same: np.ndarray = np.cumprod(best[-2::-1] == best[-1], 0).sum(0) if len(probs) > 1 else np.zeros(probs.shape[1])
     return same
 
 
 def _cross(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """-sum of p log q, in nats; what p rules out adds nothing."""
+    """Cross entropy -sum p log q, in nats."""
     sums: np.ndarray = -np.where(p > 0, p * np.log(np.maximum(q, 1e-300)), 0.0).sum(-1)
     return sums
 
@@ -77,10 +78,12 @@ CRITERIA: dict[str, Criterion] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Exits:
-    """Linear classifiers over pooled hidden rows: exit i reads them after `layers[i]` layers, the last one after all.
-    `weight` [exits, classes, width] and `bias` [exits, classes] are float64; `pooling`: first, last or mean, whose width is
-    that of a hidden row, or both: the first row and the mean, one after the other."""
+class ExitClassifiers:
+    """Linear classifiers over pooled hidden rows. Exit i reads them after `layers[i]` layers, the last one after all.
+
+    weight: [exits, classes, width] float64. bias: [exits, classes] float64. pooling: first, last or mean (width: the hidden
+    size), or both (twice that: the first row, then the mean).
+    """
 
     layers: tuple[int, ...]
     labels: tuple[str, ...]
@@ -89,14 +92,15 @@ class Exits:
     bias: np.ndarray
 
     def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
-        """Of pooled rows [texts, hidden]: [texts, classes]. A text's are summed in one order, whoever is beside it."""
+        """Logits [texts, classes] of one exit for pooled rows [texts, width]. A text's products are summed in one order,
+        whatever the batch."""
         weight = self.weight[exit]
         step = max(1, PRODUCTS // weight.size)
         parts = [(pooled[at : at + step, None] * weight).sum(-1) for at in range(0, len(pooled), step)]
         return np.concatenate(parts) + self.bias[exit]
 
     def check(self, criterion: str, threshold: float | None = None) -> None:
-        """Raise ValueError for what no exit can be asked; an empty criterion is the whole model."""
+        """Raise ValueError for an unknown criterion or a threshold out of range. An empty criterion disables early exit."""
         if not criterion:
             return
         if criterion not in CRITERIA:
@@ -115,8 +119,8 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
-def sure(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
-    """Which texts leave by the last of the exits that gave these probabilities [exits, texts, classes]: [texts] bool."""
+def passes(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
+    """Which texts stop at the last exit of these probabilities [exits, texts, classes]: [texts] bool."""
     if not criterion:
         return np.zeros(probs.shape[1], bool)
     rule = CRITERIA[criterion]
@@ -125,31 +129,32 @@ def sure(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
     return passed
 
 
-def leave_at(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
-    """By which exit each text leaves, of all exits' probabilities [exits, texts, classes]: [texts]."""
+def first_exit(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
+    """The exit at which each text stops, of all exits' probabilities [exits, texts, classes]: [texts]."""
     last = len(probs) - 1
     exits = np.full(probs.shape[1], last)
     for exit in reversed(range(last)):
-        exits[sure(criterion, threshold, probs[: exit + 1])] = exit
+        exits[passes(criterion, threshold, probs[: exit + 1])] = exit
     return exits
 
 
 def asked(feeds: Sequence[Feed]) -> bool:
-    """Whether a class is wanted of any feed."""
+    """Whether any feed wants a class."""
     return any(isinstance(want, Classify) for feed in feeds for want in feed.wants)
 
 
-class Staged:
-    """A step that runs from exit to exit, with fewer texts each time. Feeds from which only rows are pooled stay to the end."""
+class ClassifierRun:
+    """One step that runs from exit to exit, with fewer texts each time. Feeds from which only rows are pooled stay to the
+    end."""
 
-    def __init__(self, exits: Exits, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> None:
+    def __init__(self, exits: ExitClassifiers, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> None:
         self.exits = exits
         self.feeds = feeds
         self.lives = lives
         self.rules = [next((want for want in feed.wants if isinstance(want, Classify)), None) for feed in feeds]
-        self.here = list(range(len(feeds)))
-        self.logits: list[list[np.ndarray]] = [[] for _ in feeds]  # logits [classes] of the exits that each came by
-        self.computed = 0  # rows times layers
+        self.here = list(range(len(feeds)))  # numbers of the feeds that are still in the batch
+        self.logits: list[list[np.ndarray]] = [[] for _ in feeds]  # by feed: logits [classes] of each exit it passed
+        self.computed = 0  # rows × layers
 
     def run(self, program: Program) -> list[tuple[Any, ...]]:
         """The answers of every feed, in the order of their wants."""
@@ -169,7 +174,7 @@ class Staged:
         return self._answers(program, rows)
 
     def _places(self, numbers: Sequence[int]) -> Iterator[slice]:
-        """Where the rows of some feeds are among those of all that are here."""
+        """The slices of some feeds' rows among those still in the batch."""
         wanted, start = set(numbers), 0
         for number in self.here:
             end = start + self.feeds[number].count
@@ -178,7 +183,7 @@ class Staged:
             start = end
 
     def _judge(self, exit: int, rows: np.ndarray) -> list[int]:
-        """Ask an exit about the rows [n, hidden] after its layers; the feeds that go on."""
+        """Apply an exit to the rows [n, hidden] after its layers; returns the feeds that go on."""
         numbers = [number for number in self.here if self.rules[number] is not None]
         if not numbers:
             return self.here
@@ -190,8 +195,8 @@ class Staged:
             assert rule is not None
             same = [number for number in numbers if self.rules[number] == rule]
             probs = probabilities(np.stack([self.logits[number] for number in same], 1))
-            leaving = sure(rule.criterion, rule.threshold, probs)
-            gone.update(number for number, leaves in zip(same, leaving, strict=True) if leaves)
+            exiting = passes(rule.criterion, rule.threshold, probs)
+            gone.update(number for number, exits in zip(same, exiting, strict=True) if exits)
         return [number for number in self.here if number not in gone]
 
     def _answers(self, program: Program, rows: Any) -> list[tuple[Any, ...]]:
@@ -207,7 +212,7 @@ class Staged:
 
 
 def _pool(rows: np.ndarray, pooling: str) -> np.ndarray:
-    """One row [width] of those [tokens, hidden] of a text."""
+    """Pooled row [width] of a text's rows [tokens, hidden]."""
     if pooling == BOTH:
         return np.concatenate([rows[0], rows.sum(0) / len(rows)])
     chosen: np.ndarray = rows[0] if pooling == "first" else rows[-1] if pooling == "last" else rows.sum(0) / len(rows)

@@ -1,4 +1,4 @@
-"""A part of a model that answers for itself: some of its layers, and a trained head after them."""
+"""An exit of a decoder: its first layers, and a trained head that answers after them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from headrace.runner.span import WHOLE, Span
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The layers of a target that run (`span`), and the program that answers after them: one that begins with hidden rows. Of
-    its trained exits the one numbered `number` stands there. `partial`: it chooses from a part of the vocabulary."""
+    """The layers of the target that run (`span`), and the program of the head, which starts from hidden rows.
+
+    number: which of the trained exits it is. partial: the head chooses from a part of the vocabulary.
+    """
 
     span: Span
     head: Program
@@ -22,19 +24,19 @@ class Exit:
     partial: bool = False
 
     def run(self, target: Program, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> list[Answers]:
-        """The answers of every feed, in the order of their wants. K and V are written in the layers that ran."""
+        """Run the layers and the head; returns the answers of every feed. K/V are written in the layers that ran."""
         step = target.step()
         for feed, live in zip(feeds, lives, strict=True):
             step.feed(msgspec.structs.replace(feed, wants=(), allowed=b""), live)
         return self.judge(feeds, lives, target.run(step, self.span, keep=True))
 
-    def sure(self, row: Any) -> float:
-        """How likely the head says of a row [hidden] what the whole model would, by the exit's classifier."""
+    def confidence(self, row: Any) -> float:
+        """The exit classifier's probability that the head's token of a row [hidden] equals the full model's."""
         assert self.head.inputs is not None
-        return self.head.inputs.sure(self.number, row)
+        return self.head.inputs.confidence(self.number, row)
 
     def judge(self, feeds: Sequence[Feed], lives: Sequence[AnyLive], rows: Any) -> list[Answers]:
-        """What the head says of the rows [n, hidden] that the layers have left."""
+        """The head's answers for the rows [n, hidden] after the exit's layers."""
         assert self.head.inputs is not None
         step = self.head.step()
         for feed, live in zip(feeds, lives, strict=True):

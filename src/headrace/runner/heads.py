@@ -1,12 +1,15 @@
-"""Trained heads beside the target: they draft from its hidden rows, through its own lm_head.
+"""Trained heads that draft from a target's hidden rows, through its lm_head. All kinds read rows after the target's last layer
+(an exit: after its own layers), scaled to length, and end in their own norm and the target's lm_head, or the rows of it for the
+tokens they may choose.
 
-heads (blockwise parallel decoding, Stern et al. 2018; Medusa, Cai et al. 2024): from the target's hidden row at one place,
-head i says what comes i + 1 tokens later. feature (EAGLE, Li et al. 2024): one decoder layer reads the embedding of a token
-and the hidden row before it, and gives what the target's hidden row at that token would be; from that the next, and so on.
-Both read rows after the target's last layer, scaled to length, and end in a norm of their own and the target's lm_head, of
-which they may have a part: the tokens they choose from. exit (LayerSkip, Elhoushi et al. 2024; the tuned lens, Belrose et al.
-2023): from the row that some of the target's layers left, an affine map says what the row after all of them would be; it ends
-as the others do.
+heads (Stern et al., "Blockwise Parallel Decoding", arXiv 1811.03115; Cai et al., "Medusa", arXiv 2401.10774): from the hidden
+row at one position, head i predicts the token i + 1 positions ahead.
+
+feature (Li et al., "EAGLE", arXiv 2401.15077): one decoder layer reads the embedding of a token and the hidden row before it,
+and predicts the target's hidden row at that token; from that the next one, and so on.
+
+exit (Elhoushi et al., "LayerSkip", arXiv 2404.16710; Belrose et al., the tuned lens, arXiv 2303.08112): an affine map of the
+row after some layers predicts the row after all layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +26,7 @@ from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.program import AnyLive
 from headrace.runner.span import Span
-from headrace.runner.stored_rows import Kept
+from headrace.runner.stored_rows import StoredRows
 from headrace.weights.parts import plan
 from headrace.weights.source import TensorInfo, WeightSource
 
@@ -37,10 +40,13 @@ Product = Callable[[str, torch.Tensor], torch.Tensor]  # rows by the matrix of a
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads in memory. `tensors`: heads.{i}.up.weight and down.weight, or embed.weight, hidden.weight and those of a llama
-    layer, or exits.{i}.weight and bias, and may be sure.{i}.weight and bias; norm.weight; and vocab, the tokens to choose
-    from, ascending. `count`: tokens they draft at once (feature: as many as it was trained for; exit: how many exits). Exit i
-    stands after `layers[i]` layers; after `drafts` of them a draft is drawn."""
+    """Trained heads in memory.
+
+    tensors: heads.{i}.up.weight and down.weight; or embed.weight, hidden.weight and a llama layer's; or exits.{i}.weight and
+    bias, optionally sure.{i}.weight and bias; norm.weight; vocab, the token ids to choose from, ascending. count: tokens
+    drafted at once (feature: as trained; exit: number of exits). layers: exit i is after `layers[i]` layers. drafts: layers
+    before the exit that drafts.
+    """
 
     kind: str
     count: int
@@ -50,17 +56,17 @@ class Heads:
 
     @property
     def chains(self) -> bool:
-        """Whether they go on from rows that they left themselves."""
+        """Whether they continue from rows that they computed themselves."""
         return self.kind == FEATURE
 
     @property
     def features(self) -> bool:
-        """Whether they read rows that the target has left for known tokens; an exit reads those of the step it is in."""
+        """Whether they read the target's stored rows; an exit reads rows of the same step."""
         return self.kind != EXIT
 
     @property
     def span(self) -> Span | None:
-        """What of the target runs for them in a step of theirs."""
+        """The part of the target that runs in their step."""
         return Span(self.drafts) if self.kind == EXIT else None
 
     @property
@@ -70,7 +76,7 @@ class Heads:
 
     @property
     def judges(self) -> bool:
-        """Whether each exit has a classifier, which says if it is right."""
+        """Whether each exit has a classifier of its own confidence."""
         return "sure.0.weight" in self.tensors
 
     @property
@@ -80,7 +86,7 @@ class Heads:
 
 
 def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
-    """Heads as a model: a feature layer is one layer, shaped like one of the target's; the others have none."""
+    """The model configuration of heads: a feature layer has one layer, shaped like the target's; the others have none."""
     like = next((layer for layer in target.layers if layer.window is None), target.layers[0])
     rope = replace(like.rope or RopeConfig(), interleaved=False)
     return ModelConfig(
@@ -97,7 +103,7 @@ def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
 
 
 def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that such heads have, but for the vocabulary."""
+    """The shapes of the tensors of such heads, without the vocabulary."""
     width = target.hidden_size
     made: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
     if kind == HEADS:
@@ -114,8 +120,8 @@ def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, .
     return made | {f"{LAYER}mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
-def sure_shapes(count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the exits' classifiers."""
+def classifier_shapes(count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the exit classifiers' tensors."""
     made: dict[str, tuple[int, ...]] = {f"sure.{i}.weight": (target.hidden_size,) for i in range(count)}
     return made | {f"sure.{i}.bias": (1,) for i in range(count)}
 
@@ -126,24 +132,24 @@ def unit(x: torch.Tensor, eps: float = UNIT_EPS) -> torch.Tensor:
 
 
 def predict(tensors: Tensors, head: int, hidden: torch.Tensor, product: Product | None = None) -> torch.Tensor:
-    """What the norm and the lm_head take of head `head`: [..., hidden], from the target's rows of the same shape."""
+    """The input of norm and lm_head for head `head`, [..., hidden], from the target's rows of that shape."""
     x, by = unit(hidden), product or (lambda name, x: x @ tensors[name].t())
     return x + by(f"heads.{head}.down.weight", silu(by(f"heads.{head}.up.weight", x)))
 
 
 def affine(tensors: Tensors, exit: int, hidden: torch.Tensor, product: Product | None = None) -> torch.Tensor:
-    """What the norm and the lm_head take at exit `exit`: [..., hidden], from the rows of that shape that its layers left."""
+    """The input of norm and lm_head at exit `exit`, [..., hidden], from the rows after its layers."""
     by = product or (lambda name, x: x @ tensors[name].t())
     return by(f"exits.{exit}.weight", unit(hidden)) + tensors[f"exits.{exit}.bias"]
 
 
 def enter(tensors: Tensors, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """What the feature layer takes: of tokens' embeddings and the hidden rows before them, [..., hidden] each."""
+    """The input of the feature layer: from tokens' embeddings and the hidden rows before them, [..., hidden] each."""
     return tensors["embed.weight"] * unit(embedded) + unit(before) @ tensors["hidden.weight"].t()
 
 
 class HeadsSource:
-    """The heads' own tensors beside the target's embeddings and lm_head, as a file of a llama."""
+    """The heads' tensors together with the target's embedding and lm_head, as the file of a llama model."""
 
     format: Literal["gguf", "safetensors"] = "safetensors"
 
@@ -185,19 +191,19 @@ class HeadsSource:
             self._source.release(self._shared[name])
 
     def close(self) -> None:
-        """The target's file is the target's."""
+        """Does nothing: the target's file belongs to the target."""
 
 
 class HeadInputs:
-    """The rows that heads begin with, from those that the target left or, in a chain, that they left themselves."""
+    """The input rows of heads: from the target's stored rows, or in a chain from the heads' own last rows."""
 
     def __init__(self, heads: Heads) -> None:
         self.chains = heads.chains
         self.tensors = {name: x.float() for name, x in heads.tensors.items() if not name.startswith(LAYER)}
-        self._tips: dict[int, torch.Tensor] = {}  # by slot: the row that the feature layer left last
+        self._tips: dict[int, torch.Tensor] = {}  # by slot: the feature layer's last row
 
-    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> Any:
-        """Rows [n, hidden] for the feeds: those before their tokens, or what each head makes of the last of these."""
+    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: StoredRows) -> Any:
+        """Rows [n, hidden] for the feeds: the rows before their tokens, or each head's map of the last of these."""
         if self.chains:
             rows = [self._before(slots[feed.slot], feed, feed.count, features) for feed in feeds]
             return rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -207,27 +213,27 @@ class HeadInputs:
         return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
 
     def at_exit(self, exit: int, hidden: Any) -> Any:
-        """Rows [n, hidden] of an exit, from those that its layers left."""
+        """Rows [n, hidden] of an exit, from the rows after its layers."""
         return affine(self.tensors, exit, torch.as_tensor(hidden), self.product)
 
-    def sure(self, exit: int, row: np.ndarray) -> float:
-        """By the classifier of an exit how likely it says what the whole model does, of its row [hidden], float64."""
+    def confidence(self, exit: int, row: np.ndarray) -> float:
+        """The exit classifier's probability that the exit equals the full model, of its row [hidden] float64."""
         weight, bias = (self.tensors[f"sure.{exit}.{name}"].numpy().astype(np.float64) for name in ("weight", "bias"))
         logit = float((row * weight).sum() / np.sqrt((row**2).mean() + UNIT_EPS) + bias[0])
         return float(1 / (1 + np.exp(-logit)))
 
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Rows x [n, hidden] by one of the heads' matrices."""
+        """Rows x [n, hidden] times one of the heads' matrices."""
         return x @ self.tensors[name].t()
 
-    def left(self, feeds: Sequence[Feed], hidden: torch.Tensor | np.ndarray) -> None:
-        """The feature layer has left rows [n, hidden]; the last of each feed is where its chain goes on."""
+    def store_tips(self, feeds: Sequence[Feed], hidden: torch.Tensor | np.ndarray) -> None:
+        """Store the last row of each feed, of the feature layer's rows [n, hidden]: its chain goes on from there."""
         hidden, end = torch.as_tensor(hidden), 0
         for feed in feeds:
             end += feed.count
             self._tips[feed.slot] = hidden[end - 1 : end]
 
-    def _before(self, live: AnyLive, feed: Feed, count: int, features: Kept) -> torch.Tensor:
+    def _before(self, live: AnyLive, feed: Feed, count: int, features: StoredRows) -> torch.Tensor:
         """Hidden rows of the `count` KV indices before a feed's."""
         start = feed.start
         if start >= len(live):

@@ -1,13 +1,13 @@
-"""What is around a node of a recorded segment: who reads a value, until when it is needed, which sublayer a node is of, what
-leads to K and V."""
+"""Liveness of the values of a recorded segment: their readers and last uses, the sublayer of each node, and the nodes that lead
+to K/V."""
 
 from headrace.ops.registry import OPS
 from headrace.runner.record import Node, RecordError, Segment
 from headrace.runner.span import ATTENTION, MLP
 
 
-class Uses:
-    """The readers of a segment's values. Norms and taps pass a value on: whoever reads theirs may read what went in."""
+class ValueUses:
+    """The readers of a segment's values. A norm or tap may return its input, so its readers count as readers of the input."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -15,22 +15,22 @@ class Uses:
         self.sublayer = sublayers(segment)
 
     def of(self, value: int) -> list[int]:
-        """The nodes that read a value, by index."""
+        """Indices of the nodes that read a value."""
         return [i for i, node in enumerate(self.segment.nodes) if value in node.inputs.values()]
 
     def only(self, value: int) -> int | None:
-        """The one node that reads a value; None where there are more, or it is the segment's result."""
+        """The only node that reads a value; None if there are several, or if it is the segment's result."""
         users = self.of(value)
         return users[0] if len(users) == 1 and value != self.segment.result else None
 
     def by_linears(self, value: int) -> list[Node]:
-        """The linear layers that read a value; empty where anything else reads it too."""
+        """The linear layers that read a value; empty if any other op reads it too."""
         nodes = [self.segment.nodes[i] for i in self.of(value)]
         linears = all(node.op in ("linear", "head") for node in nodes)
         return nodes if linears and value != self.segment.result else []
 
     def free_for(self, value: int, after: int, reader: int) -> bool:
-        """Whether after node `after` nobody but `reader` needs a value, so that its rows may be changed from then on."""
+        """Whether only `reader` needs a value after node `after`, so that its rows may be overwritten from then on."""
         readers = set(self.of(value))
         for i in list(readers):
             node = self.segment.nodes[i]
@@ -39,7 +39,7 @@ class Uses:
 
 
 def _last_uses(segment: Segment) -> dict[int, int]:
-    """The last node that needs each value, also by way of a norm or a tap, which may be nothing but another name for it."""
+    """Index of the last node that needs each value, also through a norm or tap."""
     last = {value: len(segment.nodes) for value in (segment.result,)}
     for index, node in reversed(list(enumerate(segment.nodes))):
         for value in node.inputs.values():
@@ -49,7 +49,7 @@ def _last_uses(segment: Segment) -> dict[int, int]:
 
 
 def sublayers(segment: Segment) -> list[int]:
-    """Per node the sublayer that a step may skip: what leads to a residual that carries the rows on. 0: never skipped."""
+    """Per node the sublayer (ATTENTION or MLP) that a step may skip, up to the residual that ends it; 0: never skipped."""
     marks = [0] * len(segment.nodes)
     first, carried = 0, segment.entry
     for index, node in enumerate(segment.nodes):
@@ -59,9 +59,9 @@ def sublayers(segment: Segment) -> list[int]:
         if node.op != "residual":
             continue
         group = segment.nodes[first : index + 1]
-        made = {value for member in group for value in member.outputs}
+        written = {value for member in group for value in member.outputs}
         read = {value for member in group for value in member.inputs.values()}
-        if node.inputs["x"] != carried or read - made != {carried}:
+        if node.inputs["x"] != carried or read - written != {carried}:
             return [0] * len(segment.nodes)
         mark = ATTENTION if any(member.op == "attention" for member in group) else MLP
         marks[first : index + 1] = [mark] * len(group)
@@ -69,9 +69,9 @@ def sublayers(segment: Segment) -> list[int]:
     return marks
 
 
-def filling(segment: Segment) -> Segment:
-    """The part of a layer that makes its K and V: the ops that lead to them, and a `store` in place of its attention, so that
-    nothing is read. Empty for a layer that reads the K and V of another."""
+def kv_only(segment: Segment) -> Segment:
+    """The part of a layer that makes its K/V: the ops that lead to them, with a `store` in place of attention. Empty for a
+    layer that shares another's K/V."""
     if not stores_kv(segment):
         assert segment.entry is not None
         return Segment([], segment.entry, segment.entry, segment.values)
@@ -85,17 +85,17 @@ def filling(segment: Segment) -> Segment:
 
 
 def stores_kv(segment: Segment) -> bool:
-    """Whether a layer has K and V of its own."""
+    """Whether a layer has its own K/V."""
     return any(node.op == "attention" and "k" in node.inputs for node in segment.nodes)
 
 
 def leading_to_kv(segment: Segment) -> list[int]:
-    """The nodes, by index, that lead to K and V of a layer, and its attention, which stores them, last."""
-    found = [at for at, node in enumerate(segment.nodes) if node.op == "attention" and "k" in node.inputs]
-    if len(found) != 1:
-        raise RecordError(f"a layer of a decoder stores K and V once, and this one does so {len(found)} times")
-    needed, nodes = {segment.nodes[found[0]].inputs[name] for name in ("k", "v")}, found
-    for at in reversed(range(found[0])):
+    """Indices of the nodes that lead to a layer's K/V; its attention, which stores them, comes last."""
+    storing = [at for at, node in enumerate(segment.nodes) if node.op == "attention" and "k" in node.inputs]
+    if len(storing) != 1:
+        raise RecordError(f"a layer of a decoder stores K and V once, and this one does so {len(storing)} times")
+    needed, nodes = {segment.nodes[storing[0]].inputs[name] for name in ("k", "v")}, storing
+    for at in reversed(range(storing[0])):
         if needed.intersection(segment.nodes[at].outputs):
             needed.update(segment.nodes[at].inputs.values())
             nodes = [at, *nodes]

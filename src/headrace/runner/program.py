@@ -1,6 +1,6 @@
-"""What a back end is to the runner: programs, which are models made ready, and what a step of one asks and answers.
+"""The interface of a back end: programs, which are models ready to run, and their steps.
 
-Live sequences and hidden rows are the back end's own (numpy, tensors); the runner hands them on.
+Live sequences and hidden rows are of the back end's own types (numpy arrays, tensors); the runner only passes them on.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from headrace.data.config import ModelConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answers, Feed, NewSlot, StepPlan
 from headrace.runner.span import Span
-from headrace.runner.stored_rows import Kept
+from headrace.runner.stored_rows import StoredRows
 
 
 class Live(Protocol):
-    """A live sequence: its known tokens, whose number is its length, its block tables (`table`: that of its tokens,
-    `source_table`: that of its source), and how it is sampled."""
+    """A live sequence: its known tokens (their number is its length), block tables and sampling parameters. table: blocks of
+    its tokens. source_table: blocks of its source."""
 
     params: SamplingParams
     prompt_len: int
@@ -37,70 +37,71 @@ class Live(Protocol):
     def fork(self) -> "Live": ...
 
 
-AnyLive = Any  # a Live of the back end at hand
-Source = tuple[Sequence[int], Sequence[int]]  # what an encoder reads: its tokens, and the blocks where it will be found
+AnyLive = Any  # a Live of one back end
+Source = tuple[Sequence[int], Sequence[int]]  # an encoder's input: its tokens, and the blocks for its K/V
 
 
 class Step(Protocol):
-    """What one run of a program is fed, and asked. Feeds are added before the run; answers are there after it."""
+    """The feeds of one run of a program, and its answers. Feeds are added before the run, answers are there after it."""
 
     def draw_each(self, feeds: Sequence[Feed], lives: Sequence[AnyLive]) -> bool:
-        """The short way for most steps: after one known token of each feed a token is drawn, and nothing else is asked. False:
-        these feeds are or want something else, or there is no such way, and nothing was done."""
+        """Fast path of most steps: each feed has one known token and wants one drawn token. Returns False, having done nothing,
+        if these feeds need more or the back end has no such path."""
 
     def drawn(self) -> list[Answers]:
-        """What came of `draw_each`."""
+        """The answers of `draw_each`."""
 
     def feed(self, feed: Feed, live: AnyLive, amateur: Any = None) -> None:
-        """Add a feed and what it wants. Its rows of logits are combined with those that the step of an amateur kept for the
-        same slot."""
+        """Add a feed with its wants. amateur: a step of the amateur model, whose rows of logits for the same slot are combined
+        with this feed's."""
 
-    def rows(self, feed: Feed, live: AnyLive) -> None:
+    def feed_for_rows(self, feed: Feed, live: AnyLive) -> None:
         """Add a feed, and keep the rows of logits that its wants name."""
 
     def answers(self) -> list[list[Any]]:
-        """What each feed's wants got, in their order; None where hidden rows are pooled."""
+        """The answers of each feed, in the order of its wants; None for pooled hidden rows."""
 
 
 class InputRows(Protocol):
-    """The rows that a program begins with which has no table of tokens. `chains`: they are made of rows that it left before."""
+    """The input rows of a program that has no token embedding. chains: they include rows that the program itself computed
+    before."""
 
     chains: bool
 
-    def rows(self, feeds: Sequence[Feed], slots: dict[int, AnyLive], features: Kept) -> Any:
-        """Rows [n, hidden] for the feeds, from the target's kept ones."""
+    def rows(self, feeds: Sequence[Feed], slots: dict[int, AnyLive], features: StoredRows) -> Any:
+        """Rows [n, hidden] for the feeds, from the target's stored rows."""
 
     def at_exit(self, exit: int, hidden: Any) -> Any:
-        """Rows [n, hidden] for the exit of a number, from those that its layers left in this step."""
+        """Rows [n, hidden] for exit number `exit`, from the rows after its layers."""
 
-    def sure(self, exit: int, row: np.ndarray) -> float:
-        """How likely the exit of a number is right about a row [hidden], float64, by its classifier."""
+    def confidence(self, exit: int, row: np.ndarray) -> float:
+        """The exit classifier's probability that exit number `exit` is right about a row [hidden] float64."""
 
-    def left(self, feeds: Sequence[Feed], hidden: Any) -> None:
-        """The program has left rows [n, hidden] after its last layer."""
+    def store_tips(self, feeds: Sequence[Feed], hidden: Any) -> None:
+        """Store the program's rows [n, hidden] after its last layer, for the next step of the chains."""
 
 
 class Program(Protocol):
-    """A model made ready, with a paged pool of its own. `inputs`: what its steps begin with instead of tokens."""
+    """A model ready to run, with its own paged pool. inputs: the input rows of its steps, instead of tokens."""
 
     config: ModelConfig
     inputs: InputRows | None
 
     def live(self, new: NewSlot) -> AnyLive:
-        """A live sequence set up from scratch, for all programs of the back end."""
+        """A live sequence, used by all programs of the back end."""
 
     def step(self) -> Any:
-        """An empty Step; the one before it is over."""
+        """An empty Step; it replaces the one before."""
 
     def encode(self, sources: Sequence[Source]) -> None:
-        """Encode sources, and store what each layer reads of them; a model without an encoder has nothing to do."""
+        """Encode sources and store their K/V for each decoder layer. Does nothing for a model without an encoder."""
 
     def run(self, step: Any, span: Span, rows: Any = None, keep: bool = False) -> Any:
-        """Carry out a step; `rows` [n, hidden] are what it begins with where `inputs` are there. Returns the rows [n, hidden]
-        after the last layer, if they are to be kept."""
+        """Run a step. rows: input rows [n, hidden] if the program has `inputs`. Returns the rows [n, hidden] after the last
+        layer if `keep`."""
 
     def final(self, hidden: Any) -> Any:
-        """Hidden rows after the norm that is between them and the head."""
+        """Hidden rows after the final norm."""
 
     def on_host(self, rows: Any) -> np.ndarray:
         """Hidden rows as float64."""
@@ -108,8 +109,8 @@ class Program(Protocol):
     def rearrange(self, plan: StepPlan) -> None:
         """Carry out the plan's moves and copies in the pool."""
 
-    def kept(self) -> Kept:
-        """Room for a hidden row of each token, on the pool's block ids; its memory is not taken yet."""
+    def kept(self) -> StoredRows:
+        """A store of one hidden row per token, on the pool's block ids; not allocated yet."""
 
     def kv_bytes(self) -> int: ...
 

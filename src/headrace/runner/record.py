@@ -1,7 +1,5 @@
-"""Recording: a model file is traced once, with symbols for values, into lists of ops that a back end can turn into a program.
-
-The recorder knows no back end; what is fused, and how, is the business of whoever reads the recording.
-"""
+"""Records a model file once, with symbols for values, as lists of ops that a back end turns into a program. The recorder knows
+no back end."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from headrace.ops.registry import OPS
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op: `inputs` are values by parameter name, `settings` everything else (weight holders, numbers, names)."""
+    """One op. inputs: values by parameter name. settings: all other arguments (weight holders, numbers, names)."""
 
     op: str
     inputs: dict[str, int]
@@ -23,7 +21,7 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A part of a model: embed, one layer, or head. `entry` is the value it starts from (None: it needs none)."""
+    """A part of a model: embed, one layer, or head. entry: the value it starts from (None: it needs none)."""
 
     nodes: list[Node] = field(default_factory=list)
     entry: int | None = None
@@ -35,7 +33,7 @@ class Segment:
         return Value(self, self.values - 1)
 
     def record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Append an op; returns the symbol of its result, or one for each part of a split linear."""
+        """Append an op; returns the symbol of its result, or one per part of a split linear."""
         bound = OPS[name].signature.bind(*args, **kwargs)
         bound.apply_defaults()
         inputs = {key: value.number for key, value in bound.arguments.items() if isinstance(value, Value)}
@@ -52,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """Stands for the rows of a value while recording."""
+    """The symbol of a value's rows while recording."""
 
     segment: Segment
     number: int
@@ -63,7 +61,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SymbolicContext:
-    """The step while recording: model files read ids and positions from it and hand it on."""
+    """The step's context while recording: model files read ids and positions from it and pass it on."""
 
     ids: Value
     positions: Value
@@ -80,11 +78,11 @@ class Recording:
 
 
 class RecordError(ValueError):
-    """The model does something a recording cannot hold; it runs in torch as a whole."""
+    """The model does something that a recording cannot contain; it runs in torch as a whole."""
 
 
 def record(model: Model, embeds: bool = True) -> Recording:
-    """Trace every segment of a model once, embed only where it is needed. Raises RecordError, naming the segment."""
+    """Trace every segment of a model once; embed only if `embeds`. Raises RecordError, naming the segment."""
     embed = Segment()
     ctx = SymbolicContext(embed.new_value(), embed.new_value())
     if embeds:
@@ -99,8 +97,8 @@ def record(model: Model, embeds: bool = True) -> Recording:
 
 
 def record_cross(model: Model) -> Recording:
-    """What every layer of an encoder-decoder stores of the rows after its encoder's last layer: segments that hand these rows
-    on as they are, without embed and head. Raises RecordError."""
+    """The ops with which every layer of an encoder-decoder stores K/V of the encoder's rows: segments that return these rows
+    unchanged, without embed and head. Raises RecordError."""
     encoder = model.encoder
     assert encoder is not None, "only an encoder-decoder has sources"
     layers = _layers(model, "cross", lambda i, x: model.cross(i, encoder.final(x), _HANDED_ON))
@@ -111,7 +109,7 @@ def record_cross(model: Model) -> Recording:
 
 
 def _layers(model: Model, name: str, call: Callable[[int, Value], Any]) -> tuple[Segment, ...]:
-    """A segment for each layer, from hidden rows."""
+    """One segment per layer, from hidden rows."""
     layers = []
     for i in range(model.config.num_layers):
         layer = Segment(entry=0)

@@ -1,4 +1,4 @@
-"""What a runner remembers between steps, so that a plan carries only what is new: the live sequences, by slot."""
+"""The live sequences that a runner keeps between steps, so that a plan carries only changes."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,15 @@ from headrace.runner.program import AnyLive
 
 
 class Slots(dict[int, AnyLive]):
-    """Live sequences by slot, kept up to date by the deltas of each plan. `live` sets one up."""
+    """Live sequences by slot, updated by each plan. live: makes one from a NewSlot."""
 
     def __init__(self, live: Callable[[NewSlot], AnyLive]) -> None:
         self._live = live
 
     def apply(self, plan: StepPlan) -> None:
-        """Free, set up and fork slots, extend tables, append the tokens each feed brings."""
+        """Free, set up and fork slots, extend block tables, append the new tokens of each feed."""
         for slot in plan.free:
-            self.pop(slot, None)  # after a step that failed a slot may be given back twice
+            self.pop(slot, None)  # after a failed step a slot may be freed twice
         for new in plan.new:
             self[new.slot] = self[new.source].fork() if new.source >= 0 else self._live(new)
         for delta in plan.tables:

@@ -7,13 +7,16 @@ ATTENTION, MLP = 1, 2  # sublayers, as bits
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a step runs of a model: `layers` of them (0: all), without the sublayers whose bits `skips` has for a layer; from
-    layer `first` on, where it begins with hidden rows that were left there. `fill`: of each layer nothing but K and V is
-    computed, of these rows as they are, which go on unchanged; nothing is read and nobody is answered.
+    """The part of a model that a step runs.
 
-    A span may draft for its model (LayerSkip, Elhoushi et al. 2024; Draft & Verify, Zhang et al. 2023). It reads the model's K
-    and V and writes those of its chain over there: approximate ones, which the model's own step writes again before anything
-    else reads them.
+    layers: the first so many layers (0: all). skips: per layer the bits of sublayers to leave out. first: the layer to start
+    from, with hidden rows as input. fill: compute only K/V of each layer from unchanged rows; attention reads nothing and no
+    want is answered.
+
+    A span may draft for its model. It reads the model's K/V and writes approximate K/V of its chain there, which the model's
+    own step overwrites before anything else reads them.
+
+    Source: Elhoushi et al., "LayerSkip", arXiv 2404.16710; Zhang et al., "Draft & Verify", arXiv 2309.08168.
     """
 
     layers: int = 0
@@ -22,7 +25,7 @@ class Span:
     fill: bool = False
 
     def skip(self, layer: int) -> int:
-        """The bits of a layer's sublayers that are left out."""
+        """The bits of a layer's sublayers to leave out."""
         return self.skips[layer] if layer < len(self.skips) else 0
 
 

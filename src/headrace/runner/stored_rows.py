@@ -1,4 +1,4 @@
-"""A hidden row for each token, on the same block ids as its K and V: for contrastive search, and for heads that draft."""
+"""One stored hidden row per token, on the same block ids as its K/V: for contrastive search, heads and exits."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 from headrace.data.plan import Feed, StepPlan
 
-Rows = Any  # [n, width], of the back end's own kind: tensors, arrays
+Rows = Any  # [n, width], of a back end's own type: tensors, arrays
 
 
-class Kept(ABC):
-    """A row for each token, [blocks * block size, width]; a back end says of what.
+class StoredRows(ABC):
+    """A store of rows [blocks * block size, width]; a back end implements it.
 
-    Memory is taken by `reserve`, before the first row is kept, once `afford` has let its size pass; on a CPU the operating
-    system fills in only pages that are written.
+    `reserve` allocates it before the first row, once `afford` has accepted its size in bytes. On a CPU the operating system
+    takes only the pages that are written.
     """
 
     def __init__(self, num_blocks: int, block_size: int, width: int, itemsize: int) -> None:
@@ -29,7 +29,7 @@ class Kept(ABC):
 
     @abstractmethod
     def join(self, parts: list[Rows]) -> Rows:
-        """Rows of several places, one after the other."""
+        """Concatenate rows."""
 
     @abstractmethod
     def unit(self, rows: Rows) -> Rows:
@@ -37,10 +37,10 @@ class Kept(ABC):
 
     @abstractmethod
     def nearest(self, rows: Rows, nodes: Rows) -> list[float]:
-        """For each of the nodes [n, width] its largest product with one of the rows [r, width]."""
+        """For each node [n, width] its largest product with one of the rows [r, width]."""
 
     def reserve(self) -> None:
-        """Take the memory, where that was not done yet. Raises what `afford` does."""
+        """Allocate the store, if that was not done yet. Raises what `afford` raises."""
         if self.data is None:
             self.afford(self._size())
             self.data = self.allocate()
@@ -54,7 +54,7 @@ class Kept(ABC):
         return 0 if self.data is None else self._size()
 
     def store(self, feed: Feed, table: Sequence[int], rows: Rows) -> None:
-        """Keep a feed's rows [count + nodes, width], nodes at consecutive KV indices as their K and V."""
+        """Store a feed's rows [count + nodes, width], nodes at consecutive KV indices like their K/V."""
         assert self.data is not None, "memory is reserved before rows are kept"
         at = 0
         for place, count in self._runs(table, feed.start, feed.start + len(rows)):
@@ -68,8 +68,11 @@ class Kept(ABC):
         return parts[0] if len(parts) == 1 else self.join(parts or [self.data[:0]])
 
     def closest(self, feed: Feed, table: Sequence[int]) -> list[float]:
-        """The degeneration penalty of contrastive search (Su et al. 2022), of rows of length 1: for each of a feed's nodes, the
-        largest cosine of its hidden state with those of all tokens before the nodes, the prompt's included."""
+        """For each of a feed's nodes, the largest cosine of its hidden state with those of all tokens before the nodes, the
+        prompt's included. Rows must have length 1.
+
+        Source: the degeneration penalty of Su et al., "A Contrastive Framework for Neural Text Generation", arXiv 2202.06417.
+        """
         count = feed.start + feed.count
         end = count + len(feed.nodes)
         blocks = self.data.reshape(-1, self.block_size, self.shape[1])[list(table[: -(-end // self.block_size)])]
@@ -77,7 +80,7 @@ class Kept(ABC):
         return self.nearest(rows[:count], rows[count:end])
 
     def rearrange(self, plan: StepPlan) -> None:
-        """Carry out the plan's moves and copies: every source is read before anything is written."""
+        """Carry out the plan's moves and copies: all sources are read before anything is written."""
         if self.data is None:
             return
         if plan.moves:
@@ -90,7 +93,7 @@ class Kept(ABC):
         return self.shape[0] * self.shape[1] * self.itemsize
 
     def _runs(self, table: Sequence[int], start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Where the rows of KV indices [start, end) are, block by block: the first's place, and how many."""
+        """The runs of consecutive rows of KV indices [start, end): first row and count, block by block."""
         size = self.block_size
         while start < end:
             count = min(end - start, size - start % size)

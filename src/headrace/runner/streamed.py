@@ -1,4 +1,4 @@
-"""A model that need not fit into memory: all texts go through a layer before the next layer's weights are read."""
+"""Runs a model that need not fit into memory: all texts go through a layer before the next layer's weights are read."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from headrace.weights.parts import plan
 from headrace.weights.source import WeightSource
 
 BLOCK = 16
-TABLE = "tokens"  # the holder of the embedding
+TABLE = "tokens"  # holder of the embedding
 
 
 class OneLayer(KVPool):
-    """K and V of whichever layer runs, for texts that are fed whole, `together` of `tokens` at most at once."""
+    """K/V of the layer that runs, for whole texts: `together` texts of at most `tokens` tokens at once."""
 
     def __init__(self, model: Model, tokens: int, dtype: torch.dtype, together: int = 1) -> None:
         self._each = -(-tokens // BLOCK)
@@ -39,7 +39,7 @@ class OneLayer(KVPool):
 
 
 class Streamed:
-    """The dequantised weights of an open file in torch: of the table of tokens, a layer or the head while it is held."""
+    """Dequantised weights of an open file in torch; the embedding, a layer or the head is in memory only while it is held."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Streamed:
         dtype: torch.dtype = torch.float32,
         pool: Callable[[Model, int, torch.dtype], OneLayer] = OneLayer,
     ) -> None:
-        """`pool` makes what keeps K and V, of a model and the tokens of a text."""
+        """pool: makes the K/V store of a model, for the tokens of a text."""
         self.model = describe(read_config(source))
         if self.model.config.kv_share > 1:
             raise ValueError(f"{source.path}: layers that share K and V do not go one by one; begin with the original")
@@ -61,7 +61,7 @@ class Streamed:
 
     @contextmanager
     def holding(self, name: str) -> Iterator[dict[str, Holder]]:
-        """While open, what `name` says has its weights: "tokens", "layers.3", or `head`. Gives these holders by path."""
+        """While open, the named part has its weights: "tokens", "layers.3", or `head`. Yields its holders by path."""
         held = {path: holder for path, holder in self._holders.items() if f"{path}.".startswith(f"{name}.")}
         self._make(held)
         yield held
@@ -70,13 +70,13 @@ class Streamed:
                 setattr(holder, field, None)
 
     def contexts(self, texts: Sequence[Sequence[int]]) -> list[Context]:
-        """One a text."""
+        """One context per text."""
         pool = self._pool(self.model, max(map(len, texts)), self.dtype)
         return [pool.context(text) for text in texts]
 
     @torch.inference_mode()
     def logits(self, texts: Sequence[Sequence[int]], count: int) -> Iterator[np.ndarray]:
-        """Logits [count, vocabulary] that foretell the last `count` tokens of each text, one text after the other."""
+        """Logits [count, vocabulary] of the last `count` tokens of each text, one text after the other."""
         contexts = self.contexts(texts)
         with self.holding(TABLE):
             rows = [self.model.embed(context) for context in contexts]
@@ -97,7 +97,8 @@ class Streamed:
 
     def _read(self, path: str, holder: Holder, field: str) -> None:
         parts, target = self._plans[f"{path}.{field}"], getattr(holder, field)
-        if len(parts) == 1:  # a table of tokens is in memory once, not beside what it is copied to
+        # Without a copy, so that the embedding is in memory once.
+        if len(parts) == 1:
             setattr(holder, field, read_part(parts[0], self._source, target.dtype).contiguous())
         else:
             fill(target, parts, self._source)

@@ -1,4 +1,4 @@
-"""What every back end makes of a want in the same way: which rows of a step it names, and sums of hidden rows."""
+"""What every back end does alike with wants: which rows of a step they name, and sums of hidden rows."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,13 +19,13 @@ def logit_rows(feed: Feed) -> int:
 
 
 def named_rows(feed: Feed, want: Sample | Top | Logits) -> range:
-    """The rows that a want names: -1 the last known token, from 0 on the nodes."""
+    """The rows that a want names: -1 for the last known token, 0 and up for the nodes."""
     first = 0 if want.at is Where.NODES else -1
     return range(first, 0 if want.at is Where.LAST else len(feed.nodes))
 
 
 def pools(feeds: Sequence[Feed]) -> Iterator[tuple[int, int, slice, Pool]]:
-    """Of each feed that something is pooled from: its number, which of its wants, which rows of the step, and the want."""
+    """Yields each Pool want of a step: the feed's number, the want's number, its rows of the step, and the want."""
     row = 0
     for number, feed in enumerate(feeds):
         for at, want in enumerate(feed.wants):
@@ -36,7 +36,7 @@ def pools(feeds: Sequence[Feed]) -> Iterator[tuple[int, int, slice, Pool]]:
 
 
 def pooled_rows(feed: Feed, want: Pool) -> range:
-    """The rows of a feed that a want to pool sums: its first, its last known one, or all from KV index `want.start` on."""
+    """The rows of a feed that a Pool want sums: the first, the last known one, or all from KV index `want.start` on."""
     if want.at is Where.FIRST:
         return range(1)
     if want.at is Where.LAST:
@@ -45,19 +45,17 @@ def pooled_rows(feed: Feed, want: Pool) -> range:
 
 
 def add_rows(before: tuple[float, ...], rows: np.ndarray) -> tuple[float, ...]:
-    """The sum of rows [r, width] in float64, one after the other from `before` (empty: nothing) on.
-
-    A chunk continues the sum of the last, so how a text is cut into chunks leaves every bit.
-    """
+    """The sum of rows [r, width] in float64, added one by one to `before` (empty: zeros). So the result does not depend on how
+    a text is cut into chunks."""
     total = np.array(before, np.float64) if before else np.zeros(rows.shape[1])
     for row in rows:
         total += row
     return tuple(total.tolist())
 
 
-def add_live(ranked: Ranked, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """List the best tokens that end nothing behind the best of all: those that are not among them come after them."""
-    known = set(ranked.ids)
-    more = [at for at, token in enumerate(ids) if token not in known]
+def append_live(ranked: Ranked, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Append the best tokens that end no output to the best tokens, without repeating any."""
+    listed = set(ranked.ids)
+    more = [at for at, token in enumerate(ids) if token not in listed]
     ranked.ids += tuple(ids[at] for at in more)
     ranked.logprobs += tuple(logprobs[at] for at in more)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
-from headrace.runner.classifier import BOTH, Exits, probabilities
+from headrace.runner.classifier import BOTH, ExitClassifiers, probabilities
 from headrace.startup.opening import Opened, absent
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.dequant import read_floats
@@ -56,9 +56,9 @@ class Rule(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Exits, and the rules that were calibrated for them, the one that computes least first."""
+    """ExitClassifiers, and the rules that were calibrated for them, the one that computes least first."""
 
-    exits: Exits
+    exits: ExitClassifiers
     rules: tuple[Rule, ...] = field(default=())
 
     def rule(self, criterion: str | None, threshold: float | None) -> tuple[str, float]:
@@ -117,7 +117,7 @@ def fingerprint(model: Opened) -> str:
     return sign.hexdigest()[:32]
 
 
-def save(folder: Path, exits: Exits, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
+def save(folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
     """Write all three files; without the last of them, which says what it is, a folder is no classifier."""
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         )
     _check(place, info, tensors, model)
     weight, bias = (tensors[name].astype(np.float64) for name in ("weight", "bias"))
-    exits = Exits(info.layers, info.labels, info.pooling, weight, bias)
+    exits = ExitClassifiers(info.layers, info.labels, info.pooling, weight, bias)
     for rule in rules:
         try:
             exits.check(rule.criterion, rule.threshold)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, shapes, sure_shapes
+from headrace.runner.heads import EXIT, FEATURE, HEADS, Heads, Tensors, classifier_shapes, shapes
 from headrace.startup.opening import Opened
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.source import HEADS_INFO
@@ -128,7 +128,7 @@ def check_exits(place: Path, heads: Heads, layers: int) -> None:
 def _check(place: Path, heads: Heads, target: Opened) -> None:
     """Raises ValueError where a tensor is missing or of the wrong shape, or a value is not finite."""
     wanted: dict[str, tuple[int, ...]] = shapes(heads.kind, heads.count, target.config)
-    wanted |= sure_shapes(heads.count, target.config) if heads.judges else {}
+    wanted |= classifier_shapes(heads.count, target.config) if heads.judges else {}
     tensors: Tensors = heads.tensors
     for name, shape in wanted.items():
         if name not in tensors or tuple(tensors[name].shape) != shape or tensors[name].dtype != torch.bfloat16:

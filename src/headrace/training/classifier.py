@@ -22,7 +22,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress, Silent
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
-from headrace.runner.classifier import BOTH, CRITERIA, Exits, leave_at, probabilities
+from headrace.runner.classifier import BOTH, CRITERIA, ExitClassifiers, first_exit, probabilities
 from headrace.startup.classifier import Pair, Rule, encoded, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
@@ -101,8 +101,8 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
             yield row
 
 
-class PooledRows(Exits):
-    """Exits that return the pooled rows they read instead of logits."""
+class PooledRows(ExitClassifiers):
+    """ExitClassifiers that return the pooled rows they read instead of logits."""
 
     def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
         return pooled
@@ -162,7 +162,7 @@ def grid_of(criterion: str, classes: int, exits: int) -> list[float]:
 
 
 def calibrated(
-    exits: Exits,
+    exits: ExitClassifiers,
     probs: np.ndarray,
     classes: np.ndarray,
     delta: float,
@@ -181,14 +181,14 @@ def calibrated(
             continue
 
         def losses(threshold: float, criterion: str = criterion) -> np.ndarray:
-            exit_of = leave_at(criterion, threshold, probs)
+            exit_of = first_exit(criterion, threshold, probs)
             answers = predicted[exit_of, np.arange(len(exit_of))]
             return ((answers != classes) & (predicted[-1] == classes)).astype(float)
 
         grid = grid_of(criterion, len(exits.labels), len(exits.layers))
         result = calibrate(losses, grid, delta=delta, epsilon=epsilon)
         if result.threshold is not None and result.risk is not None:
-            exit_of = leave_at(criterion, result.threshold, probs)
+            exit_of = first_exit(criterion, result.threshold, probs)
             layers = float(np.array(exits.layers)[exit_of].mean())
             rules.append(Rule(criterion, result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers))
     return rules
@@ -216,7 +216,7 @@ class ClassifierConfig(TrainingConfig):
 class ClassifierReport:
     """A trained classifier: the accuracy of each exit on the calibration texts, the rules, and notes on texts left out."""
 
-    exits: Exits
+    exits: ExitClassifiers
     accuracy: list[float]
     rules: list[Rule]
     notes: list[str]
@@ -256,7 +256,7 @@ def train(
         if config.joint is None:
             weight, bias = _fit_exits(llm, data, labels, layers, pooling, config.decay, progress)
             about |= {"decay": config.decay}
-        exits = Exits(layers, labels, pooling, weight, bias)
+        exits = ExitClassifiers(layers, labels, pooling, weight, bias)
         rows = pooled_rows(llm, check.texts, layers, pooling, progress).astype(np.float64)
         probs = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
         classes = _classes(labels, check)

@@ -2,10 +2,10 @@
 
 import torch
 
-from headrace.runner.stored_rows import Kept
+from headrace.runner.stored_rows import StoredRows
 
 
-class EagerKept(Kept):
+class EagerKept(StoredRows):
     """In a model's dtype, on its device."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:

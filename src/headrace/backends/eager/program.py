@@ -14,7 +14,7 @@ from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
-from headrace.runner.last_use import filling, sublayers
+from headrace.runner.last_use import kv_only, sublayers
 from headrace.runner.program import InputRows, Source
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
@@ -134,7 +134,7 @@ class EagerProgram:
     @cached_property
     def _fills(self) -> list[tuple[Segment, list[int]]]:
         """What of the layers makes K and V, op by op."""
-        return [(made, [0] * len(made.nodes)) for made in (filling(segment) for segment, _ in self._recorded)]
+        return [(made, [0] * len(made.nodes)) for made in (kv_only(segment) for segment, _ in self._recorded)]
 
     def _all_but(self, head_ids: np.ndarray) -> torch.Tensor:
         """Which tokens get no logits: [vocabulary] bool."""

@@ -38,7 +38,7 @@ from headrace.ops.processing import permitted
 from headrace.ops.rejection import draw_draft, verify
 from headrace.ops.sampling import RowResult, RowSpec, process, sample
 from headrace.ops.trees import child, paths
-from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, add_live, logit_rows, named_rows
+from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, append_live, logit_rows, named_rows
 
 
 @dataclass(slots=True)
@@ -109,11 +109,11 @@ class EagerStep:
 
     def feed(self, feed: Feed, live: EagerLive, amateur: "EagerStep | None" = None) -> None:
         """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot."""
-        self.rows(feed, live)
+        self.feed_for_rows(feed, live)
         if amateur is not None:
             self._amateurs.append((self.fed[-1], amateur))
 
-    def rows(self, feed: Feed, live: EagerLive) -> None:
+    def feed_for_rows(self, feed: Feed, live: EagerLive) -> None:
         """Add a feed, and keep the rows of logits that its wants name: its last known row, that and its nodes, or all."""
         end = self._rows + feed.count + len(feed.nodes)
         skipped = end - self._rows - logit_rows(feed)
@@ -334,4 +334,4 @@ def _rank(tops: list[Ranking], logits: torch.Tensor) -> None:
         most = max(tops[at].want.k for at in live)
         for at, (ids, logprobs) in zip(live, best_tokens(rows[live], going, most), strict=True):
             k = tops[at].want.k
-            add_live(found[at], ids[:k], logprobs[:k])
+            append_live(found[at], ids[:k], logprobs[:k])

@@ -16,7 +16,7 @@ from headrace.models.registry import describe
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config
 from headrace.runner.program import AnyLive
 from headrace.runner.record import record
-from headrace.runner.stored_rows import Kept
+from headrace.runner.stored_rows import StoredRows
 from headrace.weights.kinds import FLOATS
 from headrace.weights.source import WeightSource
 
@@ -31,7 +31,7 @@ class PackedInputs(HeadInputs):
         self._ones = np.ones(target.config.hidden_size, np.float32)
         self._packed = {name: self._pack(x.contiguous()) for name, x in self.tensors.items() if x.ndim == 2}
 
-    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: Kept) -> np.ndarray:
+    def rows(self, feeds: Sequence[Feed], slots: Mapping[int, AnyLive], features: StoredRows) -> np.ndarray:
         """Input rows, [tokens, hidden] float32."""
         rows: np.ndarray = super().rows(feeds, slots, features).numpy()
         return rows

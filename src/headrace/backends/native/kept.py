@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from headrace.runner.stored_rows import Kept
+from headrace.runner.stored_rows import StoredRows
 
 # Smallest length that a row is divided by.
 SHORTEST = 1e-12
 
 
-class NativeKept(Kept):
+class NativeKept(StoredRows):
     """Stored rows in float32."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int) -> None:

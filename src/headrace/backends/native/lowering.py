@@ -24,7 +24,7 @@ from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.layers.embedding import Sinusoids
 from headrace.runner.centring import k_shift
-from headrace.runner.last_use import Uses, leading_to_kv, stores_kv
+from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
@@ -110,7 +110,7 @@ class Lowering:
         self.centre = centre
         self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
-        self.uses = Uses(segment)
+        self.uses = ValueUses(segment)
         self.values = Values(buffers, self.uses)
         self.fills = _fills(segment)
 

@@ -29,7 +29,7 @@ from headrace.data.plan import (
     Where,
 )
 from headrace.ops.keys import round_key
-from headrace.runner.wants import add_live, logit_rows, named_rows
+from headrace.runner.wants import append_live, logit_rows, named_rows
 
 # A want, the number of its answer in the core's step, and the number of its second answer (of a Top with `live`).
 Asked = tuple[AnyWant, Any, Any]
@@ -70,7 +70,7 @@ class NativeStep:
         tokens = self.core.drawn()
         return [(Drawn((token,)) if token >= 0 else Failed(self.core.error(at)),) for at, token in enumerate(tokens)]
 
-    def rows(self, feed: Feed, live: NativeLive) -> None:
+    def feed_for_rows(self, feed: Feed, live: NativeLive) -> None:
         """Add a feed whose rows of logits are combined with another model's step."""
         count = logit_rows(feed)
         self.core.feed(live.sequence, feed.start, feed.count, count, feed.nodes, feed.parents, feed.full)
@@ -178,7 +178,7 @@ def _one(step: Any, live: NativeLive, want: AnyWant, number: int, going: int | N
             ranked = Ranked(tuple(best.top_ids), tuple(best.top_logprobs))
             # An error means that every allowed token ends the output.
             for best in () if going is None or step.error(going) else step.reports(going):
-                add_live(ranked, best.top_ids, best.top_logprobs)
+                append_live(ranked, best.top_ids, best.top_logprobs)
             return ranked
         case _:
             return LogitRow(step.row_of_logits(number))

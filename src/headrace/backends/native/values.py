@@ -1,14 +1,14 @@
 """Places of the values of a segment while it is lowered, and the buffers that become free."""
 
 from headrace.backends.native.buffers import HEAD_ROWS, Buffers, Floats, Input, Normed
-from headrace.runner.last_use import Uses
+from headrace.runner.last_use import ValueUses
 from headrace.runner.record import RecordError
 
 
 class Values:
     """The place of each value by its number. A buffer is released after the last read of its values."""
 
-    def __init__(self, buffers: Buffers, uses: Uses) -> None:
+    def __init__(self, buffers: Buffers, uses: ValueUses) -> None:
         self.places: dict[int, Floats | Normed | Input] = {}
         self._buffers = buffers
         self._uses = uses
