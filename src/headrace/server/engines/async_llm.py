@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine for asyncio. It lives in a process of its own, and is started again when it dies or hangs."""
+"""`AsyncLLM`: an engine for asyncio, in a process of its own that is restarted when it ends or hangs."""
 
 import asyncio
 import functools
@@ -54,12 +54,13 @@ log = logging.getLogger("headrace.server")
 
 NOT_STARTED = "this LLM is not started; use `async with AsyncLLM(…) as llm:`, or await its start()"
 CLOSED = "this LLM is closed; await its start() to load the model again"
-SURE = 4  # a text of so many characters per token of the context is counted first: most texts have fewer
-INLINE = 4096  # characters that are encoded on the event loop; more go to a thread
+# A text with more characters per token of the context is counted first, as it is probably too long.
+CHARS_PER_TOKEN = 4
+INLINE = 4096  # characters encoded on the event loop; longer texts go to a thread
 
 
 class Observer(Protocol):
-    """Is told what the engine does; for figures."""
+    """Receives the engine's events, for metrics."""
 
     def begin(self, loaded: Loaded) -> None: ...
     def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None: ...
@@ -69,9 +70,8 @@ class Observer(Protocol):
 class AsyncLLM:
     """A model ready to generate, behind a queue, in a process of its own.
 
-    `settings` are the arguments of `headrace.LLM`. `stuck_after`: seconds without a sign of life after which the process is
-    ended and started again; `load_timeout`: seconds within which it has to be ready. Use it as an async context manager, or
-    call `start` and `close`.
+    `settings`: arguments of `headrace.LLM`. `stuck_after`: seconds without a message after which the process is restarted;
+    `load_timeout`: seconds until it must be ready. Use it as an async context manager, or call `start` and `close`.
 
         async with AsyncLLM("smollm2-135m") as llm:
             async for delta in llm.generate("The mill stands by", SamplingParams(max_tokens=32)):
@@ -95,18 +95,18 @@ class AsyncLLM:
         self.stats = Stats()
         self.observer: Observer | None = None
         self.inflight: dict[str, InflightRequest] = {}
-        self._undelivered: set[str] = set()  # ids of what was submitted by those who have not said that they are through
+        self._undelivered: set[str] = set()  # ids of requests whose caller has not called `abort`
         self.quarantine = Quarantine()
-        self._suspect: tuple[InflightRequest, Suspect] | None = None  # the one that the engine has
-        self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # that wait until it shows that it is none
+        self._suspect: tuple[InflightRequest, Suspect] | None = None  # in the engine; at most one
+        self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # waiting for their turn
         self._opened: Opened | None = None
         self.classifier: classifier.Classifier | None = None  # once the model is open
         self._ids = itertools.count()
         self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
-        self._idle = NOT_STARTED  # why no engine runs; empty from `begin` to `close`
+        self._idle = NOT_STARTED  # why no engine runs; "" from `begin` to `close`
 
-    # -- what callers use ----------------------------------------------------------------------------------------------
+    # -- public ----------------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -115,7 +115,7 @@ class AsyncLLM:
         await self.close()
 
     async def start(self) -> None:
-        """Start, and return when it is ready. Raises LoadError."""
+        """Load the model and wait until it is ready. Raises LoadError."""
         self.begin()
         await self.ready()
 
@@ -136,7 +136,7 @@ class AsyncLLM:
 
     @property
     def detail(self) -> str:
-        """Why it is not ready: one line."""
+        """Why the engine is not ready: one line."""
         return self.replica.supervision.detail
 
     @property
@@ -145,18 +145,18 @@ class AsyncLLM:
 
     @property
     def loaded(self) -> Loaded | None:
-        """What the model's bounds are, once it was loaded."""
+        """Sizes of the model, once it was loaded."""
         return self.replica.loaded
 
     @property
     def opened(self) -> Opened:
-        """The model's tokenizer, chat template and settings. Raises EngineDownError while it is being loaded."""
+        """Tokenizer, chat template and settings of the model. Raises EngineDownError while it is being loaded."""
         if self._opened is None:
             raise self._refusal()
         return self._opened
 
     def _refusal(self) -> EngineDownError:
-        """Why requests are refused now."""
+        """Return the error of requests in the current state."""
         return EngineDownError(self._idle) if self._idle else self.replica.supervision.refusal()
 
     @property
@@ -166,21 +166,21 @@ class AsyncLLM:
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody waits for an answer, or has not taken all of one, which its tokenizer may still be needed for."""
+        """Whether a caller still waits for a request or reads its answer, and so may need the tokenizer."""
         return bool(self._undelivered)
 
     @property
     def pid(self) -> int | None:
-        """The engine process's id."""
+        """Id of the engine process."""
         return self.replica.pid
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b""
     ) -> AsyncIterator[Delta]:
-        """Deltas of one prompt as they come; leaving the loop, or cancelling the task, aborts the request.
+        """Yield the deltas of one prompt as they arrive. Ending the loop or cancelling the task aborts the request.
 
-        Raises RequestRefusedError for what could never run, RequestFailedError when this request fails, QueueFullError when
-        too much waits, EngineDownError while there is no engine or when it ends under the request.
+        Raises RequestRefusedError for an impossible request, RequestFailedError if this request fails, QueueFullError if the
+        queue is full, EngineDownError if there is no engine or it ends before the request.
         """
         plain = as_prompt(prompt)
         ids = await self.encode(plain) if isinstance(plain, str) else plain
@@ -194,11 +194,10 @@ class AsyncLLM:
     async def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True, marked: bool = False, limited: bool = True
     ) -> list[int]:
-        """Token ids of a text as `Tokenizer.encode` gives them. The event loop does not wait for long ones. A text that is far
-        longer than the context is not encoded to its end unless `limited` is off. Raises TokenizerError, BusyError,
-        TooLongError."""
-        given = {"add_special": add_special, "parse_special": parse_special, "marked": marked, "limited": limited}
-        return (await self.encode_all([text], **given))[0]
+        """Return the token ids of a text, as `Tokenizer.encode`. Long texts do not block the event loop. With `limited`, a text
+        far longer than the context is not encoded to its end. Raises TokenizerError, BusyError, TooLongError."""
+        options = {"add_special": add_special, "parse_special": parse_special, "marked": marked, "limited": limited}
+        return (await self.encode_all([text], **options))[0]
 
     async def encode_all(
         self,
@@ -210,17 +209,19 @@ class AsyncLLM:
         limited: bool = True,
         writes: bool = True,
     ) -> list[list[int]]:
-        """The same of several. `writes`: they are prompts, and not texts to be embedded or classified."""
+        """`encode` for several texts. `writes`: they are prompts, not texts to embed or classify."""
         opened, size = self.opened, sum(map(len, texts))
-        each = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special, marked=marked)
+        encode = functools.partial(opened.tokenizer.encode, add_special=add_special, parse_special=parse_special, marked=marked)
         if limited and self.loaded is not None:
             context = self.loaded.max_model_len
             for text in texts:
-                if len(text) > max(INLINE, SURE * context) and (count := await count_at_least(text, each, context)) > context:
+                if len(text) <= max(INLINE, CHARS_PER_TOKEN * context):
+                    continue
+                if (count := await count_at_least(text, encode, context)) > context:
                     raise _too_long(context, f"at least {count}", writes)
         if size > LONG:
             return await encode_long(opened.path, texts, add_special, parse_special, marked)
-        return [each(text) for text in texts] if size <= INLINE else await asyncio.to_thread(lambda: list(map(each, texts)))
+        return [encode(text) for text in texts] if size <= INLINE else await asyncio.to_thread(lambda: list(map(encode, texts)))
 
     def submit(
         self,
@@ -234,10 +235,11 @@ class AsyncLLM:
         begun: bool = False,
         grammar: Grammar | None = None,
     ) -> list[InflightRequest]:
-        """Queue prompts, all or none; whoever submits must `abort` in the end. `pool` (first, last, mean): embeddings; `rule`:
-        classes. What has not ended after `deadline` seconds fails with DeadlineError. `begun`: others of the same request were
-        taken, so these are taken in an orderly end, too. `grammar`: the result of `check_form`
-        for structured outputs.
+        """Queue prompts, all or none; the caller must call `abort` in the end.
+
+        pool: compute embeddings (first, last or mean). rule: classify, with this exit criterion and threshold. deadline:
+        seconds after which an unfinished request fails with DeadlineError. begun: others of the same API request were accepted,
+        so these are accepted while the server drains, too. grammar: result of `check_form` for structured outputs.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
@@ -252,32 +254,32 @@ class AsyncLLM:
                 f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once", PROMPT
             )
         own = PRINCIPAL.get().salted(salt)
-        asked = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
-        suspects = [self.quarantine.find(one) for one in asked]
+        messages = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
+        suspects = [self.quarantine.find(message) for message in messages]
         if any(suspect is not None and suspect.ends >= MOST_CRASHES for suspect in suspects):
             raise QuarantinedError(f"the engine ended {MOST_CRASHES} times while it had this request, which is not tried again")
         self.queue.enter([len(ids) for ids in prompts])
         inflight = []
         wakeup = WakeupEvent()
-        for one, suspect in zip(asked, suspects, strict=True):
-            request = InflightRequest(one.request_id, one.prompt, params, self.queue, wakeup)
-            request.message = one
-            request.salted = bool(one.salt) and request.principal.private
-            one.turn = request.turn
+        for message, suspect in zip(messages, suspects, strict=True):
+            request = InflightRequest(message.request_id, message.prompt, params, self.queue, wakeup)
+            request.message = message
+            request.salted = bool(message.salt) and request.principal.private
+            message.turn = request.turn
             self.inflight[request.request_id] = request
             self._undelivered.add(request.request_id)
             if suspect is None:
-                self.replica.send(one)
+                self.replica.send(message)
             else:
                 self._suspects.append((request, suspect))
             if deadline is not None:
                 request.timer = asyncio.get_running_loop().call_later(deadline, self._expire, request, deadline)
             inflight.append(request)
-        self._let_in()
+        self._send_suspect()
         return inflight
 
-    def _let_in(self) -> None:
-        """Let the next request in under which the engine ended, once the last has ended or come further than it was then."""
+    def _send_suspect(self) -> None:
+        """Send the next quarantined request, once the last one has ended or has more tokens than at its crash."""
         if self._suspect is not None:
             request, suspect = self._suspect
             assert request.message is not None
@@ -293,17 +295,17 @@ class AsyncLLM:
                 self.replica.send(request.message)
 
     def abort(self, inflight: Sequence[InflightRequest]) -> None:
-        """Nobody waits for these any more: what has not ended is ended, and its blocks come back."""
+        """End requests whose caller is done with them; the engine frees the K/V blocks of those that run."""
         for request in inflight:
             self._undelivered.discard(request.request_id)
             if self.inflight.pop(request.request_id, None) is not None:
                 request.close()
                 if self.pid is not None:
                     self.replica.send(Abort(request.request_id))
-                    self._let_in()
+                    self._send_suspect()
 
     async def check(self) -> str:
-        """What is wrong with the books of the engine's cache, one line; empty where nothing is. Raises EngineDownError."""
+        """Check the accounts of the engine's K/V cache. Returns the problem, one line, or "". Raises EngineDownError."""
         self.replica.send(Check())
         checked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._checks.append(checked)
@@ -315,7 +317,7 @@ class AsyncLLM:
             self.abort([request])
 
     async def drain(self, grace: float) -> bool:
-        """Take nothing new, wait `grace` seconds at most until all is answered and taken; returns whether all is answered."""
+        """Accept no new requests and wait up to `grace` seconds for the open ones; returns whether all have ended."""
         self.replica.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace
@@ -333,7 +335,7 @@ class AsyncLLM:
 
     # -- the engine process --------------------------------------------------------------------------------------------
     async def _open(self) -> Load:
-        """Open the model on this side, for its texts; what the engine process is to load. Raises LoadError."""
+        """Open tokenizer and template in this process; returns the engine's Load message. Raises LoadError."""
         if self._opened is None:
             try:
                 trusts = bool(self.settings.get("parse_special"))
@@ -352,7 +354,7 @@ class AsyncLLM:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Checked):
             checked = self._checks.popleft()
-            if not checked.done():  # nobody waits for it any more
+            if not checked.done():  # its caller was cancelled
                 checked.set_result(message.problem)
         if isinstance(message, Refused):
             request = self.inflight.pop(message.request_id, None)
@@ -378,10 +380,10 @@ class AsyncLLM:
                 if request := self.inflight.pop(ended.request_id, None):
                     request.end(ended.metrics)
         if self._suspect is not None:
-            self._let_in()
+            self._send_suspect()
 
     def _lose(self, error: EngineDownError) -> None:
-        """All in flight fails; what the engine had when it ended is remembered, as it may be why."""
+        """Fail all requests in flight, and remember those that the engine had when it crashed."""
         held = {request.request_id for request, _ in self._suspects}
         if isinstance(error, EngineLostError):
             had = [request for request in self.inflight.values() if request.request_id not in held]

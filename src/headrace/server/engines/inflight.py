@@ -62,7 +62,7 @@ class DeadlineError(RuntimeError):
 
 
 class WakeupEvent:
-    """Wakes the one task that waits for inflight. An asyncio.Event for a single waiter, as every token passes here."""
+    """A cheap asyncio.Event for one waiting task, as each token passes here."""
 
     __slots__ = ("_new", "_waiter")
 
@@ -87,7 +87,8 @@ class WakeupEvent:
 
 
 class InflightRequest:
-    """One request. `wakeup` is set whenever something came; inflight submitted together share it."""
+    """A request in the engine or its queue, from submission to its end. `wakeup` is set at every change; requests submitted
+    together share it."""
 
     def __init__(
         self, request_id: str, prompt: list[int], params: SamplingParams, waiting: AdmissionQueue, wakeup: WakeupEvent
@@ -96,19 +97,19 @@ class InflightRequest:
         self.http_request = HTTP_REQUEST.get()
         self.principal = PRINCIPAL.get()
         self.client = CLIENT.get()
-        self.turn = waiting.turn(self.client)  # it begins before those of its priority that have a later one
+        self.turn = waiting.turn(self.client)  # order among requests of one priority
         self.prompt = prompt
         self.params = params
         self.wakeup = wakeup
-        self.message: Submit | None = None  # what the engine is told
+        self.message: Submit | None = None  # sent to the engine
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.pooled: list[float] = []  # when it has ended, where an embedding was asked for
-        self.classified: list[tuple[float, ...]] = []  # likewise, where a class was
-        self.metrics: RequestMetrics | None = None  # when it has ended
+        self.pooled: list[float] = []  # embedding, after the end
+        self.classified: list[tuple[float, ...]] = []  # logits of each exit, after the end
+        self.metrics: RequestMetrics | None = None  # after the end
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens
-        self.salted = False  # whether it shares cached prefixes with its own salt alone
-        self.timer: asyncio.TimerHandle | None = None  # that ends it at its deadline
+        self.salted = False  # shares cached prefixes only with requests of its own salt
+        self.timer: asyncio.TimerHandle | None = None  # ends it at its deadline
         self._waiting: AdmissionQueue | None = waiting
         self._deltas: list[Delta] = []
         self._error: Exception | None = None
@@ -116,21 +117,21 @@ class InflightRequest:
 
     @property
     def finished(self) -> bool:
-        """Nothing will come, and everything was taken."""
+        """Whether it has ended and all its deltas were taken."""
         return self._done and not self._deltas and self._error is None
 
     def take(self) -> list[Delta]:
-        """What has come since. Raises what ended it, once all before that was taken."""
+        """Return the new deltas. Raises the error that ended the request, after all its deltas were taken."""
         stream_deltas, self._deltas = self._deltas, []
         if not stream_deltas and self._error is not None:
             raise self._error
         return stream_deltas
 
     def give_back(self, delta: Delta) -> None:
-        """What was taken is there again, as one piece."""
+        """Put a delta back, in front of the others."""
         self._deltas.insert(0, delta)
 
-    # -- the engine's side ---------------------------------------------------------------------------------------------
+    # -- for AsyncLLM ---------------------------------------------------------------------------------------------
     def put(self, delta: Delta) -> None:
         if self._waiting is not None:
             self._begin()
@@ -153,7 +154,7 @@ class InflightRequest:
         self.close()
 
     def close(self) -> None:
-        """No delta comes any more."""
+        """End the request: there are no more deltas."""
         self._begin()
         if self.timer is not None:
             self.timer.cancel()
@@ -163,18 +164,19 @@ class InflightRequest:
         self.wakeup.set()
 
     def _begin(self) -> None:
-        """It waits no longer."""
+        """Remove the request from the admission queue."""
         if self._waiting is not None:
             self._waiting.leave(len(self.prompt), self.principal.name, self.client, self.turn)
             self._waiting = None
 
 
 async def stream_deltas(inflight: Sequence[InflightRequest]) -> AsyncIterator[tuple[int, Delta]]:
-    """Deltas of inflight submitted together as they come, each with its request's place. Raises what a request raises."""
+    """Yield the deltas of requests submitted together as they arrive, each with the index of its request. Raises the error of a
+    request."""
     left = list(enumerate(inflight))
     while left:
         for place, request in left:
-            while new := request.take():  # and once more: what ended it may have come together with the last
+            while new := request.take():  # again: an error may have come with the last delta
                 for delta in new:
                     yield place, delta
         left = [one for one in left if not one[1].finished]
@@ -183,7 +185,8 @@ async def stream_deltas(inflight: Sequence[InflightRequest]) -> AsyncIterator[tu
 
 
 async def collect_answer(request: InflightRequest) -> Delta:
-    """All of a request's only answer as one delta, which whoever takes next gets again. Raises what the request raises."""
+    """Wait for the end of a request with one answer and return the answer as one delta, which `take` then returns again. Raises
+    the error of the request."""
     found = [delta async for _, delta in stream_deltas([request])]
     whole = msgspec.structs.replace(
         found[-1],

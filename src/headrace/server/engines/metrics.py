@@ -1,4 +1,4 @@
-"""Figures for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards carry over."""
+"""Metrics for Prometheus. Names are vLLM's with the prefix `headrace:`, so that dashboards can be reused."""
 
 import asyncio
 import time
@@ -27,14 +27,14 @@ SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 5
 LABELS = ("model_name",)
 LOOKS = ("fit", "unfit", "unchecked")
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-BEAT = 0.25  # seconds between two looks at the clock
-ANSWERS = 32  # the last ones: how deep they were written is compared with the calibration
+BEAT = 0.25  # seconds between two measurements of the event loop's lag
+ANSWERS = 32  # the exit layers of the last answers are compared with the calibration
 BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEPTHS = (*range(0, 33, 2), 36, 40, 48, 56, 64, 80, 96, 128)  # layers
 
 
 class BucketCounts:
-    """How often values fell into each bucket."""
+    """Number of values in each bucket, and their sum."""
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
         self._bounds = buckets
@@ -42,13 +42,13 @@ class BucketCounts:
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Take in the same value `count` times."""
+        """Count a value `count` times."""
         self.counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
 
 class TokenHistogram(Collector):
-    """A histogram by model for what comes with every token: equal values are counted at once."""
+    """A histogram by model for values of every token: equal values are counted in one call."""
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
         self._name, self._text, self._buckets = name, text, buckets
@@ -67,7 +67,7 @@ class TokenHistogram(Collector):
 
 
 class ServerMetrics:
-    """What all models of a server share: one registry, in which each has its own label."""
+    """Metrics of a server: the registry, in which each model has a label, and the metrics of responses and principals."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -81,7 +81,7 @@ class ServerMetrics:
         self.lag = Histogram("headrace:event_loop_lag_seconds", late, registry=self.registry, buckets=LAGS)
 
     async def watch(self) -> None:
-        """Look at the event loop's lag, until cancelled."""
+        """Measure the event loop's lag, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + BEAT
@@ -89,7 +89,7 @@ class ServerMetrics:
             self.lag.observe(max(0.0, clock() - due))
 
     def text(self, who: Principal) -> bytes:
-        """The exposition format. What others have used is for operators alone."""
+        """Return the metrics in the exposition format. Only operators see those of other principals."""
         text = generate_latest(self.registry)
         if who.alone or who.operator:
             return text
@@ -97,13 +97,13 @@ class ServerMetrics:
         return b"".join(line for line in text.splitlines(True) if b'principal="' not in line or own in line)
 
     def count(self, status: int, principal: str) -> None:
-        """Take in a response; where no key was needed or the right one was missing `principal` is empty."""
+        """Count a response; `principal` is empty if no key was needed or valid."""
         self._responses.labels(str(status)).inc()
         if principal:
             self._asked.labels(principal).inc()
 
     def used(self, principal: str, prompt: int, generated: int) -> None:
-        """Take in the tokens of a request."""
+        """Count the tokens of a request."""
         self._took.labels(principal, "prompt").inc(prompt)
         self._took.labels(principal, "generation").inc(generated)
 
@@ -126,16 +126,16 @@ class ServerMetrics:
 
 
 class ModelMetrics:
-    """The figures of one served model. Times are seconds."""
+    """Metrics of one served model. Times are in seconds."""
 
     def __init__(self, figures: ServerMetrics, model: str) -> None:
         self._figures = figures
         self._model = model
         self._num_blocks = 1
         self._preemptions = 0
-        self._last: dict[tuple[str, int], float] = {}  # when each answer's last token came
-        self._reasons: dict[str, str] = {}  # how each open request's last answer ended
-        self._depths: dict[tuple[str, int], BucketCounts] = {}  # of each open answer whose tokens may leave, in layers
+        self._last: dict[tuple[str, int], float] = {}  # time of each answer's last token
+        self._reasons: dict[str, str] = {}  # finish reason of each open request's last answer
+        self._depths: dict[tuple[str, int], BucketCounts] = {}  # exit layers of each open answer with early exit
         self._means: deque[float] = deque(maxlen=ANSWERS)
         self._usual: tuple[float, float] | None = None
         self._gauges()
@@ -195,7 +195,7 @@ class ModelMetrics:
         self.fed = self._histogram("iteration_tokens_total", "Tokens fed in a step, of prompts and answers.", SIZES)
 
     def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None:
-        """Take in what one step brought; `inflight` are those still open."""
+        """Record the results of one step; `inflight`: the open requests."""
         now = time.perf_counter()
         stats = message.stats
         self.running.set(stats.running)
@@ -214,7 +214,8 @@ class ModelMetrics:
             self._end(ended, inflight.get(ended.request_id), now)
 
     def _tokens(self, message: Deltas, inflight: Mapping[str, InflightRequest], now: float) -> None:
-        gaps: dict[float, int] = {}  # by when the token before came, which was for most answers at the last step
+        # Number of answers by the time of their token before, which for most answers is that of the last step.
+        gaps: dict[float, int] = {}
         for delta in message.deltas:
             key = (delta.request_id, delta.index)
             if delta.token_ids:
@@ -225,24 +226,24 @@ class ModelMetrics:
                     self.first_token.observe(now - request.submitted)
                 self._last[key] = now
             if delta.exits:
-                self._left(key, delta)
+                self._record_exits(key, delta)
             if delta.finish_reason is not None:
                 self._last.pop(key, None)
-                self._written(key)
+                self._compare_depth(key)
                 self._reasons[delta.request_id] = delta.finish_reason
         for last, count in gaps.items():
             self.between.observe(now - last, count)
         self.generated_tokens.inc(sum(len(delta.token_ids) for delta in message.deltas))
         self.generated_chars.inc(sum(len(delta.text) for delta in message.deltas))
 
-    def _left(self, key: tuple[str, int], delta: Delta) -> None:
+    def _record_exits(self, key: tuple[str, int], delta: Delta) -> None:
         depth = self._depths.setdefault(key, BucketCounts(()))
         for exited in delta.exits:
             self.exit_layer.observe(exited.layers)
             depth.observe(exited.layers)
 
-    def _written(self, key: tuple[str, int]) -> None:
-        """An answer has ended: how much deeper the last ones are than those of the calibration, in standard deviations."""
+    def _compare_depth(self, key: tuple[str, int]) -> None:
+        """Compare the exit layers of the last ANSWERS answers with the calibration, in standard deviations."""
         if (depth := self._depths.pop(key, None)) is None or self._usual is None:
             return
         self._means.append(depth.sum / depth.counts[0])
@@ -283,11 +284,11 @@ class ModelMetrics:
             self.per_token.observe((metrics.last_token - metrics.first_token) / (request.generated / request.params.n - 1))
 
     def look(self, result: str) -> None:
-        """A finished answer was checked: it is `fit`, `unfit` (the request failed), or `unchecked` (so it failed, too)."""
+        """Count the check of a finished answer: fit, unfit or unchecked. The last two fail their request."""
         self.looked.labels(self._model, result).inc()
 
     def supervise(self, supervision: Supervision, banned: int) -> None:
-        """Take in how the engine process fares."""
+        """Record the state of the engine process."""
         self.restarts.set(supervision.restarts)
         self.banned.set(banned)
         for state in State:
@@ -296,12 +297,12 @@ class ModelMetrics:
             self.ends.labels(self._model, event.value).set(count)
 
     def begin(self, loaded: Loaded) -> None:
-        """An engine process is ready."""
+        """Record that an engine process is ready."""
         self._num_blocks = max(loaded.num_blocks, 1)
         self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
 
     def end(self) -> None:
-        """It ended: nothing runs, and its counts begin anew."""
+        """Record that the engine process ended: nothing runs, and its counts start at 0."""
         self._last, self._reasons, self._depths, self._preemptions = {}, {}, {}, 0
         for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
             gauge.set(0)

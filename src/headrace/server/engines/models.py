@@ -1,4 +1,4 @@
-"""The models of one server: which are in memory, which are loaded when asked for, which make room for others."""
+"""The models of one server: loading on demand, and unloading idle models to make room for others."""
 
 import asyncio
 import logging
@@ -18,19 +18,19 @@ from headrace.weights import catalog, hub
 
 log = logging.getLogger("headrace.server")
 
-LOADED = 1.1  # bytes in memory for each of a file's, about
-KV = 512 << 20  # bytes
+LOADED = 1.1  # estimate: bytes in memory per byte of a file
+KV = 512 << 20  # estimate: bytes of the K/V cache
 
 
 @dataclass(eq=False, slots=True)
 class LoadedModel:
-    """A model and what is known of its use."""
+    """A model with its size and use."""
 
     service: Service
     preload: bool = True
-    size: int = 0  # bytes it is expected to take; once it was loaded, what it took
-    users: int = 0  # requests between their arrival and their answer, or its first event
-    used: float = 0.0  # when it was last asked for
+    size: int = 0  # bytes: an estimate, and the measured size once it was loaded
+    users: int = 0  # requests between arrival and response, or first event of a stream
+    used: float = 0.0  # time of the last request
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -47,11 +47,11 @@ class LoadedModel:
 
 
 class Models:
-    """Every model has a name and, while it is in memory, an engine process of its own.
+    """All served models by name. A model in memory has an engine process of its own.
 
-    With a `budget` (bytes) models are loaded when they are asked for, and those not used for longest and idle are unloaded
-    until the next one fits. Without one all are loaded at the start and stay. `cascades` are names for several of them
-    together. Raises SettingsError where they name others.
+    With a `budget` (bytes) a model is loaded for its first request, and the least recently used idle models are unloaded until
+    it fits. Without a budget all models are loaded at the start and stay. `cascades` combine several models under one name.
+    Raises SettingsError if a cascade names an unknown model.
     """
 
     def __init__(
@@ -73,37 +73,37 @@ class Models:
 
     @property
     def services(self) -> list[Service]:
-        """Every served model, the first one first."""
+        """All served models; the first is the default."""
         return [entry.service for entry in self._entries.values()]
 
     def find(self, name: str | None) -> Service:
-        """The model of this name, the first for None. Raises ApiError for one that is not served."""
+        """Return the model of this name; the first for None. Raises ApiError if it is not served."""
         return self._entry(name).service
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Service]:
-        """The model of this name, in memory, and not unloaded while this is entered.
+        """Load a model if needed, and keep it in memory while the context is entered.
 
-        Raises ApiError for a name that is not served, where there is no room, and where it cannot be loaded.
+        Raises ApiError if the name is not served, if there is no room, or if loading fails.
         """
         entry = self._entry(name)
         entry.users += 1
         entry.used = time.monotonic()
         try:
             if self.budget is not None and (not entry.in_memory or entry.llm.state is State.LOADING):
-                await self._bring(entry)
+                await self._load(entry)
             yield entry.service
         finally:
             entry.users -= 1
 
     def begin(self) -> None:
-        """Start loading what is loaded at the start."""
+        """Start loading the models that are loaded at the start."""
         for entry in self._entries.values():
             if entry.preload or self.budget is None:
                 entry.llm.begin()
 
     async def ready(self) -> list[Service]:
-        """Wait until what is loaded at the start is ready. Raises LoadError."""
+        """Wait until the models that are loaded at the start are ready, and return them. Raises LoadError."""
         begun = [entry for entry in self._entries.values() if entry.preload or self.budget is None]
         for entry in begun:
             await entry.llm.ready()
@@ -112,10 +112,11 @@ class Models:
         return [entry.service for entry in begun]
 
     async def drain(self, grace: float) -> int:
-        """Finish what runs; returns how many requests were not finished in time."""
+        """Wait up to `grace` seconds for the open requests; returns how many have not ended."""
         ends = time.monotonic() + grace
         await asyncio.gather(*(entry.llm.drain(grace) for entry in self._entries.values()))
-        while self._using and time.monotonic() < ends:  # a finished answer may still be looked at, or kept
+        # A finished answer may still be checked or stored.
+        while self._using and time.monotonic() < ends:
             await asyncio.sleep(0.02)
         return max(self.open, self._using)
 
@@ -125,12 +126,12 @@ class Models:
 
     @property
     def open(self) -> int:
-        """Requests under way."""
+        """Number of requests in the engines and their queues."""
         return sum(len(entry.llm.inflight) for entry in self._entries.values())
 
     @property
     def state(self) -> tuple[State, str]:
-        """The worst state of any model that is in memory or should be, and why; READY where all is well."""
+        """The worst state of the models that are in memory or should be, and its reason."""
         entries = [entry for entry in self._entries.values() if entry.in_memory or self.budget is None]
         found = {entry.llm.state: entry.llm.detail for entry in entries}
         for state in (State.FAILING, State.STUCK, State.DEAD, State.CLOSED, State.DRAINING, State.LOADING):
@@ -158,7 +159,7 @@ class Models:
             raise ApiError(404, message, param="model", code="model_not_found")
         return self._entries[name]
 
-    async def _bring(self, entry: LoadedModel) -> None:
+    async def _load(self, entry: LoadedModel) -> None:
         async with entry.loading:
             if not entry.in_memory:
                 await self._make_room(entry)
@@ -171,7 +172,7 @@ class Models:
             _measure(entry)
 
     async def _make_room(self, entry: LoadedModel) -> None:
-        """Unload others until `entry` fits into the budget, and begin to load it."""
+        """Unload idle models until `entry` fits into the budget, and begin to load it."""
         assert self.budget is not None
         async with self._making_room:
             if entry.size > self.budget:
@@ -200,20 +201,20 @@ def _check_names(served: Collection[str], cascades: Sequence[CascadeSettings]) -
 
 
 def _measure(entry: LoadedModel) -> None:
-    """What a model was expected to take becomes what it takes."""
+    """Replace the estimated size of a loaded model by its measured size."""
     if entry.llm.loaded is not None:
         entry.size = entry.llm.loaded.memory or entry.size
 
 
 def expected_size(model: str, kv: int | str | None) -> int:
-    """About what a model on this machine will take: its weights, and its KV cache where that was said."""
+    """Estimate the memory (bytes) of a model on this machine: weights and K/V cache. `kv`: its option for the cache."""
     path = hub.resolve(model, entries=catalog.load(), download=False)
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     return int(sum(file.stat().st_size for file in files) * LOADED) + (parse_bytes(kv) if kv is not None else KV)
 
 
 def make_service(llm: AsyncLLM, name: str, settings: ServerSettings, figures: ServerMetrics) -> Service:
-    """A model with its figures, ready to be served."""
+    """Return a model with its metrics, ready to be served."""
     metrics = ModelMetrics(figures, name)
     llm.observer = metrics
     return Service(llm, name, settings, metrics)
