@@ -1,4 +1,4 @@
-"""The application: routes, and errors as the protocol writes them."""
+"""The ASGI application: routes of models and state, and error responses."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -100,13 +100,14 @@ KNOWN_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """A path on which models answer. Requests say `model` and `cache_salt`."""
+    """A path for requests to models. Bodies have the fields `model` and `cache_salt`."""
 
     path: str
     body: type[StrictStruct]
-    answer: Callable[[Service, Any, Request, bytes], Awaitable[Any]]  # raises what `as_api_error` knows, and ClientGoneError
-    text: str  # the field with what goes to the model
-    content: dict[str, Any]  # what a 200 holds
+    # Raises errors that `as_api_error` maps, and ClientGoneError.
+    answer: Callable[[Service, Any, Request, bytes], Awaitable[Any]]
+    text: str  # the field with the input of the model
+    content: dict[str, Any]  # OpenAPI content of a 200
 
 
 PROTOCOLS = (
@@ -120,16 +121,17 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(slots=True)
 class Application:
-    """What a server runs: the door, and the worker that goes behind it."""
+    """The guarded ASGI application of a server, and the worker that runs its batches."""
 
-    door: Guard
+    guard: Guard
     worker: BatchWorker
 
 
 def make_app(models: Models, store: Store, keys: KeyRing) -> Application:
-    """The whole ASGI application of a server's models."""
+    """Build the ASGI application of a server."""
     app = Starlette()
-    app.router.redirect_slashes = False  # its redirects are absolute, and say http:// behind a TLS proxy
+    # Starlette's redirects are absolute, with http:// behind a TLS proxy.
+    app.router.redirect_slashes = False
     worker = BatchWorker(app, store, models.settings.limits.batch_bytes, keys.named)
     api = Api()
     cascades = {name: Cascade(settings, models) for name, settings in models.cascades.items()}
@@ -167,19 +169,19 @@ def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> 
         return cascades[call.name].model() if call.name in cascades else _model(models.find(call.name))
 
     for protocol in PROTOCOLS:
-        api.post(protocol.path, protocol.content, protocol.body)(_asker(models, cascades, protocol))
+        api.post(protocol.path, protocol.content, protocol.body)(_model_handler(models, cascades, protocol))
 
 
-def _asker(models: Models, cascades: Mapping[str, Cascade], protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
-    async def ask(call: Call) -> Any:
+def _model_handler(models: Models, cascades: Mapping[str, Cascade], protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
+    async def handle(call: Call) -> Any:
         body, salt = call.body, (call.body.cache_salt or "").encode()
         if body.model in cascades and isinstance(text := protocol.answer, TextProtocol):
             return await cascades[body.model].generate(text.read(body), text.write, call.http)
         async with models.use(body.model) as service:
-            # as a response here, so that the model is in use until it is made
+            # The model must stay in use until the response exists.
             return as_response(await protocol.answer(service, body, call.http, salt))
 
-    return ask
+    return handle
 
 
 def _add_tools(api: Api, models: Models) -> None:
@@ -215,7 +217,8 @@ def _add_state(api: Api, models: Models, worker: BatchWorker, store: Store) -> N
 
     @api.get("/live", STATUS)
     async def live(call: Call) -> Any:
-        return {"status": "live"}  # whatever its engines do: a probe that fails ends the server
+        # Also without a running engine: a failed probe would end the server.
+        return {"status": "live"}
 
     @api.get("/ready", STATUS)
     async def ready(call: Call) -> Any:
@@ -238,11 +241,11 @@ def _add_errors(app: Starlette) -> None:
     text_fields["/v1/responses"] = (ResponseRequest, "input")
 
     async def known_error(request: Request, error: Exception) -> Response:
-        made = as_api_error(error) or ApiError(500, "internal error")
-        if made.param is None and made.status == 400 and request.url.path in text_fields:
+        api_error = as_api_error(error) or ApiError(500, "internal error")
+        if api_error.param is None and api_error.status == 400 and request.url.path in text_fields:
             body, text_field = text_fields[request.url.path]
-            made.param = wrong_field(error, body.__struct_fields__, text_field)
-        return _error(made)
+            api_error.param = wrong_field(error, body.__struct_fields__, text_field)
+        return _error(api_error)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -260,7 +263,7 @@ def _add_errors(app: Starlette) -> None:
         return _error(ApiError(error.status_code, str(error.detail)))
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has closed the connection
 
     async def mistake(request: Request, error: Exception) -> Response:
         return _error(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
@@ -292,12 +295,12 @@ def _model(service: Service) -> Model:
     name, created, state = service.name, service.created, service.llm.state
     if loaded is None:
         return Model(name, created, None, state)
-    made = Model(name, created, loaded.max_model_len, state, as_json(service.defaults))
+    model = Model(name, created, loaded.max_model_len, state, as_json(service.defaults))
     if loaded.exit:
-        made.exit = Exit(loaded.exit, loaded.layers, _rule(loaded.rule))
+        model.exit = Exit(loaded.exit, loaded.layers, _rule(loaded.rule))
     elif (smaller := service.llm.settings.get("cascade")) is not None:
-        made.cascade = TokenCascade(Path(str(smaller)).name.removesuffix(".gguf"), loaded.layers, _rule(loaded.rule))
-    return made
+        model.cascade = TokenCascade(Path(str(smaller)).name.removesuffix(".gguf"), loaded.layers, _rule(loaded.rule))
+    return model
 
 
 def _rule(rule: CalibratedThreshold | None) -> Calibrated | msgspec.UnsetType:

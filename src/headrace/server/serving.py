@@ -1,4 +1,4 @@
-"""Running the server: a socket, uvicorn, signals, and an orderly end."""
+"""Running the server: socket, uvicorn, signals and shutdown."""
 
 import asyncio
 import functools
@@ -29,30 +29,31 @@ from headrace.weights.defaults import summary
 
 log = logging.getLogger("headrace.server")
 
-IDLE = 30  # seconds that a connection is kept for the next request; longer than clients keep it, which then never meet its end
-LAST_BYTES = 5  # seconds for clients to read what is already written, once everything is answered
-BACKLOG = 1024  # connections that the system holds for the server; clients of a larger burst try again after 1 s
-SPARE = 64  # connections above the limit of requests; of more, those without a request are closed
-FILES = 256  # files that a server opens besides connections
+# Seconds for which an idle connection is kept. Clients close theirs earlier, so none sends a request into a closing one.
+IDLE = 30
+LAST_BYTES = 5  # seconds for clients to read written data at the end
+BACKLOG = 1024  # connections waiting in the system; clients of a larger burst try again after 1 s
+SPARE = 64  # connections above the limit of requests
+FILES = 256  # open files of a server without its connections
 
 
 class Server(uvicorn.Server):
-    """The first SIGTERM or SIGINT drains: nothing new is taken (503), what runs is finished within the grace period, what is
-    left then ends with an error. A second one ends at once."""
+    """uvicorn's server with an orderly end. The first SIGTERM or SIGINT drains: new requests get a 503, open requests may
+    finish within the grace period, and the rest ends with an error. A second signal ends the server at once."""
 
     def __init__(self, models: Models) -> None:
         settings, limits = models.settings, models.settings.limits
-        self.keys = KeyRing(settings)  # what is wrong with them is said before anything is opened
+        self.keys = KeyRing(settings)  # first: an error in the keys must come before anything is opened
         self.store = Store(settings.state)
         application = make_app(models, self.store, self.keys)
         self.worker = application.worker
         super().__init__(
             uvicorn.Config(
-                application.door,
+                application.guard,
                 http=make_protocol(  # type: ignore[arg-type]
                     ConnectionTable(limits.connections + SPARE, limits.anonymous),
                     settings.proxies,
-                    application.door.refuse_early,
+                    application.guard.refuse_early,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,
@@ -83,7 +84,7 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, with a limit on the time of a TLS handshake."""
+        """Listen as uvicorn does, with a limit on the time of a TLS handshake."""
         config, loop = self.config, asyncio.get_running_loop()
         seconds = self.models.settings.limits.header_seconds if config.ssl else None
         protocol: Any = config.http_protocol_class
@@ -92,7 +93,8 @@ class Server(uvicorn.Server):
             await loop.create_server(make, sock=sock, ssl=config.ssl, ssl_handshake_timeout=seconds) for sock in sockets or []
         ]
         for sock in sockets or []:
-            sock.listen(BACKLOG)  # asyncio has set 100, which is also the number that it accepts in one turn
+            # asyncio has set 100, which is also the number of connections that it accepts at once.
+            sock.listen(BACKLOG)
         self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -121,7 +123,7 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """The bound socket. Raises OSError with a line that says what to change."""
+    """Return the bound socket. Raises ValueError with what to change."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
@@ -132,7 +134,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def allow_files(settings: ServerSettings) -> None:
-    """Raise this process's limit of open files to what its connections need. Raises SettingsError where it may not be."""
+    """Raise this process's limit of open files for its connections. Raises SettingsError if the system's limit is lower."""
     needed = settings.limits.connections + SPARE + FILES
     if (hard := host.allow_files(needed)) is not None:
         raise SettingsError(
@@ -143,7 +145,7 @@ def allow_files(settings: ServerSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to be served: what clients call it, what it is, the arguments of its AsyncLLM."""
+    """A model to serve: its name for clients, its name or path, and the arguments of its AsyncLLM."""
 
     name: str
     model: str
@@ -157,7 +159,7 @@ def open_models(
     memory: str | int | None = None,
     cascades: Sequence[CascadeSettings] = (),
 ) -> Models:
-    """The models of a server; with `memory` (bytes or "8GiB") they are loaded as they are asked for. Raises ValueError."""
+    """Return the models of a server. With `memory` (bytes or "8GiB") they are loaded on demand. Raises ValueError."""
     budget = parse_bytes(memory) if memory is not None else None
     figures = ServerMetrics()
     entries = []
@@ -176,35 +178,36 @@ def open_models(
 
 
 def single_model(llm: AsyncLLM, settings: ServerSettings) -> Models:
-    """A server's only model."""
+    """Return the models of a server with one model."""
     figures = ServerMetrics()
     return Models([LoadedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 
 
 async def serve(models: Models, settings: ServerSettings, say: Callable[[str], None]) -> int | None:
-    """Serve until a signal ends it; returns the signal. `say` is told when it listens, and when the models are ready.
+    """Serve until a signal; returns the signal. `say` receives the lines for the user: address, warnings, readiness.
 
-    Raises LoadError when a model cannot be opened, ValueError when the address cannot be had.
+    Raises LoadError if a model cannot be opened, ValueError if the address is not available.
     """
     allow_files(settings)
     sock = listen(settings)
     server = Server(models)
-    server.config.load()  # TLS files are read now: their errors come before anything starts
+    server.config.load()  # reads the TLS files, so that their errors come before anything starts
     names = ", ".join(service.name for service in models.services)
     address = settings.address(sock.getsockname()[1])
     everywhere = f", and on this machine's other addresses ({settings.host})" if settings.host in ("", "0.0.0.0", "::") else ""
     say(f"{names} on {address}/v1{everywhere}")
     if settings.unencrypted:
         say("keys travel unencrypted to other machines; give --tls-cert and --tls-key, or a proxy with TLS and --trusted-proxy")
-    for one in models.cascades.values():
-        say(f"{one.name}: {', then '.join(one.tiers)}{'; ' + one.promise if one.promise else ''}")
+    for cascade in models.cascades.values():
+        say(f"{cascade.name}: {', then '.join(cascade.tiers)}{'; ' + cascade.promise if cascade.promise else ''}")
     say("loading; requests get a 503 until it is ready")
     await run(server, sock, say, f"{address}/")
     return server.stopped_by
 
 
 async def run(server: Server, sock: socket.socket, say: Callable[[str], None], page: str = "") -> None:
-    """Serve on a bound socket until `server.stop`; `page` is where it is said to be once it is ready. Raises LoadError."""
+    """Serve on a bound socket until `server.stop`. `page`: URL of the page, reported when the server is ready. Raises
+    LoadError."""
     models = server.models
     models.begin()
     server.worker.begin()
@@ -229,7 +232,7 @@ async def _load(models: Models, server: Server, say: Callable[[str], None], page
     except LoadError:
         server.should_exit = True
         raise
-    if server.stopped_by is not None:  # nothing is ready any more
+    if server.stopped_by is not None:  # it drains already
         return
     for service in services:
         if service.llm.loaded is not None:

@@ -19,8 +19,8 @@ STATIC = tuple(
     "chat.js conversations.js dashboard.js dom.js exits.js export.js figures.js icons.js markdown.js panel.js plot.js "
     "request.js storage.js texts.js thoughts.js tokens.js versions.js".split()
 )
-CODE_CSS = "code.css"  # made, not stored: the colours of code
-# Where each is served. These need no key: they are the same for everyone, and ask for the key.
+CODE_CSS = "code.css"  # generated: the colours of code
+# Files by path. They need no key: they are the same for all users, and ask for the key.
 PATHS = {"/" if name == "index.html" else f"/page/{name}": name for name in (*STATIC, CODE_CSS)}
 
 HEADERS = {
@@ -37,15 +37,15 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """What is sent for a path."""
+    """Response of one path."""
 
     data: bytes
     kind: str
-    tag: str  # changes with the data
+    tag: str  # ETag, a hash of the data
 
 
 def load() -> dict[str, StaticFile]:
-    """Every file of the page by the path it is served at."""
+    """Read all files of the page, by path."""
     folder = files(__package__) / "static"
     found = {}
     for path, name in PATHS.items():

@@ -1,4 +1,5 @@
-"""Formulas: TeX between $ $, $$ $$, \\( \\) or \\[ \\] in Markdown, as MathML of a short list of elements and attributes."""
+"""Formulas in Markdown: TeX between $ $, $$ $$, \\( \\) or \\[ \\] becomes MathML with a short list of elements and
+attributes."""
 
 import re
 from html import escape, unescape
@@ -12,8 +13,8 @@ from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 
 LONGEST = 2_000  # characters of a formula
-DEEPEST = 60  # braces within braces; the library calls itself for each
-# What MathML Core has for mathematics, without what holds HTML (semantics, annotations) or leads elsewhere.
+DEEPEST = 60  # nested braces; the library recurses for each
+# Elements of MathML Core, without those that contain HTML (semantics, annotations) or links.
 TAGS = set(
     "math mfrac mi mn mo mover mmultiscripts mpadded mphantom mprescripts mroot mrow ms mspace msqrt mstyle msub msubsup msup "
     "mtable mtd mtext mtr munder munderover".split()
@@ -30,13 +31,13 @@ WORD = re.compile(r"[#a-zA-Z0-9 -]{1,40}")
 LENGTH = re.compile(
     r"(-?[0-9]?(\.[0-9]{1,4})?em|[0-9]{1,2}(\.[0-9]{1,4})?(pt|px|%)|0| ){1,9}"
 )  # none that leads out of its line
-# How each begins and ends; whether it is displayed on lines of its own. The longer are looked for first.
+# Delimiters, and whether the formula stands on lines of its own. Longer delimiters come first.
 MARKS = (("$$", "$$", True), ("\\[", "\\]", True), ("\\(", "\\)", False), ("$", "$", False))
 ENVIRONMENTS = {"aligned": "align*", "gathered": "align*", "gather": "align*", "gather*": "align*"}
 
 
 def add_formulas(parser: MarkdownIt) -> None:
-    """Teach a parser formulas."""
+    """Add formulas to a Markdown parser."""
     parser.inline.ruler.before("escape", "formula", _inline)
     parser.block.ruler.before("fence", "formula_block", _block, {"alt": ["paragraph", "reference", "blockquote", "list"]})
     for name in ("formula", "formula_block"):
@@ -44,14 +45,14 @@ def add_formulas(parser: MarkdownIt) -> None:
 
 
 def mathml(tex: str, display: bool) -> str:
-    """A formula as MathML; one that the library does not know is code, as it was written."""
+    """Convert TeX to MathML. A formula that the library cannot convert is returned as code."""
     if len(tex) > LONGEST or _depth(tex) > DEEPEST:
         return f"<code>{escape(tex)}</code>"
-    for name, known in ENVIRONMENTS.items():  # that the library knows by another name
+    for name, known in ENVIRONMENTS.items():  # names that the library does not have
         tex = tex.replace(f"{{{name}}}", f"{{{known}}}")
     try:
         return _element(convert_to_element(tex, display="block" if display else "inline"))
-    except Exception:  # whatever a text makes a library raise: it is shown as it was written
+    except Exception:  # a text can make the library raise anything
         return f"<code>{escape(tex)}</code>"
 
 
@@ -64,7 +65,7 @@ def _depth(tex: str) -> int:
 
 
 def _element(element: Element) -> str:
-    """An element and what is in it; of an unknown one only what is in it. The library writes characters as references."""
+    """Write an element; of an unknown one only its content. The library writes characters as references, which are resolved."""
     inner = "".join([escape(unescape(element.text or "")), *map(_element, element)])
     if element.tag not in TAGS:
         return inner
@@ -95,7 +96,8 @@ def _inline(state: StateInline, silent: bool) -> bool:
 
 
 def _end(source: str, start: int, closing: str, last: int) -> int | None:
-    """Where a formula's end is marked. The first dollar after one ends it, or neither is a mark: they may be prices."""
+    """Find the closing delimiter of a formula. A dollar sign next to a space or in front of a digit may be a price: then
+    None."""
     end = source.find(closing, start, last)
     while end > start and source[end - 1] == "\\" and closing[0] == "$":
         end = source.find(closing, end + 1, last)
@@ -107,7 +109,7 @@ def _end(source: str, start: int, closing: str, last: int) -> int | None:
 
 
 def _block(state: StateBlock, first: int, last: int, silent: bool) -> bool:
-    """A formula on lines of its own, which may hold what elsewhere begins a list or a heading."""
+    """Parse a formula on lines of its own, also with lines that elsewhere begin a list or a heading."""
     if state.is_code_block(first):
         return False
     begin = state.bMarks[first] + state.tShift[first]

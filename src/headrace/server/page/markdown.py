@@ -20,9 +20,9 @@ from headrace.confined.pool import BusyError, OverrunError, Task, shared_pool
 from headrace.server.page import formulas
 
 MAX_TEXT = 100_000  # characters; the page shows longer answers as plain text
-MAX_CODE = 10_000  # characters of code that are coloured in one text
-# The languages that are coloured, and other names of theirs. A lexer is a set of regular expressions that nothing can stop:
-# these were given hostile texts, and none of their matches takes long. Those of C and Java do.
+MAX_CODE = 10_000  # characters of code with colours in one text
+# Languages with colours, and their other names. A lexer is a set of regular expressions that cannot be interrupted: these were
+# tested with hostile texts, and none of their matches takes long. Those of C and Java do.
 LANGUAGES = {
     name: language
     for language, names in {
@@ -44,15 +44,15 @@ LIGHT, DARK = "xcode", "github-dark"
 COLOUR = Task(__name__, "render", answer=32 << 20)
 
 
-_left = ContextVar("_left", default=0)  # characters of this text that may still be coloured
+_code_left = ContextVar("_code_left", default=0)  # characters of the current text that may still get colours
 
 
 def _colour(code: str, language: str, _: str) -> str:
-    """A block of code with a span of a class around each token; "" leaves it to the parser, which escapes it."""
-    known, left = LANGUAGES.get(language.lower()), _left.get()
+    """Return a block of code with a span around each token, or "": the parser then escapes it."""
+    known, left = LANGUAGES.get(language.lower()), _code_left.get()
     if known is None or len(code) > left:
         return ""
-    _left.set(left - len(code))
+    _code_left.set(left - len(code))
     return str(highlight(code, get_lexer_by_name(known, stripnl=False), HtmlFormatter(nowrap=True)))
 
 
@@ -62,15 +62,15 @@ formulas.add_formulas(_parser)
 
 
 def render(text: str) -> str:
-    """Safe HTML of a text; one longer than MAX_TEXT is not parsed, only escaped."""
+    """Render Markdown as safe HTML. A text longer than MAX_TEXT is only escaped."""
     if len(text) > MAX_TEXT:
         return f"<p>{escape(text)}</p>"
-    _left.set(MAX_CODE)
+    _code_left.set(MAX_CODE)
     return clean(_parser.render(text))
 
 
 async def render_confined(text: str) -> str:
-    """The same by a confined process; a text that takes too much is only escaped. Raises BusyError."""
+    """`render` in a confined process. A text that exceeds its limits is only escaped. Raises BusyError."""
     try:
         return str(await shared_pool().ask(COLOUR, text))
     except OverrunError:
@@ -78,18 +78,18 @@ async def render_confined(text: str) -> str:
 
 
 async def start_renderer() -> None:
-    """Start a confined process that renders, so that the first answer does not wait for its imports."""
+    """Start a confined process with the renderer, so that the first answer does not wait for its imports."""
     with contextlib.suppress(BusyError):
         await render_confined("")
 
 
 def warm(_: str) -> None:
-    """Load what `render` needs; a lexer is loaded and built at its first use."""
+    """Load everything that `render` needs; lexers are built at their first use."""
     render("$x$\n\n| a |\n|-|\n" + "".join(f"\n```{name}\nx\n```\n" for name in set(LANGUAGES.values())))
 
 
 def clean(html: str) -> str:
-    """The tags and attributes of the lists above, and nothing else."""
+    """Remove all tags and attributes except those of the lists above."""
     return nh3.clean(
         html,
         tags=TAGS | formulas.TAGS,
@@ -101,7 +101,7 @@ def clean(html: str) -> str:
 
 
 def code_css() -> str:
-    """A colour for each kind of token, light and dark."""
+    """Return a style sheet with a light and a dark colour for each kind of token."""
     light, dark = get_style_by_name(LIGHT), get_style_by_name(DARK)
     lines = []
     for token, name in STANDARD_TYPES.items():

@@ -1,4 +1,4 @@
-"""The page's routes."""
+"""Routes of the page."""
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -16,13 +16,13 @@ from headrace.server.protocols.schemas import HTML
 
 
 class RenderRequest(StrictStruct, kw_only=True):
-    """POST /page/render."""
+    """Body of POST /page/render."""
 
     text: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 def add_page(api: Api) -> None:
-    """POST /page/render."""
+    """Add POST /page/render."""
 
     @api.post("/page/render", HTML, RenderRequest)
     async def html(call: Call) -> Any:
@@ -30,7 +30,7 @@ def add_page(api: Api) -> None:
 
 
 def file_routes() -> list[Route]:
-    """GET / and what it loads."""
+    """Routes of the page's static files."""
     return [Route(path, _sender(file), methods=["GET"]) for path, file in files.load().items()]
 
 
