@@ -16,7 +16,7 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server.engines.async_llm import QueueFullError, State
 from headrace.server.engines.messages import Grammar
-from headrace.server.protocols import chat
+from headrace.server.protocols import generation
 from tests.server.harness import PATIENCE, Running, in_thread
 
 TALK: Any = [{"role": "user", "content": "Tell me about the mill."}]
@@ -282,7 +282,7 @@ def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, mo
     """Its tokens are all there when the server begins to end, and what looks at them is still needed."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
     with Running(tiny) as server:
-        looking, look = threading.Event(), chat.check_text
+        looking, look = threading.Event(), generation.check_text
 
         async def slow(*given: Any) -> None:
             looking.set()
@@ -291,7 +291,7 @@ def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, mo
             await asyncio.sleep(0.2)
             await look(*given)
 
-        monkeypatch.setattr(chat, "check_text", slow)
+        monkeypatch.setattr(generation, "check_text", slow)
         asked = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": 0, "response_format": form}
         answer = in_thread(lambda: server.post("/v1/chat/completions", asked))
         assert looking.wait(PATIENCE)
