@@ -84,7 +84,7 @@ def server_problem(body: dict[str, Any], is_chat: bool) -> str:
     from headrace.server.http.body_limits import read_body
     from headrace.server.protocols import chat, chat_messages, completions
     from headrace.server.protocols.sampling import sampling_params
-    from headrace.server.protocols.structured import asked_form
+    from headrace.server.protocols.structured import requested_format
     from headrace.server.settings import Limits
 
     try:
@@ -94,7 +94,7 @@ def server_problem(body: dict[str, Any], is_chat: bool) -> str:
             chat.read_conversation(request).variables()
         read = chat.read(request) if is_chat else completions.read(request)
         sampling_params(request, {}, Limits())
-        asked_form(request, read.response_format)
+        requested_format(request, read.response_format)
     except ApiError as error:
         return error.message
     return ""

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from headrace.server.protocols.fields import Sampling
 from headrace.server.protocols.generation import Answer, AnswerEvent, GenerationRequest, TextProtocol, Writer
-from headrace.server.protocols.logprobs import Written
+from headrace.server.protocols.logprobs import EncodedLogprobs
 from headrace.server.protocols.prompts import Texts
 from headrace.server.protocols.sampling import check_stream_options
 
@@ -31,7 +31,7 @@ def one_line(text: str) -> str:
 class LinesWriter(Writer):
     """Each event of a stream has the number of its answer and the new text."""
 
-    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+    def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         yield f"data: {event.index} {one_line(event.text)}\n\n".encode()
 
     def complete(self, answers: list[Answer]) -> Response:

@@ -25,7 +25,7 @@ from headrace.ops.dtypes import TOLERANCE
 from headrace.ops.registry import OPS, Op, declare
 from headrace.runner.record import RecordError, record
 from headrace.server.http.limits_check import StrictStruct
-from headrace.server.protocols.fields import http_fields, made_of
+from headrace.server.protocols.fields import http_fields, struct_of
 from tests import parameters
 from tests.e2e.test_verification import BACKENDS, Make
 from tests.house.dimming import Dimming
@@ -200,7 +200,7 @@ def test_an_op_is_held_to_its_cases(scaling: Op[..., Any]) -> None:
 
 
 def body_of(params: type[SamplingParams], said: bytes) -> Any:
-    return msgspec.json.decode(said, type=made_of("Body", http_fields(params), StrictStruct))
+    return msgspec.json.decode(said, type=struct_of("Body", http_fields(params), StrictStruct))
 
 
 def command_of(params: type[SamplingParams], heard: list[Any]) -> typer.Typer:

@@ -51,7 +51,7 @@ def keep(
     db: sqlite3.Connection, name: str, content: bytes, life: int | None = None, who: Principal | None = None
 ) -> dict[str, Any]:
     """A file, as an upload keeps it."""
-    file = files.begin(db, Limits(), who or Principal())
+    file = files.create(db, Limits(), who or Principal())
     files.append(db, file, content, Limits().stored, who or Principal())
     return files.complete(db, file, name, "batch", life)
 
@@ -173,6 +173,8 @@ def check_counters(db: sqlite3.Connection) -> None:
         if not rows:
             continue
         sizes = {state: [len(answer) + 1 for one, _, answer in rows if one == state] for state in ("done", "failed")}
-        held = sum(store_schema.ROW + len(body or b"") + (len(answer) + 1 if answer else 0) for _, body, answer in rows)
+        held = sum(
+            store_schema.ROW_OVERHEAD + len(body or b"") + (len(answer) + 1 if answer else 0) for _, body, answer in rows
+        )
         counted = [len(sizes["done"]), len(sizes["failed"]), sum(sizes["done"]), sum(sizes["failed"]), held, len(rows)]
         assert said == counted

@@ -65,7 +65,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of batches that tries again at once."""
-    monkeypatch.setattr("headrace.server.storage.batch_worker.PAUSES", (0.02, 0.05))
+    monkeypatch.setattr("headrace.server.storage.batch_worker.RETRY_SECONDS", (0.02, 0.05))
 
 
 @pytest.fixture(scope="session")

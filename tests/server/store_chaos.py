@@ -123,9 +123,9 @@ async def work(folder: Path, how: str) -> list[str]:
     kept, before = answered(folder), asked(folder)
 
     async def client() -> list[str]:
-        found = (await files.listed(store, None, None, 100, "asc"))["data"]
+        found = (await files.list_files(store, None, None, 100, "asc"))["data"]
         inputs = {one["filename"]: one["id"] for one in found if one["purpose"] == "batch"}
-        made = {one["input_file_id"]: one for one in (await batches.listed(store, None, 100))["data"]}
+        made = {one["input_file_id"]: one for one in (await batches.list_batches(store, None, 100))["data"]}
         for name, prompts in BATCHES.items():
             if name not in inputs:
                 text = lines([{**ASK, "prompt": prompt} for prompt in prompts])
@@ -181,10 +181,10 @@ def answered(folder: Path) -> dict[str, bytes]:
 async def mistakes(store: Store, names: list[str]) -> list[str]:
     """What is not as it must be at the end."""
     found: list[str] = []
-    listed = (await batches.listed(store, None, 100))["data"]
+    listed = (await batches.list_batches(store, None, 100))["data"]
     if sorted(one["id"] for one in listed) != sorted(names):
         found.append(f"{len(listed)} batches")
-    uploads = [one for one in (await files.listed(store, None, None, 100, "asc"))["data"] if one["purpose"] == "batch"]
+    uploads = [one for one in (await files.list_files(store, None, None, 100, "asc"))["data"] if one["purpose"] == "batch"]
     if [one["filename"] for one in uploads] != list(BATCHES):
         found.append(f"uploads: {uploads}")
     for name, status, good, bad in zip(names, ("completed", "cancelled"), (["r0", "r2"], []), (["r1"], ["r0"]), strict=True):
@@ -238,7 +238,7 @@ def attempt(at: int, how: str, seconds: int) -> tuple[bool, list[str]]:
 
 def main(how: str, first: int, stride: int, seconds: int) -> None:
     logging.disable(logging.CRITICAL)
-    batch_worker.PAUSES = (0.01, 0.02)
+    batch_worker.RETRY_SECONDS = (0.01, 0.02)
     at, hit = first, True
     while hit:
         hit, found = attempt(at, how, seconds)

@@ -12,7 +12,7 @@ from headrace.server.http.api_error import ApiError
 from headrace.server.protocols.fields import BatchRequest
 from headrace.server.settings import Limits
 from headrace.server.storage import batch_input, batch_rows, batches, files
-from headrace.server.storage.batch_worker import WIDTH
+from headrace.server.storage.batch_worker import MAX_RUNNING
 from headrace.server.storage.store import Store
 from tests.server.batching import answering, come, ended, keep, make, of, run, through, working
 
@@ -41,7 +41,7 @@ def test_a_batch_waits_for_room_and_goes_on() -> None:
             batch = await ended(store, name)
             assert worker.trouble == ""
         assert (batch["status"], batch["request_counts"]["completed"], len(asked)) == ("completed", 40, 40)
-        for file in [one["id"] for one in (await files.listed(store, None, None, 100, "asc"))["data"]]:
+        for file in [one["id"] for one in (await files.list_files(store, None, None, 100, "asc"))["data"]]:
             await files.delete(store, file)
         left = "SELECT (SELECT count(*) FROM rows), (SELECT sum(bytes) FROM batches), (SELECT count(*) FROM chunks)"
         assert await store.read(lambda db: db.execute(left).fetchone()) == (0, 0, 0)
@@ -62,7 +62,7 @@ def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
             await come(lambda: worker.trouble)
             assert "disk" in worker.trouble
             await asyncio.sleep(0.3)
-            assert len(asked) <= WIDTH + 20
+            assert len(asked) <= MAX_RUNNING + 20
             with pytest.raises(ApiError, match="make room there") as full:
                 await store.run(lambda db: keep(db, "a", b"x" * 100_000))
             assert (full.value.status, full.value.code) == (507, "disk_full")
@@ -79,7 +79,7 @@ def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
 
 def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who writes hears a 503, all of them within the patience of one; who reads is served."""
-    monkeypatch.setattr("headrace.server.storage.store.PATIENCE", 2.0)
+    monkeypatch.setattr("headrace.server.storage.store.TIMEOUT_SECONDS", 2.0)
 
     async def test() -> None:
         store, asked = Store(tmp_path), []  # type: ignore[var-annotated]
@@ -115,7 +115,7 @@ def test_a_bad_file_costs_the_writer_one_row() -> None:
         store.writer.set_trace_callback(statements.append)
         asked = BatchRequest(input_file_id=file["id"], endpoint="/v1/completions", completion_window="24h")
         batch = await batches.create(store, asked, Limits())
-        assert (batch["status"], batch["errors"]["data"][0]["line"]) == ("failed", 2001)
+        assert (batch["status"], batch["errors"]["data"][0]["output_line"]) == ("failed", 2001)
         assert [one for one in statements if one.startswith("INSERT")] == [one for one in statements if "INTO batches" in one]
         store.close()
 
@@ -135,9 +135,9 @@ def test_a_file_is_checked_while_another_writes() -> None:
 
         writing = asyncio.create_task(store.run(slow))
         await begun.wait()
-        check = batch_input.Check(file, "/v1/completions", Limits())
+        check = batch_input.InputCheck(file, "/v1/completions", Limits())
         await check.run(store)
-        assert [one["line"] for one in check.errors] == [11]
+        assert [one["output_line"] for one in check.errors] == [11]
         assert not writing.done()
         go_on.set()
         await writing
@@ -159,11 +159,11 @@ def test_readers_do_not_wait_for_who_writes() -> None:
 
         writing = asyncio.create_task(store.run(slow))
         await begun.wait()
-        assert (await files.listed(store, None, None, 10, "asc"))["data"] == []
+        assert (await files.list_files(store, None, None, 10, "asc"))["data"] == []
         assert not writing.done()
         go_on.set()
         await writing
-        assert len((await files.listed(store, None, None, 10, "asc"))["data"]) == 1
+        assert len((await files.list_files(store, None, None, 10, "asc"))["data"]) == 1
         with pytest.raises(ApiError):
             await store.read(lambda db: keep(db, "a", b"x"))  # nothing is written by who reads
         store.close()
@@ -242,14 +242,14 @@ def assert_constant(small: int, large: int) -> None:
 
 def test_the_work_of_a_line_does_not_grow_with_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_constant(200, 1_000)
-    settle = batch_rows.settle
+    settle = batch_rows.finish_row
 
     def counting(db: sqlite3.Connection, *arguments: Any, **more: Any) -> None:
         """The control: rows are counted when one is answered."""
         db.execute("SELECT count(*) FROM rows WHERE answer IS NULL").fetchone()
         settle(db, *arguments, **more)
 
-    monkeypatch.setattr(batch_rows, "settle", counting)
+    monkeypatch.setattr(batch_rows, "finish_row", counting)
     with pytest.raises(AssertionError):
         assert_constant(200, 1_000)
 

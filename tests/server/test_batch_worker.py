@@ -13,7 +13,7 @@ from headrace.server.http.errors import ENGINE_LOST, QUARANTINED
 from headrace.server.http.ids import now
 from headrace.server.settings import Limits
 from headrace.server.storage import batch_rows, batches
-from headrace.server.storage.batch_worker import WIDTH, BatchWorker
+from headrace.server.storage.batch_worker import MAX_RUNNING, BatchWorker
 from headrace.server.storage.store import Store
 from tests.server.batching import Fragile, answering, come, ended, keep, lines, make, of, run, through, working, written
 
@@ -32,7 +32,7 @@ def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself()
         assert (line["custom_id"], line["response"], line["error"]["code"]) == ("r5", None, ENGINE_LOST)
         assert "tried 3 times" in line["error"]["message"]
         assert app.deaths == app.begun.count("poison") == 3
-        assert app.most == WIDTH  # lines run together
+        assert app.most == MAX_RUNNING  # lines run together
         assert app.beside[0] > 0
         assert app.beside[1:] == [0, 0]  # alone, the second and the third time
         assert max(map(app.begun.count, prompts)) == 3
@@ -72,17 +72,17 @@ def test_a_line_under_which_the_server_ends_is_tried_three_times_too() -> None:
         store = Store()
         name = await make(store, of(40))
         for attempt in range(3):  # a server that ends under what it begins
-            rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True, {ANONYMOUS: 0}))
+            rows = await store.run(lambda db: batch_rows.start_rows(db, MAX_RUNNING, True, {ANONYMOUS: 0}))
             if attempt == 0:
-                assert len(rows) == WIDTH
+                assert len(rows) == MAX_RUNNING
                 for row in rows[1:]:  # only the first was the poison; the others are answered the next time
-                    await store.run(lambda db, row=row: batch_rows.settle(db, row.number, b"{}", failed=False))  # type: ignore[misc]
+                    await store.run(lambda db, row=row: batch_rows.finish_row(db, row.number, b"{}", failed=False))  # type: ignore[misc]
             else:
                 fresh = [row for row in rows if row.attempts == 0]
                 for row in fresh:
-                    await store.run(lambda db, row=row: batch_rows.settle(db, row.number, b"{}", failed=False))  # type: ignore[misc]
+                    await store.run(lambda db, row=row: batch_rows.finish_row(db, row.number, b"{}", failed=False))  # type: ignore[misc]
                 if fresh:
-                    rows = await store.run(lambda db: batch_rows.begin(db, WIDTH, True, {ANONYMOUS: 0}))
+                    rows = await store.run(lambda db: batch_rows.start_rows(db, MAX_RUNNING, True, {ANONYMOUS: 0}))
                 assert [(row.custom_id, row.attempts) for row in rows] == [("r0", attempt)]
             await store.run(batch_rows.recover)
         batch = await batches.find(store, name)
@@ -105,7 +105,7 @@ def test_an_orderly_end_counts_no_try() -> None:
             await asyncio.Event().wait()
 
         async with working(slow, store):
-            await come(lambda: len(asked) == WIDTH)
+            await come(lambda: len(asked) == MAX_RUNNING)
         found = await store.read(lambda db: db.execute("SELECT state, attempts, count(*) FROM rows GROUP BY 1, 2").fetchall())
         assert found == [("pending", 0, 40)]
         async with working(answering(), store):
@@ -168,7 +168,7 @@ def test_a_model_that_cannot_be_used_is_an_answer_and_a_busy_server_is_not() -> 
 
 
 def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.storage.batch_worker.PAUSES", (0.25, 8.0))
+    monkeypatch.setattr("headrace.server.storage.batch_worker.RETRY_SECONDS", (0.25, 8.0))
     paused: list[float] = []
 
     async def pause(self: BatchWorker, seconds: float) -> None:
@@ -188,7 +188,7 @@ def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.storage.batch_worker.PAUSES", (3600.0, 3600.0))
+    monkeypatch.setattr("headrace.server.storage.batch_worker.RETRY_SECONDS", (3600.0, 3600.0))
 
     async def test() -> None:
         store, asked = Store(), []  # type: ignore[var-annotated]
@@ -196,7 +196,7 @@ def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.Mo
         async with working(answering(0, 429, "rate_limit_exceeded", asked), store) as worker:
             await come(lambda: asked)
             await worker.stop()
-            await worker.settle()
+            await worker.finish_rows()
         store.close()
 
     run(test())
@@ -210,12 +210,12 @@ def test_a_line_that_finds_the_server_busy_is_not_asked_after_the_end_of_its_bat
         store, asked = Store(), []  # type: ignore[var-annotated]
         name = await make(store, of(700))  # more than are dropped at once
         async with working(answering(0, 503, "no_room", asked), store) as worker:
-            await come(lambda: len(asked) >= 3 * WIDTH)
+            await come(lambda: len(asked) >= 3 * MAX_RUNNING)
             if how == "cancelled":
                 assert (await batches.cancel(store, name))["status"] == "cancelling"
             else:
                 await store.run(lambda db: db.execute("UPDATE batches SET expires_at = 1 WHERE id = ?", (name,)))
-            worker.poke()
+            worker.wake()
             batch = await ended(store, name)
         good, bad = await written(store, batch)
         assert (batch["status"], good, len(bad)) == (how, [], 700)
@@ -241,7 +241,7 @@ def test_a_batch_expires_by_itself() -> None:
         worker.begin()
         await begun.wait()  # before there is an end, which on a slow machine would come first
         await store.run(lambda db: db.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (now() + 2, name)))
-        worker.poke()  # from now on it waits for that time
+        worker.wake()  # from now on it waits for that time
         while (found := await batches.find(store, name))["request_counts"]["failed"] < 2:
             await asyncio.sleep(0.01)
         assert found["status"] == "finalizing"
@@ -257,14 +257,14 @@ def test_a_batch_expires_by_itself() -> None:
 def test_a_worker_that_fails_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         store, failing = Store(), True
-        begin = batch_rows.begin
+        begin = batch_rows.start_rows
 
         def fails(*arguments: Any) -> Any:
             if failing:
                 raise MemoryError
             return begin(*arguments)
 
-        monkeypatch.setattr(batch_rows, "begin", fails)
+        monkeypatch.setattr(batch_rows, "start_rows", fails)
         name = await make(store, of(3))
         async with working(answering(), store) as worker:
             await come(lambda: worker.trouble)

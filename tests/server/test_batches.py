@@ -17,7 +17,7 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server.http.api_error import ApiError
 from headrace.server.settings import Limits
-from headrace.server.storage.batch_worker import WIDTH
+from headrace.server.storage.batch_worker import MAX_RUNNING
 from tests.server.batching import ASK, answers, end, lines, start
 from tests.server.harness import PATIENCE, ROOT, Running, said
 from tests.server.test_uploads import kept_in, upload
@@ -231,7 +231,7 @@ def test_a_cancelled_batch_ends_with_what_was_done(server: Running) -> None:
     given = answers(server.openai, done.output_file_id) if done.output_file_id else []
     left = answers(server.openai, done.error_file_id)
     assert len(given) + len(left) == 60
-    assert len(left) >= 60 - WIDTH
+    assert len(left) >= 60 - MAX_RUNNING
     assert {row["error"]["code"] for row in left} == {"batch_cancelled"}
 
 
@@ -289,7 +289,7 @@ def kill_9_and_again(tiny: Path, state: Path, count: int, kills: int, every: int
         with sqlite3.connect(state / "server.sqlite") as database:
             found = dict(database.execute(FIND).fetchall())
         database.close()
-        assert len(kept) + every <= len(found) <= len(kept) + every + WIDTH
+        assert len(kept) + every <= len(found) <= len(kept) + every + MAX_RUNNING
         assert len(found) < count, "it was to be killed in the middle"
         assert {name: found[name] for name in kept} == kept
         kept = found

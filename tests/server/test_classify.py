@@ -88,7 +88,7 @@ def test_what_each_exit_said_is_told_where_it_is_asked_for(server: Running, bert
 
 
 def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classes, "MOST", 6)
+    monkeypatch.setattr(classes, "MAX_PROBABILITIES", 6)
     assert server.post("/v1/classify", {"model": "tiny", "input": TEXTS}).status_code == 200
     answer = server.post("/v1/classify", {"model": "tiny", "input": [*TEXTS, "a"]})
     assert answer.status_code == 400
@@ -108,7 +108,7 @@ def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.
     assert [one["index"] for one in found] == list(range(70))
     assert turns == [0, 0]
     if path == "/v1/classify":
-        monkeypatch.setattr(classes, "IN_A_TURN", 40)  # of two labels those of 20 texts
+        monkeypatch.setattr(classes, "PROBABILITIES_PER_SLICE", 40)  # of two labels those of 20 texts
         assert server.post(path, {"model": "tiny", "input": [[5, 6]] * 70}).json()["data"] == found
         assert turns == [0] * 5
 

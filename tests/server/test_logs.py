@@ -54,7 +54,7 @@ def test_refused_requests_are_one_line(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_full_writer_is_logged_with_its_cause(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("headrace.server.storage.store.PATIENCE", -1.0)
+    monkeypatch.setattr("headrace.server.storage.store.TIMEOUT_SECONDS", -1.0)
 
     async def main() -> None:
         store = Store()

@@ -93,11 +93,11 @@ def test_lines_of_batches_begin_in_turns(tmp_path: Path) -> None:
                 file = await store.run(lambda db, c=content, w=who: keep(db, "in", c, who=several(w)))  # type: ignore[misc]
                 asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
                 await batches.create(store, BatchRequest(**asked), Limits())
-        owners = await store.read(batch_rows.owners)
+        owners = await store.read(batch_rows.active_owners)
         assert owners == ["a", "b"]
-        begun = await store.run(lambda db: batch_rows.begin(db, 8, True, dict.fromkeys(owners, 0)))
+        begun = await store.run(lambda db: batch_rows.start_rows(db, 8, True, dict.fromkeys(owners, 0)))
         assert [row.owner for row in begun] == ["a", "b"] * 3 + ["a", "a"]
-        begun = await store.run(lambda db: batch_rows.begin(db, 2, False, {"a": 5, "b": 3}))
+        begun = await store.run(lambda db: batch_rows.start_rows(db, 2, False, {"a": 5, "b": 3}))
         assert [row.owner for row in begun] == ["a", "a"], "the other has no more"
         store.close()
 
@@ -141,7 +141,7 @@ def test_one_principal_does_not_fill_what_is_kept(tmp_path: Path) -> None:
         count = 0
         with contextlib.suppress(ApiError):
             while True:
-                file = files.begin(db, limits, who)
+                file = files.create(db, limits, who)
                 files.append(db, file, bytes(size), limits.stored, who)
                 files.complete(db, file, "a", "batch", None)
                 count += 1
@@ -195,11 +195,11 @@ def test_what_was_kept_before_there_were_names_is_the_one_principals(tmp_path: P
 
     async def test() -> None:
         store = Store(tmp_path)
-        assert (await files.one(store, "file-1"))["id"] == "file-1"
+        assert (await files.describe(store, "file-1"))["id"] == "file-1"
         assert bytes(await responses.find(store, "resp_1")) == b"{}"
         with as_(several("alice")):
             with pytest.raises(ApiError, match="there is no file"):
-                await files.one(store, "file-1")
+                await files.describe(store, "file-1")
             with pytest.raises(ApiError, match="there is no response"):
                 await responses.find(store, "resp_1")
         indices = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"

@@ -103,7 +103,7 @@ def test_everything_of_an_earlier_version_is_gone_on_with(tmp_path: Path, versio
         store = Store(old_store(tmp_path / "state", version))
         assert await read_file(store, "file-in") == b"x"
         assert await read_file(store, "file-out") == LARGE
-        listed = (await files.listed(store, None, None, 10, "asc"))["data"]
+        listed = (await files.list_files(store, None, None, 10, "asc"))["data"]
         assert [(one["id"], one["bytes"], one["expires_at"], one["filename"]) for one in listed] == [
             ("file-in", 1, None, "in.jsonl"),
             ("file-out", len(LARGE), 4_000_000_000, "out.jsonl"),
@@ -207,15 +207,15 @@ def test_files_and_batches_are_bounded_in_number() -> None:
     async def test() -> None:
         store, limits = Store(), Limits(files=2, batches=3)
         for _ in range(2):
-            await store.run(lambda db: files.complete(db, files.begin(db, limits, Principal()), "a", "batch", None))
+            await store.run(lambda db: files.complete(db, files.create(db, limits, Principal()), "a", "batch", None))
         with pytest.raises(ApiError, match="keeps 2 files") as full:
-            await store.run(lambda db: files.begin(db, limits, Principal()))
+            await store.run(lambda db: files.create(db, limits, Principal()))
         assert full.value.code == "storage_full"
         broken = [await make(store, b"{", limits) for _ in range(2)]
         first = await make(store, lines([ASK]), limits)
         second = await make(store, lines([ASK]), limits)
         third = await make(store, lines([ASK]), limits)
-        names = [one["id"] for one in (await batches.listed(store, None, 10))["data"]]
+        names = [one["id"] for one in (await batches.list_batches(store, None, 10))["data"]]
         assert names == [third, second, first]
         for name in broken:
             with pytest.raises(ApiError, match="there is no batch"):
@@ -241,13 +241,13 @@ def test_pages_of_lists() -> None:
             (2, None, made[:2:-1], True), (2, made[3], made[2:0:-1], True), (2, made[2], made[1::-1], False),
             (10, made[0], [], False), (10, "batch_none", [], False),
         ):  # fmt: skip
-            found = await batches.listed(store, after, limit)
+            found = await batches.list_batches(store, after, limit)
             assert ([one["id"] for one in found["data"]], found["has_more"]) == (expected, more)
-        ids = [one["id"] for one in (await files.listed(store, None, None, 10, "asc"))["data"]]
+        ids = [one["id"] for one in (await files.list_files(store, None, None, 10, "asc"))["data"]]
         for order, after, expected in (("asc", ids[1], ids[2:4]), ("desc", ids[3], ids[2:0:-1])):
-            found = await files.listed(store, "batch", after, 2, order)
+            found = await files.list_files(store, "batch", after, 2, order)
             assert [one["id"] for one in found["data"]] == expected
-        assert (await files.listed(store, "evals", None, 2, "asc"))["data"] == []
+        assert (await files.list_files(store, "evals", None, 2, "asc"))["data"] == []
         store.close()
 
     run(test())

@@ -94,9 +94,9 @@ def test_a_database_that_becomes_damaged_stops_batches_and_says_so(kept: tuple[P
 
 def test_a_file_that_is_deleted_under_a_download_is_cut_not_shorter(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has been announced does not come, so the client knows that it has not all of it."""
-    read, asked = files.piece, []  # type: ignore[var-annotated]
+    read, asked = files.read_piece, []  # type: ignore[var-annotated]
 
-    def first(db: sqlite3.Connection, file: files.File, after: int) -> tuple[int, bytes] | None:
+    def first(db: sqlite3.Connection, file: files.StoredFile, after: int) -> tuple[int, bytes] | None:
         asked.append(after)
         if len(asked) == 2:
             assert server.openai.files.delete(made.id).deleted
@@ -104,7 +104,7 @@ def test_a_file_that_is_deleted_under_a_download_is_cut_not_shorter(tiny: Path, 
 
     with Running(tiny, begin=False) as server:
         made = server.openai.files.create(file=("a", b"x" * 1_000_000), purpose="batch")
-        monkeypatch.setattr(files, "piece", first)
+        monkeypatch.setattr(files, "read_piece", first)
         with pytest.raises(httpx.RemoteProtocolError):
             server.http.get(f"/v1/files/{made.id}/content")
         assert len(asked) == 2

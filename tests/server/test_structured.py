@@ -282,7 +282,7 @@ def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, mo
     """Its tokens are all there when the server begins to end, and what looks at them is still needed."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
     with Running(tiny) as server:
-        looking, look = threading.Event(), generation.check_text
+        looking, look = threading.Event(), generation.check_answer
 
         async def slow(*given: Any) -> None:
             looking.set()
@@ -291,7 +291,7 @@ def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, mo
             await asyncio.sleep(0.2)
             await look(*given)
 
-        monkeypatch.setattr(generation, "check_text", slow)
+        monkeypatch.setattr(generation, "check_answer", slow)
         asked = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": 0, "response_format": form}
         answer = in_thread(lambda: server.post("/v1/chat/completions", asked))
         assert looking.wait(PATIENCE)

@@ -16,7 +16,7 @@ ASK["metadata"] = {f"key{number}": "x" * 512 for number in range(16)}  # which n
 @pytest.fixture
 def kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A server whose database is in `tmp_path`, and which waits for it for a fraction of a second."""
-    monkeypatch.setattr("headrace.server.storage.store.PATIENCE", 0.2)
+    monkeypatch.setattr("headrace.server.storage.store.TIMEOUT_SECONDS", 0.2)
     with Running(tiny, state=tmp_path / "state") as server:
         yield server
 

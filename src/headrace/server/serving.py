@@ -117,7 +117,7 @@ class Server(uvicorn.Server):
         if left := await models.drain(grace):
             log.warning("%d requests were not finished within %g s", left, grace)
         else:
-            await self.worker.settle()
+            await self.worker.finish_rows()
         await models.close()
         self.should_exit = True
 

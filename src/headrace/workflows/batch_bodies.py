@@ -18,7 +18,7 @@ from headrace.server.protocols.fields import OFFLINE_IGNORED, OFFLINE_REFUSED, C
 from headrace.server.protocols.generation import GenerationRequest
 from headrace.server.protocols.prompts import Conversation, Texts
 from headrace.server.protocols.sampling import given_fields
-from headrace.server.protocols.structured import asked_form, schema_of
+from headrace.server.protocols.structured import requested_format, schema_of
 from headrace.server.settings import Limits
 
 # The engine's own limits hold; those of a server protect it from its clients.
@@ -60,7 +60,7 @@ def _body(request: GenerationRequest) -> Body:
     sampling, prompt = request.sampling, request.prompt
     params = {
         **given_fields(sampling, LIMITS),
-        "structured_outputs": asked_form(sampling, request.response_format, sampling.open_objects),
+        "structured_outputs": requested_format(sampling, request.response_format, sampling.open_objects),
         "max_tokens": request.max_tokens,
         "logprobs": request.logprobs,
     }

@@ -26,7 +26,7 @@ from headrace.server.http.ids import now
 from headrace.server.protocols.generation import Generation, GenerationRequest, Write, answer, start
 from headrace.server.protocols.openai_types import CascadeAttempt, Model, Usage
 from headrace.server.protocols.prompts import Conversation, Texts
-from headrace.server.protocols.stream import unless_gone
+from headrace.server.protocols.stream import unless_disconnected
 from headrace.server.settings import CascadeSettings
 from headrace.stats.confidence import cut_by_context, token_confidence
 from headrace.text.dialects.call_parser import CallFormat, format_of
@@ -96,7 +96,7 @@ class Cascade:
         """Generate the answer of a tier, and score it. Returns whether it is accepted; if not, the generation is aborted."""
         accepted, (submitted,) = False, generation.inflight
         try:
-            whole = await unless_gone(http, collect_answer(submitted))
+            whole = await unless_disconnected(http, collect_answer(submitted))
             attempt.score = token_confidence([entry.logprob for entry in whole.logprobs], self.settings.score)
             cut = cut_by_context(whole.finish_reason, len(whole.token_ids), submitted.params.max_tokens)
             accepted = attempt.score >= threshold and not cut

@@ -10,7 +10,7 @@ from headrace.server.http.api_error import bad
 from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.fields import ChatRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
-from headrace.server.protocols.logprobs import Written, chat_logprobs, joined
+from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
 from headrace.server.protocols.openai_types import (
     Chat,
     ChatChoice,
@@ -23,8 +23,8 @@ from headrace.server.protocols.openai_types import (
     new_call,
 )
 from headrace.server.protocols.prompts import Conversation, check_effort
-from headrace.server.protocols.sampling import check_stream_options, check_top_logprobs, not_built
-from headrace.server.protocols.stream import event as sse
+from headrace.server.protocols.sampling import check_stream_options, check_top_logprobs, refuse_unsupported
+from headrace.server.protocols.stream import sse_event as sse
 from headrace.text.dialects.call_parser import Piece
 
 
@@ -57,12 +57,12 @@ def read_conversation(body: ChatRequest) -> Conversation:
 
 
 def _check(body: ChatRequest) -> None:
-    not_built(bool(body.functions), "functions", "they are called tools now; use tools")
-    not_built(body.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
-    not_built(body.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
-    not_built(body.audio is not None, "audio", "this server writes text alone")
-    not_built(body.web_search_options is not None, "web_search_options", "this server does not search")
-    not_built(body.moderation is not None, "moderation", "this server does not moderate")
+    refuse_unsupported(bool(body.functions), "functions", "they are called tools now; use tools")
+    refuse_unsupported(body.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
+    refuse_unsupported(body.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
+    refuse_unsupported(body.audio is not None, "audio", "this server writes text alone")
+    refuse_unsupported(body.web_search_options is not None, "web_search_options", "this server does not search")
+    refuse_unsupported(body.moderation is not None, "moderation", "this server does not moderate")
     check_effort(body.reasoning_effort)
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -82,11 +82,11 @@ class ChatWriter(Writer):
         self._options = self.sampling.stream_options or StreamOptions()
         self._started: set[int] = set()
 
-    async def logprobs(self, event: AnswerEvent) -> Written | None:
+    async def logprobs(self, event: AnswerEvent) -> EncodedLogprobs | None:
         top = self.generation.request.logprobs
         return None if top is None else chat_logprobs(self.tokenizer, event.logprobs, top)
 
-    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+    def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         if event.index not in self._started:
             self._started.add(event.index)
             yield self._chunk(ChatChunkChoice(event.index, ChatDelta("assistant", "")))
@@ -129,7 +129,7 @@ class ChatWriter(Writer):
         return sse(chunk)
 
 
-def _logprobs(written: Written | None) -> dict[str, Any] | None:
+def _logprobs(written: EncodedLogprobs | None) -> dict[str, Any] | None:
     return None if written is None else {**joined(written), "refusal": None}
 
 

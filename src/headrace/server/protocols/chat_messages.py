@@ -8,17 +8,17 @@ from headrace.server.http.api_error import ApiError, bad
 
 Message = dict[str, Any]
 CONTINUE = "continue_final_message"
-SAID = frozenset({"role", "content", "name"})
+COMMON_KEYS = frozenset({"role", "content", "name"})
 # What an assistant's message has in the answers of this server, in the types of OpenAI's client (`parsed`: of its parse()), and
 # in the answers of reasoning models elsewhere.
-ANSWERED = SAID | {"refusal", "annotations", "audio", "tool_calls", "function_call", "reasoning_content", "parsed"}
+ASSISTANT_KEYS = COMMON_KEYS | {"refusal", "annotations", "audio", "tool_calls", "function_call", "reasoning_content", "parsed"}
 KEYS = {
-    "system": SAID,
-    "developer": SAID,
-    "user": SAID,
-    "assistant": ANSWERED,
-    "tool": SAID | {"tool_call_id"},
-    "function": SAID,  # the earlier name of `tool`
+    "system": COMMON_KEYS,
+    "developer": COMMON_KEYS,
+    "user": COMMON_KEYS,
+    "assistant": ASSISTANT_KEYS,
+    "tool": COMMON_KEYS | {"tool_call_id"},
+    "function": COMMON_KEYS,  # the earlier name of `tool`
 }
 CALL = frozenset({"id", "type", "function", "index"})  # `index`: a call put together from a stream
 FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
@@ -84,11 +84,11 @@ def _read_message(number: int, message: Message) -> Message:
     if isinstance(calls, list):
         message = {**message, "tool_calls": [_read_call(number, call) for call in calls]}
     if not calls and "function_call" not in message and message.get("content") in (None, ""):
-        return {**message, "content": _spoken(number, message)}
+        return {**message, "content": _text_of(number, message)}
     return message
 
 
-def _spoken(number: int, message: Message) -> str:
+def _text_of(number: int, message: Message) -> str:
     """The text of an assistant's message without content: its refusal, or the transcript of its audio."""
     if isinstance(refusal := message.get("refusal"), str):
         return refusal

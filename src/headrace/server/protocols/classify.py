@@ -8,14 +8,14 @@ from starlette.requests import Request
 from headrace.server.engines.inflight import InflightRequest
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
-from headrace.server.protocols.embeddings import TOGETHER, together, tokens_of
+from headrace.server.protocols.embeddings import GROUP_SIZE, encode_inputs, run_in_groups
 from headrace.server.protocols.fields import ClassifyRequest
-from headrace.server.protocols.stream import unless_gone
-from headrace.server.protocols.time_slices import pieces
+from headrace.server.protocols.stream import unless_disconnected
+from headrace.server.protocols.time_slices import slices
 from headrace.startup.classifier import Classifier
 
-MOST = 1 << 20  # probabilities of an answer
-IN_A_TURN = 1 << 14  # of these that are made and written before others have their turn
+MAX_PROBABILITIES = 1 << 20  # probabilities of an answer
+PROBABILITIES_PER_SLICE = 1 << 14  # of these that are made and written before others have their turn
 
 
 async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:
@@ -27,14 +27,14 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
         rule = known.rule(request.criterion, request.threshold)
     except ValueError as error:
         raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
-    texts = await tokens_of(service, request)
+    texts = await encode_inputs(service, request)
     each_has = len(known.exits.labels) + (len(known.exits.layers) if request.return_exits else 0)
-    if (many := len(texts) * each_has) > MOST:
-        raise bad(f"these inputs make {many} probabilities and {MOST} are the most; send fewer", "input")
-    inflight = await unless_gone(http, together(service, request, texts, salt, rule=rule))
+    if (many := len(texts) * each_has) > MAX_PROBABILITIES:
+        raise bad(f"these inputs make {many} probabilities and {MAX_PROBABILITIES} are the most; send fewer", "input")
+    inflight = await unless_disconnected(http, run_in_groups(service, request, texts, salt, rule=rule))
     each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, inflight, strict=True))]
-    size = max(1, min(TOGETHER, IN_A_TURN // each_has))
-    data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in pieces(each, size) for one in some]
+    size = max(1, min(GROUP_SIZE, PROBABILITIES_PER_SLICE // each_has))
+    data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in slices(each, size) for one in some]
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": service.name, "usage": used}

@@ -6,11 +6,11 @@ from typing import Any
 from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.fields import CompletionRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
-from headrace.server.protocols.logprobs import CompletionLogprobs, Written, joined
+from headrace.server.protocols.logprobs import CompletionLogprobs, EncodedLogprobs, joined
 from headrace.server.protocols.openai_types import Completion, CompletionChoice
 from headrace.server.protocols.prompts import Texts
-from headrace.server.protocols.sampling import check_stream_options, not_built
-from headrace.server.protocols.stream import event as sse
+from headrace.server.protocols.sampling import check_stream_options, refuse_unsupported
+from headrace.server.protocols.stream import sse_event as sse
 
 # The default of the protocol.
 DEFAULT_MAX_TOKENS = 16
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 
 def read(body: CompletionRequest) -> GenerationRequest:
     """Raises ApiError for fields that contradict each other, or that ask for something not built."""
-    not_built(bool(body.suffix), "suffix", "text cannot be inserted before a suffix")
+    refuse_unsupported(bool(body.suffix), "suffix", "text cannot be inserted before a suffix")
     check_stream_options(body)
     return GenerationRequest(
         body,
@@ -40,7 +40,7 @@ class CompletionWriter(Writer):
         self._options = self.sampling.stream_options or StreamOptions()
         self._lists: dict[int, CompletionLogprobs] = {}  # by answer
 
-    async def logprobs(self, event: AnswerEvent) -> Written | None:
+    async def logprobs(self, event: AnswerEvent) -> EncodedLogprobs | None:
         request = self.generation.request
         if request.logprobs is None:
             return None
@@ -49,7 +49,7 @@ class CompletionWriter(Writer):
             self._lists[event.index] = CompletionLogprobs(self.tokenizer, request.logprobs, prompt, request.echo)
         return await self._lists[event.index].written(event.token_ids, event.logprobs)
 
-    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+    def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         exits, reason = self.exits(event), event.finish_reason
         scores = None if logprobs is None else joined(logprobs)
         choice = CompletionChoice(event.index, event.text, scores, reason, event.stop_reason, exits)

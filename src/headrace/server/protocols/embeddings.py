@@ -16,11 +16,11 @@ from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols.fields import ClassifyRequest, EmbeddingRequest
 from headrace.server.protocols.sampling import priority_of
-from headrace.server.protocols.stream import unless_gone
-from headrace.server.protocols.time_slices import pieces
+from headrace.server.protocols.stream import unless_disconnected
+from headrace.server.protocols.time_slices import slices
 
-PAUSE = 0.02  # seconds between two looks for room in the queue
-TOGETHER = 32  # texts of one request that are in the queue at a time, and are written in one turn
+POLL_SECONDS = 0.02  # seconds between two looks for room in the queue
+GROUP_SIZE = 32  # texts of one request that are in the queue at a time, and are written in one turn
 FORMATS = ("float", "base64")
 
 
@@ -31,16 +31,16 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
         raise bad(f"encoding_format must be float or base64, not {request.encoding_format[:40]!r}", "encoding_format")
     if request.dimensions is not None and not 1 <= request.dimensions <= size:
         raise bad(f"dimensions must be 1 to {size} of this model, not {request.dimensions}", "dimensions")
-    texts = await tokens_of(service, request)
+    texts = await encode_inputs(service, request)
     pool = request.pooling or service.llm.opened.pooling
-    inflight = await unless_gone(http, together(service, request, texts, salt, pool=pool))
+    inflight = await unless_disconnected(http, run_in_groups(service, request, texts, salt, pool=pool))
     tokens = sum(map(len, texts))
     used = {"prompt_tokens": tokens, "total_tokens": tokens}
-    data = [_entry(*one, request) async for some in pieces(list(enumerate(inflight)), TOGETHER) for one in some]
+    data = [_entry(*one, request) async for some in slices(list(enumerate(inflight)), GROUP_SIZE) for one in some]
     return {"object": "list", "data": data, "model": service.name, "usage": used}
 
 
-async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyRequest) -> list[list[int]]:
+async def encode_inputs(service: Service, request: EmbeddingRequest | ClassifyRequest) -> list[list[int]]:
     """Token ids of every input."""
     given: list[Any] = request.input if isinstance(request.input, list) else [request.input]
     if given and isinstance(given[0], int):
@@ -60,7 +60,7 @@ async def tokens_of(service: Service, request: EmbeddingRequest | ClassifyReques
     return texts
 
 
-async def together(
+async def run_in_groups(
     service: Service, request: EmbeddingRequest | ClassifyRequest, texts: list[list[int]], salt: bytes, **asked: Any
 ) -> list[InflightRequest]:
     """Ended inflight of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
@@ -70,12 +70,12 @@ async def together(
     params = SamplingParams(max_tokens=1, priority=priority or 0)
     seconds = service.deadline(request.deadline)
     ends = None if seconds is None else time.monotonic() + seconds
-    most = min(TOGETHER, service.llm.queue.max_requests)
+    most = min(GROUP_SIZE, service.llm.queue.max_requests)
     late = DeadlineError(f"the request was not answered within its deadline of {seconds or 0:g} s")
     for start in range(0, len(texts), most):
         part = texts[start : start + most]
         if start:
-            await _room(service, part, ends, late)
+            await _wait_for_room(service, part, ends, late)
         left = None if ends is None else max(ends - time.monotonic(), 0)
         inflight = service.llm.submit(part, params, salt=salt, deadline=left, begun=start > 0, **asked)
         try:
@@ -89,12 +89,12 @@ async def together(
     return ended
 
 
-async def _room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
+async def _wait_for_room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
     """Return when the queue has room: what was begun is not lost to others who came meanwhile. Raises `late` at the end."""
     while not service.llm.queue.has_room([len(ids) for ids in texts]):
         if ends is not None and time.monotonic() > ends:
             raise late
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _entry(index: int, submitted: InflightRequest, request: EmbeddingRequest) -> dict[str, Any]:

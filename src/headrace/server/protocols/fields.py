@@ -88,19 +88,23 @@ def http_fields(*structs: type[Struct]) -> dict[str, Any]:
     }
 
 
-def made_of(name: str, fields: dict[str, Any], base: type[StrictStruct]) -> Any:
+def struct_of(name: str, fields: dict[str, Any], base: type[StrictStruct]) -> Any:
     """A base of requests with these fields, None where they are not given."""
     return defstruct(name, [(field, kind, None) for field, kind in fields.items()], bases=(base,), kw_only=True)
 
 
-DRAWING = http_fields(SamplingParams, BeamSearchParams, RefineParams)
-Drawing: Any = made_of("Drawing", DRAWING, IgnoredFields)
+SAMPLING_FIELDS = http_fields(SamplingParams, BeamSearchParams, RefineParams)
+SamplingFields: Any = struct_of("SamplingFields", SAMPLING_FIELDS, IgnoredFields)
 # Those of /v1/responses.
-BRIEFLY = "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
-Briefly: Any = made_of("Briefly", {name: DRAWING[name] for name in BRIEFLY}, StrictStruct)
+RESPONSE_SAMPLING_FIELDS = (
+    "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
+)
+ResponseSampling: Any = struct_of(
+    "ResponseSampling", {name: SAMPLING_FIELDS[name] for name in RESPONSE_SAMPLING_FIELDS}, StrictStruct
+)
 
 
-class Sampling(Drawing, kw_only=True):  # type: ignore[call-arg]
+class Sampling(SamplingFields, kw_only=True):  # type: ignore[call-arg]
     """How tokens are drawn, in both kinds of completion; what is not given is the model's own setting."""
 
     model: Word
@@ -189,7 +193,7 @@ class ClassifyRequest(IgnoredFields, kw_only=True):
         check_same_kind("input", self.input)
 
 
-class ResponseRequest(Briefly, kw_only=True):  # type: ignore[call-arg]
+class ResponseRequest(ResponseSampling, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/responses."""
 
     model: Word

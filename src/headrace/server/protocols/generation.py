@@ -21,13 +21,13 @@ from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import as_api_error
 from headrace.server.protocols.fields import Sampling
-from headrace.server.protocols.logprobs import Written, token_exits
+from headrace.server.protocols.logprobs import EncodedLogprobs, token_exits
 from headrace.server.protocols.openai_types import CascadeAttempt, Exits, ToolCall, Usage, new_call, usage
 from headrace.server.protocols.prompts import Prompt, Texts
 from headrace.server.protocols.sampling import sampling_params
-from headrace.server.protocols.stream import DONE, begun, unless_gone
-from headrace.server.protocols.structured import Checked, asked_form, check_form, check_text, fits_tool
-from headrace.server.protocols.time_slices import decoded
+from headrace.server.protocols.stream import DONE, start_stream, unless_disconnected
+from headrace.server.protocols.structured import CompiledFormat, check_answer, compile_format, fits_tool, requested_format
+from headrace.server.protocols.time_slices import decode_in_slices
 from headrace.server.settings import Limits
 from headrace.text.dialects.call_parser import Piece
 from headrace.weights.defaults import values
@@ -59,7 +59,7 @@ class GenerationRequest:
         """Token ids of the only prompt, whatever its length. Raises the errors that `as_api_error` knows."""
         with self.errors_renamed():
             open_objects = bool(self.sampling.open_objects)
-            form = asked_form(self.sampling, self.response_format, open_objects)
+            form = requested_format(self.sampling, self.response_format, open_objects)
             tools = await self.prompt.tooling(service, form, open_objects)
             (tokens,) = await self.prompt.encode(service, tools, limited=False)
             return tokens
@@ -100,12 +100,12 @@ class Answer:
     index: int
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    logprobs: Written | None = None
+    logprobs: EncodedLogprobs | None = None
     exits: Exits = msgspec.UNSET
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: AnswerEvent, logprobs: Written | None, exits: Exits) -> None:
+    def add(self, event: AnswerEvent, logprobs: EncodedLogprobs | None, exits: Exits) -> None:
         for piece in event.pieces:
             if piece.call is None:
                 self.text += piece.text
@@ -198,7 +198,7 @@ class Generation:
         submitted, prompt = self.inflight[place], self.request.prompt
         text = prompt.prompts()[place] if isinstance(prompt, Texts) else submitted.prompt
         if not isinstance(text, str):
-            text = await decoded(self.service.llm.opened.tokenizer, text)
+            text = await decode_in_slices(self.service.llm.opened.tokenizer, text)
         pieces, tokens = [Piece(text), *event.pieces], submitted.prompt + event.token_ids
         logprobs = [*submitted.prompt_logprobs, *event.logprobs]
         return replace(event, pieces=pieces, token_ids=tokens, logprobs=logprobs)
@@ -215,14 +215,14 @@ class Writer:
         self.sampling = generation.request.sampling
         self.tokenizer = generation.service.llm.opened.tokenizer
 
-    async def logprobs(self, event: AnswerEvent) -> Written | None:
+    async def logprobs(self, event: AnswerEvent) -> EncodedLogprobs | None:
         """Log-probabilities of an event's tokens in JSON; None if the client did not ask for them."""
         return None
 
     def exits(self, event: AnswerEvent) -> Exits:
         return token_exits(self.tokenizer, event.exits) if self.sampling.return_exits else msgspec.UNSET
 
-    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+    def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         """The parts of a stream that an event makes."""
         raise NotImplementedError
 
@@ -251,7 +251,7 @@ class Writer:
         for answer in answers:
             if self.generation.late and answer.finish_reason == "stop" and not answer.calls:
                 assert self.generation.form is not None
-                await check_text(self.generation.service, self.generation.form, answer.text)
+                await check_answer(self.generation.service, self.generation.form, answer.text)
         return self.complete(answers)
 
 
@@ -285,20 +285,20 @@ async def start(
     with request.errors_renamed():
         open_objects = request.sampling.open_objects
         open_objects = service.settings.open_objects if open_objects is None else open_objects
-        form = asked_form(request.sampling, request.response_format, open_objects)
-        tools = await unless_gone(http, request.prompt.tooling(service, form, open_objects))
+        form = requested_format(request.sampling, request.response_format, open_objects)
+        tools = await unless_disconnected(http, request.prompt.tooling(service, form, open_objects))
         params = _params(service, request, form if tools is None else tools.spec)
         if attempt is not None and attempt.scored and params.logprobs is None:
             params = params.replace(logprobs=0)
         _check_size(service.limits, request)
-        checked, late = Checked(), False
+        checked, late = CompiledFormat(), False
         streams = bool(request.sampling.stream)
         if form is not None:
-            checked = await unless_gone(http, check_form(service, form, streams=streams, param=request.form_field))
+            checked = await unless_disconnected(http, compile_format(service, form, streams=streams, param=request.form_field))
             late = bool(checked.late)
         if tools is not None:
-            checked = await unless_gone(http, check_form(service, tools.spec, streams=streams, param="tools"))
-        prompts = await unless_gone(http, request.prompt.encode(service, tools))
+            checked = await unless_disconnected(http, compile_format(service, tools.spec, streams=streams, param="tools"))
+        prompts = await unless_disconnected(http, request.prompt.encode(service, tools))
         _check_echo(request, prompts)
         service.check_room(prompts, request.max_tokens, request.prompt.name)
         deadline, salt = service.deadline(request.sampling.deadline), (request.sampling.cache_salt or "").encode()
@@ -314,9 +314,9 @@ async def answer(generation: Generation, write: Write, http: Request) -> Any:
     writer = write(generation)
     with generation.request.errors_renamed():
         if generation.request.sampling.stream:
-            return await begun(writer.stream(), http, generation.abort, writer.done)
+            return await start_stream(writer.stream(), http, generation.abort, writer.done)
         try:
-            return await unless_gone(http, writer.collect())
+            return await unless_disconnected(http, writer.collect())
         finally:
             generation.abort()
 

@@ -8,19 +8,19 @@ import msgspec
 
 from headrace.data.plan import Exited, TokenLogprob
 from headrace.server.protocols.openai_types import TokenExit
-from headrace.server.protocols.time_slices import pieces
+from headrace.server.protocols.time_slices import slices
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer
 
-FLOOR = -9999.0  # stands for minus infinity, which JSON has not
-TOGETHER = 256  # tokens that are written in one turn
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
+TOKENS_PER_SLICE = 256  # tokens that are written in one turn
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 # Log-probabilities in JSON, which takes far less room than objects. By list: its entries, one or several in each element.
-Written = dict[str, list[bytes]]
+EncodedLogprobs = dict[str, list[bytes]]
 _encode = msgspec.json.encode
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None], top: int) -> Written:
+def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob | None], top: int) -> EncodedLogprobs:
     """One object for each token: text, bytes, log-probability, and the `top` best tokens of that place."""
     return {"content": [_encode(_entry(tokenizer, entry, top)) for entry in entries if entry is not None]}
 
@@ -40,7 +40,7 @@ def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": _text(data), "logprob": max(logprob, FLOOR), "bytes": list(data)}
+    return {"token": _text(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
 
 
 def _text(data: bytes) -> str:
@@ -51,7 +51,7 @@ def _text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def joined(written: Written) -> dict[str, msgspec.Raw]:
+def joined(written: EncodedLogprobs) -> dict[str, msgspec.Raw]:
     """The lists, as they are sent."""
     return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in written.items()}
 
@@ -65,11 +65,11 @@ class CompletionLogprobs:
         self._detokenizer = IncrementalDetokenizer(tokenizer, [] if echo else prompt)
         self._offset = 0
 
-    async def written(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> Written:
+    async def written(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> EncodedLogprobs:
         """The next tokens' lists; a token without an entry (the first of a prompt) has null. A long prompt's are written in
         turns, as they take a hundred times less room when they are."""
-        made: Written = {name: [] for name in LISTS}
-        async for places in pieces(range(len(tokens)), TOGETHER):
+        made: EncodedLogprobs = {name: [] for name in LISTS}
+        async for places in slices(range(len(tokens)), TOKENS_PER_SLICE):
             these = slice(places[0], places[-1] + 1)
             for name, values in self._lists(tokens[these], entries[these]).items():
                 made[name].append(msgspec.json.encode(values)[1:-1])
@@ -79,7 +79,7 @@ class CompletionLogprobs:
         made: dict[str, list[Any]] = {name: [] for name in LISTS}
         for token, entry in zip_longest(tokens, entries):
             made["tokens"].append(_text(self._tokenizer.token_bytes(token)))
-            made["token_logprobs"].append(None if entry is None else max(entry.logprob, FLOOR))
+            made["token_logprobs"].append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
             made["top_logprobs"].append(None if entry is None else self._best(entry))
             made["text_offset"].append(self._offset)
             self._offset += len(self._detokenizer.append([token]))
@@ -88,4 +88,4 @@ class CompletionLogprobs:
     def _best(self, entry: TokenLogprob) -> dict[str, float]:
         """The best tokens and the drawn one, which may not be among them."""
         pairs = [*zip(entry.top_ids[: self._top], entry.top_logprobs[: self._top], strict=True), (entry.token, entry.logprob)]
-        return {_text(self._tokenizer.token_bytes(token)): max(value, FLOOR) for token, value in reversed(pairs)}
+        return {_text(self._tokenizer.token_bytes(token)): max(value, MIN_LOGPROB) for token, value in reversed(pairs)}

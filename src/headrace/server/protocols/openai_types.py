@@ -194,14 +194,14 @@ def usage(inflight: Sequence[InflightRequest], generated: int, attempt: CascadeA
     """Tokens of these prompts and of `generated` answer tokens, with those of the tiers before. Cached tokens are counted under
     a salt only: without one the number would show what others have asked."""
     if attempt is not None:
-        return _together([*attempt.before, attempt.usage(inflight, generated)])
+        return _add_usages([*attempt.before, attempt.usage(inflight, generated)])
     prompt = sum(len(submitted.prompt) for submitted in inflight)
     cached = sum(submitted.metrics.cached_tokens for submitted in inflight if submitted.metrics is not None)
     own = all(submitted.salted for submitted in inflight)
     return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt) if own else 0})
 
 
-def _together(each: Sequence[Usage]) -> Usage:
+def _add_usages(each: Sequence[Usage]) -> Usage:
     prompt, generated = sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
     cached = {"cached_tokens": sum(one.prompt_tokens_details["cached_tokens"] for one in each)}
     tiers = [tier for one in each for tier in one.tiers or []]

@@ -11,7 +11,7 @@ from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
 from headrace.server.http.body_limits import read_json
 from headrace.server.protocols.chat_messages import CONTINUE, Message, check_ending, read_messages
-from headrace.server.protocols.structured import prepared, schema_of
+from headrace.server.protocols.structured import prepare_schemas, schema_of
 from headrace.text.chat import ChatTemplate
 
 # Names that chat_template_kwargs may not set: the server sets them, or they belong to the template language.
@@ -83,7 +83,7 @@ class Conversation:
                 message = "beside tools an answer's format is a JSON schema or json_object; leave one out"
                 raise bad(message, "response_format")
             schemas.append(schema)
-        known = await prepared(service, schemas, open_objects=open_objects)
+        known = await prepare_schemas(service, schemas, open_objects=open_objects)
         if len(schemas) > len(usable):
             answer = for_mask(known[-1])
         control_id = service.llm.opened.tokenizer.control_id

@@ -10,9 +10,9 @@ from headrace.server.http.api_error import bad
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.chat_messages import without_nulls
-from headrace.server.protocols.fields import BRIEFLY, ResponseRequest, Sampling
+from headrace.server.protocols.fields import RESPONSE_SAMPLING_FIELDS, ResponseRequest, Sampling
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, Writer
-from headrace.server.protocols.logprobs import Written, chat_logprobs, joined
+from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
 from headrace.server.protocols.openai_types import Usage, new_call
 from headrace.server.protocols.prompts import Conversation, check_effort
 from headrace.server.protocols.response_items import (
@@ -25,11 +25,11 @@ from headrace.server.protocols.response_items import (
     messages,
     text_part,
 )
-from headrace.server.protocols.sampling import check_top_logprobs, not_built
+from headrace.server.protocols.sampling import check_top_logprobs, refuse_unsupported
 from headrace.text.dialects.call_parser import Piece
 
 # Fields that have the same name and meaning in `Sampling`.
-SHARED = (*BRIEFLY, "model", "stream", "seed", "deadline", "open_objects", "cache_salt")
+SHARED = (*RESPONSE_SAMPLING_FIELDS, "model", "stream", "seed", "deadline", "open_objects", "cache_salt")
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -43,13 +43,13 @@ REASONING = ("effort", "summary", "generate_summary")
 
 def check_fields(body: ResponseRequest) -> None:
     """Raises ApiError for fields that contradict each other, or that ask for something not built."""
-    not_built(bool(body.background), "background", "answers are given at once; a batch waits")
-    not_built(body.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
-    not_built(body.prompt is not None, "prompt", "there are no prompt templates here")
-    not_built(body.moderation is not None, "moderation", "this server does not moderate")
+    refuse_unsupported(bool(body.background), "background", "answers are given at once; a batch waits")
+    refuse_unsupported(body.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
+    refuse_unsupported(body.prompt is not None, "prompt", "there are no prompt templates here")
+    refuse_unsupported(body.moderation is not None, "moderation", "this server does not moderate")
     counted = "there are no built-in tools, whose calls it would count; parallel_tool_calls: false allows one call"
-    not_built(body.max_tool_calls is not None, "max_tool_calls", counted)
-    not_built(body.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
+    refuse_unsupported(body.max_tool_calls is not None, "max_tool_calls", counted)
+    refuse_unsupported(body.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
     for name in body.include or []:
         if name not in INCLUDES:
             raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")
@@ -133,7 +133,7 @@ class ResponseWriter(Writer):
         self._open: int | None = None  # index of the item that is being written
         self._calls: dict[int, int] = {}  # number of a call -> index of its item
 
-    async def logprobs(self, event: AnswerEvent) -> Written | None:
+    async def logprobs(self, event: AnswerEvent) -> EncodedLogprobs | None:
         top = self.generation.request.logprobs
         return None if top is None else chat_logprobs(self.tokenizer, event.logprobs, top)
 
@@ -161,7 +161,7 @@ class ResponseWriter(Writer):
             yield self._event("error", code=known.code or "server_error", message=known.message, param=known.param)
             yield self._event("response.failed", response=self._response)
 
-    def chunks(self, event: AnswerEvent, logprobs: Written | None) -> Iterable[bytes]:
+    def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         entries = [msgspec.Raw(entry) for entry in (logprobs or {}).get("content", [])]
         for piece in event.pieces:
             if piece.call is not None:

@@ -13,7 +13,7 @@ from headrace.server.http.body_limits import read_body, read_query
 from headrace.server.http.limits_check import StrictStruct
 
 
-class Nothing(StrictStruct):
+class NoQuery(StrictStruct):
     """A query without parameters."""
 
 
@@ -45,7 +45,7 @@ class Endpoint:
     answer: Content  # what a 200 holds
     handle: Handler
     body: type[StrictStruct] | None = None
-    query: type[StrictStruct] = Nothing
+    query: type[StrictStruct] = NoQuery
     form: Content | None = None
 
 
@@ -55,7 +55,7 @@ class Api:
 
     endpoints: list[Endpoint] = field(default_factory=list)
 
-    def get(self, path: str, answer: Content, query: type[StrictStruct] = Nothing) -> Callable[[Handler], Handler]:
+    def get(self, path: str, answer: Content, query: type[StrictStruct] = NoQuery) -> Callable[[Handler], Handler]:
         return self._adding("GET", path, answer, query=query)
 
     def post(
@@ -67,7 +67,7 @@ class Api:
         return self._adding("DELETE", path, answer)
 
     def routes(self) -> list[Route]:
-        return [Route(one.path, _served(one), methods=[one.method]) for one in self.endpoints]
+        return [Route(one.path, _handler(one), methods=[one.method]) for one in self.endpoints]
 
     def _adding(self, method: str, path: str, answer: Content, **more: Any) -> Callable[[Handler], Handler]:
         def add(handle: Handler) -> Handler:
@@ -82,7 +82,7 @@ def as_response(result: Any) -> Response:
     return result if isinstance(result, Response) else Response(msgspec.json.encode(result), media_type="application/json")
 
 
-def _served(one: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _handler(one: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     """Unknown parameters of a query are errors where the protocol speaks, and nothing's concern at probes."""
     strict = one.path.startswith("/v1/")
 

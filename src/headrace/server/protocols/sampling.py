@@ -7,7 +7,7 @@ from headrace.data.params import ParamError, SamplingParams
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import wrong_field
-from headrace.server.protocols.fields import DRAWING, Sampling
+from headrace.server.protocols.fields import SAMPLING_FIELDS, Sampling
 from headrace.server.settings import Limits
 
 WIDTHS = ("n", "best_of", "beam_width")
@@ -18,7 +18,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
     """Parameters of a request: the model's `own` settings, what was given, then `more`. Raises ApiError."""
     given = given_fields(request, limits)
     asked = {**given, **more}
-    _check(asked, limits)
+    _check_limits(asked, limits)
     if asked.get("max_tokens") is None:
         asked["max_tokens"] = min(
             (most for most in (own.get("max_tokens"), limits.max_tokens) if most is not None), default=None
@@ -35,7 +35,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
 
 def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
     """The sampling fields that a request gives, as `params_of` takes them. Raises ApiError."""
-    given = {name: getattr(request, name) for name in DRAWING if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in SAMPLING_FIELDS if getattr(request, name) is not None}
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
     if request.seed is not None:
@@ -43,16 +43,16 @@ def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
             raise bad(f"seed: must be an integer, at most {2**64 - 1}", "seed")
         given["seed"] = request.seed % 2**64  # the protocol's seeds are signed
     if request.logit_bias is not None:
-        given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
+        given["logit_bias"] = {_token_id(name): bias for name, bias in request.logit_bias.items()}
     if request.stop is not None:
-        given["stop"] = _stop(request.stop, limits)
+        given["stop"] = _stop_strings(request.stop, limits)
     if request.return_exits and request.exit_threshold is None and request.cascade_threshold is None:
         raise bad("return_exits goes with exit_threshold or cascade_threshold", "return_exits")
-    given |= _beams(request)
+    given |= _beam_fields(request)
     return given
 
 
-def _beams(request: Sampling) -> dict[str, Any]:
+def _beam_fields(request: Sampling) -> dict[str, Any]:
     """What `use_beam_search` means, as vLLM had it: as many beams as answers where no width is given, but a few."""
     if request.use_beam_search is None:
         return {}
@@ -64,7 +64,7 @@ def _beams(request: Sampling) -> dict[str, Any]:
     return {"beam_width": width, "best_of": None}
 
 
-def _check(settings: dict[str, Any], limits: Limits) -> None:
+def _check_limits(settings: dict[str, Any], limits: Limits) -> None:
     widths = [(name, limits.n) for name in WIDTHS]
     for name, most in (*widths, ("logprobs", limits.logprobs), ("max_tokens", limits.max_tokens)):
         value = settings.get(name)
@@ -89,7 +89,7 @@ def priority_of(given: int | None, limits: Limits) -> int | None:
     return given
 
 
-def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str], limits: Limits) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > limits.stop:
         raise bad(f"at most {limits.stop} stop strings, not {len(stops)}", "stop")
@@ -98,7 +98,7 @@ def _stop(stop: str | list[str], limits: Limits) -> tuple[str, ...]:
     return stops
 
 
-def _token(name: str) -> int:
+def _token_id(name: str) -> int:
     if not (name.isascii() and name.isdigit() and len(name) < 10):
         raise bad(f'the keys of logit_bias are token ids, as in {{"42": -5}}, not {name[:40]!r}', "logit_bias")
     return int(name)
@@ -114,7 +114,7 @@ def check_top_logprobs(value: int | None) -> None:
         raise bad(f"top_logprobs must be 0 or more, not {value}", "top_logprobs")
 
 
-def not_built(condition: bool, name: str, what: str) -> None:
+def refuse_unsupported(condition: bool, name: str, what: str) -> None:
     """Raises ApiError for a field that says something this server cannot do."""
     if condition:
         raise ApiError(400, f"{name}: {what}; leave the field out", param=name, code="unsupported")

@@ -26,19 +26,19 @@ class ClientGoneError(Exception):
     """Nobody waits for the answer any more."""
 
 
-def event(data: Any) -> bytes:
+def sse_event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns. Raises ClientGoneError, and cancels it, when the client disconnects first."""
     return await _race(work, request.receive)
 
 
 async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
+    gone = asyncio.ensure_future(_until_disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -50,7 +50,7 @@ async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -80,15 +80,15 @@ class EventStream(Response):
 
     async def _send(self, send: Send, short: Callable[[bytes], bool]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await _part(send, self._first)
+        await _send_part(send, self._first)
         try:
             async for data in self._events:
                 if not short(data):
-                    await _part(send, data)
+                    await _send_part(send, data)
         except Exception as error:
-            await _part(send, b"data: " + self._last_word(error) + b"\n\n")
+            await _send_part(send, b"data: " + self._last_word(error) + b"\n\n")
         if self._done:
-            await _part(send, self._done)
+            await _send_part(send, self._done)
         await send({"type": "http.response.body", "body": b""})
 
     def _last_word(self, error: Exception) -> bytes:
@@ -103,15 +103,17 @@ def _no_short_way(data: bytes) -> bool:
     return False
 
 
-async def begun(events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None], done: bytes = DONE) -> EventStream:
+async def start_stream(
+    events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None], done: bytes = DONE
+) -> EventStream:
     """A stream whose first event is there. Raises what `events` raises before that, or ClientGoneError, after `on_end`."""
     try:
-        first: bytes = await unless_gone(http, anext(events))  # type: ignore[arg-type]
+        first: bytes = await unless_disconnected(http, anext(events))  # type: ignore[arg-type]
     except BaseException:
         on_end()
         raise
     return EventStream(first, events, on_end, done)
 
 
-async def _part(send: Send, data: bytes) -> None:
+async def _send_part(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -23,7 +23,9 @@ SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def asked_form(request: Sampling, response_format: Any = None, open_objects: bool | None = None) -> StructuredOutputs | None:
+def requested_format(
+    request: Sampling, response_format: Any = None, open_objects: bool | None = None
+) -> StructuredOutputs | None:
     """The format that a request asks of its answers; None if they are free.
 
     Raises ApiError for an invalid format, or for more than one.
@@ -61,17 +63,17 @@ def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CompiledFormat:
     """A constraint that the engine can compile. `late`: keywords of its schema that are checked on the finished answer."""
 
     grammar: Grammar | None = None
     late: tuple[str, ...] = ()
 
 
-async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> Checked:
+async def compile_format(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> CompiledFormat:
     """Rewrite and compile a constraint in a confined process. Raises ApiError if answers cannot be constrained by it."""
     try:
-        answer = await _look(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
+        answer = await _inspect(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
     except ConstraintError as error:
         raise bad(str(error), param) from None
     late = tuple(answer["late"])
@@ -82,10 +84,10 @@ async def check_form(service: Service, spec: StructuredOutputs, *, streams: bool
             param=param,
             code="unsupported",
         )
-    return Checked(Grammar(answer["grammar"], answer["bytes"], answer["seconds"]), late)
+    return CompiledFormat(Grammar(answer["grammar"], answer["bytes"], answer["seconds"]), late)
 
 
-async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:
+async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:
     """The schemas of tools, rewritten for masks. Raises ApiError, also if they are longer together than one schema may be."""
     try:
         text = msgspec.json.encode(schemas).decode()
@@ -94,23 +96,25 @@ async def prepared(service: Service, schemas: list[dict[str, Any]], *, open_obje
     if len(text) > MAX_SOURCE:
         raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
     try:
-        made = json.loads((await _look(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"])
+        made = json.loads(
+            (await _inspect(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepare_schemas"]
+        )
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
     return [Prepared(one["schema"], tuple(one["late"])) for one in made]
 
 
-async def _look(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
+async def _inspect(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
     """Raises ConstraintError, BusyError."""
     task = compiling.task(service.llm.opened.path, remembered=remembered)
     with refuse_overruns():
         return raise_on_error(await shared_pool().ask(task, {**question, "model": task.argument}))
 
 
-async def check_text(service: Service, spec: StructuredOutputs, text: str) -> None:
+async def check_answer(service: Service, spec: StructuredOutputs, text: str) -> None:
     """The last look, which is counted. Raises ApiError where an answer does not fit."""
     try:
-        broken = (await _look(service, {"spec": msgspec.to_builtins(spec), "text": text}, remembered=False))["broken"]
+        broken = (await _inspect(service, {"spec": msgspec.to_builtins(spec), "text": text}, remembered=False))["broken"]
     except ConstraintError as error:
         service.metrics.look("unchecked")
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
@@ -123,7 +127,7 @@ async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -
     """Whether the arguments of a call fit their schema. A check that is cut off is no."""
     try:
         question = {"spec": msgspec.to_builtins(spec), "text": arguments}
-        return not (await _look(service, question, remembered=False))["broken"]
+        return not (await _inspect(service, question, remembered=False))["broken"]
     except ConstraintError:
         return False
 

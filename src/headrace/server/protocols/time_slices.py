@@ -7,10 +7,10 @@ from typing import TypeVar
 from headrace.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-TOKENS = 4096  # that are spelled in one turn
+TOKENS_PER_SLICE = 4096  # that are spelled in one turn
 
 
-async def pieces(items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
+async def slices(items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
     """`size` items at a time."""
     for start in range(0, len(items), size):
         if start:
@@ -18,6 +18,8 @@ async def pieces(items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
         yield items[start : start + size]
 
 
-async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
+async def decode_in_slices(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
     """`Tokenizer.decode`."""
-    return tokenizer.text_of(b"".join([tokenizer.spelled(piece, skip_special) async for piece in pieces(ids, TOKENS)]))
+    return tokenizer.text_of(
+        b"".join([tokenizer.spelled(piece, skip_special) async for piece in slices(ids, TOKENS_PER_SLICE)])
+    )

@@ -6,7 +6,7 @@ from headrace.server.engines.service import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols import chat
 from headrace.server.protocols.fields import ChatRequest, DetokenizeRequest, TokenizeRequest
-from headrace.server.protocols.time_slices import TOKENS, decoded, pieces
+from headrace.server.protocols.time_slices import TOKENS_PER_SLICE, decode_in_slices, slices
 
 CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "tool_choice", "chat_template_kwargs")
 
@@ -31,7 +31,7 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
     found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
     if request.return_token_strs:
         text = service.llm.opened.tokenizer.token_text
-        found["token_strs"] = [text(token) async for piece in pieces(tokens, TOKENS) for token in piece]
+        found["token_strs"] = [text(token) async for piece in slices(tokens, TOKENS_PER_SLICE) for token in piece]
     return found
 
 
@@ -54,4 +54,4 @@ async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, 
     largest = max(request.tokens, default=0)
     if largest >= tokenizer.vocab_size:
         raise bad(f"there is no token {largest}; ids are 0 to {tokenizer.vocab_size - 1}", "tokens")
-    return {"prompt": await decoded(tokenizer, request.tokens, skip_special=False)}
+    return {"prompt": await decode_in_slices(tokenizer, request.tokens, skip_special=False)}

@@ -1,4 +1,4 @@
-"""The input of a batch: a file with one request per line. All lines are checked before the first row is inserted."""
+"""Input file of a batch: one request per line. All lines are checked before the first row is inserted."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -13,11 +13,12 @@ from headrace.server.http.json_errors import json_problem
 from headrace.server.settings import Limits
 from headrace.server.storage import files
 from headrace.server.storage.store import Store
-from headrace.server.storage.store_schema import ROW
+from headrace.server.storage.store_schema import ROW_OVERHEAD
 
-MAX_ERRORS = 20  # in the report of a failed batch
+# Errors in the report of a failed batch.
+MAX_ERRORS = 20
 BOM = b"\xef\xbb\xbf"
-FIELDS = frozenset({"custom_id", "method", "url", "body"})
+LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
 class _Line(msgspec.Struct):
@@ -26,68 +27,69 @@ class _Line(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Check:
-    """The check of one file, a piece at a time. `errors` is the report of a failed batch; without errors the batch has `count`
-    rows, which take `size` bytes."""
+class InputCheck:
+    """Check of one input file, piece by piece. Afterwards either `errors` is the report of a failed batch, or the batch has
+    `count` rows that count for `size` bytes."""
 
-    file: files.File
+    file: files.StoredFile
     endpoint: str
     limits: Limits
     size: int = 0
     errors: list[dict[str, Any]] = field(default_factory=list)
-    _at: int = 0  # row of the file's last piece
-    _rest: bytes = b""  # the beginning of a line
-    _number: int = 0
-    _seen: set[str] = field(default_factory=set)
+    _chunk: int = 0  # number of the last chunk that was read
+    _partial_line: bytes = b""
+    _line: int = 0  # number of the last line that was checked
+    _custom_ids: set[str] = field(default_factory=set)
 
     @property
     def count(self) -> int:
-        return len(self._seen)
+        return len(self._custom_ids)
 
     async def run(self, store: Store) -> None:
-        """Check all lines. Each piece is a read transaction of its own, so that other readers wait for one piece at most."""
+        """Check all lines. Each piece has its own read transaction, so that other readers wait for one piece at most."""
         while not await store.read(self._step):
             pass
-        if not self._seen and not self.errors:
-            self.errors = [_wrong("empty_file", "the file has no lines", None)]
+        if not self._custom_ids and not self.errors:
+            self.errors = [_error("empty_file", "the file has no lines", None)]
 
     def _step(self, db: sqlite3.Connection) -> bool:
-        """Check the lines that end in the next piece. Returns whether nothing is left to do."""
-        piece = files.piece(db, self.file, self._at)
+        """Check the lines that end in the next piece. Returns True after the last one, or if the report is full."""
+        piece = files.read_piece(db, self.file, self._chunk)
         if piece is None:
-            self._check(self._rest)
+            self._check(self._partial_line)
             return True
-        self._at, data = piece
-        *whole, rest = (self._rest + data).split(b"\n")
-        self._rest = rest[: self.limits.body + len(BOM) + 1]  # a longer line is refused by its length
+        self._chunk, data = piece
+        *whole, rest = (self._partial_line + data).split(b"\n")
+        # One byte more than allowed is enough to refuse a longer line.
+        self._partial_line = rest[: self.limits.body + len(BOM) + 1]
         return any(self._check(line) for line in whole)
 
     def _check(self, line: bytes) -> bool:
         """Check one line. Returns whether the report is full."""
-        self._number += 1
-        if not (text := _stripped(line, self._number)):
+        self._line += 1
+        if not (text := _stripped(line, self._line)):
             return False
         problem, custom_id, size = _problem(text, self.endpoint, self.limits.body)
-        if not problem and custom_id in self._seen:
+        if not problem and custom_id in self._custom_ids:
             problem = f"custom_id {custom_id[:60]!r} is used twice"
-        self._seen.add(custom_id)
-        if len(self._seen) > self.limits.batch_lines:
+        self._custom_ids.add(custom_id)
+        if len(self._custom_ids) > self.limits.batch_lines:
             message = f"there are more than {self.limits.batch_lines} lines; split the file"
-            self.errors = [_wrong("too_many_requests", message, None)]
+            self.errors = [_error("too_many_requests", message, None)]
             return True
         if problem:
-            self.errors.append(_wrong("invalid_line", problem, self._number))
-        self.size += size + ROW
+            self.errors.append(_error("invalid_line", problem, self._line))
+        self.size += size + ROW_OVERHEAD
         return len(self.errors) == MAX_ERRORS
 
 
-def add_rows(db: sqlite3.Connection, batch: int, file: files.File, limits: Limits) -> None:
-    """Insert the rows of a file that `Check` has found to be good."""
+def add_rows(db: sqlite3.Connection, batch: int, file: files.StoredFile, limits: Limits) -> None:
+    """Insert the rows of a file that passed `InputCheck`."""
     query = "INSERT INTO rows (batch, custom_id, state, body) VALUES (?, ?, 'pending', ?)"
     db.executemany(query, ((batch, line.custom_id, bytes(line.body)) for line in _lines(db, file, limits)))
 
 
-def _lines(db: sqlite3.Connection, file: files.File, limits: Limits) -> Iterator[_Line]:
+def _lines(db: sqlite3.Connection, file: files.StoredFile, limits: Limits) -> Iterator[_Line]:
     decoder = msgspec.json.Decoder(_Line)
     for number, line in enumerate(files.lines(db, file, limits.body + len(BOM)), 1):
         if text := _stripped(line, number):
@@ -95,12 +97,12 @@ def _lines(db: sqlite3.Connection, file: files.File, limits: Limits) -> Iterator
 
 
 def _stripped(line: bytes, number: int) -> bytes:
-    """A line without blanks at its ends; the first one without a byte order mark, which editors write."""
+    """A line without surrounding white space; the first line also without the byte order mark that some editors write."""
     return (line.removeprefix(BOM) if number == 1 else line).strip()
 
 
 def _problem(line: bytes, endpoint: str, longest: int) -> tuple[str, str, int]:
-    """What is wrong with a line (empty: nothing), its custom_id, and the bytes of its body."""
+    """The problem of a line (empty if valid), its custom_id, and the size of its body in bytes."""
     if len(line) > longest:
         return f"it has more than {longest} bytes", "", 0
     try:
@@ -114,7 +116,7 @@ def _problem(line: bytes, endpoint: str, longest: int) -> tuple[str, str, int]:
     custom_id, body = data.get("custom_id"), data.get("body")
     if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
         return "custom_id must be text of 1 to 512 characters", "", 0
-    if unknown := sorted(name for name, value in data.items() if value is not None and name not in FIELDS):
+    if unknown := sorted(name for name, value in data.items() if value is not None and name not in LINE_FIELDS):
         return f"unknown field {unknown[0][:60]!r}", custom_id, 0
     if data.get("method", "POST") != "POST" or data.get("url") != endpoint:
         return f"method and url must be POST {endpoint}, the batch's endpoint", custom_id, 0
@@ -125,5 +127,5 @@ def _problem(line: bytes, endpoint: str, longest: int) -> tuple[str, str, int]:
     return "", custom_id, len(msgspec.json.decode(line, type=_Line).body)
 
 
-def _wrong(code: str, message: str, line: int | None) -> dict[str, Any]:
+def _error(code: str, message: str, line: int | None) -> dict[str, Any]:
     return {"code": code, "message": message, "line": line, "param": None}

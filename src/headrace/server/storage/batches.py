@@ -1,4 +1,4 @@
-"""/v1/batches: made of a file of requests, listed, cancelled. `batch_rows` has their states, `batch_worker` does the work."""
+"""/v1/batches: create from a file of requests, list, cancel. `batch_rows` has the states; `batch_worker` runs the rows."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ from headrace.server.storage import batch_input, batch_rows, files
 from headrace.server.storage.store import Store, listing
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-DAY = 24 * 3600
+DAY_SECONDS = 24 * 3600
 STAMPS = "in_progress_at finalizing_at completed_at failed_at expired_at cancelling_at cancelled_at"
 COLUMNS = (
     "id, status, endpoint, input_file, output_file, error_file, output_life, metadata, errors, total, done, failed, "
@@ -28,15 +28,16 @@ async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[st
         raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
     if request.completion_window != "24h":
         raise bad("completion_window must be 24h", "completion_window")
-    files.life(request.output_expires_after, "output_expires_after")
+    files.lifetime(request.output_expires_after, "output_expires_after")
     who = PRINCIPAL.get()
 
     find = partial(files.find, name=request.input_file_id, owner=who.name, param="input_file_id")
-    check = batch_input.Check(await store.read(find), request.endpoint, limits)
+    check = batch_input.InputCheck(await store.read(find), request.endpoint, limits)
     await check.run(store)
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
-        file = find(db)  # it may have been deleted since the check
+        # Raises if the file was deleted since the check.
+        file = find(db)
         if not check.errors:
             batch_rows.check_room(db, check.size, limits.batch_bytes, who)
         _forget(db, limits.batches, who)
@@ -54,18 +55,18 @@ async def create(store: Store, request: BatchRequest, limits: Limits) -> dict[st
 
 
 def _insert(db: sqlite3.Connection, request: BatchRequest, owner: str) -> tuple[int, str]:
-    """A batch without rows: its number and its id."""
+    """Insert a batch without rows. Returns its number and its id."""
     name, created = new_id("batch"), now()
     metadata = json.dumps(request.metadata)
     life = (request.output_expires_after or {}).get("seconds")
-    row = (name, request.endpoint, request.input_file_id, life, metadata, created, created + DAY, owner)
+    row = (name, request.endpoint, request.input_file_id, life, metadata, created, created + DAY_SECONDS, owner)
     query = "INSERT INTO batches (status, id, endpoint, input_file, output_life, metadata, created_at, expires_at, owner)"
     return int(db.execute(f"{query} VALUES ('validating', ?, ?, ?, ?, ?, ?, ?, ?)", row).lastrowid or 0), name
 
 
 def _forget(db: sqlite3.Connection, most: int, who: Principal) -> None:
-    """Make room for one more among `most` batches: the oldest of its own that have ended and hold nothing go and, where there
-    is no room at all, others'. Raises ApiError."""
+    """Make room for one more of `most` batches. Deletes the oldest ended batches without rows: those of `who`, and if all
+    batches are used up, those of other owners. Raises ApiError if that is not enough."""
     held, own = db.execute("SELECT count(*), coalesce(sum(owner = ?), 0) FROM batches", (who.name,)).fetchone()
     gone = 1 - who.room(most, held, own)
     ended = "status NOT IN ('in_progress', 'cancelling', 'finalizing') AND bytes = 0 AND (owner = ? OR ?)"
@@ -76,7 +77,7 @@ def _forget(db: sqlite3.Connection, most: int, who: Principal) -> None:
         raise ApiError(400, message, code="storage_full")
 
 
-async def listed(store: Store, after: str | None, limit: int) -> dict[str, Any]:
+async def list_batches(store: Store, after: str | None, limit: int) -> dict[str, Any]:
     query = (
         f"SELECT {COLUMNS} FROM batches WHERE owner = :owner AND "
         "(:after IS NULL OR number < (SELECT number FROM batches WHERE id = :after AND owner = :owner)) "
@@ -93,7 +94,7 @@ async def find(store: Store, name: str) -> dict[str, Any]:
 
 
 async def cancel(store: Store, name: str) -> dict[str, Any]:
-    """Lines that have not begun are not begun any more."""
+    """Start no more rows of a batch."""
     owner = PRINCIPAL.get().name
 
     def work(db: sqlite3.Connection) -> dict[str, Any]:
@@ -109,7 +110,7 @@ async def cancel(store: Store, name: str) -> dict[str, Any]:
 
 
 def load(db: sqlite3.Connection, name: str, owner: str) -> dict[str, Any]:
-    """Raises ApiError where its owner has no such batch."""
+    """The batch as JSON data. Raises ApiError (404) if the owner has no such batch."""
     row = db.execute(f"SELECT {COLUMNS} FROM batches WHERE id = ? AND owner = ?", (name, owner)).fetchone()
     if row is None:
         raise ApiError(404, f"there is no batch {name[:100]!r}", code="batch_not_found")
@@ -117,7 +118,7 @@ def load(db: sqlite3.Connection, name: str, owner: str) -> dict[str, Any]:
 
 
 def _object(row: tuple[Any, ...]) -> dict[str, Any]:
-    """As the protocol has it."""
+    """A row of COLUMNS as the batch object of the protocol."""
     (name, status, endpoint, given, output, error, life, metadata, errors, total, done, failed, created, expires, *stamps) = row
     return {
         "id": name,

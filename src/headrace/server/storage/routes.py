@@ -1,4 +1,4 @@
-"""Routes of what the server keeps: files, batches and responses."""
+"""Routes of stored objects: files, batches and responses."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -42,12 +42,16 @@ UPLOAD = {
                 "purpose": {"type": "string", "enum": list(files.PURPOSES)},
                 "file": {"type": "string", "format": "binary"},
                 "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-                "expires_after[seconds]": {"type": "integer", "minimum": files.SECONDS[0], "maximum": files.SECONDS[1]},
+                "expires_after[seconds]": {
+                    "type": "integer",
+                    "minimum": files.LIFETIME_SECONDS[0],
+                    "maximum": files.LIFETIME_SECONDS[1],
+                },
             },
         }
     }
 }
-Few = Annotated[int, Meta(ge=1, le=100)]
+PageSize = Annotated[int, Meta(ge=1, le=100)]
 
 
 class FilesQuery(StrictStruct, kw_only=True):
@@ -63,14 +67,14 @@ class BatchesQuery(StrictStruct, kw_only=True):
     """GET /v1/batches."""
 
     after: Name | None = None
-    limit: Few = 20
+    limit: PageSize = 20
 
 
 class ItemsQuery(StrictStruct, kw_only=True):
     """GET /v1/responses/{name}/input_items."""
 
     after: Name | None = None
-    limit: Few = 20
+    limit: PageSize = 20
     order: Literal["asc", "desc"] = "desc"
 
 
@@ -84,11 +88,11 @@ def add_files(api: Api, store: Store, limits: Limits) -> None:
     @api.get("/v1/files", FILES, FilesQuery)
     async def listed(call: Call) -> Any:
         query: FilesQuery = call.query
-        return await files.listed(store, query.purpose, query.after, query.limit, query.order)
+        return await files.list_files(store, query.purpose, query.after, query.limit, query.order)
 
     @api.get("/v1/files/{name}", content(FILE))
     async def one(call: Call) -> Any:
-        return await files.one(store, call.name)
+        return await files.describe(store, call.name)
 
     @api.delete("/v1/files/{name}", deleted("file"))
     async def delete(call: Call) -> Any:
@@ -107,12 +111,12 @@ def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> 
     @api.post("/v1/batches", content(BATCH), BatchRequest)
     async def create(call: Call) -> Any:
         made = await batches.create(store, call.body, limits)
-        worker.poke()
+        worker.wake()
         return made
 
     @api.get("/v1/batches", BATCHES, BatchesQuery)
     async def listed(call: Call) -> Any:
-        return await batches.listed(store, call.query.after, call.query.limit)
+        return await batches.list_batches(store, call.query.after, call.query.limit)
 
     @api.get("/v1/batches/{name}", content(BATCH))
     async def one(call: Call) -> Any:
@@ -121,7 +125,7 @@ def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> 
     @api.post("/v1/batches/{name}/cancel", content(BATCH))
     async def cancel(call: Call) -> Any:
         made = await batches.cancel(store, call.name)
-        worker.poke()
+        worker.wake()
         return made
 
 

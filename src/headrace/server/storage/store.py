@@ -1,4 +1,4 @@
-"""What a server keeps: files, batches, responses, in one SQLite database that survives its end, however that comes."""
+"""Stored files, batches and responses in one SQLite database, which survives any end of the server."""
 
 import asyncio
 import contextlib
@@ -20,58 +20,61 @@ from headrace.server.storage.store_schema import open_database
 log = logging.getLogger("headrace.server")
 
 T = TypeVar("T")
-NAME = "server.sqlite"
-PATIENCE = 10.0  # seconds from the call of `run` or `read`: for the queue and for other users of the file together
+DATABASE = "server.sqlite"
+# From the call of `run` or `read`: includes the wait for earlier transactions and for other users of the file.
+TIMEOUT_SECONDS = 10.0
 FULL = "the disk that holds the server's state is full; what it keeps is unharmed; make room there, then try again"
 BUSY = "the server's database cannot be used now; try again in 5 s; the server's log says why"
 DAMAGED = "the server's database is damaged; its log says how; end the server, and start it with a copy or another --state"
-PASSING = {
+# Errors of the disk, its permissions and other users of the file; not of a statement.
+TRANSIENT_CODES = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOMEM),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL),
-}  # errors of the disk, of its permissions, of who else uses the file: not of a statement
-HARMED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+}
+DAMAGE_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class StoreError(ValueError):
-    """The database cannot be used; one line that says what to change."""
+    """The database cannot be used. The message has one line and names the remedy."""
 
 
 class StorageError(ApiError):
-    """What could not be kept or read: the disk is full (507), the database is held by somebody else (503), or damaged (500)."""
+    """A transaction failed: the disk is full (507), the database is locked by another process (503) or damaged (500)."""
 
 
 class Store:
     """The database in a folder, for one server at a time; without a folder it lasts as long as this object.
 
-    One connection writes, another reads beside it, each in a thread of its own, which does one transaction after the other.
-    Raises StoreError where another server holds it, or where it is none of ours.
+    One connection writes and another one reads at the same time. Each has a thread that runs one transaction after the other.
+    Raises StoreError if another server uses the folder, or if the file is not a database of Headrace.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="headrace-") if folder is None else None
         self.folder = folder or Path(self._temporary.name if self._temporary is not None else "")
-        self._lock = _only_one(self.folder)
+        self._lock = _lock_folder(self.folder)
         self._threads = (ThreadPoolExecutor(1, "store-writes"), ThreadPoolExecutor(1, "store-reads"))
-        self.trouble = ""  # why the last write failed: one line for /health; empty after a write that succeeds
-        path = self.folder / NAME
+        self.trouble = ""  # why the last write failed, in one line; empty after a successful write
+        path = self.folder / DATABASE
         try:
             self.writer = open_database(str(path))
             self.reader = open_database(str(path), reads=True)
         except sqlite3.Error as error:
             self._lock.release()
             raise StoreError(f"{folder}: the server's database cannot be used ({error}); give another --state") from None
-        for file in (path, *self.folder.glob(f"{NAME}-*")):
-            file.chmod(0o600)  # those that SQLite makes later have the mode of the database
+        for file in (path, *self.folder.glob(f"{DATABASE}-*")):
+            # Files that SQLite creates later get the mode of the database.
+            file.chmod(0o600)
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """One transaction that writes, off the event loop: all of what `work` does is kept, or, when it raises, nothing.
+        """Run one write transaction outside the event loop. It is committed, or rolled back if `work` raises.
 
-        Raises StorageError where the database cannot be written. Who is cancelled meanwhile still waits for its end.
+        Raises StorageError if the database cannot be written. A cancelled caller waits for the end of the transaction.
         """
         return await self._do(self.writer, "BEGIN IMMEDIATE", work)
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """One transaction that reads, beside one that writes: it sees what was kept before it began. Raises StorageError."""
+        """Run one read transaction, concurrent with writes: it reads the state at its start. Raises StorageError."""
         return await self._do(self.reader, "BEGIN", work)
 
     def close(self) -> None:
@@ -93,7 +96,8 @@ class Store:
                 self.trouble = ""
             return result
         except StorageError as error:
-            if not self.trouble:  # once, until a write succeeds
+            # Log once until a write succeeds.
+            if not self.trouble:
                 log.error("the server's database cannot be used: %s", error.__cause__ or error)
             self.trouble = error.message
             raise
@@ -104,9 +108,9 @@ class Store:
 
 
 def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T], asked: float) -> T:
-    left = asked + PATIENCE - time.monotonic()
+    left = asked + TIMEOUT_SECONDS - time.monotonic()
     if left <= 0:
-        cause = TimeoutError(f"the transactions before it took more than {PATIENCE:g} s")
+        cause = TimeoutError(f"the transactions before it took more than {TIMEOUT_SECONDS:g} s")
         raise StorageError(503, BUSY, code="storage_busy", retry_after=5) from cause
     try:
         db.execute(f"PRAGMA busy_timeout = {1000 * left:.0f}")
@@ -115,13 +119,13 @@ def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Con
             result = work(db)
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # SQLite may have ended it
+            if db.in_transaction:  # SQLite may have rolled back already
                 db.execute("ROLLBACK")
             raise
     except sqlite3.DatabaseError as error:
-        if (code := error.sqlite_errorcode & 0xFF) in HARMED:
+        if (code := error.sqlite_errorcode & 0xFF) in DAMAGE_CODES:
             raise StorageError(500, DAMAGED, code="storage_damaged") from error
-        if code not in PASSING:
+        if code not in TRANSIENT_CODES:
             raise
         if code == sqlite3.SQLITE_FULL:
             raise StorageError(507, FULL, code="disk_full") from error
@@ -129,8 +133,8 @@ def _transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Con
     return result
 
 
-def _only_one(folder: Path) -> FileLock:
-    """The lock of a folder that is its owner's alone."""
+def _lock_folder(folder: Path) -> FileLock:
+    """Create a folder with mode 0700 and lock it. Raises StoreError."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if folder.stat().st_mode & stat.S_ISVTX:
@@ -146,7 +150,7 @@ def _only_one(folder: Path) -> FileLock:
 
 
 def page(rows: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """The rows after the one with id `after`, at most `limit`, and whether there are more."""
+    """At most `limit` rows after the row with the id `after`, and whether there are more."""
     if after is not None:
         at = next((number for number, row in enumerate(rows) if row["id"] == after), len(rows))
         rows = rows[at + 1 :]
@@ -154,7 +158,7 @@ def page(rows: list[Any], after: str | None, limit: int) -> tuple[list[Any], boo
 
 
 def listing(rows: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """A page of objects as the protocol lists them."""
+    """A page of objects in the list format of the protocol."""
     kept, more = page(rows, after, limit)
     first, last = (kept[0]["id"], kept[-1]["id"]) if kept else (None, None)
     return {"object": "list", "data": kept, "first_id": first, "last_id": last, "has_more": more}

@@ -1,4 +1,4 @@
-"""The tables of what a server keeps, and how a database of an earlier version becomes one of this."""
+"""Tables of the store, and the upgrade of databases of earlier versions."""
 
 import contextlib
 import json
@@ -6,14 +6,17 @@ import sqlite3
 from typing import Any
 
 VERSION = 4
-PIECE = 256 << 10  # bytes of a file that are read or written at once
-KEPT = 64 << 20  # bytes of the write-ahead log that stay on disk
-ROW = 256  # bytes that a row of a batch counts for besides its texts
+# Size of the chunks in which files are read and written.
+PIECE_BYTES = 256 << 10
+# Bytes of the write-ahead log that stay on disk.
+WAL_LIMIT = 64 << 20
+# Bytes that a row of a batch counts for in addition to its texts.
+ROW_OVERHEAD = 256
 
-# A batch's answers are its rows, and stay there: the files that it writes (those with a `batch`) are read from them.
-# owner: the principal whose it is.
-# batches.bytes: what its rows hold, requests and answers; output_bytes, error_bytes: what its two files have.
-# rows.error: what went wrong at the last try that was counted.
+# The answers of a batch stay in its rows. The files of a batch (those with a `batch`) are read from the rows.
+# owner: name of the principal.
+# batches.bytes: size of all rows, requests and answers; output_bytes, error_bytes: sizes of the two files.
+# rows.error: error of the last counted attempt.
 SCHEMA = """
 CREATE TABLE files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, created INTEGER NOT NULL, filename TEXT NOT NULL,
@@ -47,7 +50,7 @@ CREATE TABLE responses (
     object TEXT NOT NULL, input TEXT NOT NULL, owner TEXT NOT NULL DEFAULT 'anonymous'
 );
 """
-# Version 1 did not know how often the engine ended under a line.
+# Version 1 did not count attempts.
 FROM_1 = "ALTER TABLE lines ADD COLUMN attempts INTEGER NOT NULL DEFAULT 0;"
 # Versions up to 3 had one principal.
 OWNED = "ALTER TABLE {} ADD COLUMN owner TEXT NOT NULL DEFAULT 'anonymous';"
@@ -55,7 +58,7 @@ FROM_3 = f"""
 {OWNED.format("files")} {OWNED.format("batches")} DROP INDEX files_batch; DROP INDEX batches_bytes;
 CREATE INDEX files_held ON files (batch, owner, bytes); CREATE INDEX batches_held ON batches (owner, bytes);
 """
-# Versions 1 and 2 had a file in one value, a batch as JSON, and its lines beside it.
+# Versions 1 and 2 stored a file in one value, a batch as JSON, and its lines in a table of their own.
 OLD = "ALTER TABLE files RENAME TO old_files; ALTER TABLE batches RENAME TO old_batches;"
 OLD_FILES = """
 INSERT INTO files (id, created, filename, purpose, bytes, expires, complete)
@@ -80,15 +83,15 @@ OLD_GONE = "DROP TABLE old_files; DROP TABLE old_batches; DROP TABLE lines;"
 
 
 def open_database(path: str, *, reads: bool = False) -> sqlite3.Connection:
-    """A connection to a database of ours, made where there is none, brought to this version where it is older.
+    """Connect to the database at `path`. Creates it if missing, and upgrades an earlier version. `reads`: read-only.
 
     Raises sqlite3.Error.
     """
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a database that has no tables yet
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect before the first table only
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    db.execute(f"PRAGMA journal_size_limit = {KEPT}")
+    db.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT}")
     if reads:
         db.execute("PRAGMA query_only = ON")
         return db
@@ -103,17 +106,17 @@ def open_database(path: str, *, reads: bool = False) -> sqlite3.Connection:
 
 
 def statements(db: sqlite3.Connection, script: str) -> None:
-    """Run a script within the transaction that is open, which `executescript` would end."""
+    """Run a script in the open transaction, which `executescript` would commit."""
     for statement in script.split(";"):
         db.execute(statement)
 
 
 def _upgrade(db: sqlite3.Connection, version: int) -> None:
-    """All of it, or nothing."""
+    """Upgrade a database in one transaction."""
     db.execute("BEGIN IMMEDIATE")
     try:
         if version < 3:
-            _make_rows(db, version)
+            _convert_to_rows(db, version)
         else:
             statements(db, FROM_3)
         statements(db, OWNED.format("responses"))
@@ -122,27 +125,28 @@ def _upgrade(db: sqlite3.Connection, version: int) -> None:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
-    if version < 3:  # the file may become smaller, where the disk has room for that
+    if version < 3:
+        # Shrinks the file, which needs free disk space.
         with contextlib.suppress(sqlite3.OperationalError):
             db.execute("VACUUM")
 
 
-def _make_rows(db: sqlite3.Connection, version: int) -> None:
-    """Files in pieces, batches in columns and rows."""
+def _convert_to_rows(db: sqlite3.Connection, version: int) -> None:
+    """Upgrade versions 1 and 2: files in chunks, batches in columns and rows."""
     statements(db, (FROM_1 if version == 1 else "") + OLD + SCHEMA + OLD_FILES)
     for file, old in db.execute("SELECT number, old_files.rowid FROM files JOIN old_files USING (id)").fetchall():
         with db.blobopen("old_files", "content", old, readonly=True) as content:
-            while piece := content.read(PIECE):
+            while piece := content.read(PIECE_BYTES):
                 db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
     for number, batch in db.execute("SELECT number, object FROM old_batches ORDER BY number").fetchall():
         _insert(db, "batches", _columns(number, json.loads(batch)))
     statements(db, OLD_ROWS)
-    db.execute(OLD_COUNTS, {"row": ROW})
+    db.execute(OLD_COUNTS, {"row": ROW_OVERHEAD})
     statements(db, OLD_GONE)
 
 
 def _columns(number: int, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of an earlier version as a row."""
+    """Columns of a batch that versions 1 and 2 stored as JSON."""
     same = ("id", "status", "endpoint", "created_at", "expires_at", "in_progress_at", "finalizing_at", "completed_at")
     row = {name: batch[name] for name in (*same, "failed_at", "expired_at", "cancelling_at", "cancelled_at")}
     files = {f"{kind}_file": batch[f"{kind}_file_id"] for kind in ("input", "output", "error")}
