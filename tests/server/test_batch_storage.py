@@ -115,7 +115,7 @@ def test_a_bad_file_costs_the_writer_one_row() -> None:
         store.writer.set_trace_callback(statements.append)
         asked = BatchRequest(input_file_id=file["id"], endpoint="/v1/completions", completion_window="24h")
         batch = await batches.create(store, asked, Limits())
-        assert (batch["status"], batch["errors"]["data"][0]["output_line"]) == ("failed", 2001)
+        assert (batch["status"], batch["errors"]["data"][0]["line"]) == ("failed", 2001)
         assert [one for one in statements if one.startswith("INSERT")] == [one for one in statements if "INTO batches" in one]
         store.close()
 
@@ -137,7 +137,7 @@ def test_a_file_is_checked_while_another_writes() -> None:
         await begun.wait()
         check = batch_input.InputCheck(file, "/v1/completions", Limits())
         await check.run(store)
-        assert [one["output_line"] for one in check.errors] == [11]
+        assert [one["line"] for one in check.errors] == [11]
         assert not writing.done()
         go_on.set()
         await writing

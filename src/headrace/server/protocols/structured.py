@@ -97,7 +97,7 @@ async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, op
         raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
     try:
         made = json.loads(
-            (await _inspect(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepare_schemas"]
+            (await _inspect(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"]
         )
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None

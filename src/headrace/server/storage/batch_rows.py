@@ -21,7 +21,7 @@ log = logging.getLogger("headrace.server")
 
 # (state, event) -> state. Other pairs raise ImpossibleError.
 ROW_TRANSITIONS = {
-    ("pending", "start_rows"): "running",
+    ("pending", "begin"): "running",
     ("running", "answer"): "done",
     ("running", "refuse"): "failed",
     ("running", "return"): "pending",
@@ -122,7 +122,7 @@ def start_rows(db: sqlite3.Connection, room: int, alone: bool, running: Mapping[
     if not rows and alone:
         rows = [row for owner in running for row in _pending(db, owner, "> 0", 1)][:1]
     for row in rows:
-        move_row(db, row, "start_rows")
+        move_row(db, row, "begin")
     return [_row(db, row) for row in rows]
 
 

@@ -75,13 +75,13 @@ def create(db: sqlite3.Connection, limits: Limits, who: Principal) -> int:
     return int(db.execute(query, row).lastrowid or 0)
 
 
-def append(db: sqlite3.Connection, file: int, read_piece: bytes, most: int, who: Principal) -> None:
+def append(db: sqlite3.Connection, file: int, piece: bytes, most: int, who: Principal) -> None:
     """Add a chunk. Raises ApiError if it does not fit into the `most` bytes of all uploads, or the share of `who`."""
     held = "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?), 0) FROM files WHERE batch IS NULL"
-    if who.room(most, *db.execute(held, (who.name,)).fetchone()) < len(read_piece):
+    if who.room(most, *db.execute(held, (who.name,)).fetchone()) < len(piece):
         raise ApiError(400, f"the server keeps {most} bytes of files and is full; delete some", code="storage_full")
-    db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, read_piece))
-    db.execute("UPDATE files SET bytes = bytes + ? WHERE number = ?", (len(read_piece), file))
+    db.execute("INSERT INTO chunks (file, content) VALUES (?, ?)", (file, piece))
+    db.execute("UPDATE files SET bytes = bytes + ? WHERE number = ?", (len(piece), file))
 
 
 def complete(db: sqlite3.Connection, file: int, name: str, purpose: str, lifetime: int | None) -> dict[str, Any]:
