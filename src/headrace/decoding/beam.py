@@ -1,8 +1,10 @@
-"""Beam search and diverse beam search: hypotheses that share their blocks, in the same loop as everything else.
+"""Beam search and diverse beam search: hypotheses share their blocks and run in the same loop as all other methods.
 
-Exactness: greedy-exact for width 1; for widths of V**(T-1) and more the best of all V**T sequences. It looks one token ahead,
-keeps the `beam_width` likeliest prefixes, and is no exact MAP search otherwise. Scores are sums of raw log-probabilities
-in float64: a temperature would change which hypothesis wins.
+Exactness: greedy for width 1; for widths of V**(T-1) and more the best of all V**T sequences. In between it keeps the
+`beam_width` likeliest prefixes, which is not an exact MAP search. Scores are sums of raw log-probabilities in float64, as a
+temperature would change which hypothesis wins.
+
+Source: Vijayakumar et al., "Diverse Beam Search", arXiv 1610.02424.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +19,8 @@ __all__ = ["BeamSearch", "BeamSearchParams"]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A live hypothesis and one next token. `rank` is what it is chosen by: the score, less what diversity costs."""
+class BeamCandidate:
+    """A live hypothesis and one next token. rank: the score minus the diversity penalty; candidates are chosen by it."""
 
     parent: int  # place among the group's live sequences
     token: int
@@ -28,7 +30,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class Beams:
-    """What beam search remembers of a request: per group, its finished hypotheses, best first."""
+    """State of one request: per group, its finished hypotheses, best first, and whether the group has ended."""
 
     finished: list[list[Sequence]] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
@@ -49,8 +51,8 @@ class BeamSearch(Strategy):
         return self.params.beam_width
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
-        """The best tokens, and the best that end nothing: so many that a group finds its first `group_width` candidates, and
-        as many that go on, whatever ends and whatever earlier groups took (each at most two for each of its hypotheses)."""
+        """The best tokens, and the best that end nothing: enough for a group's `group_width` candidates that go on, whatever
+        ends and whatever earlier groups took."""
         taken = 2 * (self.params.beam_width - self.group_width)
         return (Top(self.group_width + taken, live=bool(request.stop_ids)),) if last else ()
 
@@ -73,7 +75,7 @@ class BeamSearch(Strategy):
         return children
 
     def done(self, request: Request) -> bool:
-        """File what has finished, drop what can no longer win; true when every group has ended."""
+        """Move finished hypotheses to their group and drop those that can no longer win; True if every group has ended."""
         beams: Beams = request.state
         for seq in request.finished:
             beams.finished[seq.decode.state].append(seq)
@@ -94,28 +96,28 @@ class BeamSearch(Strategy):
     def _rank(self, seq: Sequence) -> float:
         return self.params.normalised(seq.decode.score, len(seq.tokens) - seq.prompt_len)
 
-    def _candidates(self, request: Request, outputs: Outputs, used: dict[int, int]) -> list[Candidate]:
-        """Every continuation the back end offered, best first; ties: earlier hypothesis, then lower id."""
+    def _candidates(self, request: Request, outputs: Outputs, used: dict[int, int]) -> list[BeamCandidate]:
+        """Every continuation of the answers, best first; ties go to the earlier hypothesis, then to the lower token id."""
         candidates = []
         for parent, (seq, (answer,)) in enumerate(outputs):
             if not isinstance(answer, Ranked):
-                continue  # its grammar has failed, and it is dropped
+                continue  # its grammar has failed, so it is dropped
             early = len(seq.tokens) - seq.prompt_len < self.params.min_tokens
             for token, logprob in zip(answer.ids, answer.logprobs, strict=True):
                 if early and token in request.stop_ids:
                     continue
                 score = seq.decode.score + logprob
                 rank = score - self.params.diversity_penalty * used.get(token, 0)
-                candidates.append(Candidate(parent, token, score, rank))
+                candidates.append(BeamCandidate(parent, token, score, rank))
         candidates.sort(key=lambda c: (-c.rank, c.parent, c.token))
         return candidates
 
-    def _keep(self, request: Request, seq: Sequence, candidates: list[Candidate]) -> list[Candidate]:
-        """The best that go on, as many as the group is wide; end tokens count only among the first so many, and at the last
-        step nothing else does either."""
+    def _keep(self, request: Request, seq: Sequence, candidates: list[BeamCandidate]) -> list[BeamCandidate]:
+        """The best candidates, until the group has `group_width` that go on. End tokens count only among the first
+        `group_width` candidates; at the last step nothing else is kept."""
         width = self.group_width
         last = len(seq.tokens) - seq.prompt_len + 1 >= self.params.max_tokens
-        kept: list[Candidate] = []
+        kept: list[BeamCandidate] = []
         live = 0
         for place, candidate in enumerate(candidates):
             if live == width or (last and place == width):

@@ -1,4 +1,4 @@
-"""Best of several: draw `best_of` outputs, give back the `n` whose tokens are likeliest on average."""
+"""Best of several: draws `best_of` outputs and returns the `n` with the largest mean log-probability."""
 
 import itertools
 
@@ -11,8 +11,8 @@ from headrace.decoding.sampling import Sampling
 class BestOf(Sampling):
     """Sampling whose outputs are ranked by the mean log-probability of their tokens, the end token included.
 
-    Output i is drawn as output i of a request with `n` = `best_of` is, so the seeds say the same. Log-probabilities are those
-    `logprobs_mode` names; raw ones are the model's own. Exactness: as sampling.
+    Output i equals output i of a request with `n` = `best_of` and the same seed. Log-probabilities are those of
+    `logprobs_mode`; raw ones are the model's own. Exactness: as sampling.
     """
 
     streams = False  # which outputs are the best is known at the end

@@ -28,8 +28,8 @@ __all__ = ["MOST_BYTES", "MOST_SECONDS", "Constraint", "ConstraintError", "Cost"
 
 MOST_SECONDS = 1.0  # CPU time to compile a grammar that a client of a server sent
 MOST_BYTES = 32 << 20  # memory of one after compilation
-GROWTH = 24 << 20  # bytes that its automaton may gain: `limits` allows 25,000 states, and 22 MB were measured for so many
-REMEMBERED = 512 << 20  # bytes of the grammars that are kept for the next request, growth included
+GROWTH = 24 << 20  # bytes that an automaton may gain: 22 MB were measured for the 25,000 states of `limits`
+REMEMBERED = 512 << 20  # bytes of compiled grammars kept for later requests, growth included
 
 
 def limits() -> llguidance.LLParserLimits:
@@ -46,24 +46,24 @@ def limits() -> llguidance.LLParserLimits:
 
 
 class Constraint:
-    """Where one output stands in its grammar."""
+    """One output's position in its grammar."""
 
     __slots__ = ("_matcher", "_words", "done", "error")
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher = matcher
         self._words = words
-        self.error = ""  # why nothing may come any more, though the output is not whole
-        self.done = False  # the output is whole, and nothing can follow
+        self.error = ""  # why no token can follow although the output is incomplete
+        self.done = False  # the output is complete, and no token can follow
 
     def copy(self) -> Self:
-        """The same place, for a fork."""
+        """The same position, for a fork."""
         twin = type(self)(self._matcher.deep_copy(), self._words)
         twin.error, twin.done = self.error, self.done
         return twin
 
     def push(self, token: int) -> None:
-        """The output has grown by a token."""
+        """Advance by a token of the output."""
         if self.error or self.done:
             return
         if not self._matcher.consume_token(token):
@@ -73,8 +73,8 @@ class Constraint:
             self.error = "" if self.done else _why(self._matcher) or "the constraint leaves nothing that may come"
 
     def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> bytes:
-        """One bit per token id (little-endian words of 32), set where it may come: a row for the next token, and one for
-        what follows each node of a draft tree, zeros where the node itself does not fit or the matcher fails behind it, which
+        """One bit per token id (little-endian words of 32), set for allowed tokens: a row for the next token and one for the
+        token after each node of a draft tree. A row is zero if its node does not fit or the matcher fails after it; such a node
         may never be reached. Empty after a failure."""
         rows = np.zeros((1 + len(tokens), self._words), dtype=np.uint32)
         for row, matcher in enumerate([self._matcher, *self._nodes(tokens, parents)]):
@@ -87,7 +87,7 @@ class Constraint:
         return b"" if self.error else rows.tobytes()
 
     def fitting(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
-        """Which nodes of a draft tree may come, with all those above them."""
+        """Which nodes of a draft tree fit the grammar, with all their ancestors."""
         return [matcher is not None for matcher in self._nodes(tokens, parents)]
 
     @property
@@ -96,7 +96,7 @@ class Constraint:
         return not self.error and bool(self._matcher.is_accepting())
 
     def _nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Any]:
-        """The matcher after each node, None where the node does not fit."""
+        """The matcher after each node; None if the node does not fit."""
         matchers: list[Any] = []
         for token, parent in zip(tokens, parents, strict=True):
             before = self._matcher if parent < 0 else matchers[parent]
@@ -106,7 +106,7 @@ class Constraint:
 
 
 def _why(matcher: Any) -> str:
-    """The matcher's own words, in one line."""
+    """The matcher's error message, in one line."""
     return " ".join(str(matcher.get_error()).replace("<non-verbose/>", "").split())[:300]
 
 

@@ -1,4 +1,5 @@
-"""Constraints from strangers: may they be served, and does a finished text fit. Looked at in a confined process."""
+"""Inspects clients' constraints and checks finished texts against them, in a confined process with limits on time and
+memory."""
 
 import contextlib
 import json
@@ -19,12 +20,12 @@ from headrace.decoding.tools import CallReader, Tooling, gathered_calls
 from headrace.text.dialects.call_parser import Piece
 from headrace.text.dialects.json_calls import Steps
 
-CHECK = Task(__name__, "inspect_constraint", memory=2 << 30)  # of a text, which does not come again
+CHECK = Task(__name__, "inspect_constraint", memory=2 << 30)
 
 
 @contextlib.contextmanager
 def refuse_overruns() -> Iterator[None]:
-    """While a question is asked: what takes more than it may is a ConstraintError."""
+    """While open, a task that exceeds its limits raises ConstraintError."""
     try:
         yield
     except OverrunError:
@@ -32,14 +33,15 @@ def refuse_overruns() -> Iterator[None]:
 
 
 def raise_on_error(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer of `inspect_constraint`. Raises ConstraintError where it is an error."""
+    """The result of `inspect_constraint`. Raises ConstraintError if it is an error."""
     if "error" in answer:
         raise ConstraintError(answer["error"])
     return answer
 
 
 def inspect_constraint(question: dict[str, Any]) -> dict[str, Any]:
-    """{"spec"} to {"late", "grammar"}, {"schemas"} to {"prepared"} (both JSON of a list), {"spec", "text"} to {"broken"}; or
+    """Answer one question. {"spec"}: {"late", "grammar"}, the keywords that masks do not enforce, and the grammar. {"schemas"}:
+    {"prepared"} (both JSON of a list). {"spec", "text"}: {"broken"}, why the text does not fit. In case of an error
     {"error"}."""
     try:
         if "schemas" in question:
@@ -58,12 +60,13 @@ def inspect_constraint(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except (RecursionError, MemoryError):
         return {"error": "the constraint is too large or nested too deeply; make it smaller"}
-    except Exception as error:  # whatever a library makes of a stranger's input
+    except Exception as error:
+        # Another library, with a client's input.
         return {"error": f"the constraint cannot be understood ({type(error).__name__}); correct it"}
 
 
 def _prepare(number: int, schema: dict[str, Any], closed: bool) -> dict[str, Any]:
-    """One of several schemas, which an error names by its number."""
+    """Prepare one of several schemas; an error names its number."""
     try:
         made = prepare(schema, closed=closed)
     except ConstraintError as error:
@@ -72,7 +75,7 @@ def _prepare(number: int, schema: dict[str, Any], closed: bool) -> dict[str, Any
 
 
 def warm(_: str) -> None:
-    """What the libraries load late: drafts of JSON schema, and grammars in other words."""
+    """Load what the libraries load on first use: drafts of JSON schema, and grammars in other syntaxes."""
     for draft in ("2020-12", "2019-09"):
         schema = {"$schema": f"https://json-schema.org/draft/{draft}/schema", "oneOf": [{"const": 1}, {"type": "string"}]}
         spec = {"json": json.dumps({**schema, "format": "date-time", "pattern": "a", "uniqueItems": True})}
@@ -82,8 +85,8 @@ def warm(_: str) -> None:
 
 
 def check_outputs(output: RequestOutput) -> None:
-    """Check finished texts for the schema keywords that masks do not enforce. A text that breaks one, or that cannot be
-    checked, gets the finish reason "error", and the output gets the message."""
+    """Check finished texts for the schema keywords that masks do not enforce. A text that does not fit, or cannot be checked,
+    gets the finish reason "error", and the output gets the message."""
     spec = output.structured
     if spec is None or spec.json is None or output.error is not None or not late_keywords(spec):
         return
@@ -93,7 +96,7 @@ def check_outputs(output: RequestOutput) -> None:
 
 
 def extract_calls(output: RequestOutput, tools: Tooling) -> None:
-    """Take the calls out of the texts of a finished output."""
+    """Move the tool calls from the texts of a finished output to its `tool_calls`."""
     for one in output.outputs:
         reader = CallReader(tools)
         one.text, one.tool_calls = gathered_calls(_pieces(reader.push(one.text, final=True), tools))
@@ -111,11 +114,12 @@ def _pieces(steps: Steps, tools: Tooling) -> list[Piece]:
 
 
 def _check_text(spec: StructuredOutputs, text: str) -> str:
-    """Why a finished text does not fit, empty if it does. Runs in a confined process: some patterns are searched for ever."""
+    """Why a finished text does not fit; empty if it does. Runs in a confined process, as some patterns take for ever."""
     try:
         with refuse_overruns():
             return str(raise_on_error(shared_pool().run(CHECK, {"spec": msgspec.to_builtins(spec), "text": text}))["broken"])
     except ConstraintError as error:
         return str(error)
-    except Exception as error:  # one output that cannot be checked must not cost its caller the others
+    except Exception as error:
+        # An output that cannot be checked must not fail the caller's other outputs.
         return f"the output cannot be checked against its JSON schema ({type(error).__name__}: {str(error)[:200]})"

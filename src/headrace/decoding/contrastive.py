@@ -1,8 +1,10 @@
-"""Contrastive search: the likeliest tokens as sibling nodes, and the one that repeats least of what is there wins.
+"""Contrastive search: the likeliest tokens are verified as sibling nodes, and the one that repeats least of the text wins.
 
-Su et al. 2022, "A Contrastive Framework for Neural Text Generation": of the top_k candidates the one with the largest
-(1 - a) * p(v) - a * max cos(h_v, h_j), where h_v is the candidate's final hidden state and j runs over all tokens before,
-the prompt's included. Deterministic; lossy by design: a trade of likelihood for less repetition.
+Of the top_k candidates it takes the one with the largest (1 - a) * p(v) - a * max cos(h_v, h_j). h_v is the candidate's final
+hidden state; j runs over all tokens before, the prompt's included. Deterministic; lossy by design: it trades likelihood for
+less repetition.
+
+Source: Su et al., "A Contrastive Framework for Neural Text Generation", arXiv 2202.06417.
 """
 
 import math
@@ -16,14 +18,14 @@ from headrace.decoding.base import Outputs, Strategy
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest tokens after a sequence's last one, with their probabilities under the whole vocabulary."""
+    """The likeliest tokens after a sequence's last one, and their probabilities over the whole vocabulary."""
 
     tokens: list[int]
     probs: list[float]
 
 
 class ContrastiveSearch(Strategy):
-    """Each step feeds the candidates as a draft that must be verified; the best becomes known, without a token after it."""
+    """Each step feeds the candidates as a required draft; the best becomes known, without a token after it."""
 
     honours = SEARCH
 
@@ -31,7 +33,7 @@ class ContrastiveSearch(Strategy):
         return request.params.top_k
 
     def draft(self, request: Request, seq: Sequence) -> Draft | None:
-        """The candidates; None where the prompt is still to be read."""
+        """The candidates; None while the prompt is being read."""
         candidates: Candidates | None = seq.decode.state
         if candidates is None:
             return None
@@ -40,7 +42,8 @@ class ContrastiveSearch(Strategy):
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
         if not last:
             return ()
-        k, live = request.params.top_k, bool(request.params.min_tokens and request.stop_ids)  # enough is left without the ends
+        # `live`: enough candidates remain without the end tokens.
+        k, live = request.params.top_k, bool(request.params.min_tokens and request.stop_ids)
         return (Top(k, live) if seq.decode.draft is None else Top(k, live, closest=True, at=Where.NODES),)
 
     def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
@@ -62,7 +65,7 @@ class ContrastiveSearch(Strategy):
 
 
 def _candidates(request: Request, ranked: Ranked, length: int) -> Candidates:
-    """The best tokens for an output of `length` tokens, without those that would end it before its minimum."""
+    """The best tokens for an output of `length` tokens, without end tokens before `min_tokens`."""
     barred = request.stop_ids if length < request.params.min_tokens else frozenset()
     best = [(t, p) for t, p in zip(ranked.ids, ranked.logprobs, strict=True) if t not in barred][: request.params.top_k]
     return Candidates([token for token, _ in best], [math.exp(logprob) for _, logprob in best])

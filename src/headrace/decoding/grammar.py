@@ -1,4 +1,4 @@
-"""From what a caller asks for to a grammar in llguidance's form."""
+"""Turns structured-output parameters into a grammar in llguidance's format."""
 
 import json
 import re
@@ -20,7 +20,7 @@ MAX_NESTING = 64  # brackets within brackets of a regex or a grammar
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
-    """The grammar of a constraint, to be compiled. Raises ConstraintError."""
+    """The grammar of a constraint, not compiled yet. Raises ConstraintError."""
     if spec.json is not None:
         schema = prepare(read_schema(spec.json), closed=not spec.open_objects).schema
         return _json(schema, spec.disable_any_whitespace)
@@ -47,13 +47,14 @@ def _lark(grammar: str) -> str:
         return grammar
     try:
         return str(any_to_lark(grammar))
-    except Exception as error:  # a parser of another library, fed by strangers
+    except Exception as error:
+        # Another library's parser, with a client's input.
         raise ConstraintError(f"the grammar is not GBNF ({' '.join(str(error).split())[:200]}); correct it") from None
 
 
 def _check_nesting(text: str, name: str) -> None:
-    """Deep nesting ends in deep recursion of parsers. Brackets that a quote or a backslash protects count too: a bound is a
-    bound."""
+    """Raise ConstraintError for deep nesting, which would recurse deeply in parsers. Quoted brackets count too, so the bound is
+    safe."""
     depth = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}" and depth > 0)

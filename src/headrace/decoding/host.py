@@ -1,4 +1,4 @@
-"""Tokens drawn on the host, from whole rows of logits, where processors of the caller's own come first."""
+"""Draws tokens on the host from whole rows of logits, for requests with the caller's own logit processors."""
 
 from collections.abc import Sequence as Many
 
@@ -14,9 +14,10 @@ from headrace.ops.trees import paths, walk
 
 
 def draw(request: Request, seq: Sequence, rows: list[bytes], births: int, logprobs: int | None) -> Drawn:
-    """The caller's processors on whole rows, then the same pipeline the back ends run, at each node the walk reaches.
+    """Run the caller's processors and then the back ends' pipeline on rows of logits, at each node that the walk reaches.
 
-    Raises ProcessorError.
+    rows: float32 [vocabulary] each, for the last known token and each node. births: outputs that start here. Raises
+    ProcessorError.
     """
     draft = seq.decode.draft or Draft([], [])
     before = paths(draft.tokens, draft.parents)
@@ -51,8 +52,8 @@ def draw(request: Request, seq: Sequence, rows: list[bytes], births: int, logpro
 
 
 def draw_early(request: Request, seq: Sequence, answer: LogitRow, logprobs: int | None) -> Drawn:
-    """The token of a row that may exit early. If the processors bar every token of the exit, the full model writes. An audit
-    reports the tokens of both.
+    """The token of a row that may exit early. If the processors bar every token of the exit, the full model's row is used. An
+    audit reports both tokens.
 
     Raises ProcessorError.
     """
@@ -72,7 +73,7 @@ def draw_early(request: Request, seq: Sequence, answer: LogitRow, logprobs: int 
             if one is None:
                 raise
     votes = [(layers, one), (answer.layers, other)] if request.params.audited else []
-    tokens = tuple(each.tokens[0] for _, each in sorted(votes, key=lambda vote: vote[0]) if each is not None)
+    tokens = tuple(vote.tokens[0] for _, vote in sorted(votes, key=lambda pair: pair[0]) if vote is not None)
     drawn = one or other
     assert drawn is not None
     seq.decode.exited = Exited(layers if one is not None else answer.layers, exited.confidence, tokens)
@@ -99,10 +100,10 @@ def apply_processors(
     history: History,
     paths: Many[Many[int]] = ((),),
 ) -> torch.Tensor:
-    """Run `processors` in order on logits [n, V] (or [V] for one row) of one sequence: new float32 logits [n, V].
+    """Run `processors` in order on logits [n, V] (or [V]) of one sequence; returns new float32 logits [n, V].
 
-    `paths` holds the draft tokens before each row. Raises ProcessorError naming the processor when it raises, or
-    returns something else than [n, V] numbers without NaN.
+    paths: the draft tokens before each row. Raises ProcessorError, naming the processor, if it raises or returns anything but
+    [n, V] numbers without NaN.
     """
     z = torch.tensor(np.asarray(logits, dtype=np.float32)).reshape(len(paths), -1)
     for processor in processors:

@@ -1,4 +1,4 @@
-"""Which decoding method a request's parameters ask for."""
+"""Chooses the decoding method of a request's parameters."""
 
 from headrace.data.params import SamplingParams
 from headrace.decoding.base import Strategy
@@ -10,7 +10,7 @@ from headrace.decoding.sampling import Sampling
 
 
 def strategy_for(params: SamplingParams, mask: int | None = None, context: int = 1 << 31) -> Strategy:
-    """The method of one request, made for it alone. `mask`: the model's mask token; `context`: tokens a text may have."""
+    """A new strategy for one request. mask: the model's mask token. context: the most tokens of a text."""
     if params.beam is not None:
         return BeamSearch(params.beam)
     if params.penalty_alpha:

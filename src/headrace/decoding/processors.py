@@ -48,15 +48,15 @@ class Processor(Protocol):
 
 
 class ProcessorError(ValueError):
-    """A user's processor failed; only its request does."""
+    """A user's processor failed; only its request fails."""
 
 
 class NoTokenError(ProcessorError):
-    """No token is left to draw from a row."""
+    """A row leaves no token to draw."""
 
 
 def check_processors(processors: Sequence[Processor]) -> None:
-    """Raise ProcessorError, at admission, for an object that cannot serve as a processor."""
+    """Raise ProcessorError, at admission, for an object that is not a processor."""
     for processor in processors:
         name = type(processor).__name__
         if not callable(getattr(processor, "apply", None)):
@@ -67,9 +67,9 @@ def check_processors(processors: Sequence[Processor]) -> None:
 
 
 class LengthNudge:
-    """Draws an answer to its end: after `start` output tokens the end token's logit grows by `slope` with each more.
+    """Leads an answer to its end: after `start` output tokens the end token's logit grows by `slope` per token.
 
-    Unlike max_tokens it does not cut a sentence short. A negative slope draws the answer out.
+    Unlike max_tokens it does not cut a sentence short. A negative slope makes the answer longer.
     """
 
     scope = "path"

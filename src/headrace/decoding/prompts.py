@@ -1,4 +1,4 @@
-"""What is asked of prompts: the log-probability of each token, embeddings, classes. Strategies, not modes."""
+"""Strategies for prompts alone: log-probabilities of their tokens, embeddings, classes."""
 
 from headrace.data.plan import Answers, AnyWant, Classified, Classify, Feed, Pool, Pooled, Score, Scores, Where
 from headrace.data.types import ALL, Child, Draft, Request, Sequence
@@ -8,16 +8,16 @@ POOLS = ("first", "last", "mean")
 
 
 class Scoring(Strategy):
-    """Ends a request when its prompt has been fed; `prompt_logprobs` is what it is run for."""
+    """Ends a request when its prompt has been fed; used with `prompt_logprobs`."""
 
     generates = False
     honours = frozenset({"prompt_logprobs"})
 
 
 class Pooling(Strategy):
-    """The prompt's pooled hidden rows, in `request.pooled`: the first, the last, or the mean's sum.
+    """Stores the prompt's pooled hidden row in `request.pooled`: the first, the last, or the sum for the mean.
 
-    The sum is taken in float64 in the order of the positions, so how the prompt is cut into chunks leaves every bit.
+    The sum is float64 in the order of positions, so it does not depend on how the prompt is cut into chunks.
     """
 
     generates = False
@@ -29,7 +29,7 @@ class Pooling(Strategy):
         return 0 if self.pool == "mean" else ALL
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
-        """A mean takes every row once; each chunk, also after a preemption, goes on where the sum was."""
+        """A mean sums every row once; each chunk, also after a preemption, continues the sum."""
         if self.pool == "mean":
             return (Pool(Where.ALL, request.state or 0, tuple(request.pooled)),)
         return (Pool(Where(self.pool)),) if last else ()
@@ -42,8 +42,8 @@ class Pooling(Strategy):
 
 
 class Classifying(Strategy):
-    """The class of the prompt, by the first exit that is sure enough: what each exit that it came by said, as logits, is in
-    `request.classified`. An empty criterion is the whole model."""
+    """Stores in `request.classified` the logits of each exit that the prompt passed, up to the first whose confidence passes
+    the threshold. An empty criterion uses the full model."""
 
     generates = False
 
@@ -63,7 +63,7 @@ class Classifying(Strategy):
 
 
 class Scored(Strategy):
-    """Another strategy, and the log-probability of prompt tokens besides, from `params.prompt_logprobs_start` on, in
+    """Another strategy, with log-probabilities of prompt tokens from `params.prompt_logprobs_start` on in
     `request.prompt_logprobs`."""
 
     def __init__(self, inner: Strategy) -> None:
@@ -91,7 +91,7 @@ class Scored(Strategy):
         return (Score(request.params.prompt_logprobs or 0), *wants) if scores else wants
 
     def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
-        """Row p scored token p + 1; tokens before the first that was asked for have no score."""
+        """Row p scores token p + 1; tokens before the first requested one have no score."""
         scored = request.prompt_logprobs
         if answers and isinstance(answers[0], Scores):
             scored += [None] * (_start(request) - len(scored))
@@ -112,7 +112,7 @@ class Scored(Strategy):
 
 
 def _start(request: Request) -> int:
-    """The first token with a score; the prompt's first never has one."""
+    """The first token with a score; the prompt's first token never has one."""
     return max(request.params.prompt_logprobs_start, 1)
 
 
@@ -121,5 +121,5 @@ def _complete(request: Request) -> bool:
 
 
 def _rest(answers: Answers) -> Answers:
-    """The inner strategy's."""
+    """The answers of the inner strategy."""
     return answers[1:] if answers and isinstance(answers[0], Scores) else answers

@@ -1,9 +1,11 @@
-"""Filling in blocks: all tokens of a block are guessed together, and the least sure ones again, in a few passes.
+"""Block filling: guesses all tokens of a block together, and guesses the least certain ones again, in a few passes.
 
-Non-autoregressive decoding (Gu et al. 2018), Mask-Predict (Ghazvininejad et al. 2019) and block diffusion (Arriola et al.
-2025), which is the same block by block (semi-autoregressive: Wang et al. 2018). For models that were trained to fill in a mask
-token, with known tokens seen causally and the block open. Lossy by design: what comes out is no draw of a model that writes
-token by token.
+For models trained to fill in a mask token, with causal known tokens and a block that sees itself. Lossy by design: the output
+is not a sample of a model that writes token by token.
+
+Source: Gu et al., "Non-Autoregressive Neural Machine Translation", arXiv 1711.02281; Ghazvininejad et al., "Mask-Predict",
+arXiv 1904.09324; Arriola et al., "Block Diffusion", arXiv 2503.09573; Wang et al., "Semi-Autoregressive Neural Machine
+Translation", arXiv 1808.08583.
 """
 
 from headrace.data.pairing import REFINE
@@ -15,11 +17,11 @@ from headrace.ops.refinement import Block, empty, guesses, refine
 
 
 class Refine(Strategy):
-    """Each pass feeds the block as a draft of which every node sees every other, and keeps nothing. A last one feeds the tokens
-    causally and keeps them all, so that the pool holds what known tokens would have. Exactness: a pure function of the tokens
-    before the block, bitwise as greedy decoding is; lossy against any other way of decoding.
+    """Each pass feeds the block as a draft whose nodes see each other, and keeps no K/V. The last pass feeds the tokens
+    causally and keeps all, so the pool holds the K/V of known tokens.
 
-    `mask`: the model's mask token; `context`: tokens that a text may have.
+    mask: the model's mask token. context: the most tokens of a text. Exactness: a pure function of the tokens before the block,
+    with the bits of greedy decoding; lossy compared with any other decoding.
     """
 
     honours = REFINE
@@ -38,7 +40,8 @@ class Refine(Strategy):
         return Draft(list(block.tokens), chain, required=True, full=block.done < self._passes(block))
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
-        return (Top(2, at=Where.NODES),) if last and feed.full else ()  # the second where the first is the mask
+        # Two tokens: the second is used if the first is the mask.
+        return (Top(2, at=Where.NODES),) if last and feed.full else ()
 
     def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
         children = []
@@ -48,12 +51,12 @@ class Refine(Strategy):
                 children.append([Child(path=tuple(range(len(block.tokens))))])
                 continue
             stays = self.params.remask == "masked"
-            made = refine(block, guesses(answers[0], self.mask), self._passes(block), self.mask, kept_stay=stays)
-            children.append([Child(state=made)])
+            refined = refine(block, guesses(answers[0], self.mask), self._passes(block), self.mask, kept_stay=stays)
+            children.append([Child(state=refined)])
         return children
 
     def _block(self, seq: Sequence) -> Block:
-        """The block that follows the known tokens."""
+        """The block behind the known tokens."""
         block: Block | None = seq.decode.state
         if block is not None:
             return block

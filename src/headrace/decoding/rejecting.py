@@ -1,4 +1,4 @@
-"""Verification by rejection on the host, where processors of the caller's own change the logits first."""
+"""Verification by rejection on the host, for requests with the caller's own logit processors."""
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from headrace.ops.sampling import process
 
 
 def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logprobs: int | None) -> Drawn:
-    """Path, tokens and log-probabilities of a chain, by the rule that the request names. Raises ProcessorError.
+    """Path, tokens and log-probabilities of a chain, by the request's rejection rule. Raises ProcessorError.
 
-    `rows` are the target's logits at the last known token, and at each node of `seq.decode.draft`.
+    rows: the target's logits, float32 [vocabulary], at the last known token and at each node of `seq.decode.draft`.
     """
     draft = seq.decode.draft
     assert draft is not None
@@ -39,6 +39,6 @@ def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logp
 
 
 def _report(raw: torch.Tensor, z: torch.Tensor, specs: list[RowSpec], tokens: list[int], k: int) -> list[TokenLogprob]:
-    """What is said of each token, under the logits that the request wants it of."""
+    """Log-probabilities of the tokens, from raw or processed logits as the request asks."""
     rows = raw if specs[0].params.logprobs_mode == "raw" else process(z, specs)
     return token_logprobs(rows[: len(tokens)].float(), torch.tensor(tokens), k)

@@ -10,16 +10,16 @@ from headrace.decoding.base import Outputs, Strategy
 
 @cache
 def _one_token(child: int, logprobs: int | None) -> tuple[Sample]:
-    """What nearly every feed wants; one for all sequences, which share it."""
+    """The want of nearly every feed; one object for all sequences."""
     return (Sample(child, logprobs=logprobs),)
 
 
 class Sampling(Strategy):
-    """One token a step for every output. Exactness: bitwise for a given seed, whatever the batch (rules 5 and 12).
+    """One token a step for every output. Exactness: bitwise for a given seed, whatever the batch.
 
-    The token is argmax(processed logit + Gumbel noise of (seed, child, position, token)), drawn where the logits are. With
-    `n` > 1 the prompt's one sequence becomes n children, once; child i draws what a single run with the noise key
-    key(seed, i) would.
+    The token is argmax(processed logit + Gumbel noise of (seed, child, position, token)), drawn where the logits are. With `n`
+    > 1 the prompt's sequence becomes n children, once; child i draws the tokens of a single run with the noise key key(seed,
+    i).
     """
 
     speculates = True
@@ -32,8 +32,8 @@ class Sampling(Strategy):
         return self._outputs(request)
 
     def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
-        """A sampled token for each child still to be born, the draft's verification where there is one, or whole rows where
-        the caller's processors come first."""
+        """A sampled token for each output that starts here, the verification of the draft, or whole rows of logits for the
+        caller's processors."""
         if not last:
             return ()
         index, draft, mu = seq.decode.index, seq.decode.draft, seq.decode.state
@@ -48,11 +48,11 @@ class Sampling(Strategy):
         return [self._children(request, seq, answers[0]) for seq, answers in outputs]
 
     def _children(self, request: Request, seq: Sequence, answer: Answer) -> list[Child]:
-        """`state` is mirostat's, None where that is off."""
+        """The children of one sequence. `state` is mirostat's, None if it is off."""
         index, draft = seq.decode.index, seq.decode.draft
         drawn = answer if isinstance(answer, Drawn) else self._draw(request, seq, answer)
         tokens, mus = drawn.tokens, drawn.mus
-        if draft is None and len(tokens) == 1:  # most of the time
+        if draft is None and len(tokens) == 1:
             return [Child(token=tokens[0], index=index, logprobs=drawn.logprobs, state=mus[0] if mus else None)]
         if draft is not None:
             return [Child(drawn.path, tokens[-1], index=index, state=mus[-1] if mus else None, logprobs=drawn.logprobs)]
@@ -62,13 +62,14 @@ class Sampling(Strategy):
         ]
 
     def _draw(self, request: Request, seq: Sequence, answer: Answer) -> Drawn:
-        """Draw from whole rows of logits in this process, as the caller's processors change them first."""
+        """Draw on the host from whole rows of logits, after the caller's processors."""
         from headrace.decoding.host import draw, draw_early  # torch
 
         if isinstance(answer, LogitRow) and answer.other:
             return draw_early(request, seq, answer, self._logprobs(request))
-        given = answer.answers if isinstance(answer, Each) else (answer,)
-        rows = [one.row if isinstance(one, LogitRow) else b"" for one in given]  # a node whose row failed keeps its place
+        answers = answer.answers if isinstance(answer, Each) else (answer,)
+        # A node whose row failed keeps its place.
+        rows = [one.row if isinstance(one, LogitRow) else b"" for one in answers]
         rejects = seq.decode.draft is not None and request.params.rejects
         if rejects:
             from headrace.decoding.rejecting import verify_by_rejection  # torch
@@ -77,13 +78,13 @@ class Sampling(Strategy):
         return draw(request, seq, rows, self._births(request, seq), self._logprobs(request))
 
     def _outputs(self, request: Request) -> int:
-        """How many are drawn."""
+        """Number of outputs that are drawn."""
         return request.params.n
 
     def _logprobs(self, request: Request) -> int | None:
-        """What is to be said of drawn tokens: None, or how many alternatives."""
+        """Alternatives to report per token; None: no log-probabilities."""
         return request.params.logprobs
 
     def _births(self, request: Request, seq: Sequence) -> int:
-        """All outputs at the end of the prompt, one ever after."""
+        """Outputs that start here: all at the end of the prompt, one later."""
         return self._outputs(request) if len(seq.tokens) == seq.prompt_len else 1

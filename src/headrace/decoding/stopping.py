@@ -1,4 +1,4 @@
-"""When an output ends, and what of it is shown: stop ids, stop strings, length limits, text that is final."""
+"""Ends outputs and decides which text is final: stop ids, stop strings, length limits."""
 
 from headrace.data.plan import TokenLogprob
 from headrace.data.types import Delta, Request, Sequence
@@ -8,7 +8,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class Stopping:
-    """Appends tokens to sequences until something ends them."""
+    """Appends tokens to sequences until something ends them; owned by an engine."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.tokenizer = tokenizer
@@ -24,13 +24,11 @@ class Stopping:
             seq.text.stops = StopMatcher(params.stop, params.include_stop_str_in_output)
 
     def extend(self, request: Request, seq: Sequence, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> Delta:
-        """Append `tokens` up to the first that ends the output; returns what that adds to it.
-
-        Of its text only that is shown which no later token can change or retract.
-        """
+        """Append `tokens` up to the first that ends the output; returns the delta. Its text is final: no later token can change
+        it."""
         text, constraint, shown = seq.text, seq.decode.constraint, ""
         words, stops = text.words, text.stops
-        early = seq.prompt_len + request.params.min_tokens  # tokens that end nothing; what comes after them may
+        early = seq.prompt_len + request.params.min_tokens  # up to this length nothing ends the output
         for at, token in enumerate(tokens, 1):
             seq.tokens.append(token)
             if constraint is not None:
@@ -47,7 +45,7 @@ class Stopping:
         return Delta(request.id, seq.decode.index, tokens, shown, logprobs[: len(tokens)], text.finish_reason, text.stop_reason)
 
     def rest(self, seq: Sequence) -> str:
-        """What was held back of an output's text, when nothing more will come."""
+        """The text held back so far, when no more tokens come."""
         text = seq.text
         if text.words is None:
             return ""
@@ -62,6 +60,6 @@ class Stopping:
         elif text.stops is not None and text.stops.matched is not None:
             text.finish_reason, text.stop_reason = "stop", text.stops.matched
         elif seq.decode.constraint is not None and seq.decode.constraint.done:
-            text.finish_reason = "stop"  # nothing can follow, so the end token is not waited for
+            text.finish_reason = "stop"  # no token can follow, so no end token is needed
         elif (most is not None and length - seq.prompt_len >= most) or length >= self.max_model_len:
             text.finish_reason = "length"

@@ -1,4 +1,4 @@
-"""Tools of a conversation: what the template is told, the grammar an answer is held to, how calls are found in it."""
+"""Tools of a conversation: the messages for the template, the grammar of an answer with calls, and a reader of the calls."""
 
 import hashlib
 import json
@@ -18,32 +18,32 @@ from headrace.text.dialects.json_calls import JsonCallFilter, Steps
 from headrace.text.dialects.repeats import RepeatFilter
 from headrace.text.dialects.truncated_json import ArgumentsReader
 
-MOST = 128  # tools
+MAX_TOOLS = 128
 MAX_CALLS = 10_000  # of a conversation
-NINE = re.compile(r"[A-Za-z0-9]{9}")
+MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-# What a text may not begin with, since its reader would take that for a call that nothing holds to a schema.
+# A text may not begin like this: its reader would take it for a call without a schema.
 NO_CALL = {
     "mistral": r" & ~/[ \t\r\n]*\[[ \t\r\n]*\{(.|\n)*/",
     "llama3_json": r" & ~/[ \t\r\n]*(<\|python_tag\|>[ \t\r\n]*)?(\{(.|\n)*)?/",
 }
-HOW = (
+INSTRUCTIONS = (
     "You may call functions to answer. They are, one a line:\n<tools>\n{tools}\n</tools>\nTo call one, answer with its name "
     'and its arguments as JSON between these tags:\n<tool_call>\n{{"name": "…", "arguments": {{…}}}}\n</tool_call>'
 )
 
 
 class ToolError(ValueError):
-    """Tools, or a message about them, that cannot be meant; the message says what to change. `param` names what is wrong,
-    `code` how it is."""
+    """Invalid tools, or an invalid message about them; the message contains what to change. param: the invalid field. code: the
+    kind of error."""
 
     def __init__(self, message: str, param: str, code: str = "invalid_value") -> None:
         super().__init__(message)
         self.param, self.code = param, code
 
 
-class Asked(Protocol):
-    """What says which tools there are and how they may be called: a request."""
+class ToolRequest(Protocol):
+    """The fields of a request that declare tools and how they may be called."""
 
     tools: list[Any] | None
     tool_choice: Any
@@ -54,7 +54,7 @@ class Asked(Protocol):
 
 @dataclass(slots=True)
 class ToolChoice:
-    """`Asked` by a caller in this process."""
+    """A `ToolRequest` of a caller in this process."""
 
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -65,7 +65,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Tooling:
-    """The tools of one request. `in_template`: whether the template writes them, or a system message has to."""
+    """The tools of one request. in_template: the chat template writes them; otherwise a system message does."""
 
     tools: list[dict[str, Any]]  # those that may be called
     form: CallFormat
@@ -76,22 +76,22 @@ class Tooling:
     several: bool = True
 
     def held(self, params: SamplingParams) -> SamplingParams:
-        """Parameters of an answer that is held to their schemas. Raises ToolError."""
+        """Sampling parameters that constrain the answer to the tools' schemas. Raises ToolError."""
         if params.structured_outputs is not None:
             raise ToolError("an answer that may call tools cannot be held to a format too; leave one out", "tools")
         return params.replace(structured_outputs=self.spec)
 
     def schema_of(self, name: str) -> StructuredOutputs:
-        """The schema of the arguments of one tool, for a check of finished arguments."""
+        """The schema of one tool's arguments, for a check of finished arguments."""
         (tool,) = [tool for tool in self.tools if tool["function"]["name"] == name]
         return StructuredOutputs(json=json.dumps(schemas_of([tool])[0]))
 
 
 class CallReader:
-    """Takes the text of one answer apart into plain text and calls, while it comes."""
+    """Splits the text of one answer into plain text and calls, as it comes."""
 
     def __init__(self, tools: Tooling, *, held: bool = False) -> None:
-        """`held`: an answer without calls has a format, and nothing in it is a call."""
+        """held: an answer without calls has a format, and nothing in it is a call."""
         self._text = CallParser(tools.form, held=held)
         self._repeats = RepeatFilter() if tools.ends_at_repeat else None
         names = frozenset(tool["function"]["name"] for tool in tools.tools)
@@ -99,11 +99,11 @@ class CallReader:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer ends here, whatever else the model writes."""
+        """Whether the answer ends here, whatever else the model outputs."""
         return self._repeats is not None and self._repeats.ended
 
     def push(self, text: str, *, final: bool = False) -> Steps:
-        """The pieces of more text, after answers to the candidates that come up. `final`: no text comes after it."""
+        """The pieces of more text, after answers to the candidates that come up. final: no text comes after it."""
         pieces = self._text.push(text) + (self._text.close() if final else [])
         if self._repeats is not None:
             return [*self._repeats.push(pieces), *(self._repeats.close() if final else [])]
@@ -127,7 +127,7 @@ class CallReader:
 
 
 def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
-    """A whole answer: its plain text, and its calls as the protocol writes them."""
+    """The plain text of a whole answer, and its calls in OpenAI's format."""
     plain, calls = "", list[dict[str, Any]]()
     for piece in pieces:
         if piece.call is None:
@@ -139,36 +139,38 @@ def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
     return plain, calls
 
 
-def callable_tools(request: Asked) -> tuple[list[dict[str, Any]], bool]:
-    """The tools that may be called, and whether one has to be. Raises ToolError."""
+def callable_tools(request: ToolRequest) -> tuple[list[dict[str, Any]], bool]:
+    """The tools that may be called, and whether one must be. Raises ToolError."""
     if not request.tools:
         if request.tool_choice not in (None, "none", "auto"):
             raise ToolError("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
         return [], False
     tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
     names = [tool["function"]["name"] for tool in tools]
-    if len(tools) > MOST or len(set(names)) < len(names):
-        raise ToolError(f"at most {MOST} tools, each with a name of its own", "tools")
+    if len(tools) > MAX_TOOLS or len(set(names)) < len(names):
+        raise ToolError(f"at most {MAX_TOOLS} tools, each with a name of its own", "tools")
     must, chosen = _choice(request.tool_choice, names)
     return [tool for tool in tools if tool["function"]["name"] in chosen], must
 
 
 def schemas_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the tools' arguments."""
+    """The schemas of the tools' arguments."""
     given = [tool["function"].get("parameters") or {"type": "object", "properties": {}} for tool in tools]
     return [{"type": "object", **schema} for schema in given]
 
 
 def tooling(
-    request: Asked,
+    request: ToolRequest,
     template: str | None,
     special: Callable[[str], int | None],
     prepared: Sequence[Prepared] | None = None,
     answer: dict[str, Any] | None = None,
 ) -> Tooling | None:
-    """None where no tool is given or none may be called. `special` gives the id of a text that is a control token; `prepared`
-    are the schemas of the tools, where somebody else has looked at them; `answer` is one for texts that call none, made for
-    a mask. Raises ToolError."""
+    """The tools of a request; None if there are none, or none may be called.
+
+    special: the id of a text that is a control token, else None. prepared: the tools' schemas, if they are prepared already.
+    answer: the schema of an answer without calls, for a mask. Raises ToolError.
+    """
     usable, must = callable_tools(request)
     if not usable:
         return None
@@ -201,8 +203,8 @@ def conversation(
     template: str | None,
     read: Callable[[bytes], Any] = msgspec.json.decode,
 ) -> list[dict[str, Any]]:
-    """Messages as the template takes them: arguments of calls as objects; where it knows no tools, all about them as text.
-    `read` makes values of JSON. Raises ToolError."""
+    """Messages for the template: arguments of calls as objects; for a template without tools, calls and results as text. read:
+    parses JSON. Raises ToolError."""
     known = format_of(template) is not None
     calls = sum(len(listed) for one in messages if isinstance(listed := one.get("tool_calls"), list))
     if calls > MAX_CALLS:
@@ -216,7 +218,7 @@ def conversation(
         made = list(map(_with_mistral_ids, made))
     if given is None or given.in_template:
         return made
-    how = HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
+    how = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
     if made and made[0].get("role") == "system" and isinstance(made[0].get("content"), str):
         return [{**made[0], "content": f"{made[0]['content']}\n\n{how}"}, *made[1:]]
     return [{"role": "system", "content": how}, *made]
@@ -235,12 +237,12 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
 
 
 def names_function(choice: Any) -> bool:
-    """Whether a tool_choice names one function: then there is exactly one call."""
+    """Whether a tool_choice names one function, so that there is exactly one call."""
     return isinstance(choice, dict) and choice.get("type") == "function"
 
 
 def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
-    """Whether there must be a call, and of which tools. Raises ToolError."""
+    """Whether there must be a call, and the tools that may be called. Raises ToolError."""
     if choice in (None, "auto", "none", "required"):
         return choice == "required", [] if choice == "none" else names
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -270,8 +272,8 @@ def _grammar(
     special: int | None,
     answer: dict[str, Any] | None,
 ) -> str:
-    """A Lark grammar of calls alone (`must`), of calls or a text of the schema `answer`, or of any text and then perhaps
-    calls; where the opening is a control token, of text or calls."""
+    """A Lark grammar of calls alone (`must`), of calls or a text of the schema `answer`, or of any text and then calls; if the
+    opening is a control token, of text or calls."""
     rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{form.key}": ')
@@ -302,7 +304,7 @@ def _grammar(
 
 
 def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
-    """The schema of a tool's arguments, as a mask knows it. Raises ToolError."""
+    """The schema of a tool's arguments for a mask. Raises ToolError."""
     if prepared.late and function.get("strict"):
         message = f"tool {number}: {', '.join(prepared.late)} in its parameters cannot be held to; leave strict out"
         raise ToolError(message, "tools", "unsupported")
@@ -310,33 +312,35 @@ def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> di
 
 
 def for_mask(prepared: Prepared) -> dict[str, Any]:
-    """A schema as a part of a grammar."""
+    """A schema as part of a grammar."""
     return {**prepared.schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
 
 
 def _with_objects(number: int, message: dict[str, Any], reader: ArgumentsReader) -> dict[str, Any]:
-    """Templates write a call's arguments as JSON themselves."""
+    """The message with its calls' arguments as objects; templates write them as JSON."""
     if not (calls := _calls(number, message, reader)):
         return message
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
 def _with_mistral_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's templates take ids of nine letters and digits alone: others become such, in calls and results alike."""
+    """The message with ids of nine letters and digits, the only ones Mistral's templates accept, in calls and results alike."""
     made = dict(message)
     if isinstance(name := made.get("tool_call_id"), str):
-        made["tool_call_id"] = _nine(name)
+        made["tool_call_id"] = _mistral_id(name)
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [{**call, "id": _nine(call["id"])} if isinstance(call.get("id"), str) else call for call in calls]
+        made["tool_calls"] = [
+            {**call, "id": _mistral_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
+        ]
     return made
 
 
-def _nine(name: str) -> str:
-    return name if NINE.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
+def _mistral_id(name: str) -> str:
+    return name if MISTRAL_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _as_text(number: int, message: dict[str, Any], reader: ArgumentsReader) -> dict[str, Any]:
-    """For templates that know no tools: calls and results in their tags."""
+    """For templates without tools: calls and results as tagged text."""
     if message.get("role") == "tool":
         parts = (("text", "<tool_response>"), ("quoted", _plain(message.get("content"))), ("text", "</tool_response>"))
         return {"role": "user", "content": [{"type": kind, "text": text} for kind, text in parts]}
@@ -354,7 +358,7 @@ def _plain(content: Any) -> str:
 
 
 def _calls(number: int, message: dict[str, Any], reader: ArgumentsReader) -> list[dict[str, Any]]:
-    """The calls of an assistant's message, their arguments as objects. Raises ToolError."""
+    """The calls of an assistant's message, with their arguments as objects. Raises ToolError."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     made = []
     for call in calls or []:

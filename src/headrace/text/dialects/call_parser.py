@@ -1,19 +1,19 @@
-"""Calls of tools in a model's text: where they begin and end, as the text comes."""
+"""Formats of tool calls in a model's text, and a parser that finds calls while the text comes."""
 
 import re
 import secrets
 import string
 from dataclasses import dataclass
 
-MOST_HEAD = 1024  # characters within which a call must say its name
+MAX_HEAD = 1024  # characters up to the end of a call's name
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls: `opening` {"name": …, `key`: {…}} `closing`, and `between` two of them.
+    """The format of one model family: `opening` {"name": …, `key`: {…}} `closing`, with `between` between two calls.
 
-    Without an opening, an answer that begins with a brace is a call. `listed`: calls stand in one JSON list.
+    Without an opening, an answer that begins with a brace is a call. listed: the calls are one JSON list.
     """
 
     name: str
@@ -27,11 +27,11 @@ class CallFormat:
 HERMES = CallFormat("hermes", "<tool_call>", "\n</tool_call>", "arguments", "\n")
 LLAMA3 = CallFormat("llama3_json", "", "", "parameters", "; ")
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True)
-LEADS = {"llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]",)}  # may stand before calls that need no opening
+LEADS = {"llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]",)}  # optional tags before the calls
 
 
 def format_of(template: str | None) -> CallFormat | None:
-    """The format a chat template speaks of; None where it knows no tools."""
+    """The format of a chat template; None if it has no tools."""
     if template is None or "tools" not in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -41,7 +41,7 @@ def format_of(template: str | None) -> CallFormat | None:
 
 @dataclass(slots=True)
 class Piece:
-    """What a text's next part is: plain text, or of call number `call` its name (at its beginning) or arguments."""
+    """The next part of a text: plain text, or of call number `call` its name (at its beginning) or arguments."""
 
     text: str
     call: int | None = None
@@ -49,13 +49,11 @@ class Piece:
 
 
 class CallParser:
-    """The text of one answer, taken apart while it comes, in time that grows with its length.
-
-    Only what could still be an opening is held back, and blanks, which fall away before a call.
-    """
+    """Splits the text of one answer while it comes, in linear time. It holds back only a possible opening, and whitespace,
+    which is dropped before a call."""
 
     def __init__(self, form: CallFormat, *, held: bool = False) -> None:
-        """`held`: an answer is calls, or a text of a format, in which nothing is a call."""
+        """held: an answer is calls, or a text of a format, in which nothing is a call."""
         self.form = form
         self._plain_else = held
         self.calls = 0
@@ -79,12 +77,12 @@ class CallParser:
         return pieces
 
     def close(self) -> list[Piece]:
-        """Return the rest at the end of the text."""
+        """The held text at the end of the answer."""
         held = "".join([*self._blanks, self._held])
         return [Piece(held)] if held and self._state in ("start", "text", "head") and (self.calls == 0 or held.strip()) else []
 
     def _start(self, pieces: list[Piece]) -> bool:
-        """At the beginning: an opening, a brace that is one, or text."""
+        """At the beginning: an opening, a brace that opens a call, or text."""
         lead = self._held.lstrip()
         self._blanks.append(self._held[: len(self._held) - len(lead)])
         self._held = lead
@@ -134,14 +132,14 @@ class CallParser:
         return True
 
     def _plain(self, pieces: list[Piece]) -> bool:
-        """Release the held text of an answer in a format."""
+        """An answer of a format, unchanged."""
         if plain := "".join([*self._blanks, self._held]):
             pieces.append(Piece(plain))
         self._blanks, self._held = [], ""
         return False
 
     def _call(self, pieces: list[Piece]) -> bool:
-        """The bracket of a list of calls."""
+        """The opening bracket of a list of calls."""
         self._held = self._held.lstrip()
         if not self._held:
             return False
@@ -149,12 +147,12 @@ class CallParser:
         return True
 
     def _head(self, pieces: list[Piece]) -> bool:
-        """{"name": "…", "arguments": — nothing is shown before it is whole."""
+        """{"name": "…", "arguments": — nothing is shown before it is complete."""
         found = HEAD.match(self._held) if ":" in self._held else None
         if found is None:
-            if len(self._held) <= MOST_HEAD:
+            if len(self._held) <= MAX_HEAD:
                 return False
-            self._state = "text"  # no call after all
+            self._state = "text"
             return True
         self._blanks = []
         pieces.append(Piece("", self.calls, found[1]))
@@ -163,7 +161,7 @@ class CallParser:
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        """Stream a JSON value up to its end."""
+        """A JSON value, shown as it comes, up to its end."""
         if self._depth == 0 and not self._in_text:
             self._held = self._held.lstrip()
         for at, char in enumerate(self._held):
@@ -185,7 +183,7 @@ class CallParser:
         return False
 
     def _tail(self, pieces: list[Piece]) -> bool:
-        """The rest of a call; what follows is another one, or text."""
+        """The rest of a call; another call or text follows."""
         after = self._held.lstrip()
         if not self._ended and after.startswith("}"):
             self._ended, after = True, after[1:].lstrip()
@@ -207,5 +205,5 @@ class CallParser:
 
 
 def new_call_id() -> str:
-    """A name for a call of a tool: nine letters and digits, which Mistral's templates insist on and others take."""
+    """A random call id of nine letters and digits, the only form Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))

@@ -1,7 +1,7 @@
-"""Calls that a model writes as a JSON object in its text, bare or in a fence, in place of its template's own form.
+"""Tool calls that a model writes as a JSON object in its text, bare or in a fence, instead of its template's format.
 
-Only an object at the start or at the end of an answer is read so, and only one with exactly the keys `name` (one of the tools)
-and `arguments` or `parameters` that fit the tool's schema. Everything else stays text.
+Such an object counts only at the start or the end of an answer, and only with exactly the keys `name` (one of the tools) and
+`arguments` or `parameters`, which fit the tool's schema. Everything else stays text.
 """
 
 import re
@@ -23,19 +23,19 @@ WHOLE_KEY = re.compile(r'"(?:name|arguments|parameters)"\s*')
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CallCandidate:
     """An object that is a call if `arguments` (JSON) fit the schema of the tool `name`."""
 
     name: str
     arguments: str
 
 
-Steps = Generator[Candidate, bool, list[Piece]]  # asks whether a candidate fits, and returns the pieces
+Steps = Generator[CallCandidate, bool, list[Piece]]  # yields candidates, receives whether each fits, returns the pieces
 
 
 class JsonCallFilter:
     """Finds such calls in the plain text of one answer, while it comes. A line that may begin one is held back until it is
-    decided: by the first key, by the end of the object, or, in the middle of an answer, by what follows."""
+    decided: by the first key, by the end of the object, or, in the middle of an answer, by the text after it."""
 
     def __init__(self, names: frozenset[str], *, several: bool) -> None:
         self.calls = 0
@@ -81,7 +81,8 @@ class JsonCallFilter:
         return Piece(text)
 
     def _candidate(self, final: bool) -> int:
-        """Where the object that the held text begins with ends, with its fence; 0 if there is none, -1 if more text decides."""
+        """The end of the object at the start of the held text, its fence included; 0 if there is none, -1 if more text
+        decides."""
         head = HEAD.match(self._held)
         if head is None:
             return -1 if len(self._held) <= LONGEST_HEAD and _may_begin(self._held) else 0
@@ -97,7 +98,7 @@ class JsonCallFilter:
         return -1 if FENCE.startswith(rest) else 0
 
     def _object_end(self, start: int) -> int:
-        """The end of the object that begins at `start`, -1 while it is open. Goes on where it stopped the last time."""
+        """The end of the object that begins at `start`, -1 while it is open. Continues from the last call."""
         if self._at is None:
             self._at, self._depth, self._in_text, self._escaped = start, 0, False, False
         while self._at < len(self._held) and (self._depth or self._at == start):
@@ -111,21 +112,21 @@ class JsonCallFilter:
                 self._depth += (char in "{[") - (char in "}]")
         return -1 if self._depth else self._at
 
-    def _read(self, end: int) -> Candidate | None:
+    def _read(self, end: int) -> CallCandidate | None:
         if self.calls and not self._several:
             return None
         text = self._held[:end].strip().removeprefix(FENCE).removesuffix(FENCE)
         try:
-            found = msgspec.json.decode(text[text.index("{") :].encode(), type=dict[str, msgspec.Raw])
-            if len(found) != 2 or "name" not in found:
+            fields = msgspec.json.decode(text[text.index("{") :].encode(), type=dict[str, msgspec.Raw])
+            if len(fields) != 2 or "name" not in fields:
                 return None
-            name = msgspec.json.decode(found.pop("name"))
-            (key,) = found
-            arguments = bytes(found[key]).decode()
+            name = msgspec.json.decode(fields.pop("name"))
+            (key,) = fields
+            arguments = bytes(fields[key]).decode()
         except (msgspec.DecodeError, RecursionError, UnicodeError):
             return None
         fits = name in self._names if isinstance(name, str) else False
-        return Candidate(name, arguments) if fits and key in KEYS and arguments.startswith("{") else None
+        return CallCandidate(name, arguments) if fits and key in KEYS and arguments.startswith("{") else None
 
 
 def _may_begin(text: str) -> bool:

@@ -1,11 +1,11 @@
-"""Calls that repeat an earlier call of the same answer: a model that must call something may do so without end."""
+"""Tool calls that repeat an earlier call of the same answer: a model that must call may repeat one without end."""
 
 from headrace.text.dialects.call_parser import Piece
 
 
 class RepeatFilter:
-    """Ends an answer at the first call with the name and the arguments of an earlier one; blanks between the parts of the JSON
-    do not count. The pieces of a call are held back while they equal an earlier call, so no stream shows a repeated call."""
+    """Ends an answer at the first call with the name and arguments of an earlier one; whitespace between JSON tokens does not
+    count. The pieces of a call are held back while they equal an earlier call, so no stream shows a repeated call."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -23,7 +23,7 @@ class RepeatFilter:
         return shown
 
     def close(self) -> list[Piece]:
-        """The rest at the end of the text: an unfinished call is not a repetition."""
+        """The held pieces at the end of the text: an unfinished call is not a repetition."""
         held, self._held = ([] if self.ended else self._held), []
         return held
 

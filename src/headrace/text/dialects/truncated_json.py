@@ -1,4 +1,4 @@
-"""Repair of truncated JSON objects, so a chat template can render them as objects."""
+"""Closes JSON objects that were cut off, so that a chat template can render them as objects."""
 
 import re
 from collections.abc import Callable
@@ -18,13 +18,13 @@ class ArgumentsReader:
     """Reads the arguments of one conversation's calls."""
 
     def __init__(self, read: Callable[[bytes], Any]) -> None:
-        """`read` parses JSON. It raises msgspec.DecodeError, ValueError or RecursionError."""
+        """read: parses JSON. It raises msgspec.DecodeError, ValueError or RecursionError."""
         self._parse = read
         self._left = REPAIRED
 
     def read(self, text: str) -> Any:
         """The arguments as a value. Arguments that were cut off keep their complete parts and the beginning of their last
-        text, up to REPAIRED characters in a conversation; all other text becomes {"arguments": text}."""
+        string, up to REPAIRED characters in a conversation. Any other text becomes {"arguments": text}."""
         try:
             return self._parse((text or "{}").encode())
         except (msgspec.DecodeError, ValueError, RecursionError):
@@ -39,7 +39,7 @@ class ArgumentsReader:
 
 
 def close_object(text: str) -> str | None:
-    """The longest JSON object that a beginning of `text` and closing brackets make; None if `text` begins no object."""
+    """The longest JSON object that a prefix of `text` with added brackets forms; None if `text` begins no object."""
     at, stack, wanted = 0, "", "value"  # next: "value", "key", "colon", or "end" (of a value: a comma or a bracket)
     safe: tuple[int, str] | None = None
     while found := TOKEN.match(text, at):
@@ -64,7 +64,7 @@ def close_object(text: str) -> str | None:
 
 
 def _step(token: str, stack: str, wanted: str) -> tuple[str, str] | None:
-    """Return the open brackets and the expected next token after a token; None if the token is invalid there."""
+    """The open brackets and the next expected token after a token; None if the token is not allowed here."""
     top = stack[-1:]
     if token in CLOSERS and wanted == "value":
         return stack + token, "key" if token == "{" else "value"
