@@ -1,4 +1,4 @@
-"""Static against continuous batching on one trace, and what paging saves: steps, tokens/s, KV memory."""
+"""Static and continuous batching on one trace, and KV memory by reservation scheme: `python -m benchmarks.batching`."""
 
 import math
 import random
@@ -13,7 +13,7 @@ import typer
 from benchmarks import reservation
 from benchmarks.command import run
 from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
-from benchmarks.reservation import Job
+from benchmarks.reservation import TraceRequest
 from headrace.cli.output import print_table, say
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -28,8 +28,8 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One policy on one trace. `waste`: share of the slots in held blocks that hold no token, over all steps."""
+class PolicyResult:
+    """One policy on one trace. `waste`: share of the slots in allocated blocks that hold no token, over all steps."""
 
     policy: str
     steps: int
@@ -42,8 +42,8 @@ class Result:
         return self.tokens / self.seconds
 
 
-def trace(count: int, seed: int = 0, mean_in: int = 300, mean_out: int = 150, sigma: float = 1.0) -> list[Job]:
-    """Log-normal lengths with heavy tails, cut to the context; the same for the same seed."""
+def trace(count: int, seed: int = 0, mean_in: int = 300, mean_out: int = 150, sigma: float = 1.0) -> list[TraceRequest]:
+    """Requests with log-normal, heavy-tailed lengths, truncated to the context; equal for equal seeds."""
     rng = random.Random(seed)
 
     def length(mean: int, most: int) -> int:
@@ -52,12 +52,12 @@ def trace(count: int, seed: int = 0, mean_in: int = 300, mean_out: int = 150, si
     jobs = []
     for _ in range(count):
         prompt = length(mean_in, MAX_LEN // 2)
-        jobs.append(Job(prompt, length(mean_out, MAX_LEN - prompt)))
+        jobs.append(TraceRequest(prompt, length(mean_out, MAX_LEN - prompt)))
     return jobs
 
 
-def drive(engine: Engine, jobs: list[Job], vocab_size: int, policy: str, seed: int = 0) -> Result:
-    """All jobs at once through an engine; prompts are random tokens, answers have the length the trace says."""
+def drive(engine: Engine, jobs: list[TraceRequest], vocab_size: int, policy: str, seed: int = 0) -> PolicyResult:
+    """Run all requests at once through an engine, with random prompts and the output lengths of the trace."""
     rng = random.Random(seed)
     for job in jobs:
         prompt = [rng.randrange(vocab_size) for _ in range(job.prompt)]
@@ -69,11 +69,11 @@ def drive(engine: Engine, jobs: list[Job], vocab_size: int, policy: str, seed: i
         steps += 1
         held += engine.blocks.used * engine.blocks.block_size
         filled += sum(seq.kv.computed[0] for request in engine.scheduler.running for seq in request.seqs)
-    return Result(policy, steps, tokens, time.perf_counter() - start, 1 - filled / max(held, 1))
+    return PolicyResult(policy, steps, tokens, time.perf_counter() - start, 1 - filled / max(held, 1))
 
 
-def run_on_fake_model(jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
-    """A model that costs nothing: what is counted is steps."""
+def run_on_fake_model(jobs: list[TraceRequest], policy: str, max_num_seqs: int = 16) -> PolicyResult:
+    """Run on the fake model, which costs nothing: only steps are measured."""
     blocks = max_num_seqs * MAX_LEN // BLOCK_SIZE
     scheduler = SchedulerConfig(max_num_seqs, 512, MAX_LEN, policy)
     config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK_SIZE, prefix_caching=False))
@@ -81,15 +81,15 @@ def run_on_fake_model(jobs: list[Job], policy: str, max_num_seqs: int = 16) -> R
     return drive(engine, jobs, VOCAB - 1, policy)
 
 
-def memory_table(jobs: list[Job], memory: int = 16 * MAX_LEN) -> dict[str, reservation.Shares]:
-    """Each scheme's use of the same memory on the same trace."""
+def memory_table(jobs: list[TraceRequest], memory: int = 16 * MAX_LEN) -> dict[str, reservation.MemoryUse]:
+    """Memory use of each reservation scheme on the same trace."""
     table = {name: reservation.contiguous(jobs, memory, reserve) for name, reserve in reservation.schemes(MAX_LEN).items()}
     table[f"paged ({BLOCK_SIZE})"] = reservation.paged(jobs, memory, BLOCK_SIZE)
     return table
 
 
-def run_on_model(model: str, jobs: list[Job], policy: str, max_num_seqs: int = 16) -> Result:
-    """The same on a real model; every job at most 2,048 tokens."""
+def run_on_model(model: str, jobs: list[TraceRequest], policy: str, max_num_seqs: int = 16) -> PolicyResult:
+    """Run on a real model; requests have at most MAX_LEN tokens."""
     llm = LLM(
         model,
         policy=policy,
@@ -125,14 +125,14 @@ def batching(
     print_table(columns, [_shares(name, shares) for name, shares in table.items()])
 
 
-def _row(model: str | None, result: Result) -> tuple[str, ...]:
-    """Without a model the steps cost nothing, so that their speed says nothing."""
+def _row(model: str | None, result: PolicyResult) -> tuple[str, ...]:
+    """Cells of one policy. The fake model has no speed."""
     speed = f"{result.tokens_per_second:.1f}" if model else "-"
     counts = (str(result.steps), str(result.tokens), f"{result.tokens / result.steps:.2f}")
     return (model or "fake model", result.policy, *counts, speed, f"{result.waste:.1%}")
 
 
-def _shares(name: str, shares: reservation.Shares) -> tuple[str, ...]:
+def _shares(name: str, shares: reservation.MemoryUse) -> tuple[str, ...]:
     whole = shares.taken + shares.external
     parts = (shares.used, shares.reserved, shares.internal, shares.external)
     return (name, str(shares.steps), *(f"{part / whole:.1%}" for part in parts), f"{shares.waste:.1%}")

@@ -1,6 +1,6 @@
-"""A fake model whose next token is a hash of the tokens it finds in the paged pool, and a reference without any cache.
+"""Fake model whose next token is a hash of all context tokens in the paged pool, and a reference without a cache.
 
-A model that compared positions only would not notice a block that holds another sequence's tokens; this one does.
+The hash covers the tokens, so a block with tokens of another sequence changes the output.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ NOTHING = "no token can be drawn"
 
 
 def draw(context: list[int], seed: int, child: int) -> int:
-    """The token after `context`: a pure function of what was read, the seed and the child."""
+    """Token after `context`: a pure function of the context, the seed and the child."""
     message = array("q", context).tobytes() + b"%d,%d" % (seed, child)
     return int.from_bytes(hashlib.blake2b(message, digest_size=4).digest(), "little") % VOCAB
 
@@ -130,7 +130,7 @@ class FakeRunner:
         return tokens[:count]
 
     def _one(self, feed: Feed, want: AnyWant, context: list[int]) -> Answer:
-        """What comes of a want; a node's context are the known tokens and what the pool holds of the nodes above it."""
+        """Answer to a want. The context of a node are the known tokens and the pool's tokens of the nodes above it."""
         match want:
             case Verify():
                 path, tokens = self._verify(feed, want, context)

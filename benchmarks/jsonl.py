@@ -1,4 +1,4 @@
-"""Files with a JSON object in each line, as data sets come."""
+"""Data sets with a JSON object in each line."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_lines(path: Path, keys: set[str], form: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file. Raises ValueError for a line that is none, or lacks one of the `keys` of that `form`."""
+    """Objects of a file. Raises ValueError for a line that is no object or lacks one of the `keys` of that `form`."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:

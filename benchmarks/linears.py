@@ -1,4 +1,4 @@
-"""How near the linear kernels come to what the machine can do: every format of weights, a few numbers of rows, no model."""
+"""Speed of the linear kernels as a share of the machine's limit: `python -m benchmarks.linears`. Needs no model."""
 
 import json
 import sys
@@ -45,8 +45,10 @@ TYPES = (
     "BF16",
 )
 ROWS = (1, 8, 16, 32, 256)
-SHAPE = (4096, 2048)  # outputs, inputs
-MEBIBYTES = 64  # of packed weights, at least: more than most caches hold
+# Outputs and inputs of a layer.
+SHAPE = (4096, 2048)
+# Packed weights of each format at least: more than most caches hold.
+MEBIBYTES = 64
 
 
 def measure_linears(
@@ -60,10 +62,11 @@ def measure_linears(
     say: Say = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """The figures as they stand in the JSON: those of `profile.limits`, measured before, and in `types` by type and rows
-    `gmacs` (10^9 products a second), `gb_s` (of packed weights read), `limit` and `share`: of the time that memory or products
-    would take at best. Layers one after the other, as in a step; medians of the repeats. Raises ValueError for an unknown type,
-    and where there is nothing to measure.
+    """Content of the JSON file: the machine's limits (`profile.limits`), and the figures in `types` by type and rows.
+
+    Figures: `gmacs` (10^9 products per second), `gb_s` (packed weights read), `limit` (memory or products) and `share`: least
+    possible time divided by the measured one. Layers run one after the other, as in a step; medians of the repeats.
+    Raises ValueError for an unknown type, or without a type, row or repeat.
     """
     if unknown := [kind for kind in types if kind not in TYPES]:
         raise ValueError(f"there are no kernels for {unknown[0]!r}; choose from {', '.join(TYPES)}")
@@ -93,8 +96,9 @@ def measure_linears(
 
 
 def _stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Random rows [n, bytes] as in a model: normal bfloat16, or blocks whose scales are finite, as no byte is above 0x3b."""
-    if kind == "BF16":  # among random bits are subnormal numbers, which some processors multiply a hundred times slower
+    """Random packed rows [n, bytes] uint8: normal bfloat16, or blocks with finite scales, as no byte is above 0x3b."""
+    # Random bits would contain subnormal numbers, which some processors multiply a hundred times slower.
+    if kind == "BF16":
         return rng.standard_normal((n, k)).astype(np.float32).view(np.uint16)[:, 1::2].copy().view(np.uint8)
     block, block_bytes = KINDS[kind]
     rows = rng.integers(0, 256, (n, k // block, block_bytes), np.uint8) & 0x3B
@@ -124,7 +128,8 @@ def linears(
     memory read, measured beside them. No model is opened; HEADRACE_ISA chooses the instruction set."""
     if update and shares is None:
         raise ValueError("--update keeps shares in a file; name it with --shares")
-    if shares is not None:  # what is wrong with it is said before anything is measured
+    # Raises for an invalid file before anything is measured.
+    if shares is not None:
         _ = writable(shares) if update else peak_share.read(shares)
 
     def done(result: dict[str, Any]) -> None:
@@ -152,7 +157,7 @@ def linears(
 
 
 def _compared(file: Path, update: bool, result: dict[str, Any], setting: dict[str, Any]) -> int:
-    """What has fallen since the file was written is measured once more; 1 where it has fallen then, too."""
+    """Compare with the file and measure fallen shares again. Returns 1 if one is fallen in both runs, otherwise 0."""
     if update:
         peak_share.keep(file, result)
         say(f"kept in {file}, for {' and '.join(peak_share.machine(result))}")

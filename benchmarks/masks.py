@@ -1,8 +1,9 @@
-"""Masks against schemas with known answers: a file in the form of maskbench, a schema and instances a line.
+"""Grammar masks of JSON schemas, checked against instances of known validity: `python -m benchmarks.masks`.
 
-{"id": …, "schema": {…}, "tests": [{"valid": true, "data": …}, …]}. An instance is accepted when the mask lets every token of
-its JSON text through, to an end. A mask fixes the order of an object's properties, which says nothing of validity: where the
-given order does not pass, others are tried. Keywords that only a finished text can be checked against are checked so.
+The file has the form of maskbench, a schema and its instances a line:
+{"id": …, "schema": {…}, "tests": [{"valid": true, "data": …}, …]}. An instance is accepted if the mask allows every token of
+its JSON text up to an end. A mask fixes the order of an object's properties, which does not matter for validity, so other
+orders are tried if the given one is refused. Keywords that need the finished text are checked afterwards.
 """
 
 import json
@@ -28,24 +29,29 @@ from headrace.decoding.json_schema.validate import late_keywords, read_schema, w
 from headrace.startup.loading import open_model
 from headrace.text.tokenizer import Tokenizer
 
-TRIES = 600  # pieces of text tried to find the order of one instance's properties
+# Pieces of text that are tried to find an accepted order of one instance's properties.
+TRIES = 600
 
 
 @dataclass(slots=True)
 class MaskResult:
-    """Counts over a file: schemas `served` (`alone`: by the mask, without a last look), instances by what became of them."""
+    """Counts over a file.
+
+    `served`: supported schemas, `alone` of them by the mask without a final check. `refused`: valid instances that were not
+    accepted; `accepted`: invalid ones that were. `wrong`: ids of schemas with either.
+    """
 
     schemas: int = 0
     served: int = 0
     alone: int = 0
     valid: int = 0
-    refused: int = 0  # valid ones that were not accepted
+    refused: int = 0
     invalid: int = 0
-    accepted: int = 0  # invalid ones that were
+    accepted: int = 0
     compile_s: list[float] = field(default_factory=list)
     mask_s: list[float] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)  # ids of schemas that refused or accepted wrongly
+    wrong: list[str] = field(default_factory=list)
 
 
 def measure_masks(
@@ -56,10 +62,14 @@ def measure_masks(
     *,
     open_objects: bool = True,
 ) -> MaskResult:
-    """Run the file's first `most` schemas. Without `open_objects` the masks are those of the default, which generate fewer
-    valid instances. Raises ValueError if the file has another form."""
+    """Run the first `most` schemas of the file.
+
+    open_objects: objects may have properties that the schema does not list; the server's default is False.
+    Raises ValueError if the file has another form.
+    """
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-    grammars.constraint(StructuredOutputs(json_object=True))  # the vocabulary is not part of a compilation
+    # Processes the vocabulary, which is not part of a compilation.
+    grammars.constraint(StructuredOutputs(json_object=True))
     result = MaskResult()
     for number, case in enumerate(islice(read_lines(path, {"schema", "tests"}, "maskbench"), most), 1):
         _run(case, grammars, tokenizer, result, open_objects)
@@ -97,8 +107,10 @@ def _run(case: dict[str, Any], grammars: Grammars, tokenizer: Tokenizer, result:
 
 
 class _Search:
-    """Looks for a way through a grammar that spells a value: an object's properties in the orders that the schema gives them
-    anywhere, those it does not name behind; failing that, in any order."""
+    """Searches for a JSON text of a value that a grammar accepts.
+
+    Properties are tried in the orders of the schema's `properties`, unlisted ones last; then in any order.
+    """
 
     def __init__(self, tokenizer: Tokenizer, orders: list[list[str]]) -> None:
         self._tokenizer = tokenizer
@@ -172,7 +184,7 @@ class _Search:
 
 
 def _orders(schema: Any) -> list[list[str]]:
-    """The names under each `properties` of a schema, as it orders them, and all of them together."""
+    """Property names of each `properties` of a schema, in its order, and of all of them together."""
     found = list(_named(schema))
     return [*found, list(dict.fromkeys(name for names in found for name in names))]
 

@@ -1,5 +1,4 @@
-"""Are the kernels slower than they were? Shares of the machine's limit (bench.linears), kept in a file by processor and
-instruction set."""
+"""Recorded shares of the machine's limit (`linears`) by processor and instruction set, to find kernels that became slower."""
 
 import json
 from pathlib import Path
@@ -7,31 +6,32 @@ from typing import Any
 
 from headrace import host
 
-FALL = 0.75  # of a share that was kept: less is a fall, as memory's speed alone moves by a tenth or two
+# A share below this part of the recorded one has fallen; memory bandwidth alone varies by 10 to 20 %.
+FALL = 0.75
 
-Shares = dict[str, dict[str, float]]  # by type and rows
+# By type and rows.
+Shares = dict[str, dict[str, float]]
 
 
 def shares_of(result: dict[str, Any]) -> Shares:
-    """Those of a measurement."""
+    """Shares of a measurement."""
     return {kind: {rows: figures["share"] for rows, figures in by_rows.items()} for kind, by_rows in result["types"].items()}
 
 
 def machine(result: dict[str, Any]) -> tuple[str, str]:
-    """Under what its shares are kept: the processor with the threads used, and the instruction set."""
+    """Keys of the record: the processor with the number of threads, and the instruction set."""
     return f"{host.cpu_name()}, {result['threads']} threads", result["isa"]
 
 
 def kept(file: Path, result: dict[str, Any]) -> Shares | None:
-    """What a file has for the machine of a measurement; None where it has nothing. Raises ValueError for what is no such
-    file."""
+    """Recorded shares of the measurement's machine, None if there are none. Raises ValueError for an invalid file."""
     name, isa = machine(result)
     found: Shares | None = read(file).get(name, {}).get(isa)
     return found
 
 
 def keep(file: Path, result: dict[str, Any]) -> None:
-    """Write the shares of a measurement into a file, in place of what it has of these types and rows on this machine."""
+    """Record the shares of a measurement; replaces those of the same types and rows on this machine."""
     everything = read(file) if file.exists() else {}
     name, isa = machine(result)
     mine = everything.setdefault(name, {}).setdefault(isa, {})
@@ -41,7 +41,7 @@ def keep(file: Path, result: dict[str, Any]) -> None:
 
 
 def fallen(now: Shares, before: Shares) -> list[tuple[str, str]]:
-    """The types and rows whose share is now less than FALL of what it was; what was not measured before is no fall."""
+    """Types and rows whose share is below FALL times the recorded one. Unrecorded ones never are."""
     return [
         (kind, rows)
         for kind, by_rows in now.items()
@@ -59,7 +59,7 @@ def best(one: Shares, other: Shares) -> Shares:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A file of shares, by processor and instruction set. Raises ValueError."""
+    """Content of the file, by processor and instruction set. Raises ValueError."""
     try:
         data = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Filling in blocks beside decoding token by token, plain and with drafts: right answers, tokens a step and time."""
+"""Block filling compared with decoding token by token, plain and with drafts: `python -m benchmarks.refine`."""
 
 import json
 import sys
@@ -26,8 +26,8 @@ PLAIN = "token by token"
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of decoding, by an LLM and its settings: `passes` over each `block` of tokens, 0: token by token."""
+class RefineMethod:
+    """One decoding method: an LLM and parameters, with `passes` over each `block` of tokens (0: token by token)."""
 
     name: str
     llm: LLM
@@ -37,10 +37,12 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What came of a way. `right`: the share of answers that are, None where none is known; `agree`: the share of tokens that
-    are what as many passes as tokens give; `steps`: of an answer, on average; `tokens_per_step`: of a text's own steps;
-    `speed`: beside decoding token by token."""
+class RefineFigures:
+    """Figures of one method.
+
+    `right`: share of right answers, None if none is known. `agree`: share of tokens equal to those of as many passes as tokens.
+    `steps`: mean steps per answer. `tokens_per_step`: in a text's own steps. `speed`: relative to decoding token by token.
+    """
 
     way: str
     block: int
@@ -67,17 +69,18 @@ def read_questions(path: Path, most: int | None = None) -> list[Question]:
 
 def ways(
     llm: LLM, block: int, passes: Sequence[int], max_tokens: int, shorter: Sequence[int], drafting: Mapping[str, LLM]
-) -> list[Way]:
-    """Token by token; each number of passes over a block; one pass over each of the `shorter` blocks (semi-autoregressive); and
-    token by token with the drafts of LLMs of the same model, by name. Raises ValueError for what cannot be meant."""
+) -> list[RefineMethod]:
+    """Methods: token by token; each number of passes over a block; one pass over each of the `shorter` blocks
+    (semi-autoregressive); token by token with the drafts of LLMs of the same model, by name. Raises ValueError for invalid
+    passes."""
     if not passes or any(not 1 <= one <= block for one in passes):
         raise ParamError("passes", f"passes lie between 1 and the block's {block} tokens, not {', '.join(map(str, passes))}")
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     filled = [(block, number) for number in sorted({*passes})] + [(size, 1) for size in shorter if size < block]
     return [
-        Way(PLAIN, llm, greedy),
-        *(Way(f"{number} of {size}", llm, _params(size, number, max_tokens), size, number) for size, number in filled),
-        *(Way(f"{name}, verified", drafts, greedy) for name, drafts in drafting.items()),
+        RefineMethod(PLAIN, llm, greedy),
+        *(RefineMethod(f"{number} of {size}", llm, _params(size, number, max_tokens), size, number) for size, number in filled),
+        *(RefineMethod(f"{name}, verified", drafts, greedy) for name, drafts in drafting.items()),
     ]
 
 
@@ -90,13 +93,13 @@ def measure(
     rounds: int = 3,
     shorter: Sequence[int] = (),
     drafting: Mapping[str, LLM] = MappingProxyType({}),
-) -> list[Measured]:
-    """All `ways`, all prompts in one batch; in turns, the fastest of the rounds. Raises ValueError for what cannot be meant."""
+) -> list[RefineFigures]:
+    """Run all methods in alternation, all prompts in one batch; the fastest round counts. Raises ValueError."""
     asked = ways(llm, block, passes, max_tokens, shorter, drafting)
     prompts = [tokens_of(llm, question.prompt, chat=False) for question in questions]
     every = llm.generate(prompts, _params(block, block, max_tokens))
     best = dict.fromkeys(asked, float("inf"))
-    outputs: dict[Way, list[RequestOutput]] = {}
+    outputs: dict[RefineMethod, list[RequestOutput]] = {}
     for _ in range(rounds):
         for way in asked:
             began = time.perf_counter()
@@ -108,7 +111,7 @@ def measure(
         tokens, steps = _tokens(outputs[way]), sum(output.metrics.steps for output in outputs[way])
         right = [one.outputs[0].text.strip() in q.answers for one, q in zip(outputs[way], questions, strict=True) if q.answers]
         made.append(
-            Measured(
+            RefineFigures(
                 way.name,
                 way.block,
                 way.passes,
@@ -124,8 +127,8 @@ def measure(
     return made
 
 
-def figures(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The same as plain data."""
+def figures(measured: Sequence[RefineFigures]) -> list[dict[str, Any]]:
+    """Figures for the JSON file."""
     return [asdict(one) for one in measured]
 
 
@@ -138,7 +141,7 @@ def _tokens(outputs: Sequence[RequestOutput]) -> int:
 
 
 def _agreement(mine: Sequence[RequestOutput], theirs: Sequence[RequestOutput]) -> float:
-    """The share of tokens of `theirs` that stand in the same place of `mine`."""
+    """Share of the tokens of `theirs` that `mine` has at the same position."""
     pairs = [(a.outputs[0].token_ids, b.outputs[0].token_ids) for a, b in zip(mine, theirs, strict=True)]
     same = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     return same / max(1, sum(len(b) for _, b in pairs))

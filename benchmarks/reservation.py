@@ -1,8 +1,8 @@
-"""How much KV memory holds tokens: paging against contiguous reservation (the schemes of the PagedAttention paper).
+"""Simulation of KV memory use: paging and contiguous reservation (the schemes of the PagedAttention paper).
 
-All schemes serve one trace, first come first served, in the same memory. Every step each running request gains one token.
-Memory that holds no token is split as the paper does: `reserved` will be used later by the same request, `internal` never
-will be, `external` is free but in gaps too small for the request that waits.
+All schemes serve one trace in arrival order in the same memory. In every step each running request gains one token. Memory
+without a token is divided as in the paper: `reserved` will be used later by the same request, `internal` never will be, and
+`external` is free but in gaps too small for the first waiting request.
 """
 
 from collections import deque
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One request of a trace: tokens in, tokens out."""
+class TraceRequest:
+    """One request of a trace: prompt and output length in tokens."""
 
     prompt: int
     output: int
 
 
 @dataclass(slots=True)
-class Shares:
-    """Token slots summed over all steps, by what they were for."""
+class MemoryUse:
+    """Token slots summed over all steps, by their use."""
 
     used: int = 0
     reserved: int = 0
@@ -34,27 +34,29 @@ class Shares:
 
     @property
     def waste(self) -> float:
-        """The share of taken memory that held no token."""
+        """Share of the allocated memory that held no token."""
         return 1 - self.used / self.taken if self.taken else 0.0
 
 
 @dataclass(eq=False, slots=True)
 class Running:
-    job: Job
-    start: int  # of its contiguous piece
+    """A running request and its contiguous piece of memory."""
+
+    job: TraceRequest
+    start: int
     size: int
     stored: int
 
 
 @dataclass(slots=True)
 class Contiguous:
-    """One piece a request, first fit."""
+    """Memory with one contiguous piece per request, allocated first fit."""
 
     memory: int
     pieces: list[Running] = field(default_factory=list)
 
-    def place(self, job: Job, size: int) -> Running | None:
-        """The first gap of `size` slots, or None."""
+    def place(self, job: TraceRequest, size: int) -> Running | None:
+        """Allocate the first gap of `size` slots; None if there is none."""
         at = 0
         for piece in sorted(self.pieces, key=lambda piece: piece.start):
             if piece.start - at >= size:
@@ -62,22 +64,22 @@ class Contiguous:
             at = piece.start + piece.size
         if self.memory - at < size:
             return None
-        made = Running(job, at, size, job.prompt)
-        self.pieces.append(made)
-        return made
+        piece = Running(job, at, size, job.prompt)
+        self.pieces.append(piece)
+        return piece
 
     @property
     def free(self) -> int:
         return self.memory - sum(piece.size for piece in self.pieces)
 
 
-def power_of_two(job: Job) -> int:
-    """Room for the prompt and an answer of the next power of two (the scheme Orca-Pow2)."""
+def power_of_two(job: TraceRequest) -> int:
+    """Slots for the prompt and an output of the next power of two (Orca-Pow2)."""
     return job.prompt + (1 << max(job.output - 1, 0).bit_length())
 
 
-def schemes(max_len: int) -> dict[str, Callable[[Job], int]]:
-    """What each contiguous scheme reserves for a request."""
+def schemes(max_len: int) -> dict[str, Callable[[TraceRequest], int]]:
+    """Reserved slots of a request by contiguous scheme."""
     return {
         "max": lambda job: max_len,
         "pow2": power_of_two,
@@ -85,9 +87,9 @@ def schemes(max_len: int) -> dict[str, Callable[[Job], int]]:
     }
 
 
-def contiguous(jobs: list[Job], memory: int, reserve: Callable[[Job], int]) -> Shares:
-    """Serve the trace with one contiguous reservation a request."""
-    shares, space, waiting = Shares(), Contiguous(memory), deque(jobs)
+def contiguous(jobs: list[TraceRequest], memory: int, reserve: Callable[[TraceRequest], int]) -> MemoryUse:
+    """Serve the trace with one contiguous reservation per request."""
+    use, space, waiting = MemoryUse(), Contiguous(memory), deque(jobs)
     while waiting or space.pieces:
         while waiting and space.place(waiting[0], reserve(waiting[0])):
             waiting.popleft()
@@ -96,19 +98,19 @@ def contiguous(jobs: list[Job], memory: int, reserve: Callable[[Job], int]) -> S
             raise ValueError(f"a reservation of {reserve(waiting[0])} tokens does not fit in {memory}; give more memory")
         for piece in space.pieces:
             final = piece.job.prompt + piece.job.output
-            shares.used += piece.stored
-            shares.reserved += final - piece.stored
-            shares.internal += piece.size - final
+            use.used += piece.stored
+            use.reserved += final - piece.stored
+            use.internal += piece.size - final
             piece.stored += 1
-        shares.external += space.free if stuck else 0
-        shares.steps += 1
+        use.external += space.free if stuck else 0
+        use.steps += 1
         space.pieces = [piece for piece in space.pieces if piece.stored < piece.job.prompt + piece.job.output]
-    return shares
+    return use
 
 
-def paged(jobs: list[Job], memory: int, block_size: int) -> Shares:
-    """Serve the trace with blocks handed out as tokens come; when they run out the last request starts again later."""
-    shares, waiting, running = Shares(), deque(jobs), list[Running]()
+def paged(jobs: list[TraceRequest], memory: int, block_size: int) -> MemoryUse:
+    """Serve the trace with blocks allocated on demand. If none is free, the last request is preempted and restarts."""
+    use, waiting, running = MemoryUse(), deque(jobs), list[Running]()
     blocks = memory // block_size
 
     def held(stored: int) -> int:
@@ -123,12 +125,12 @@ def paged(jobs: list[Job], memory: int, block_size: int) -> Shares:
         if not running:
             raise ValueError(f"a prompt of {waiting[0].prompt} tokens does not fit in {memory}; give more memory")
         for piece in running:
-            shares.used += piece.stored
-            shares.internal += held(piece.stored) * block_size - piece.stored
-        shares.steps += 1
+            use.used += piece.stored
+            use.internal += held(piece.stored) * block_size - piece.stored
+        use.steps += 1
         for piece in running:
             piece.stored += 1
         running = [piece for piece in running if piece.stored < piece.job.prompt + piece.job.output]
         while sum(held(piece.stored) for piece in running) > blocks:
             waiting.appendleft(running.pop().job)
-    return shares
+    return use

@@ -1,4 +1,4 @@
-"""What serving costs beside offline generation, and what a long prompt does to those who are being answered.
+"""Cost of serving compared with offline generation, and the effect of a long prompt on running answers.
 
     python -m benchmarks.serving saturation MODEL [--requests 64 --prompt 32 --answer 64]
     python -m benchmarks.serving interference MODEL [--chunks 128,256,512]

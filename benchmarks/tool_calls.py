@@ -1,10 +1,10 @@
-"""Tool calls against cases with known answers, in the form of the Berkeley Function Calling Leaderboard (simple_python).
+"""Tool calls on cases with known answers of the Berkeley Function Calling Leaderboard: `python -m benchmarks.tool_calls`.
 
-A case is a question and one Python function; its types are normalised to JSON Schema, and the model is asked as the server
-asks it: the tools through its chat template, the answer taken apart by the server's own parser. Each case runs twice, held
-to the call's grammar (`tool_choice: required`) and free. A call is valid when its name is the function's and its arguments
-fit the schema; right when they are, besides, among the known answers. Models that write a call without the tags they were
-shown are counted apart (`loose`): there the first JSON object that could be a call is taken, wherever it stands.
+A case (simple_python) is a question and one Python function, whose types are normalised to JSON Schema. Prompt and parsing are
+those of the server: tools go through the chat template. Each case runs twice, constrained by the call's grammar
+(`tool_choice: required`) and free. A call is valid if it has the function's name and its arguments fit the schema, and right if
+the arguments are also a known answer. `loose` counts free answers by their first JSON object that could be a call, for models
+that omit the template's tags.
 """
 
 import json
@@ -33,15 +33,17 @@ from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
 from headrace.text.dialects.call_parser import CallFormat, CallParser
 
-TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # Python's names of JSON's types
+# JSON Schema types by the names of the data set.
+TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 WAYS = ("constrained", "free", "loose")
 ANSWERS = "simple_python.answers.json"
-PUNCTUATION = str.maketrans("'", '"', " ,./-_*^")  # no difference between two texts
+# Differences between texts that do not count.
+PUNCTUATION = str.maketrans("'", '"', " ,./-_*^")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One question. `answers`: argument -> the values it may have; "" among them where it may be left out."""
+    """One question. `answers`: accepted values by argument; "" among them if the argument may be missing."""
 
     id: str
     messages: list[dict[str, Any]]
@@ -56,7 +58,7 @@ class Case:
 
 @dataclass(slots=True)
 class ToolResult:
-    """Counts of one way of asking. `cut`: answers that were not whole when their tokens ran out."""
+    """Counts of one mode. `cut`: answers that reached the token limit. `invalid`: ids; `texts`: answers by id."""
 
     cases: int = 0
     called: int = 0
@@ -65,15 +67,18 @@ class ToolResult:
     cut: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    invalid: list[str] = field(default_factory=list)  # ids
-    texts: dict[str, str] = field(default_factory=dict)  # by id
+    invalid: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def read_cases(path: Path, answers: Path | None = None, most: int | None = None) -> list[Case]:
-    """The first `most` cases of a file; the known answers lie beside it unless they are named. Raises ValueError."""
+    """The first `most` cases of a file. answers: file of known answers, by default ANSWERS in the same folder.
+
+    Raises ValueError.
+    """
     answers = path.with_name(ANSWERS) if answers is None else answers
     if not answers.is_file():
         raise ValueError(f"there are no known answers at {answers}; give the file with --answers")
@@ -98,9 +103,9 @@ def measure_tools(
     penalty: float = 1.0,
     say: Callable[[str], None] = print,
 ) -> dict[str, ToolResult]:
-    """Every case held to its grammar and free, greedily with a repetition `penalty`, `at_once` cases at a time in the loop.
+    """Run every case constrained and free, greedily, `at_once` cases at a time.
 
-    No grammar ends a list whose schema sets no bound: an answer that is cut (`ToolResult.cut`) is not valid.
+    No grammar ends a list without a bound in its schema, so an answer that reaches the limit is not valid.
     """
     asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, repetition_penalty=penalty)
     results = {way: ToolResult() for way in WAYS}
@@ -122,7 +127,7 @@ def measure_tools(
 
 
 def calls_of(form: CallFormat, text: str) -> list[tuple[str, str]]:
-    """Name and arguments (their text) of each call in an answer, as the server finds them."""
+    """Name and arguments (JSON text) of each call in an answer, by the server's parser."""
     reader = CallParser(form)
     calls: list[tuple[str, str]] = []
     for piece in reader.push(text) + reader.close():
@@ -134,7 +139,7 @@ def calls_of(form: CallFormat, text: str) -> list[tuple[str, str]]:
 
 
 def loose_call(text: str) -> list[tuple[str, str]]:
-    """The first JSON object of a text that has a name and arguments, tags or none."""
+    """The first JSON object of a text that has a name and arguments, with or without tags."""
     at = text.find("{")
     while at >= 0:
         try:
@@ -148,7 +153,7 @@ def loose_call(text: str) -> list[tuple[str, str]]:
 
 
 def json_schema(kind: dict[str, Any]) -> dict[str, Any]:
-    """A Python function's parameters as JSON Schema: dict, float, tuple and any are the data's names of types."""
+    """JSON Schema of a Python function's parameters; the data set names types dict, float, tuple and any."""
     made = {key: value for key, value in kind.items() if key not in ("type", "optional")}
     if kind.get("type") != "any":
         made["type"] = TYPES.get(kind["type"], kind["type"])
@@ -160,7 +165,7 @@ def json_schema(kind: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_right(given: Any, answers: dict[str, list[Any]]) -> bool:
-    """Whether arguments are among the known answers: nothing besides them, and left out only what may be."""
+    """Whether the arguments equal a known answer; optional ones may be missing, others may not be added."""
     if not isinstance(given, dict) or set(given) - set(answers):
         return False
     return all(_is_one_of(given[name], values) if name in given else "" in values for name, values in answers.items())
@@ -171,7 +176,7 @@ def _is_one_of(given: Any, values: list[Any]) -> bool:
 
 
 def _same(given: Any, value: Any) -> bool:
-    """Case, blanks and most punctuation of texts say nothing, nor does a number's type; an object has answers of its own."""
+    """Whether two values are equal. Ignores case, blanks and most punctuation of texts, and the type of numbers."""
     match value:
         case str():
             return isinstance(given, str) and _plain(given) == _plain(value)
@@ -210,11 +215,12 @@ def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return None  # fits no schema of arguments: those are objects
+        # Fits no schema of arguments, which are objects.
+        return None
 
 
 def _asked(llm: LLM, case: Case) -> tuple[Tooling, list[int]]:
-    """What the server makes of the case: its tools, and the prompt's token ids."""
+    """Tools and prompt token ids of a case, as the server builds them."""
     request = ChatRequest(
         model="", messages=case.messages, tools=[case.tool], tool_choice="required", parallel_tool_calls=False
     )

@@ -24,7 +24,7 @@ from headrace.bench.cells import Cell
 from headrace.bench.competitors import KV_ELEMENT, OURS, SOURCE, SPARE_TOKENS, heading, start_worker, worker_command
 from headrace.bench.interleave import Engine, Variant, judge, measure
 from headrace.bench.machine import Say
-from headrace.bench.worker import Worker
+from headrace.bench.worker import EngineProcess
 from headrace.cli.files import writable
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
@@ -85,7 +85,7 @@ class Lineup:
     opened: Opened
     draft: Path
     texts: dict[tuple[int, ...], str]
-    load: Callable[..., Worker]
+    load: Callable[..., EngineProcess]
     say: Say
     context: int
     variants: dict[str, list[Variant]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
@@ -188,7 +188,7 @@ def compare(
     result |= {"new_tokens": new_tokens, "engines": {}, "cells": {}, **task_of_all}
     with ExitStack() as stack:
 
-        def load(name: str, command: Sequence[str], setting: dict[str, Any], env: dict[str, str]) -> Worker:
+        def load(name: str, command: Sequence[str], setting: dict[str, Any], env: dict[str, str]) -> EngineProcess:
             worker = start_worker(stack, name, command, env)
             about = worker.ask(model=str(opened.path), setting=setting, **task_of_all)
             result["engines"][name] = {key: about[key] for key in ("about", "load_s", "peak_rss_mb")}

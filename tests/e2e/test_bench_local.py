@@ -43,7 +43,7 @@ def test_figures_of_a_tiny_model(shell: Shell, tiny_gguf: Path, tmp_path: Path) 
 
 
 def test_two_builds(shell: Shell, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed of a comparison (tests/unit/test_beside.py makes one), and too few pairs in one line."""
+    """What is printed of a comparison (tests/unit/test_compare_builds.py makes one), and too few pairs in one line."""
     code, _, err = shell("bench", "local", tiny_gguf, "--beside", tmp_path, "--rounds", "8")
     assert (code, err.splitlines()[-1]) == (1, "headrace: 8 pairs of a cell say too little; measure 9 or more")
     builds = {name: {"version": "1", "commit": name[:2], "file": f"/{name}/__init__.py"} for name in ("headrace", "other")}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.batching import MAX_LEN, Result, memory_table, run_on_fake_model, trace
-from benchmarks.reservation import Job, contiguous, paged, power_of_two, schemes
+from benchmarks.batching import MAX_LEN, PolicyResult, memory_table, run_on_fake_model, trace
+from benchmarks.reservation import TraceRequest, contiguous, paged, power_of_two, schemes
 
 
 def test_the_trace_is_what_it_says() -> None:
@@ -18,7 +18,7 @@ def test_the_trace_is_what_it_says() -> None:
 
 def test_continuous_batching_takes_far_fewer_steps() -> None:
     jobs = trace(60)
-    results: dict[str, Result] = {policy: run_on_fake_model(jobs, policy) for policy in ("static", "continuous")}
+    results: dict[str, PolicyResult] = {policy: run_on_fake_model(jobs, policy) for policy in ("static", "continuous")}
     assert results["static"].tokens == results["continuous"].tokens == sum(job.output for job in jobs)
     assert results["static"].steps > 1.5 * results["continuous"].steps
     assert results["continuous"].waste < 0.04
@@ -32,17 +32,17 @@ def test_paging_wastes_least_and_reservations_as_the_paper_orders_them() -> None
 
 
 def test_reservations_on_paper() -> None:
-    assert power_of_two(Job(10, 100)) == 138
-    assert power_of_two(Job(10, 1)) == 11
-    one = contiguous([Job(4, 3)], 20, schemes(20)["max"])
+    assert power_of_two(TraceRequest(10, 100)) == 138
+    assert power_of_two(TraceRequest(10, 1)) == 11
+    one = contiguous([TraceRequest(4, 3)], 20, schemes(20)["max"])
     # Three steps with 4, 5 and 6 tokens stored; 13 of the 20 slots are never used.
     assert (one.steps, one.used, one.reserved, one.internal) == (3, 15, 6, 39)
-    two = paged([Job(4, 3)], 20, 4)
+    two = paged([TraceRequest(4, 3)], 20, 4)
     assert (two.steps, two.used, two.internal) == (3, 15, 0 + 3 + 2)
 
 
 def test_external_fragmentation_is_free_memory_in_gaps_too_small() -> None:
-    jobs = [Job(4, 2), Job(4, 8), Job(4, 2), Job(9, 1)]
+    jobs = [TraceRequest(4, 2), TraceRequest(4, 8), TraceRequest(4, 2), TraceRequest(9, 1)]
     shares = contiguous(jobs, 24, lambda job: job.prompt + job.output)
     # After two steps the first and third have left two gaps of six; ten slots in one piece are not there.
     assert shares.external > 0
@@ -51,12 +51,12 @@ def test_external_fragmentation_is_free_memory_in_gaps_too_small() -> None:
 
 def test_the_2048_over_provisioning_of_the_seed() -> None:
     """S2: a server that reserves 2,048 slots for a request that ends after 100 tokens wastes 95 % of them."""
-    shares = contiguous([Job(50, 50)], 2048, lambda job: 2048)
+    shares = contiguous([TraceRequest(50, 50)], 2048, lambda job: 2048)
     assert shares.internal / (shares.steps * 2048) == pytest.approx(1 - 100 / 2048)
 
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ValueError, match="give more memory"):
-        contiguous([Job(4, 3)], 5, lambda job: job.prompt + job.output)
+        contiguous([TraceRequest(4, 3)], 5, lambda job: job.prompt + job.output)
     with pytest.raises(ValueError, match="give more memory"):
-        paged([Job(40, 3)], 32, 16)
+        paged([TraceRequest(40, 3)], 32, 16)

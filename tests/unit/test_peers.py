@@ -21,7 +21,7 @@ from headrace.bench.cells import CELLS, Cell
 from headrace.bench.competitors import SERVE
 from headrace.bench.interleave import MachineState, Variant, judge, measure
 from headrace.bench.machine import commit, machine, others_share
-from headrace.bench.worker import Worker, WorkerError
+from headrace.bench.worker import EngineProcess, WorkerError
 from headrace.host import cores
 from headrace.stats.paired_ratio import ratio
 from tests.tiny_files import write_tiny_gguf
@@ -177,7 +177,7 @@ def program(folder: Path, prints: str, status: int = 0) -> Path:
 def test_a_program_of_ones_own_is_an_engine(tmp_path: Path, prints: str) -> None:
     engine, *none = engines.built([f"ik={program(tmp_path, prints)} -fa -rtr 1"])
     assert (engine.name, none, list(engine.settings)) == ("ik", [], ["-fa -rtr 1"])
-    worker = Worker(engine.command, tmp_path / "log")
+    worker = EngineProcess(engine.command, tmp_path / "log")
     try:
         about = worker.ask(**TASK, setting=engine.settings["-fa -rtr 1"])
         decode = worker.ask(cell="b4", prompts=[[1] * 128] * 4, new_tokens=32)
@@ -194,7 +194,7 @@ def test_a_program_of_ones_own_is_an_engine(tmp_path: Path, prints: str) -> None
 
 def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
     engine = engines.built([f"own={program(tmp_path, 'no such model', 1)}"])[0]
-    worker = Worker(engine.command, tmp_path / "log")
+    worker = EngineProcess(engine.command, tmp_path / "log")
     try:
         worker.ask(**TASK, setting=engine.settings["its defaults"])
         with pytest.raises(WorkerError, match="llama-batched-bench failed: version: 4"):
@@ -238,9 +238,9 @@ def started(tmp_path: Path) -> Iterator[Any]:
     """Starts workers, and ends them."""
     made = []
 
-    def start() -> Worker:
+    def start() -> EngineProcess:
         command = [sys.executable, "-S", "-P", str(SERVE), str(FAKE)]
-        made.append(Worker(command, tmp_path / f"{len(made)}.log"))
+        made.append(EngineProcess(command, tmp_path / f"{len(made)}.log"))
         return made[-1]
 
     yield start
@@ -248,7 +248,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
         worker.close()
 
 
-def states(worker: Worker) -> set[str]:
+def states(worker: EngineProcess) -> set[str]:
     """The states of its threads: T is stopped by a signal."""
     tasks = Path(f"/proc/{worker.pid}/task").glob("*/stat")
     return {path.read_text().rpartition(")")[2].split()[0] for path in tasks}

@@ -1,4 +1,4 @@
-"""What speed is measured in: named cells, the same for every engine."""
+"""Cells: named combinations of batch size and lengths in which speed is measured, the same for every engine."""
 
 import random
 from dataclasses import dataclass
@@ -6,23 +6,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`batch` prompts of `prompt` random tokens. `new_tokens` 0 measures prefill: until the first token of all of them;
-    otherwise decode: so many tokens a sequence, after its first. `fed` above 1 measures verification: so many steps, each of
-    the last token and a chain of drafted ones that are wrong."""
+    """`batch` prompts of `prompt` random tokens.
+
+    new_tokens: 0 measures prefill, until all sequences have their first token; otherwise decoding of `new_tokens` tokens per
+    sequence after its first. fed: tokens of a sequence in a step; above 1 it measures verification: `new_tokens` steps of the
+    last token and `fed` - 1 drafted tokens, all rejected.
+    """
 
     name: str
     batch: int
     prompt: int
     new_tokens: int
-    fed: int = 1  # tokens of a sequence in a step
+    fed: int = 1
 
     @property
     def tokens(self) -> int:
-        """Tokens in the KV cache at the end."""
+        """Tokens in the KV cache at the end of a measurement."""
         return self.batch * (self.prompt + self.new_tokens + self.fed)
 
     def prompts(self, vocab_size: int, seed: object) -> list[list[int]]:
-        """The prompts of one measurement: equal for equal seeds, so that all engines get the same, and none twice."""
+        """Prompts of one measurement: equal for equal seeds, so that all engines get the same ones, and new for each seed."""
         rng = random.Random(f"{self.name} {seed}")
         return [[rng.randrange(vocab_size) for _ in range(self.prompt)] for _ in range(self.batch)]
 
@@ -43,7 +46,7 @@ CELLS = {
 
 
 def pick(names: str) -> list[Cell]:
-    """The cells of a comma-separated list; empty: all. Raises ValueError for an unknown one."""
+    """Cells of a comma-separated list of names, all if it is empty. Raises ValueError for an unknown name."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(CELLS)
     if unknown := [name for name in wanted if name not in CELLS]:
         raise ValueError(f"there is no cell {unknown[0]!r}; choose from {', '.join(CELLS)}")

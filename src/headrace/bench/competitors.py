@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from headrace.bench.cells import Cell
 from headrace.bench.interleave import Variant
 from headrace.bench.machine import Say, commit, machine
-from headrace.bench.worker import Worker
+from headrace.bench.worker import EngineProcess
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened
@@ -60,15 +60,15 @@ class Build:
 
 
 def worker_command(worker: Path, python: Path | str = sys.executable) -> list[str]:
-    """Command line of a process that serves `worker`, a file with a class `Worker` (`workers/serve.py`)."""
+    """Command line of a process that serves `worker`, a file with a class `EngineProcess` (`workers/serve.py`)."""
     return [str(python), "-P", str(SERVE), str(worker)]
 
 
-def start_worker(stack: ExitStack, name: str, command: Sequence[str], env: Mapping[str, str]) -> Worker:
+def start_worker(stack: ExitStack, name: str, command: Sequence[str], env: Mapping[str, str]) -> EngineProcess:
     """Start a worker process that ends with `stack`. Its output goes to a log named after it."""
     logs = home() / "peers" / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    worker = Worker(command, logs / f"{name.replace(' ', '-').replace('/', '-')}.log", env)
+    worker = EngineProcess(command, logs / f"{name.replace(' ', '-').replace('/', '-')}.log", env)
     stack.callback(worker.close)
     return worker
 

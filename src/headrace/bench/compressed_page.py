@@ -104,7 +104,7 @@ def _points(x: Sequence[float], y: Sequence[float]) -> list[Point]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Lines that say what was measured and how to read the tables."""
+    """Lines with the model, machine and date, and an explanation of the tables."""
     others = f", other processes at {result['others_cpu']:.0%} of the cores" if "others_cpu" in result else ""
     return [
         about(result["model"]),

@@ -1,4 +1,4 @@
-"""Small SVG plots: lines and numbered points, in both colour schemes, and with where and when they were measured."""
+"""Small SVG plots of lines and numbered points, for light and dark colour schemes, with machine and date."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ WIDTH, HEIGHT = 640, 380
 LEFT, RIGHT, TOP, BOTTOM = 70, 16, 52, 62
 LIGHT = ("#0b7285", "#6741a8", "#b35c00", "#2b8a3e", "#c02b37", "#566067")
 DARK = ("#4cc2d4", "#b197fc", "#ffa94d", "#69db7c", "#ff8787", "#adb5bd")
-POINTS = 200  # of a distribution
-MARKED = 20  # points up to which each is marked
+# Points of a distribution curve.
+POINTS = 200
+# Lines with at most this many points get a mark on each.
+MARKED = 20
 
 
 def _style(hues: Sequence[str], ground: str, text: str, grid: str) -> str:
@@ -35,7 +37,7 @@ STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From `low` to `high`; in powers of ten where it is `log`."""
+    """Axis from `low` to `high`, linear or logarithmic."""
 
     name: str
     low: float
@@ -44,19 +46,19 @@ class Axis:
 
     @classmethod
     def of(cls, name: str, values: Sequence[float], log: bool = False) -> "Axis":
-        """From 0 to a round number; where it is `log`, from the least value to the greatest, with room on both sides."""
+        """Axis of these values: from 0 to a round number, or for `log` from the least to the greatest with a margin."""
         if log:
             return cls(name, min(values) / 1.3, max(values) * 1.3, True)
         return cls(name, 0.0, _round_up(max(values, default=1.0)))
 
     def at(self, value: float) -> float:
-        """Where a value stands, from 0 to 1."""
+        """Position of a value on the axis, 0 to 1."""
         if self.log:
             return float(np.log(value / self.low) / np.log(self.high / self.low))
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Where numbers are written, and which."""
+        """Positions (0 to 1) and texts of the axis labels."""
         if not self.log:
             return [(step / 5, f"{step / 5 * self.high:g}") for step in range(6)]
         first, last = (int(np.floor(np.log10(value))) for value in (self.low, self.high))
@@ -74,21 +76,25 @@ class Point:
 
 
 def about(model: str) -> str:
-    """What was measured, where, when and by which version: the line that every plot carries."""
+    """Subtitle of a plot: model, machine, date, version."""
     here = machine()
-    version = f"Headrace {headrace.__version__}" + (f" ({found})" if (found := commit()) else "")
+    version = f"Headrace {headrace.__version__}" + (f" ({revision})" if (revision := commit()) else "")
     day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"{model} · {here['cpu']}, {here['cores']} cores · {day} · {version}"
 
 
 def distribution(values: dict[str, Sequence[float]]) -> list[Line]:
-    """The share of values (percent) up to each value, in milliseconds."""
+    """Cumulative distributions: share of values (percent) over the value in ms, from values in seconds."""
     shares = np.linspace(0, 100, POINTS)
-    return [Line(name, (np.percentile(one, shares) * 1000).tolist(), shares.tolist()) for name, one in values.items() if one]
+    return [
+        Line(name, (np.percentile(seconds, shares) * 1000).tolist(), shares.tolist())
+        for name, seconds in values.items()
+        if seconds
+    ]
 
 
 def draw(title: str, x_name: str, y_name: str, lines: Sequence[Line], remark: str = "") -> str:
-    """Lines as an SVG with axes from 0, those of one name in one colour. `remark`: what `about` says."""
+    """SVG of lines over axes from 0; lines of the same name share a colour. remark: subtitle (`about`)."""
     x = Axis.of(x_name, [max(line.x) for line in lines])
     y = Axis.of(y_name, [max(line.y) for line in lines])
     names = list(dict.fromkeys(line.name for line in lines))
@@ -103,7 +109,7 @@ def draw(title: str, x_name: str, y_name: str, lines: Sequence[Line], remark: st
 
 
 def scatter(title: str, x: Axis, y: Axis, points: Sequence[Point], lines: Sequence[Line] = (), remark: str = "") -> str:
-    """Numbered points as an SVG, and lines, which are named in their middle where they have a name."""
+    """SVG of numbered points and of lines, which carry their name in the middle."""
     parts = [_frame(title, x, y, remark)]
     for line in lines:
         parts += _drawn(line, len(LIGHT) - 1, x, y)
@@ -124,7 +130,7 @@ def _place(x_value: float, y_value: float, x: Axis, y: Axis) -> tuple[float, flo
 
 
 def _drawn(line: Line, hue: int, x: Axis, y: Axis) -> list[str]:
-    """A line, with marks where its points are few."""
+    """SVG elements of a line, with marks if it has few points."""
     points = [_place(*point, x, y) for point in zip(line.x, line.y, strict=True)]
     dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
     parts = [f'<path class="line h{hue}"{dashes} d="M{"L".join(f"{left:.1f} {top:.1f}" for left, top in points)}"/>']
@@ -134,7 +140,7 @@ def _drawn(line: Line, hue: int, x: Axis, y: Axis) -> list[str]:
 
 
 def _frame(title: str, x: Axis, y: Axis, remark: str) -> str:
-    """The ground, the title, the axes with their numbers, and the grid."""
+    """Beginning of the SVG: background, title, axes with labels, grid."""
     middle, height = (LEFT + WIDTH - RIGHT) / 2, HEIGHT / 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><style>{STYLE}</style>',

@@ -1,4 +1,4 @@
-"""An engine in its own process: loaded once, measured when asked, stopped in between: it takes nothing from the others."""
+"""A measured engine in a process of its own, stopped between measurements so that it uses no CPU of the others."""
 
 import json
 import os
@@ -13,18 +13,19 @@ from typing import Any, Self
 from headrace.bench.machine import others_share
 from headrace.host import busy_seconds, peak_memory, process_seconds
 
-PATIENCE = 10  # seconds for a process to end before it is killed
+# Seconds for a process to end before it is killed.
+END_TIMEOUT = 10
 
 
 class WorkerError(ValueError):
-    """An engine that could not be loaded or measured; one line, in its own words."""
+    """An engine could not be loaded or measured; the message is one line of the engine."""
 
 
-class Worker:
-    """A process that answers one JSON line with another (`workers/serve.py`). `log` receives what it prints.
+class EngineProcess:
+    """A process that answers each JSON line with a JSON line (`workers/serve.py`). Its output goes to `log`.
 
-    Between two questions the process is stopped by a signal: no thread of it can spin. It is a process group of its own in
-    our session, so that it does not outlive us: a stopped group whose parent has died gets SIGHUP from the system.
+    A signal stops the process between two measurements, so that no thread of it can spin. It is a process group of its own in
+    this session: the system sends SIGHUP to a stopped group whose parent has died, so it does not outlive this process.
     """
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
@@ -46,13 +47,13 @@ class Worker:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that it, and what it has run, have used."""
+        """CPU seconds of the process and its ended children."""
         return process_seconds(self.pid, children=True)
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """The answer, with `others_cpu`: the share of the machine's cores that everything else used meanwhile.
+        """Send one measurement; returns the answer with `others_cpu`, the share of the cores that other processes used.
 
-        Raises WorkerError with the engine's own error, or with the last line of its log where it died.
+        Raises WorkerError with the engine's error, or with the last line of its log if the process has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -76,14 +77,14 @@ class Worker:
         return {**answer, "others_cpu": others_share(others, time.perf_counter() - start)}
 
     def close(self) -> None:
-        """End the process: by the end of its input, else by force."""
+        """End the process by closing its input; kill it after END_TIMEOUT."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(END_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()

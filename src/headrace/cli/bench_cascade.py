@@ -1,4 +1,4 @@
-"""bench cascade: a small model that passes on what it is not sure of."""
+"""bench cascade: a small model that defers uncertain questions to a large one."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""bench compressed: what compressing a model cost, and what it gained."""
+"""bench compressed: quality, size and speed of compressed models."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""bench kv: what number formats of K and V cost and gain."""
+"""bench kv: quality and speed of number formats of K and V."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""bench local: how fast Headrace is on this machine."""
+"""bench local: speed of Headrace on this machine."""
 
 from collections.abc import Callable
 from pathlib import Path

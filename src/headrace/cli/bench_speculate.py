@@ -1,4 +1,4 @@
-"""bench speculate: what speculation gains on prompts of your own, and why."""
+"""bench speculate: gain of speculation on the user's prompts, and its parts."""
 
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""bench token-cascade: a smaller model that writes some of the tokens, beside the same one as a draft."""
+"""bench token-cascade: a smaller model that writes tokens for a larger one, compared with it as a draft model."""
 
 from dataclasses import replace
 from pathlib import Path

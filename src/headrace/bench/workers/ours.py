@@ -1,6 +1,7 @@
-"""Headrace itself, measured as the other engines are: engine steps over random prompts, of which none finds another's prefix.
+"""Worker for Headrace: engine steps over random prompts, without prefix caching.
 
-Setting: arguments of LLM, as {"backend": "native"}. Runs another build of Headrace too, so that it uses of it what is old.
+Setting: arguments of LLM, as {"backend": "native"}. It also runs in older builds of Headrace (`bench local --beside`), so it
+uses only names that they have.
 """
 
 import random
@@ -10,14 +11,15 @@ from typing import Any
 import headrace
 from headrace import LLM, SamplingParams
 
-# From here, as builds from before the rooms have it here too: this file also runs in theirs (bench local --beside).
+# Older builds have it in this module too.
 from headrace.drafting.speculation import Draft, Speculation
 
-SLACK = 64  # tokens that early sequences of a batch may make while the last ones are still in prefill
+# Tokens that the first sequences of a batch may emit while the last ones are still in prefill.
+SLACK = 64
 
 
-class Wrong:
-    """Drafts chains of random tokens: every step is one of verification, and nothing is gained."""
+class RandomDrafter:
+    """Drafter of random tokens: every step is a verification in which all drafted tokens are rejected."""
 
     name = "wrong"
 
@@ -37,7 +39,9 @@ class Worker:
 
     def run(self, prompts: list[list[int]], new_tokens: int, fed: int = 1) -> tuple[float, float, list[int]]:
         engine = self.llm.engine
-        engine.speculation = Speculation([Wrong(self.llm)], self.llm.memory_plan.max_model_len, fed - 1) if fed > 1 else None
+        engine.speculation = (
+            Speculation([RandomDrafter(self.llm)], self.llm.memory_plan.max_model_len, fed - 1) if fed > 1 else None
+        )
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens + SLACK if new_tokens else 1, ignore_eos=True)
         first: dict[str, int] = {}
         start = time.perf_counter()
@@ -49,14 +53,15 @@ class Worker:
                 if delta.token_ids:
                     first.setdefault(delta.request_id, delta.token_ids[0])
         prefilled = time.perf_counter()
-        wanted = made = len(requests) * new_tokens
-        while made > 0:
+        total = remaining = len(requests) * new_tokens
+        while remaining > 0:
             deltas = engine.step()
-            made -= sum(len(delta.token_ids) for delta in deltas) if fed == 1 else len(requests)  # or one step of each
+            # With drafts, count steps: `new_tokens` for each sequence.
+            remaining -= sum(len(delta.token_ids) for delta in deltas) if fed == 1 else len(requests)
         decoded = time.perf_counter()
         for request in requests:
             engine.abort(request.id)
         while engine.busy:
             engine.step()
-        seconds = (decoded - prefilled) * wanted / (wanted - made) if wanted else 0.0
+        seconds = (decoded - prefilled) * total / (total - remaining) if total else 0.0
         return prefilled - start, seconds, [first[request.id] for request in requests]
