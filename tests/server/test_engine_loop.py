@@ -1,8 +1,7 @@
 """The loop of the engine process, in this one: what it does with requests that are held to something."""
 
-import os
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from headrace.decoding.constrained import Grammars
 from headrace.decoding.constraint_check import inspect_constraint
 from headrace.llm import LLM
 from headrace.server.engines.engine_process import EngineLoop
-from headrace.server.engines.grammar_queue import CHEAP_SECONDS, MOST_LARGE, GrammarQueue
+from headrace.server.engines.grammar_queue import CHEAP_SECONDS, COSTLY_PERIOD, MOST_LARGE, GrammarQueue
 from headrace.server.engines.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
 
@@ -62,13 +61,11 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
-        self.niceness: dict[str, int] = {}  # of the thread that compiles a grammar
         self.go_on = threading.Event()
         monkeypatch.setattr(Grammars, "constraint", self._constraint)
 
     def _constraint(self, spec: StructuredOutputs, grammar: str, size: int) -> Any:
         self.begun.append(grammar)
-        self.niceness[grammar] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert self.go_on.wait(PATIENCE)
 
 
@@ -114,10 +111,8 @@ def test_the_smallest_turn_is_compiled_first(compiling: GrammarQueue, monkeypatc
     assert slow.begun == ["a", "other", "b", "c"]
 
 
-def test_costly_grammars_are_compiled_one_by_one_at_low_priority(
-    compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They do not occupy the threads for cheap grammars, nor the processors that the engine's threads need."""
+def test_costly_grammars_are_compiled_one_by_one(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not occupy the threads for cheap grammars."""
     slow = Slow(monkeypatch)
     for name in ("costly", "costly too"):
         queue(compiling, name, seconds=2 * CHEAP_SECONDS)
@@ -130,9 +125,31 @@ def test_costly_grammars_are_compiled_one_by_one_at_low_priority(
     assert "costly too" not in slow.begun
     slow.go_on.set()
     until(lambda: (compiling.take(), not compiling)[1])
-    normal = os.getpriority(os.PRIO_PROCESS, 0)
-    low = 19 if sys.platform == "linux" else normal
-    assert slow.niceness == {"costly": low, "costly too": low, "cheap": normal, "cheap too": normal}
+    assert sorted(slow.begun) == ["cheap", "cheap too", "costly", "costly too"]
+
+
+def test_next_to_running_requests_costly_grammars_have_pauses(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth of the time of one thread at most; an idle engine compiles them at once, and cheap ones never wait."""
+    now = [100.0]
+    compiling._clock = lambda: now[0]
+    Slow(monkeypatch).go_on.set()
+    done: list[str] = []
+
+    def take(busy: bool) -> list[str]:
+        for _ in range(100):  # longer than a compilation takes here
+            done.extend(message.request_id for message, _ in compiling.take(busy))
+            time.sleep(0.001)
+        return done
+
+    for name in "abc":
+        queue(compiling, name, seconds=0.5)
+    queue(compiling, "cheap")
+    assert sorted(take(busy=True)) == ["a", "cheap"]
+    now[0] += 0.5 * COSTLY_PERIOD - 0.01
+    assert len(take(busy=True)) == 2
+    now[0] += 0.01
+    assert take(busy=True)[2:] == ["b"]
+    assert take(busy=False)[3:] == ["c"]
 
 
 def test_one_grammar_is_compiled_once(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:

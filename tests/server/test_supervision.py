@@ -448,7 +448,7 @@ def test_the_control_without_turns_the_innocent_are_quarantined(monkeypatch: pyt
             assert submitted.message is not None
             self.replica.send(submitted.message)
 
-    monkeypatch.setattr(AsyncLLM, "_let_in", together)
+    monkeypatch.setattr(AsyncLLM, "_send_suspect", together)
 
     async def main() -> None:
         link = scripted(*[[LOADED, None]] * 3)

@@ -127,7 +127,7 @@ class EngineLoop:
 
     def _compiled(self) -> None:
         """Submit the requests whose grammar is compiled, and refuse those whose grammar cannot be."""
-        for message, compiled in self.compiling.take() if self.compiling is not None else ():
+        for message, compiled in self.compiling.take(self.engine.busy) if self.compiling is not None else ():
             if (error := compiled.exception()) is None:
                 self._submit(message, compiled.result())
             else:

@@ -166,7 +166,7 @@ class Replica:
                 self._take(message)
                 self._messages += 1
                 if type(message) is Deltas and message.stats.failing >= FAILURES:
-                    return Event.FAILED, f"{message.stats.failing} steps of the engine failed in a transition"
+                    return Event.FAILED, f"{message.stats.failing} steps of the engine failed in a row"
         except EngineGoneError as error:
             return Event.GONE, str(error)
 
