@@ -1,17 +1,22 @@
 """2:4: two of each four numbers with 2-bit indices, there and back; what it takes."""
 
 from itertools import combinations
+from math import ceil, log2
 
 import numpy as np
 import pytest
 import torch
 
-from headrace.compress.grids.arithmetic import sparse_bytes
 from headrace.compress.grids.encode import encode
 from headrace.compress.grids.keep import keep_mask, parse_sparsity
 from headrace.weights.kinds import KINDS
 from headrace.weights.sparse import DENSE, INDICES, compacted, from_dense, indices_of, sparse_parts, sparse_rows, spread
 from tests.native_blocks import dense, random_rows
+
+
+def sparse_bytes(bits: float, kept: int = 2, of: int = 4) -> float:
+    """Size of `kept` of each `of` numbers with their indices, relative to all numbers of `bits` bits."""
+    return kept * (bits + ceil(log2(of))) / (of * bits)
 
 
 def test_two_of_four_and_back() -> None:

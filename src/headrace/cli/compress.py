@@ -1,4 +1,4 @@
-"""compress: write a model again in fewer bytes."""
+"""compress: write a model in fewer bytes."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass
 class MethodOptions:
-    """How numbers are chosen: the fields of compress.report.Pipeline that read texts."""
+    """Fields of Pipeline for methods that read texts."""
 
     method: Annotated[
         str,
@@ -97,7 +97,7 @@ class MethodOptions:
     ] = False
 
     def values(self) -> dict[str, Any]:
-        """Of a Pipeline. Raises ValueError for what no pipeline is."""
+        """Arguments of Pipeline. Raises typer.BadParameter and ValueError."""
         if self.tokens != "auto" and not (self.tokens.isdecimal() and int(self.tokens) > 0):
             raise typer.BadParameter(f"--tokens is a number or auto, not {self.tokens}")
         return {
@@ -202,7 +202,7 @@ def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
 
 
 def _healer(pipeline: Any) -> Any:
-    """Who trains, where that is asked for."""
+    """The trainer, if the pipeline heals."""
     if pipeline.heal is None:
         return None
     from headrace.training.healing import Healing
@@ -245,13 +245,13 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
 
 
 def _kv(kv: Any) -> str:
-    """What a token takes, and took where that was another size."""
+    """Bytes of a token's K and V, compared with before if they differ."""
     made = f"{kv.bytes:,} bytes a token in {kv.format}"
     return made if kv.bytes == kv.before else f"{made}, {kv.bytes / kv.before:.0%} of {kv.before:,} in bfloat16"
 
 
 def _cut(cut: Any) -> str:
-    """How much smaller, what that does to the outputs of the matrices that read it, or which layers went."""
+    """Size after a cut, and dropped layers or output errors."""
     made = f"{cut.after:,} of {cut.before:,}"
     if cut.dropped:
         return f"{made}, without {', '.join(map(str, cut.dropped))} (counted from 0)"
@@ -261,7 +261,7 @@ def _cut(cut: Any) -> str:
 
 
 def _healed(healed: Any) -> str:
-    """What a training came to, and what it took."""
+    """Gain and length of a training."""
     before, after = healed.before, healed.after
     gain = f"KL {before.kl:.4f} to {after.kl:.4f} nats, perplexity {before.perplexity:.3f} to {after.perplexity:.3f}"
     seen = f"{healed.tokens:,} tokens seen in {healed.steps:,} steps, {healed.different:,} of them different"
@@ -269,7 +269,7 @@ def _healed(healed: Any) -> str:
 
 
 def _outputs(reports: Any) -> str:
-    """Error of all matrices' outputs, compared with rounding to nearest on the same scales (searched with importance)."""
+    """Output error over all matrices, compared with rounding to nearest on the same scales."""
     whole = sum(one.weights for one in reports)
     found, nearest = (sum(getattr(one, name) * one.weights for one in reports) / whole for name in ("error", "nearest"))
     return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} by rtn with the same importance"

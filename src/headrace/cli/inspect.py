@@ -1,4 +1,4 @@
-"""inspect: what a file of weights holds, without loading it."""
+"""inspect: describe a file of weights without loading it."""
 
 import json
 from typing import Annotated, Any

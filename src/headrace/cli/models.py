@@ -85,7 +85,7 @@ def list_models(
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """GGUF files and folders with weights, `folder` itself or what lies in it."""
+    """GGUF files and folders with weights: `folder` itself, or its entries."""
     if folder.suffix == ".gguf" or any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         return [folder]
     found = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("*/config.json"))]
@@ -93,7 +93,7 @@ def _models_in(folder: Path) -> list[Path]:
 
 
 def _size_of(model: str) -> int | None:
-    """Bytes of a model that is here, None where it is not."""
+    """Bytes of an installed model, or None."""
     from headrace.weights.hub import resolve
 
     try:
@@ -149,7 +149,7 @@ def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
 
 
 def _record(store: Store, name: str) -> Record | None:
-    """What the store knows of a model; nothing of a path."""
+    """The store's record of a model; None for a path."""
     try:
         return store.find(name)
     except StoreError:
@@ -157,7 +157,7 @@ def _record(store: Store, name: str) -> Record | None:
 
 
 def _running(name: str) -> list[tuple[str, str]]:
-    """Whether a model that is here runs, and how its tokens are drawn where nothing is asked for."""
+    """Whether an installed model runs, and its default settings."""
     from headrace.startup.opening import open_files
     from headrace.startup.supported import runs_here
 

@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 @dataclass
 class OwnSettings(Settings):
-    """Settings that go with a name."""
+    """Settings that belong to a name."""
 
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=SAMPLING_PANEL)
@@ -50,7 +50,7 @@ class OwnSettings(Settings):
     ] = None
 
     def on(self, name: Name) -> Name:
-        """The same name with what was given. Raises typer.BadParameter."""
+        """The name with these settings. Raises typer.BadParameter."""
         words = ("template", "system")
         sampling = {key: value for key, value in asdict(self).items() if value not in (None, []) and key not in words}
         template = self.template.read_text("utf-8") if self.template is not None else name.template
@@ -85,7 +85,7 @@ def copy(
 
 
 def _keep(name: Name) -> None:
-    """Write a name down once the model and its template can be read. Raises StoreError, and what opening raises."""
+    """Save a name after the model and its template have been read. Raises StoreError, and as opening does."""
     from headrace.startup.opening import open_model
     from headrace.weights.hub import resolve
 

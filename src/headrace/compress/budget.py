@@ -74,15 +74,15 @@ def choose_formats(ladders: Mapping[str, Sequence[Rung]], fixed: int, budget: in
 
     Raises ValueError if the smallest formats exceed the budget.
     """
-    at = dict.fromkeys(ladders, 0)
+    place_of = dict.fromkeys(ladders, 0)
     fewest = fixed + sum(rungs[0].nbytes for rungs in ladders.values())
     check_budget(fewest, budget)
     left = budget - fewest
-    while steps := [step for name, rungs in ladders.items() if (step := _next(name, rungs, at[name], left)) is not None]:
+    while steps := [step for name, rungs in ladders.items() if (step := _next(name, rungs, place_of[name], left)) is not None]:
         step = max(steps, key=lambda step: (step.gain / step.nbytes, step.name))
-        at[step.name] = step.to
+        place_of[step.name] = step.to
         left -= step.nbytes
-    return {name: ladders[name][place].name for name, place in at.items()}
+    return {name: ladders[name][place].name for name, place in place_of.items()}
 
 
 def check_budget(fewest: int, budget: int) -> None:

@@ -66,10 +66,10 @@ class PassOutput:
 
     def values(self, target: str) -> torch.Tensor:
         """A part as float32."""
-        found = self._tensor(target)
+        stored = self._tensor(target)
         if target in self.kinds:
-            found = dequantize_numpy(found.reshape(-1), self.kinds[target]).reshape(len(found), -1)
-        return torch.from_numpy(found)
+            stored = dequantize_numpy(stored.reshape(-1), self.kinds[target]).reshape(len(stored), -1)
+        return torch.from_numpy(stored)
 
     def importance(self, target: str) -> np.ndarray:
         """Mean squares of the inputs of a matrix, float32 [k], by the target of one of its parts ("layers.3.qkv.q.weight")."""
@@ -113,7 +113,7 @@ def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
 
 
 def start_work(
-    opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, tell: Progress
+    opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, progress: Progress
 ) -> tuple[WorkFolder, Texts]:
     """Start or resume the work folder; returns it with the calibration texts, drawn if missing. None of them is in `judged`.
 
@@ -123,7 +123,7 @@ def start_work(
     work.begin(plan_of(opened, pipeline, mix))
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
-        made = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, tell, WINDOW, pipeline.threads)
+        made = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)
         check_apart(passage_hashes(made), judged)
         save_texts(work, TEXTS, made)
     texts = load_texts(work, TEXTS)
@@ -131,74 +131,78 @@ def start_work(
     return work, texts
 
 
-def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, tell: Progress) -> KVSettings | None:
+def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, progress: Progress) -> KVSettings | None:
     """K/V settings of OUT with the mean keys over `texts`, or over texts drawn for it if there are none; None without --kv."""
     if pipeline.kv is None:
         if (own := kv_settings(opened.source, kv_shape(opened.config))) is not None:
-            tell.note(f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv")
+            progress.note(
+                f"{opened.path.name} asks for K and V in {own.format}, and what is written does not; for that give --kv"
+            )
         return None
     if not texts:
-        texts = draw_texts(opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, tell, WINDOW, pipeline.threads)
-    return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], tell))
+        texts = draw_texts(
+            opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, progress, WINDOW, pipeline.threads
+        )
+    return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], progress))
 
 
 def sensitivities(
-    opened: Opened, ladder: Ladder, work: WorkFolder, texts: Texts, tell: Progress, threads: int
+    opened: Opened, ladder: Ladder, work: WorkFolder, texts: Texts, progress: Progress, threads: int
 ) -> dict[str, dict[str, float]]:
     """Output error of each part of the layers' matrices in each format of a ladder, by target. Runs a pass of its own."""
-    own = WorkFolder(work.folder / "kinds")
-    own.begin(work.read(PLAN))
-    run_pass(LayerPass(opened.source, texts, own, {}), [Sensitivity(ladder, threads)], own, tell, threads)
-    found: dict[str, dict[str, float]] = {}
+    own_work = WorkFolder(work.folder / "kinds")
+    own_work.begin(work.read(PLAN))
+    run_pass(LayerPass(opened.source, texts, own_work, {}), [Sensitivity(ladder, threads)], own_work, progress, threads)
+    errors: dict[str, dict[str, float]] = {}
     for number in range(opened.config.num_layers):
-        found |= own.about(number)["extra"]["errors"]
-    return found
+        errors |= own_work.about(number)["extra"]["errors"]
+    return errors
 
 
 def run_methods(
-    opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: WorkFolder, texts: Texts, tell: Progress
+    opened: Opened, pipeline: Pipeline, kinds: Mapping[str, str], work: WorkFolder, texts: Texts, progress: Progress
 ) -> PassOutput:
     """Run the pipeline's methods, or resume them. kinds: by target. Raises ValueError as WorkFolder does."""
     threads = pipeline.thread_count
     folds: dict[str, Compressor] = {"awq": AWQ(threads), "smoothquant": SmoothQuant()}
     steps = [folds[name] for name in pipeline.method if name in folds]
     steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
-    run_pass(LayerPass(opened.source, texts, work, kinds), steps, work, tell, threads)
+    run_pass(LayerPass(opened.source, texts, work, kinds), steps, work, progress, threads)
     return read_pass(work, opened.config.num_layers, pipeline.folds)
 
 
-def run_pass(walk: LayerPass, steps: Sequence[Compressor], work: WorkFolder, tell: Progress, threads: int) -> None:
+def run_pass(walk: LayerPass, steps: Sequence[Compressor], work: WorkFolder, progress: Progress, threads: int) -> None:
     """Apply methods to every unfinished layer and report each. Torch uses `threads` threads meanwhile."""
     total, before = walk.model.config.num_layers, torch.get_num_threads()
-    tell.start("layers", total, work.done, unit="layers")
+    progress.start("layers", total, work.done, unit="layers")
     clock, last = TimeEstimate(total, work.done), ""
     torch.set_num_threads(threads)
     try:
         for visit in walk:
             if last:
-                _report(tell, last, clock)
+                _report(progress, last, clock)
             apply_methods(visit, steps)
             last = _line(visit, total)
         if last:
-            _report(tell, last, clock)
+            _report(progress, last, clock)
     finally:
         torch.set_num_threads(before)
-        tell.finish()
+        progress.finish()
 
 
-def _report(tell: Progress, line: str, clock: TimeEstimate) -> None:
+def _report(progress: Progress, line: str, clock: TimeEstimate) -> None:
     taken, left = clock.tick()
     line = f"{line}  {taken:.0f} s, {left / 60:.0f} min left"
-    tell.advance(1, line)
-    if not isinstance(tell, Moving):
-        tell.note(line)
+    progress.advance(1, line)
+    if not isinstance(progress, Moving):
+        progress.note(line)
 
 
 def _line(visit: Visit, total: int) -> str:
     """Progress line of a layer: errors of its widest matrix."""
     if not visit.outputs:
-        found = [f"{name} {value:.4f}" for name, value in visit.extra.items() if isinstance(value, float)]
-        return f"{visit.number + 1}/{total} {', '.join(found)}".rstrip()
+        values = [f"{name} {value:.4f}" for name, value in visit.extra.items() if isinstance(value, float)]
+        return f"{visit.number + 1}/{total} {', '.join(values)}".rstrip()
     target, report = max(visit.outputs.items(), key=lambda one: one[1].inputs)
     held = "" if report.held is None else f", held out {report.held:.4f}"
     name = target.removeprefix(f"layers.{visit.number}.").removesuffix(".weight")
@@ -207,14 +211,14 @@ def _line(visit: Visit, total: int) -> str:
 
 def read_pass(work: WorkFolder, layers: int, folds: bool) -> PassOutput:
     """Results of a pass whose layers are all finished."""
-    made = PassOutput(work, {}, folds, {}, [], 0)
+    output = PassOutput(work, {}, folds, {}, [], 0)
     for number in range(layers):
         about = work.about(number)
-        made.kinds |= about["kinds"]
-        made.outputs |= {target: OutputReport(**one) for target, one in about["told"].items()}
-        made.notes += about["notes"]
-        made.tokens = about["tokens"]
-    return made
+        output.kinds |= about["kinds"]
+        output.outputs |= {target: OutputReport(**one) for target, one in about["told"].items()}
+        output.notes += about["notes"]
+        output.tokens = about["tokens"]
+    return output
 
 
 def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
@@ -247,9 +251,9 @@ def _files(opened: Opened) -> list[Path]:
 
 
 def _sha256(paths: Sequence[Path]) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
             while data := file.read(1 << 20):
-                made.update(data)
-    return made.hexdigest()
+                digest.update(data)
+    return digest.hexdigest()

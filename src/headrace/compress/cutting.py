@@ -110,7 +110,7 @@ def remove_units(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: T
 
 def part_fields(matrix: Matrix) -> dict[str, dict[str, Tensor]]:
     """Views of a matrix's weight, and bias if it has one, by part."""
-    made = {"weight": matrix.parts}
+    views = {"weight": matrix.parts}
     if matrix.linear.bias is not None:
-        made["bias"] = dict(zip(matrix.parts, matrix.linear.bias.split(matrix.linear.sizes), strict=True))
-    return made
+        views["bias"] = dict(zip(matrix.parts, matrix.linear.bias.split(matrix.linear.sizes), strict=True))
+    return views

@@ -48,27 +48,27 @@ def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat1
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
     kv = kv_token_bytes(config, kv_dtype)
     sizes = {name: prod(parts[0].stored) for name, parts in stored.items()}
-    passed = {name: size for name, size in sizes.items() if config.tied_head or name != TABLE}
+    read_each_step = {name: size for name, size in sizes.items() if config.tied_head or name != TABLE}
 
     def cost(bits: dict[str, float]) -> Cost:
-        whole, each = (round(sum(size * bits[name] / 8 for name, size in of.items())) for of in (sizes, passed))
-        return Cost(sum(sizes.values()), whole, sum(passed.values()), each, kv)
+        whole, each = (round(sum(size * bits[name] / 8 for name, size in of.items())) for of in (sizes, read_each_step))
+        return Cost(sum(sizes.values()), whole, sum(read_each_step.values()), each, kv)
 
-    now = {
+    bits_now = {
         name: 8
         * sum(source.info(read[part.target].source).nbytes * prod(part.shape) / prod(part.stored) for part in parts)
         / sizes[name]
         for name, parts in stored.items()
     }
-    found = [FormatCost("as it is", cost(now), None)]
+    costs = [FormatCost("as it is", cost(bits_now), None)]
     for name, mix in zip(formats, chosen, strict=True):
         specs = {key: _spec(mix, key, parts[0].stored, target) for key, parts in stored.items()}
         bits = {
             key: specs[key].stored_bits(sizes[key] // parts[0].stored[-1], parts[0].stored[-1]) for key, parts in stored.items()
         }
         lost = _error(((specs[key], rows, sizes[key]) for key, rows in _samples(stored, read, source))) if errors else None
-        found.append(FormatCost(name, cost(bits), lost))
-    return found
+        costs.append(FormatCost(name, cost(bits), lost))
+    return costs
 
 
 def _chosen(name: str) -> str | Spec:
@@ -108,8 +108,8 @@ def _error(samples: Iterator[tuple[Spec, np.ndarray, int]]) -> Error:
     sums, count = np.zeros(3), 0
     for spec, rows, size in samples:
         energy = float(np.square(rows, dtype=np.float64).mean()) or 1.0
-        one = measure(rows, spec)
-        sums += size * np.array([one.rounding, one.clipping, one.noise]) / energy
+        error = measure(rows, spec)
+        sums += size * np.array([error.rounding, error.clipping, error.noise]) / energy
         count += size
     rounding, clipping, noise = (sums / count).tolist()
     whole = rounding + clipping

@@ -47,18 +47,18 @@ class Healed:
 class Healer(Protocol):
     """Trainer of cut models (training.healing)."""
 
-    def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, tell: Progress) -> Healed:
+    def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress) -> Healed:
         """Train a cut model, resuming from `folder`. Raises ValueError, and KeyboardInterrupt once stopped."""
 
 
-def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged: Texts, tell: Progress) -> Texts:
+def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged: Texts, progress: Progress) -> Texts:
     """Training texts, kept in the work folder; none is in `judged`. As many as the steps take, or as there are.
 
     Raises ValueError as `draw_texts` and `check_apart` do.
     """
     if not (work.folder / TEXTS).is_file():
         count = how.steps * BATCH if source != SELF else min(OWN, how.steps * BATCH)
-        made = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, tell, WINDOW, how.threads)
+        made = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, progress, WINDOW, how.threads)
         save_texts(work, TEXTS, made)
     texts = load_texts(work, TEXTS)
     check_apart(passage_hashes(texts), judged)

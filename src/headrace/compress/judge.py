@@ -34,28 +34,28 @@ class Judgement:
 def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequence[int]], name: str) -> Judgement:
     """Compare two models on the second half of each text, so that every scored token has context."""
     count = min(map(len, texts)) // 2
-    both = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
-    return compare_logits([text[len(text) - count :] for text in texts], both, name)
+    pairs = zip(Streamed(original).logits(texts, count), Streamed(compressed).logits(texts, count), strict=True)
+    return compare_logits([text[len(text) - count :] for text in texts], pairs, name)
 
 
-def compare_logits(wanted: Sequence[Sequence[int]], both: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
+def compare_logits(scored: Sequence[Sequence[int]], pairs: Iterable[tuple[np.ndarray, np.ndarray]], name: str) -> Judgement:
     """Compare logits [tokens, vocabulary] of the original and another model, a pair for each text. wanted: scored tokens of
     each text.
     """
-    kls, losses, right = [], np.zeros(2), 0
-    for tokens, (before, after) in zip(wanted, both, strict=True):
+    kls, losses, same = [], np.zeros(2), 0
+    for tokens, (before, after) in zip(scored, pairs, strict=True):
         kl = 0.0
         for at in range(0, len(tokens), ROWS):
             p, q = (torch.from_numpy(rows[at : at + ROWS]).double().log_softmax(-1) for rows in (before, after))
             kl += float((p.exp() * (p - q)).sum())
-            right += int((p.argmax(-1) == q.argmax(-1)).sum())
-            those = torch.tensor(tokens[at : at + ROWS])[:, None]
-            losses -= [float(rows.gather(1, those).sum()) for rows in (p, q)]
+            same += int((p.argmax(-1) == q.argmax(-1)).sum())
+            scored_tokens = torch.tensor(tokens[at : at + ROWS])[:, None]
+            losses -= [float(rows.gather(1, scored_tokens).sum()) for rows in (p, q)]
         kls.append(kl / len(tokens))
-    count = sum(map(len, wanted))
+    count = sum(map(len, scored))
     error = float(np.std(kls, ddof=1) / math.sqrt(len(kls))) if len(kls) > 1 else None
     before_loss, after_loss = np.exp(losses / count).tolist()
-    return Judgement(name, count, float(np.mean(kls)), error, after_loss, before_loss, right / count)
+    return Judgement(name, count, float(np.mean(kls)), error, after_loss, before_loss, same / count)
 
 
 def judge_bytes(config: ModelConfig, window: int) -> int:

@@ -37,9 +37,9 @@ class KVHeads:
             align(visit.layer, qkv, out, self._layers[visit.number].kv_heads)
         kept = self._merge(visit.layer, qkv, self._layers[visit.number].kv_heads)
         measured, held = Residual.empty(w), Residual.empty(w)
-        for (x, is_held), (made, _) in zip(before, captured_inputs(visit, out.linear), strict=True):
+        for (x, is_held), (inputs, _) in zip(before, captured_inputs(visit, out.linear), strict=True):
             wanted = linear(x, w)
-            (held if is_held else measured).add(made, wanted, wanted - linear(made, out.linear.weight))
+            (held if is_held else measured).add(inputs, wanted, wanted - linear(inputs, out.linear.weight))
         measured.finish()
         held.finish()
         change = measured.repair(held if held.count else None)
@@ -57,10 +57,10 @@ class KVHeads:
         for field, values in part_fields(qkv).items():
             for part in ("k", "v"):
                 groups = values[part].view(count, layer.kv_heads // count, layer.head_dim, -1)
-                one = groups[:, :1] if self._pool == FIRST else groups.mean(1, keepdim=True)
-                one = one.clone()
-                groups.copy_(one.expand_as(groups))
-                kept[qkv.target(part, field)] = one.reshape(count * layer.head_dim, *values[part].shape[1:])
+                merged = groups[:, :1] if self._pool == FIRST else groups.mean(1, keepdim=True)
+                merged = merged.clone()
+                groups.copy_(merged.expand_as(groups))
+                kept[qkv.target(part, field)] = merged.reshape(count * layer.head_dim, *values[part].shape[1:])
         return kept
 
 
@@ -76,16 +76,16 @@ def align(layer: LayerConfig, qkv: Matrix, out: Matrix, count: int) -> None:
         grouped = heads[part].view(count, -1, d, heads[part].shape[-1])
         turns = torch.cat([rotations_to_mean(group, moment, turn) for group in grouped])
         heads[part] = turns @ heads[part]
-        each = turns.repeat_interleave(share, 0)  # query head h has the rotation of K/V head h // share
+        rotations = turns.repeat_interleave(share, 0)  # query head h has the rotation of K/V head h // share
         if part == "k":
-            heads["q"] = each @ heads["q"]
+            heads["q"] = rotations @ heads["q"]
         else:
             columns = out.linear.weight.view(-1, layer.heads, d).double()
-            out.linear.weight.copy_(torch.einsum("nhd,hed->nhe", columns, each).flatten(1))
+            out.linear.weight.copy_(torch.einsum("nhd,hed->nhe", columns, rotations).flatten(1))
     for part, rows in heads.items():
         for at, values in enumerate(part_fields(qkv).values()):  # the bias is the last input
-            found = rows.flatten(0, 1)
-            values[part].copy_(found[:, -1] if at else found[:, : qkv.linear.n_in])
+            flat = rows.flatten(0, 1)
+            values[part].copy_(flat[:, -1] if at else flat[:, : qkv.linear.n_in])
 
 
 def rotations_to_mean(heads: Tensor, moment: Tensor, turn: Turn) -> Tensor:
@@ -116,12 +116,12 @@ def pair_turns(rope: RopeConfig | None, head_dim: int) -> Turn:
         cos = products[first, first] + products[second, second]
         sin = products[second, first] - products[first, second]
         angle = torch.atan2(sin, cos)
-        made = torch.zeros_like(products)
-        made[first, first] = made[second, second] = angle.cos()
-        made[second, first], made[first, second] = angle.sin(), -angle.sin()
+        rotation = torch.zeros_like(products)
+        rotation[first, first] = rotation[second, second] = angle.cos()
+        rotation[second, first], rotation[first, second] = angle.sin(), -angle.sin()
         if dim < head_dim:
-            made[dim:, dim:] = procrustes(products[dim:, dim:])
-        return made
+            rotation[dim:, dim:] = procrustes(products[dim:, dim:])
+        return rotation
 
     return turn
 

@@ -56,16 +56,16 @@ class LayerPass:
         self._streamed = Streamed(source)
         self.model = self._streamed.model
         self._work, self._kinds = work, kinds
-        held = [text for at, text in enumerate(texts) if at % HELD == HELD - 1]
-        kept = [text for at, text in enumerate(texts) if at % HELD != HELD - 1]
+        held_out = [text for at, text in enumerate(texts) if at % HELD == HELD - 1]
+        calibration = [text for at, text in enumerate(texts) if at % HELD != HELD - 1]
         self._chunks = [
-            (some[at : at + TOGETHER], which)
-            for some, which in ((kept, False), (held, True))
+            (some[at : at + TOGETHER], is_held)
+            for some, is_held in ((calibration, False), (held_out, True))
             for at in range(0, len(some), TOGETHER)
         ]
         self.tokens = sum(map(len, texts))
         longest = max(map(len, texts))
-        self._pool = OneLayer(self.model, longest, torch.float32, min(TOGETHER, max(len(kept), len(held))))
+        self._pool = OneLayer(self.model, longest, torch.float32, min(TOGETHER, max(len(calibration), len(held_out))))
         self._segments = record(self.model, embeds=False).layers
 
     def __iter__(self) -> Iterator[Visit]:
@@ -90,27 +90,27 @@ class LayerPass:
             self._through(0, lambda _, context: self.model.embed(context))
 
     def _measured(self, number: int, holders: dict[str, Any]) -> Visit:
-        made = {}
+        matrices = {}
         for name, holder in holders.items():
             if isinstance(holder, Linear):
                 sizes = [part for part, _ in holder.parts]
                 parts = dict(zip(sizes, holder.weight.split(holder.sizes), strict=True))
                 matrix = Matrix(f"layers.{number}.{name}", holder, parts, {}, Inputs.empty(holder.n_in))
                 matrix.kinds = {part: kind for part in parts if (kind := self._kinds.get(matrix.target(part)))}
-                made[name] = matrix
-        watches = {name: InputRecorder(matrix.inputs) for name, matrix in made.items()}
+                matrices[name] = matrix
+        watches = {name: InputRecorder(matrix.inputs) for name, matrix in matrices.items()}
         for name, watch in watches.items():
             holders[name].method = watch
         for x, context, held in self._rows(number):
             for watch in watches.values():
                 watch.held = held
             self.model.layer(number, x, context)
-        for name, matrix in made.items():
+        for name, matrix in matrices.items():
             holders[name].method = None
             matrix.inputs.finish()
         config = self.model.config.layers[number]
-        found = scale_mappings(self._segments[number], holders)
-        return Visit(number, config, holders, made, found, run=lambda: self._passes(number))
+        mappings = scale_mappings(self._segments[number], holders)
+        return Visit(number, config, holders, matrices, mappings, run=lambda: self._passes(number))
 
     def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
         """Chunks of the layer's inputs and outputs with its current weights, and whether they are held out."""

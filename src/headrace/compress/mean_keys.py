@@ -31,24 +31,24 @@ class KeySums(OneLayer):
         super().write(layer, slots, k, v)
 
 
-def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], tell: Progress | None = None) -> np.ndarray:
+def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], progress: Progress | None = None) -> np.ndarray:
     """Mean of each layer's keys after norm and rotary embedding: float32 [layers, KV heads * head size].
 
     0 for layers whose scores are used by more than softmax, which a constant would change. Computed layer by layer in float32.
     """
-    made: list[KeySums] = []
+    pools: list[KeySums] = []
 
     def pool(model: Model, tokens: int, dtype: torch.dtype) -> OneLayer:
-        made.append(KeySums(model, tokens, dtype))
-        return made[-1]
+        pools.append(KeySums(model, tokens, dtype))
+        return pools[-1]
 
-    tell = tell or Silent()
-    tell.start("the mean of keys", len(texts), unit="texts")
+    progress = progress or Silent()
+    progress.start("the mean of keys", len(texts), unit="texts")
     streamed = Streamed(source, pool=pool)
     for _ in streamed.logits(texts, 1):
-        tell.advance(1)
-    tell.finish()
-    (means,) = made
+        progress.advance(1)
+    progress.finish()
+    (means,) = pools
     centre = means.sums / means.counts.clamp_min(1)
     for segment in record(streamed.model, embeds=False).layers:
         for node in segment.nodes:

@@ -34,7 +34,7 @@ MIXES = {
     "F32": ("F32", 0),
 }
 SHORT = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
-# Where a row is no whole number of super-blocks.
+# If rows are not whole super-blocks.
 INSTEAD = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 TABLE, HEAD = "token_embd.weight", "output.weight"
 KEPT = re.compile(r".*norm.*|position_embd.weight|token_types.weight|.*\.bias")  # stay float32
@@ -86,18 +86,18 @@ def _head(kind: str, width: int) -> str:
 
 
 def _by_rule(mix: str, kind: str, name: str, config: ModelConfig, important: bool) -> str:
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is None:
         return kind
-    layer, count = int(found[1]), config.num_layers
+    layer, count = int(match[1]), config.num_layers
     grouped = config.layers[layer].heads // config.layers[layer].kv_heads >= 4
-    if found[2] == "attn_v":
+    if match[2] == "attn_v":
         return _values(mix, kind, layer, count, grouped)
-    if found[2] == "ffn_down":
+    if match[2] == "ffn_down":
         return _down(mix, kind, layer, count, important)
-    if found[2] == "attn_output":
+    if match[2] == "attn_output":
         return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(mix, kind)
-    if found[2] == "attn_qkv":
+    if match[2] == "attn_qkv":
         return {"Q3_K_M": "Q4_K", "Q3_K_L": "Q4_K", "Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"}.get(mix, kind)
     return kind
 

@@ -207,7 +207,7 @@ class CompressionPlan(ABC):
         return values
 
     def encoded(self, name: str) -> Iterator[EncodedRows]:
-        """A tensor in its format, some rows at a time. Rows that the pass has rounded come as they are, all at once."""
+        """A tensor in its format, some rows at a time. Rows that the pass has rounded come unchanged, all at once."""
         parts, output = self.stored[name], self.output
         if output is not None and parts[0].target in output.kinds:
             reports = [output.outputs[part.target] for part in parts]

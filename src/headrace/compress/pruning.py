@@ -17,14 +17,14 @@ _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 def parse_pruning(methods: Sequence[str], sparsity: str | None) -> tuple[str, Sparsity] | None:
     """The pruning method among `methods` and its sparsity, or None. Raises ValueError if only one of the two is given."""
-    found = [name for name in methods if name in PRUNES]
-    if not found:
+    pruning_methods = [name for name in methods if name in PRUNES]
+    if not pruning_methods:
         if sparsity is not None:
             raise ValueError(f"sparsity needs a method that prunes: {' or '.join(PRUNES)}")
         return None
     if sparsity is None:
-        raise ValueError(f"{found[0]} needs a sparsity: {EXAMPLES}")
-    return found[0], parse_sparsity(sparsity)
+        raise ValueError(f"{pruning_methods[0]} needs a sparsity: {EXAMPLES}")
+    return pruning_methods[0], parse_sparsity(sparsity)
 
 
 def is_pruned(name: str, shape: tuple[int, ...]) -> bool:

@@ -29,9 +29,9 @@ def check_known(methods: Sequence[str]) -> None:
 
 def check_order(methods: Sequence[str]) -> None:
     """Raise ValueError for methods that cannot follow one another."""
-    found = (_why_not(before, after) for before, after in pairwise(methods))
+    reasons = (_why_not(before, after) for before, after in pairwise(methods))
     alone = f"{HEAL} trains what a cut has left" if methods[0] == HEAL else ""
-    if why := next(filter(None, (*found, alone)), ""):
+    if why := next(filter(None, (*reasons, alone)), ""):
         raise ValueError(f"{','.join(methods)} cannot be: {why}; {_instead(methods)}")
 
 

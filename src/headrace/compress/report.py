@@ -96,8 +96,8 @@ class Report:
     @property
     def zeros(self) -> float | None:
         """Share of zeros among the weights of pruned matrices; None if nothing was pruned."""
-        cut = [(one.zeros, one.weights) for one in self.matrices.values() if one.zeros is not None]
-        return sum(zeros * weights for zeros, weights in cut) / sum(weights for _, weights in cut) if cut else None
+        pruned = [(one.zeros, one.weights) for one in self.matrices.values() if one.zeros is not None]
+        return sum(zeros * weights for zeros, weights in pruned) / sum(weights for _, weights in pruned) if pruned else None
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        made: dict[str, Any] = {
+        record: dict[str, Any] = {
             "bytes": self.bytes,
             "weights": self.weights,
             "bits": self.bits,
@@ -123,13 +123,13 @@ class Report:
             },
         }
         if self.cuts:
-            made |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
+            record |= {"tokens": self.tokens, "cuts": [asdict(cut) for cut in self.cuts]}
         if self.healed is not None:
-            made["healed"] = asdict(self.healed)
+            record["healed"] = asdict(self.healed)
         if self.outputs:
-            made |= {"tokens": self.tokens, "outputs": {target: one.record() for target, one in self.outputs.items()}}
+            record |= {"tokens": self.tokens, "outputs": {target: one.record() for target, one in self.outputs.items()}}
         if self.passages:
-            made["passages"] = self.passages
+            record["passages"] = self.passages
         if self.judged is not None:
-            made["judged"] = asdict(self.judged)
-        return made
+            record["judged"] = asdict(self.judged)
+        return record

@@ -46,9 +46,11 @@ class Rounding:
         began, inputs, importance = time.perf_counter(), matrix.inputs, importance_of(matrix.inputs)
         diagonal = inputs.hessian.diagonal()
         order = torch.argsort(diagonal, descending=True, stable=True) if self._ordered else None
-        made = upper(inputs.hessian, order) if self._gptq and importance is not None else None
-        if self._gptq and (made is None or made.damping > DAMPING):
-            how = "not positive definite: rounded to nearest" if made is None else f"damped by {made.damping:.0%} of its mean"
+        factor = upper(inputs.hessian, order) if self._gptq and importance is not None else None
+        if self._gptq and (factor is None or factor.damping > DAMPING):
+            how = (
+                "not positive definite: rounded to nearest" if factor is None else f"damped by {factor.damping:.0%} of its mean"
+            )
             visit.notes.append(f"{matrix.path}: the moments of its inputs are {how}; more texts help")
         dead = int((diagonal == 0).sum())
         if dead > DEAD * len(diagonal):
@@ -56,17 +58,17 @@ class Rounding:
         for part, kind in wanted.items():
             w = matrix.parts[part]
             mask = self._mask(w, importance)
-            left = w if mask is None else torch.where(torch.from_numpy(mask), w, 0.0)
+            kept = w if mask is None else torch.where(torch.from_numpy(mask), w, 0.0)
             to = target(kind)
-            rows, plain = nearest(left, to, importance, self._threads)
+            rows, plain = nearest(kept, to, importance, self._threads)
             values, damping = plain, 0.0
-            if made is not None:
-                known = rows if self._ordered else None
-                grids = to.grids(left.numpy(), importance, rows=known, order=order, threads=self._threads)
+            if factor is not None:
+                static = rows if self._ordered else None
+                grids = to.grids(kept.numpy(), importance, rows=static, order=order, threads=self._threads)
                 keep = self._keep(mask, order)
-                result = reconstruct(w, made.factor, grids=grids, keep=keep, order=order, block=self._block())
+                result = reconstruct(w, factor.factor, grids=grids, keep=keep, order=order, block=self._block())
                 rows, values = grids.rows(result)
-                damping = made.damping
+                damping = factor.damping
             report = output_report(w, values, plain, kind, inputs, outside(w.numpy(), values.numpy(), rows, to))
             seconds, began = time.perf_counter() - began, time.perf_counter()
             visit.outputs[matrix.target(part)] = replace(report, dead=dead, damping=damping, seconds=seconds)

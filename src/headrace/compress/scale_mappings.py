@@ -12,16 +12,16 @@ def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleM
     """The mappings of a layer in order. holders: by name. A value that anything but linear layers reads has none."""
     names = {id(holder): name for name, holder in holders.items()}
     uses = ValueUses(segment)
-    makers = {value: node for node in segment.nodes for value in node.outputs}
-    found = []
+    producers_of = {value: node for node in segment.nodes for value in node.outputs}
+    mappings = []
     for node in segment.nodes:
         readers = uses.by_linears(node.outputs[0])
-        produced = _producer(node, makers)
+        produced = _producer(node, producers_of)
         if readers and produced is not None:
             rule, holder = produced
             consumers = tuple(dict.fromkeys(names[id(reader.settings["w"])] for reader in readers))
-            found.append(ScaleMapping(rule, names[id(holder)], consumers))
-    return tuple(found)
+            mappings.append(ScaleMapping(rule, names[id(holder)], consumers))
+    return tuple(mappings)
 
 
 def _producer(node: Node, makers: Mapping[int, Node]) -> tuple[str, Any] | None:

@@ -55,11 +55,11 @@ class PrunedModel:
     passages: list[str] = field(default_factory=list)
 
 
-def copy_report(made: Report, before: Report, left: PrunedModel) -> None:
+def copy_report(report: Report, before: Report, model: PrunedModel) -> None:
     """Copy warnings and results of the cuts into the report of the plan for what they have left."""
-    made.warnings, made.largest, made.kv = before.warnings, max(before.largest, made.largest), before.kv
-    made.cuts, made.healed, made.tokens = left.cuts, left.healed, left.tokens
-    made.passages = [*before.passages, *left.passages]
+    report.warnings, report.largest, report.kv = before.warnings, max(before.largest, report.largest), before.kv
+    report.cuts, report.healed, report.tokens = model.cuts, model.healed, model.tokens
+    report.passages = [*before.passages, *model.passages]
 
 
 def cut_model(
@@ -75,18 +75,18 @@ def cut_model(
 
     vocabulary: write it into the file, too. Raises ValueError as `pruned_config` and WorkFolder do, and OSError.
     """
-    names = [f"{at}-{cut.method}" for at, cut in enumerate(cuts)]
+    names = [f"{index}-{cut.method}" for index, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
-    done = max((at for at, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
+    done = max((index for index, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
     if done >= 0:
         opened = _left(work, f"{names[done]}.json", files[done])
-    for at in range(done + 1, len(cuts)):
-        own = WorkFolder(work.folder / names[at])
-        _cut(opened, cuts[at], work, own, files[at], texts, progress, threads, vocabulary)
-        opened = _left(work, f"{names[at]}.json", files[at])
+    for index in range(done + 1, len(cuts)):
+        own = WorkFolder(work.folder / names[index])
+        _cut(opened, cuts[index], work, own, files[index], texts, progress, threads, vocabulary)
+        opened = _left(work, f"{names[index]}.json", files[index])
         own.remove()
-        if at:
-            files[at - 1].unlink()
+        if index:
+            files[index - 1].unlink()
     abouts = [work.read(f"{name}.json") for name in names]
     notes = [note for about in abouts for note in about["notes"]]
     return PrunedModel(opened, [CutReport(**about["told"]) for about in abouts], notes, abouts[0]["tokens"])
@@ -94,7 +94,7 @@ def cut_model(
 
 def heal_model(
     original: Opened,
-    left: PrunedModel,
+    cut: PrunedModel,
     how: Heal,
     healer: Healer | None,
     source: str,
@@ -115,16 +115,16 @@ def heal_model(
         work.folder / "heal",
     )
     if not (work.folder / HEALED).is_file():
-        made = healer.heal(original, left.opened, texts, how, folder, progress)
-        config, values = left.opened.config, part_values(made.model)
+        trained = healer.heal(original, cut.opened, texts, how, folder, progress)
+        config, values = cut.opened.config, part_values(trained.model)
         with work.writing(file) as part:
-            _write(left.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, vocabulary)
-        work.write(HEALED, {**asdict(made.report), "sha256": sha256_of(file)})
+            _write(cut.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, vocabulary)
+        work.write(HEALED, {**asdict(trained.report), "sha256": sha256_of(file)})
     shutil.rmtree(folder, ignore_errors=True)
     metadata = work.read(HEALED)
     before, after = (Judgement(**metadata[name]) for name in ("before", "after"))
     healed = HealReport(metadata["steps"], metadata["tokens"], metadata["different"], before, after)
-    return replace(left, opened=_left(work, HEALED, file), healed=healed, passages=passage_hashes(texts))
+    return replace(cut, opened=_left(work, HEALED, file), healed=healed, passages=passage_hashes(texts))
 
 
 def _left(work: WorkFolder, about: str, file: Path) -> Opened:
@@ -151,17 +151,21 @@ def _cut(
     run_pass(LayerPass(opened.source, texts, own, {}), [_step(cut, config, target)], own, progress, threads)
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
-    gone = least_moving_layers([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
-    report = CutReport(cut.method, structure_size(config, cut.method), structure_size(target, cut.method), layers, gone)
+    dropped_layers = (
+        least_moving_layers([layer["distance"] for layer in layers], int(cut.number)) if cut.method == LAYERS else []
+    )
+    report = CutReport(
+        cut.method, structure_size(config, cut.method), structure_size(target, cut.method), layers, dropped_layers
+    )
     notes = [note for about in abouts for note in about["notes"]]
     changed = {name for about in abouts for name in about["cut"]}
-    kept = [number for number in range(config.num_layers) if number not in gone]
+    kept = [number for number in range(config.num_layers) if number not in dropped_layers]
 
-    def left(name: str) -> torch.Tensor:
+    def cut_values(name: str) -> torch.Tensor:
         return torch.from_numpy(own.tensor(int(name.split(".")[1]), name))
 
     with work.writing(out) as part:
-        _write(opened, target, kept, changed, left, part, vocabulary)
+        _write(opened, target, kept, changed, cut_values, part, vocabulary)
     about = {"told": asdict(report), "notes": notes, "tokens": abouts[0]["tokens"], "sha256": sha256_of(out)}
     work.write(f"{own.folder.name}.json", about)
 
@@ -181,11 +185,11 @@ def _write(
     target: ModelConfig,
     kept: list[int],
     changed: set[str],
-    left: Callable[[str], torch.Tensor],
+    new_values: Callable[[str], torch.Tensor],
     path: Path,
     vocabulary: bool,
 ) -> None:
-    """Write a model with the shapes of `target`: layer i of it was layer kept[i], and parts in `changed` come from `left`."""
+    """Write a model with the shapes of `target`: layer i of it was layer kept[i]; parts in `changed` come from `new_values`."""
     source = opened.source
     whole, smaller = opened.config, target
     if not isinstance(source, GGUFFile):
@@ -207,7 +211,7 @@ def _write(
     def values(target: str) -> torch.Tensor:
         before = _before(target, kept)
         if before in changed:
-            return left(before)
+            return new_values(before)
         return read_part(read[before], source, torch.float32)
 
     def chunks() -> Chunks:

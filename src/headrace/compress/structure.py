@@ -46,28 +46,28 @@ class CutReport:
 
     def mean(self, name: str) -> float | None:
         """Mean over the layers; None if unknown."""
-        found = [layer[name] for layer in self.layers if layer.get(name) is not None]
-        return sum(found) / len(found) if found else None
+        values = [layer[name] for layer in self.layers if layer.get(name) is not None]
+        return sum(values) / len(values) if values else None
 
 
 def parse_cuts(methods: Sequence[str], numbers: Mapping[str, float | None], pool: str | None) -> tuple[Cut, ...]:
     """The cuts among the methods, in order. numbers: by method. Raises ValueError for missing or invalid numbers."""
-    named = [name for name in methods if name in STRUCTURES]
-    if twice := [name for name in named if named.count(name) > 1]:
+    chosen = [name for name in methods if name in STRUCTURES]
+    if twice := [name for name in chosen if chosen.count(name) > 1]:
         raise ValueError(f"{','.join(methods)} cannot be: {twice[0]} is there twice; give its number once")
     for name, number in numbers.items():
-        if name in named and number is None:
+        if name in chosen and number is None:
             raise ValueError(f"{name} needs --{OPTIONS[name]}, as in {EXAMPLES[name]}")
-        if name not in named and number is not None:
+        if name not in chosen and number is not None:
             raise ValueError(f"--{OPTIONS[name]} needs the method {name}: --method {name}")
         if number is not None and name in (NEURONS, HEADS) and not 0 < number < 1:
             raise ValueError(f"--{OPTIONS[name]} is the share that stays, above 0 and below 1, not {number:g}")
         if number is not None and name in (LAYERS, KV_HEADS) and number < 1:
             raise ValueError(f"--{OPTIONS[name]} must be 1 or more, not {number:g}")
-    if pool is not None and (KV_HEADS not in named or pool not in POOLS):
+    if pool is not None and (KV_HEADS not in chosen or pool not in POOLS):
         raise ValueError(f"--pool is {', '.join(POOLS)}, for the method {KV_HEADS}, not {pool}")
-    made = [(name, numbers[name]) for name in named]
-    return tuple(Cut(name, number, pool if name == KV_HEADS else None) for name, number in made if number is not None)
+    numbered = [(name, numbers[name]) for name in chosen]
+    return tuple(Cut(name, number, pool if name == KV_HEADS else None) for name, number in numbered if number is not None)
 
 
 def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
@@ -79,16 +79,16 @@ def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
         if left < 1:
             raise ValueError(f"this model has {config.num_layers} layers; drop fewer than {int(cut.number)}")
         return replace(config, layers=config.layers[:left])
-    made = replace(config, layers=tuple(_layer(config, layer, cut) for layer in config.layers))
+    pruned = replace(config, layers=tuple(_layer(config, layer, cut) for layer in config.layers))
     if cut.method != KV_HEADS:
-        return made
+        return pruned
     if name_map("gguf", config.architecture).names["layers.{i}.qkv.k.weight"].rows[1] > 1:
         raise ValueError(
             f"{config.architecture} stores q, k and v as equal thirds of one tensor: it has as many K/V heads as heads"
         )
     if cut.pool == ALIGNED and has_qk_norm(config):
         raise ValueError("q and k of this model are normed by head, so they cannot be turned; use --pool first or mean")
-    return made
+    return pruned
 
 
 def pool_of(config: ModelConfig, cut: Cut) -> str:

@@ -35,7 +35,7 @@ def draw_texts(
     source: str,
     tokens: int,
     seed: int,
-    tell: Progress,
+    progress: Progress,
     window: int = WINDOW,
     threads: int = 0,
     judging: bool = False,
@@ -49,31 +49,31 @@ def draw_texts(
     window = min(window, opened.config.max_position)
     count = -(-tokens // window)
     if source == SELF:
-        return _own(opened, count, 2 * seed + judging, tell, window, threads or None)
+        return _own(opened, count, 2 * seed + judging, progress, window, threads or None)
     path = Path(source)
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     start = start_tokens(opened)
-    found, room = _encoded(opened, text), window - len(start)
-    places = list(range(0, len(found) - room + 1, room))
-    if not places:
-        raise ValueError(f"{path} has {len(found):,} tokens and a text needs {room:,}; give a longer one")
-    random.Random(seed).shuffle(places)
-    return [[*start, *found[at : at + room]] for at in (places[-count:] if judging else places[:count])]
+    file_tokens, length = _encoded(opened, text), window - len(start)
+    starts = list(range(0, len(file_tokens) - length + 1, length))
+    if not starts:
+        raise ValueError(f"{path} has {len(file_tokens):,} tokens and a text needs {length:,}; give a longer one")
+    random.Random(seed).shuffle(starts)
+    return [[*start, *file_tokens[at : at + length]] for at in (starts[-count:] if judging else starts[:count])]
 
 
 def _encoded(opened: Opened, text: str) -> "array[int]":
     """Tokens of a text, encoded in pieces that end at a line if possible. Names of control tokens are plain text."""
-    found, at = array("I"), 0
-    while at < len(text):
+    tokens, start = array("I"), 0
+    while start < len(text):
         end = len(text)
-        if end - at > 2 * PIECE:
-            end = text.find("\n", at + PIECE, at + 2 * PIECE) + 1 or at + 2 * PIECE
-        found.extend(opened.tokenizer.encode(text[at:end], add_special=False, parse_special=False))
-        at = end
-    return found
+        if end - start > 2 * PIECE:
+            end = text.find("\n", start + PIECE, start + 2 * PIECE) + 1 or start + 2 * PIECE
+        tokens.extend(opened.tokenizer.encode(text[start:end], add_special=False, parse_special=False))
+        start = end
+    return tokens
 
 
 def file_bytes(path: Path) -> int:
@@ -87,28 +87,28 @@ def start_tokens(opened: Opened) -> list[int]:
     return [token for token in opened.tokenizer.encode("")[:1] if token == opened.tokenizer.bos_id]
 
 
-def _own(opened: Opened, count: int, seed: int, tell: Progress, window: int, threads: int | None) -> Texts:
+def _own(opened: Opened, count: int, seed: int, progress: Progress, window: int, threads: int | None) -> Texts:
     """Texts that the model writes at temperature 1 from BOS (or EOS, if it has no BOS).
 
     Any change of the model can only make them less likely.
     """
-    start = start_tokens(opened) or sorted(opened.eos_ids)[:1] or [0]
+    first = start_tokens(opened) or sorted(opened.eos_ids)[:1] or [0]
     settings: dict[str, Any] = {"max_model_len": window, "max_num_seqs": BATCH, "threads": threads}
-    made: Texts = []
+    texts: Texts = []
     with LLM(opened.path, speculate=None, enable_prefix_caching=False, **settings) as llm:
-        tell.start("texts of the model's own", count, unit="texts")
+        progress.start("texts of the model's own", count, unit="texts")
         for at in range(0, count, BATCH):
             params = [
-                SamplingParams(temperature=1.0, max_tokens=window - len(start), seed=(seed << 20) + number, ignore_eos=True)
+                SamplingParams(temperature=1.0, max_tokens=window - len(first), seed=(seed << 20) + number, ignore_eos=True)
                 for number in range(at, min(at + BATCH, count))
             ]
-            outputs = llm.generate([start] * len(params), params)
+            outputs = llm.generate([first] * len(params), params)
             if failed := next((output.error for output in outputs if output.error), None):
                 raise RuntimeError(f"a text to measure on failed: {failed}")
-            made += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-            tell.advance(len(params))
-        tell.finish()
-    return made
+            texts += [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+            progress.advance(len(params))
+        progress.finish()
+    return texts
 
 
 def writing_bytes(opened: Opened, window: int) -> int:
@@ -125,9 +125,9 @@ def save_texts(work: WorkFolder, name: str, texts: Texts) -> None:
 
 def load_texts(work: WorkFolder, name: str) -> Texts:
     """Read texts that `save_texts` wrote. Raises WeightError if the file is damaged."""
-    found = work.read(name)
-    texts: Texts = found.get("texts", [])
-    if not texts or found.get("sha256") != _digest(texts):
+    record = work.read(name)
+    texts: Texts = record.get("texts", [])
+    if not texts or record.get("sha256") != _digest(texts):
         raise work.damaged(name)
     return texts
 
@@ -151,16 +151,16 @@ def check_apart(measured: Sequence[str], judged: Sequence[Sequence[int]], whose:
 
     measured: passage hashes. whose: the model calibrated on them, if there are several.
     """
-    known = set(measured)
-    found = {
+    calibrated = set(measured)
+    shared = {
         passage
         for text in judged
         for at in range(len(text) - SHARED + 1)
-        if known and (passage := _hash(text[at : at + SHARED])) in known
+        if calibrated and (passage := _hash(text[at : at + SHARED])) in calibrated
     }
-    if found:
+    if shared:
         on = f"{whose} was measured on" if whose else "were measured on"
         raise ValueError(
-            f"the text to judge by has {len(found):,} passages of {SHARED} tokens that {on}, where a model looks better; "
+            f"the text to judge by has {len(shared):,} passages of {SHARED} tokens that {on}, where a model looks better; "
             "give another text"
         )

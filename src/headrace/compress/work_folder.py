@@ -47,8 +47,8 @@ class WorkFolder:
         if not (self.folder / PLAN).is_file():
             raise WeightError(f"{self.folder} holds no work of compress; remove it, or name another OUT")
         before = self.read(PLAN)
-        if apart := [key for key in {**before, **plan} if before.get(key) != plan.get(key)]:
-            differences = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in apart)
+        if changed := [key for key in {**before, **plan} if before.get(key) != plan.get(key)]:
+            differences = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in changed)
             raise WeightError(
                 f"{self.folder} was begun for something else ({differences}); remove it, or ask for what it was begun with"
             )
@@ -66,20 +66,20 @@ class WorkFolder:
         if not (self.folder / STATE).is_file():
             return {}
         state = self.read(STATE)
-        found, layers = state.get("sha256"), state.get("layers")
-        if not isinstance(layers, int) or not isinstance(found, dict):
+        sums, layers = state.get("sha256"), state.get("layers")
+        if not isinstance(layers, int) or not isinstance(sums, dict):
             raise self.damaged(STATE)
-        if list(found) != [*(self.layer(number).name for number in range(layers)), self.rows(layers).name]:
+        if list(sums) != [*(self.layer(number).name for number in range(layers)), self.rows(layers).name]:
             raise self.damaged(STATE)
-        return found
+        return sums
 
     def check(self, name: str, digest: object) -> None:
         """Raise WeightError unless a file has this SHA-256."""
         try:
-            found = sha256_of(self.folder / name)
+            digest_now = sha256_of(self.folder / name)
         except OSError:
-            found = None
-        if found is None or found != digest:
+            digest_now = None
+        if digest_now is None or digest_now != digest:
             raise self.damaged(name)
 
     def layer(self, number: int) -> Path:
@@ -102,14 +102,14 @@ class WorkFolder:
     def about(self, number: int) -> dict[str, Any]:
         """Report of a finished layer. Raises WeightError if its file is damaged."""
         with self._open(number) as file:
-            made: dict[str, Any] = json.loads(file.metadata()["about"])
-        return made
+            report: dict[str, Any] = json.loads(file.metadata()["about"])
+        return report
 
     def tensor(self, number: int, name: str) -> np.ndarray:
         """A tensor of a finished layer."""
         with self._open(number) as file:
-            made: np.ndarray = file.get_tensor(name)
-        return made
+            tensor: np.ndarray = file.get_tensor(name)
+        return tensor
 
     @contextmanager
     def _open(self, number: int) -> Iterator[Any]:
@@ -122,12 +122,12 @@ class WorkFolder:
     def read(self, name: str) -> Any:
         """A JSON file of the folder. Raises WeightError if it is damaged."""
         try:
-            found = json.loads((self.folder / name).read_text("utf-8"))
+            values = json.loads((self.folder / name).read_text("utf-8"))
         except (OSError, ValueError):
             raise self.damaged(name) from None
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise self.damaged(name)
-        return found
+        return values
 
     def write(self, name: str, values: Mapping[str, Any]) -> None:
         with self.writing(self.folder / name) as part:

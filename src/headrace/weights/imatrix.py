@@ -28,13 +28,13 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
             data = b"" if magic == b"GGUF" else magic + file.read()
     except OSError as error:
         raise WeightError(f"{path}: cannot be opened ({error.strerror or error}); check the path") from None
-    found = _of_gguf(path) if magic == b"GGUF" else _of_dat(path, data)
-    if not found:
+    importance = _of_gguf(path) if magic == b"GGUF" else _of_dat(path, data)
+    if not importance:
         raise WeightError(f"{path}: holds no importance of any matrix; is it an importance matrix?")
-    for name, values in found.items():
+    for name, values in importance.items():
         if not len(values) or not np.isfinite(values).all() or values.min() < 0:
             raise WeightError(f"{path}: the importance of {quoted(name)} is negative or no number; measure it again")
-    return found
+    return importance
 
 
 def check_widths(path: Path | None, found: Mapping[str, np.ndarray], widths: Mapping[str, int]) -> None:
@@ -60,7 +60,7 @@ def write_imatrix(path: Path, measured: Mapping[str, np.ndarray], tokens: int, t
 
 
 def _of_gguf(path: Path) -> dict[str, np.ndarray]:
-    found = {}
+    importance = {}
     with GGUFFile(path) as file:
         names = set(file.names())
         for name in sorted(name.removesuffix(SUMS) for name in names if name.endswith(SUMS)):
@@ -68,8 +68,8 @@ def _of_gguf(path: Path) -> dict[str, np.ndarray]:
                 raise WeightError(f"{path}: has no {quoted(name + COUNTS)}; the file is damaged")
             sums, counts = (_floats(file, name + ending) for ending in (SUMS, COUNTS))
             if counts.size == 1 and counts[0] > 0:  # experts have several, and no model of ours has experts
-                found[name] = sums / counts[0]
-    return found
+                importance[name] = sums / counts[0]
+    return importance
 
 
 def _floats(file: GGUFFile, name: str) -> np.ndarray:
@@ -79,7 +79,7 @@ def _floats(file: GGUFFile, name: str) -> np.ndarray:
 
 
 def _of_dat(path: Path, data: bytes) -> dict[str, np.ndarray]:
-    found, pos = {}, 0
+    importance, pos = {}, 0
 
     def number(what: str, most: int) -> int:
         nonlocal pos
@@ -98,6 +98,6 @@ def _of_dat(path: Path, data: bytes) -> dict[str, np.ndarray]:
         calls, width = number("a number of calls", 2**31 - 1), number("a number of inputs", MAX_WIDTH)
         if not width or pos + 4 * width > len(data):
             raise WeightError(f"{path}: ends within the importance of {quoted(name)}; the file is damaged")
-        found[name] = np.frombuffer(data, "<f4", width, pos) / np.float32(max(calls, 1))
+        importance[name] = np.frombuffer(data, "<f4", width, pos) / np.float32(max(calls, 1))
         pos += 4 * width
-    return found
+    return importance

@@ -36,23 +36,23 @@ class KVSettings:
 def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings | None:
     """Settings of a file, or None. shape: layers, KV heads and head size of the model. Raises WeightError if invalid."""
     if isinstance(source, GGUFFile):
-        found = {"format": source.metadata.get(FORMAT_KEY), "centre": source.metadata.get(CENTRE_KEY)}
+        stored = {"format": source.metadata.get(FORMAT_KEY), "centre": source.metadata.get(CENTRE_KEY)}
     else:
-        found = _of_folder(source.path)
-    if found.get("format") is None:
+        stored = _of_folder(source.path)
+    if stored.get("format") is None:
         return None
     layers, heads, head_dim = shape
     centre: np.ndarray
     try:
-        centre = np.asarray(found.get("centre"), np.float32).reshape(layers, heads * head_dim)
+        centre = np.asarray(stored.get("centre"), np.float32).reshape(layers, heads * head_dim)
     except (TypeError, ValueError):
         centre = np.full(1, np.nan, np.float32)
-    if found["format"] not in FORMATS or not np.isfinite(centre).all():
+    if stored["format"] not in FORMATS or not np.isfinite(centre).all():
         raise WeightError(
-            f"{source.path}: asks for K and V as this model cannot have them ({str(found['format'])[:24]}); compress it again, "
-            "with headrace compress --kv int4"
+            f"{source.path}: asks for K and V as this model cannot have them ({str(stored['format'])[:24]}); compress it "
+            "again, with headrace compress --kv int4"
         )
-    return KVSettings(found["format"], centre)
+    return KVSettings(stored["format"], centre)
 
 
 def _of_folder(path: Path) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def weight_kinds(model: Model, source: WeightSource) -> dict[str, tuple[str, ...
 def input_scales(model: Model, source: WeightSource) -> dict[str, float]:
     """Static scales of int8 inputs that a file has, by holder path."""
     plans = plan(model, source)
-    found = {
+    scales = {
         path: input_scale(source, [part.source for part in plans[f"{path}.weight"]]) for path in weight_kinds(model, source)
     }
-    return {path: scale for path, scale in found.items() if scale is not None}
+    return {path: scale for path, scale in scales.items() if scale is not None}
 
 
 def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource) -> None:

@@ -46,8 +46,8 @@ def given() -> list[Name]:
     """All names, sorted."""
     if find_home() is None:
         return []
-    found = (find(path.stem) for path in sorted(_folder().glob("*.json")))
-    return [name for name in found if name is not None]
+    names = (find(path.stem) for path in sorted(_folder().glob("*.json")))
+    return [name for name in names if name is not None]
 
 
 def save(name: Name) -> None:

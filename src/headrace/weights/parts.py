@@ -89,20 +89,20 @@ def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
 def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
     """Parameter ("layers.3.qkv.weight") -> its parts in row order, by the names of a container (gguf | safetensors)."""
     names = name_map(container, model.config.architecture)
-    made = {}
+    parts_of = {}
     for path, holder in model.holders():
         for field, spec in holder.params().items():
             parts = [(".".join(filter(None, (path, name, field))), (rows, *spec.tail)) for name, rows in spec.parts]
-            made[f"{path}.{field}"] = tuple(_part(names, target, shape, model.config) for target, shape in parts)
-    return made
+            parts_of[f"{path}.{field}"] = tuple(_part(names, target, shape, model.config) for target, shape in parts)
+    return parts_of
 
 
 def stored_as(model: Model, container: str) -> dict[str, list[WeightPart]]:
     """The inverse of `layout`, for writers: stored tensor -> its parts."""
-    made: dict[str, list[WeightPart]] = {}
+    parts_of: dict[str, list[WeightPart]] = {}
     for part in chain.from_iterable(layout(model, container).values()):
-        made.setdefault(part.source, []).append(part)
-    return made
+        parts_of.setdefault(part.source, []).append(part)
+    return parts_of
 
 
 def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]]:
@@ -116,11 +116,11 @@ def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]
     missing = dict.fromkeys(part.source for part in chain.from_iterable(planned.values()) if part.source not in stored)
     if missing:
         raise WeightError(f"{source.path}: {_lacking(list(missing))}")
-    found = {key: tuple(replace(part, source=stored[part.source]) for part in parts) for key, parts in planned.items()}
-    for part in chain.from_iterable(found.values()):
+    planned_parts = {key: tuple(replace(part, source=stored[part.source]) for part in parts) for key, parts in planned.items()}
+    for part in chain.from_iterable(planned_parts.values()):
         _check_shape(part, source)
-    _refuse_surplus(stored, {part.source for part in chain.from_iterable(found.values())}, names, model.config, source)
-    return found
+    _refuse_surplus(stored, {part.source for part in chain.from_iterable(planned_parts.values())}, names, model.config, source)
+    return planned_parts
 
 
 def _lacking(missing: list[str]) -> str:

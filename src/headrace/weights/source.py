@@ -62,10 +62,10 @@ FOREIGN = {
 def foreign(folder: Path) -> str:
     """Message about weights in a format that is not read; empty if there are none."""
     for name, patterns in FOREIGN.items():
-        found = sorted(path for pattern in patterns for path in folder.glob(pattern))
-        if found:
+        files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+        if files:
             return (
-                f"holds {name} weights ({found[0].relative_to(folder)}), which are not read; "
+                f"holds {name} weights ({files[0].relative_to(folder)}), which are not read; "
                 "look for the same model as safetensors or GGUF (the model it was converted from often has them)"
             )
     return ""

@@ -45,10 +45,10 @@ def spread(kept: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """The inverse of `compacted`: [n, k]. Raises ValueError for invalid indices."""
     check_indices(indices)
     nibbles = unpack_fields(indices, 4)
-    made = np.zeros((*nibbles.shape, 4), kept.dtype)
+    dense = np.zeros((*nibbles.shape, 4), kept.dtype)
     places = np.stack([nibbles & 3, nibbles >> 2], axis=2).astype(np.int64)
-    np.put_along_axis(made, places, kept.reshape(*nibbles.shape, 2), 2)
-    return made.reshape(len(made), -1)
+    np.put_along_axis(dense, places, kept.reshape(*nibbles.shape, 2), 2)
+    return dense.reshape(len(dense), -1)
 
 
 def check_indices(indices: np.ndarray) -> None:
@@ -60,12 +60,12 @@ def check_indices(indices: np.ndarray) -> None:
 def sparse_rows(kind: str, kept: np.ndarray, indices: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Rows of S4 or S8, uint8 [n, row bytes]. kept: int8 [n, k / 2]; indices: uint8 [n, k / 8]; scales: float16 [n, k / 32]."""
     n, blocks = scales.shape
-    made = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
-    made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
-    made[:, :, 2:6] = indices.reshape(n, blocks, 4)
+    rows = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
+    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    rows[:, :, 2:6] = indices.reshape(n, blocks, 4)
     offset = kept.reshape(n, blocks, 16).view(np.uint8) + np.uint8(ZEROS[kind])
-    made[:, :, 6:] = offset if kind == "S8" else pack_halves(offset)
-    return made.reshape(n, -1)
+    rows[:, :, 6:] = offset if kind == "S8" else pack_halves(offset)
+    return rows.reshape(n, -1)
 
 
 def from_dense(kind: str, rows: np.ndarray) -> np.ndarray:

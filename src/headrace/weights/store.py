@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreError(ValueError):
-    """The store cannot do the operation. The message is one line that says what to change."""
+    """The store cannot do the operation. The message is one line with the remedy."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):

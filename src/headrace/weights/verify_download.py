@@ -37,7 +37,7 @@ def sha256_of(path: Path) -> str:
 
 def verify_file(path: Path, sha256: str | None, blob: str | None) -> StoredFile | None:
     """Check a file against `sha256`, or if that is None against its git id `blob`; None if it does not match."""
-    size, found = path.stat().st_size, sha256_of(path)
+    size, digest = path.stat().st_size, sha256_of(path)
     if sha256 is None and blob is not None:
         git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
         with path.open("rb") as data:
@@ -45,8 +45,8 @@ def verify_file(path: Path, sha256: str | None, blob: str | None) -> StoredFile 
                 git.update(chunk)
         right = git.hexdigest() == blob
     else:
-        right = sha256 in (None, found)
-    return StoredFile(path.name, size, found) if right else None
+        right = sha256 in (None, digest)
+    return StoredFile(path.name, size, digest) if right else None
 
 
 def one_line(error: object) -> str:

@@ -65,14 +65,14 @@ def write_gguf(
 
 def header(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> bytes:
     """All bytes before the first tensor's."""
-    made = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
+    pieces = [b"GGUF", struct.pack("<IQQ", VERSION, len(tensors), len(entries)), *entries]
     offset = 0
     for info in tensors:
         sizes = info.shape[::-1]  # innermost first
-        made += [_text(info.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
-        made.append(struct.pack("<IQ", TYPE_CODES[info.kind], offset))
+        pieces += [_text(info.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        pieces.append(struct.pack("<IQ", TYPE_CODES[info.kind], offset))
         offset += info.nbytes + -info.nbytes % alignment
-    whole = b"".join(made)
+    whole = b"".join(pieces)
     return whole + bytes(-len(whole) % alignment)
 
 

@@ -1,7 +1,7 @@
 """Cost of a model for each token: bytes, operations and the throughput limits they set. Units: bytes, seconds."""
 
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import inf
 
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -17,11 +17,6 @@ def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
     shape = kv_shape(config)
     number, scale = KV_BITS[kv_dtype]
     return shape.block_bytes(1, 1) * (number + scale / shape.head_dim) / 8
-
-
-def sparse_bytes(bits: float, kept: int = 2, of: int = 4) -> float:
-    """What numbers of so many bits take where `kept` of each `of` are stored, with the places of these, of what all would."""
-    return kept * (bits + ceil(log2(of))) / (of * bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,9 @@ def mxfp4(x: Array, weight: Array | None) -> Array:
         power = np.clip(first + step, LEAST_POWER, MOST_POWER)
         d = np.ldexp(np.float32(1), power)
         rank = np.searchsorted(middles, x / d).astype(np.uint8)
-        found = error(x, d * table[rank], weight)
-        better = found < least
-        best, ranks, least = np.where(better, power, best), np.where(better, rank, ranks), np.where(better, found, least)
+        squares = error(x, d * table[rank], weight)
+        better = squares < least
+        best, ranks, least = np.where(better, power, best), np.where(better, rank, ranks), np.where(better, squares, least)
     scales = (best + 128).astype(np.uint8)
     return np.concatenate([scales[:, None], pack("MXFP4", np.ascontiguousarray(ranks.T))], axis=1)
 
@@ -87,9 +87,9 @@ def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array
     best, values, least = to_half(scales[0]), np.zeros_like(x), np.full(x.shape[1], np.inf, np.float32)
     for scale in map(to_half, scales):
         q = nearest(x * inverse(scale))
-        found = error(x, scale * q, weight)
-        better = found < least
-        best, values, least = np.where(better, scale, best), np.where(better, q, values), np.where(better, found, least)
+        squares = error(x, scale * q, weight)
+        better = squares < least
+        best, values, least = np.where(better, scale, best), np.where(better, q, values), np.where(better, squares, least)
     return best, values
 
 
@@ -110,10 +110,10 @@ def symmetric(x: Array, weight: Array | None, half: int) -> tuple[Array, Array]:
 def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Array]:
     """Scale, minimum and codes in [0, high], uint8 [32, blocks]."""
     low, top = x.min(0), x.max(0)
-    found = best_line(x, weight, high, high + OFFSETS)
+    searched = best_line(x, weight, high, high + OFFSETS)
     best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
     least = np.full_like(low, np.inf)
-    for s, m in (found, ((top - low) / high, low)):
+    for s, m in (searched, ((top - low) / high, low)):
         d, m = to_half(s), to_half(m)
         q = np.clip(np.rint((x - m) * inverse(d)), 0, high)
         miss = error(x, d * q + m, weight)

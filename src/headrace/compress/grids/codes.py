@@ -31,8 +31,8 @@ ENDS = {"Q8_0": (0x81, 0x7F), "MXFP4": (0xFF, 0x77)}  # bytes of the first and l
 def steps(kind: str) -> Array:
     """Position of each code's value between the first (0) and the last (1): float32 [codes], ascending."""
     table = TABLES.get(kind, np.arange(CODES[kind][2], dtype=np.float32))
-    made: Array = (table - table[0]) / (table[-1] - table[0])
-    return made
+    positions: Array = (table - table[0]) / (table[-1] - table[0])
+    return positions
 
 
 def ends(rows: Array, kind: str) -> tuple[Array, Array]:
@@ -42,12 +42,12 @@ def ends(rows: Array, kind: str) -> tuple[Array, Array]:
     """
     nbytes = KINDS[kind].nbytes
     first, last, _ = CODES[kind]
-    found = []
+    values = []
     for code in ENDS.get(kind, (0x00, 0xFF)):
         blocks = rows.reshape(-1, nbytes).copy()
         blocks[:, first:last] = code
-        found.append(dequantize_numpy(blocks.reshape(-1), kind).reshape(len(rows), -1))
-    return found[0], found[1]
+        values.append(dequantize_numpy(blocks.reshape(-1), kind).reshape(len(rows), -1))
+    return values[0], values[1]
 
 
 def with_codes(rows: Array, kind: str, q: Array) -> Array:

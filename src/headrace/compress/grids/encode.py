@@ -98,10 +98,10 @@ def columns(values: Array, size: int, importance: Array | None) -> tuple[Array, 
 
 def _f16(values: Array) -> Array:
     with np.errstate(over="ignore"):
-        made = values.astype("<f2")
-    if np.isinf(made).any():
+        halves = values.astype("<f2")
+    if np.isinf(halves).any():
         raise ValueError("holds numbers beyond 65504, the most that F16 has; write it as BF16 or F32")
-    return made.view(np.uint8)
+    return halves.view(np.uint8)
 
 
 def _bf16(values: Array) -> Array:

@@ -42,8 +42,8 @@ class Uniform:
 
     def values(self, codes: np.ndarray) -> np.ndarray:
         """Numbers of integers: float32, same shape."""
-        made: np.ndarray = self.scale * (codes - self.zero).astype(np.float32)
-        return made
+        numbers: np.ndarray = self.scale * (codes - self.zero).astype(np.float32)
+        return numbers
 
     def snap(self, w: np.ndarray) -> np.ndarray:
         return self.values(self.codes(w))
@@ -69,8 +69,8 @@ class Table:
     def snap(self, w: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.where(self.scale > 0, w / self.scale, 0)
-        made: np.ndarray = self.scale * self.table[np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps)]
-        return made
+        numbers: np.ndarray = self.scale * self.table[np.searchsorted((self.table[1:] + self.table[:-1]) / 2, steps)]
+        return numbers
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         return self.scale * self.table[0], self.scale * self.table[-1]
@@ -112,12 +112,12 @@ def _scale(most: np.ndarray, last: float, scales: str) -> np.ndarray:
     if scales == E8M0:
         power = np.frexp(most)[1] - np.frexp(np.float32(last))[1]
         return np.where(most > 0, np.ldexp(np.float32(1), power), 0)
-    found = most / last
+    scale = most / last
     if scales == E4M3 and most.any():
         table = tables.minifloat("e4m3")
-        unit = found.max() / table[-1]
-        return Table(np.full_like(found, unit), table).snap(found)
-    return found
+        unit = scale.max() / table[-1]
+        return Table(np.full_like(scale, unit), table).snap(scale)
+    return scale
 
 
 def _table(w: np.ndarray, most: np.ndarray, spec: Spec) -> np.ndarray:

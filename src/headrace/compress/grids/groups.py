@@ -41,8 +41,8 @@ def fit(values: Array, of: IntegerFormat, importance: Array | None = None, threa
         check_importance(importance, k)
     step = max(1, CHUNK // k)
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(lambda at: _rows(values[at : at + step], of, importance), range(0, n, step)))
-    return Fitted(*(np.concatenate(part) for part in zip(*found, strict=True)))
+        fitted = list(pool.map(lambda at: _rows(values[at : at + step], of, importance), range(0, n, step)))
+    return Fitted(*(np.concatenate(part) for part in zip(*fitted, strict=True)))
 
 
 def stored(of: IntegerFormat, scale: Array, integers: Array) -> Array:
@@ -86,12 +86,12 @@ def _with_zero(x: Array, weight: Array | None, most: int) -> tuple[Array, Array,
     for cut in CUTS.astype(np.float32):
         scale = to_half((top - low) * (cut / np.float32(most)))
         zero = np.clip(np.rint(-low * cut * inverse(scale)), 0, most)
-        for again in range(2):
+        for refit in range(2):
             q = np.clip(np.rint(x * inverse(scale)), -zero, most - zero)
-            found = error(x, scale * q, weight)
-            better = found < least
+            squares = error(x, scale * q, weight)
+            better = squares < least
             best = [np.where(better, new, old) for new, old in zip((scale, zero, q), best, strict=True)]
-            least = np.where(better, found, least)
-            if not again:
+            least = np.where(better, squares, least)
+            if not refit:
                 scale = to_half(total(weight, q, x) * inverse(total(weight, q, q)))
     return best[0], best[1], best[2]

@@ -33,8 +33,8 @@ def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     mean = float(diagonal.double().mean())
-    taken = torch.arange(len(hessian)) if order is None else order
-    backward = taken.flip(0)
+    columns = torch.arange(len(hessian)) if order is None else order
+    backward = columns.flip(0)
     for attempt in range(TRIES):
         share = damping * TIMES**attempt
         damped = hessian[backward[:, None], backward]
@@ -42,10 +42,10 @@ def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
         if not failed and bool(torch.isfinite(lower.diagonal()).all()):
-            turned = lower.flip(0, 1)  # upper
+            reversed_factor = lower.flip(0, 1)  # upper
             del lower
-            made = torch.eye(len(turned), dtype=turned.dtype)
-            return Upper(torch.linalg.solve_triangular(turned, made, upper=True, out=made), dead, share)
+            factor = torch.eye(len(reversed_factor), dtype=reversed_factor.dtype)
+            return Upper(torch.linalg.solve_triangular(reversed_factor, factor, upper=True, out=factor), dead, share)
     return None
 
 

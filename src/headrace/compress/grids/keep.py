@@ -33,8 +33,8 @@ class Sparsity:
 
 def parse_sparsity(text: str) -> Sparsity:
     """Parse "2:4" (two of four are kept) or "0.5" (half of each row is removed). Raises ValueError."""
-    if found := _PATTERN.fullmatch(text):
-        kept, of = int(found[1]), int(found[2])
+    if match := _PATTERN.fullmatch(text):
+        kept, of = int(match[1]), int(match[2])
         if not 0 < kept < of:
             raise ValueError(f"sparsity {text!r} keeps {kept} of {of}; it takes {EXAMPLES}")
         return Sparsity(1 - kept / of, kept, of)

@@ -48,21 +48,21 @@ def reconstruct(
     """
     k = w.shape[1]
     work = (w if order is None else w[:, order]).t().contiguous()  # columns are contiguous
-    made = torch.empty_like(work)
-    now = work.t()
+    rounded = torch.empty_like(work)
+    current = work.t()
     for first in range(0, k, block):
         last = min(first + block, k)
         spread = torch.empty_like(work[first:last])
         for j in range(first, last):
             column = work[j]
-            kept = None if keep is None else keep.at(j, now, upper)
-            value = column if grids is None else grids.at(j, now)(column)
-            made[j] = value if kept is None else torch.where(kept, value, torch.zeros_like(value))
-            spread[j - first] = (column - made[j]) / upper[j, j]
+            kept = None if keep is None else keep.at(j, current, upper)
+            value = column if grids is None else grids.at(j, current)(column)
+            rounded[j] = value if kept is None else torch.where(kept, value, torch.zeros_like(value))
+            spread[j - first] = (column - rounded[j]) / upper[j, j]
             work[j + 1 : last].addr_(upper[j, j + 1 : last], spread[j - first], alpha=-1)
         work[last:].addmm_(upper[first:last, last:].t(), spread, alpha=-1)
     result = torch.empty_like(w)
-    result[:, slice(None) if order is None else order] = made.t()
+    result[:, slice(None) if order is None else order] = rounded.t()
     return result
 
 

@@ -89,9 +89,7 @@ class _Nearest:
 
 
 def unit_of(w: Array) -> np.float32:
-    """The power of two of a matrix. The largest scale is at most half of E4M3's maximum, so that it may grow in the column
-    loop.
-    """
+    """The power of two of a matrix. The largest scale is at most half of E4M3's maximum: it may grow in the column loop."""
     power = np.frexp(np.abs(w).max() / (VALUES[-1] * E4M3[-1]))[1]
     return np.ldexp(np.float32(1), power + 1)
 
@@ -119,7 +117,7 @@ def _fit(w: Array, unit: np.float32, importance: Array | None) -> Array:
     best, least = np.full_like(top, unit), np.full_like(top, np.inf)
     for end in ENDS:
         scale = E4M3[np.maximum(np.searchsorted(BETWEEN, top / (np.float32(end) * unit)), 1)] * unit
-        found = error(x, scale * VALUES[np.searchsorted(MIDDLES, x / scale)], weight)
-        better = found < least
-        best, least = np.where(better, scale, best), np.where(better, found, least)
+        squares = error(x, scale * VALUES[np.searchsorted(MIDDLES, x / scale)], weight)
+        better = squares < least
+        best, least = np.where(better, scale, best), np.where(better, squares, least)
     return best[: w.size // GROUP].reshape(len(w), -1)

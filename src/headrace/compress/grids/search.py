@@ -28,8 +28,8 @@ def to_half(values: Array) -> Array:
 def inverse(scale: Array) -> Array:
     """1 / scale, or 0 if that is not finite: a scale of 0 belongs to zeros."""
     with np.errstate(divide="ignore", over="ignore"):
-        made = np.float32(1) / scale
-    return np.where(np.isfinite(made), made, np.float32(0)).astype(np.float32, copy=False)
+        inverted = np.float32(1) / scale
+    return np.where(np.isfinite(inverted), inverted, np.float32(0)).astype(np.float32, copy=False)
 
 
 def integers(low: int, high: int) -> Nearest:
@@ -71,9 +71,9 @@ def best_scale(x: Array, weight: Array | None, nearest: Nearest, ends: Sequence[
         wq = q if weight is None else weight * q
         xq, qq = total(None, wq, x), total(None, wq, q)
         scale = xq * inverse(qq)
-        found = xq * scale  # reduction of the error, compared with zeros
-        better = found > gain
-        best, gain = np.where(better, scale, best), np.where(better, found, gain)
+        reduction = xq * scale  # reduction of the error, compared with zeros
+        better = reduction > gain
+        best, gain = np.where(better, scale, best), np.where(better, reduction, gain)
     return best
 
 
@@ -90,10 +90,10 @@ def best_line(x: Array, weight: Array | None, high: int, steps: Array, most: flo
         s, m = inverse(np.float32(step) * span), low
         for _ in range(2):
             q = np.clip(np.rint((x - m) * inverse(s)), 0, high)
-            s, m, found = line(x, q, weight, most)
-            better = found > gain
+            s, m, reduction = line(x, q, weight, most)
+            better = reduction > gain
             best = [np.where(better, new, old) for new, old in zip((s, m), best, strict=True)]
-            gain = np.where(better, found, gain)
+            gain = np.where(better, reduction, gain)
     return best[0], best[1]
 
 

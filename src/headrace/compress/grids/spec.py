@@ -63,10 +63,10 @@ def parse(text: str) -> Spec:
     if text.upper() in WRITTEN:
         return Spec("kind", kind=text.upper())
     words = text.lower().split("-")
-    found = _GRID.fullmatch(words[0])
-    if found is None:
+    match = _GRID.fullmatch(words[0])
+    if match is None:
         raise ValueError(unknown(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
-    family, bits = (found[1], int(found[2])) if found[1] else (found[3], FLOATS[found[3]])
+    family, bits = (match[1], int(match[2])) if match[1] else (match[3], FLOATS[match[3]])
     if family == "nf" and bits != 4:
         raise ValueError(f"{text!r}: quantiles of the normal distribution are known in 4 bits only: nf4")
     group: int | None = 0

@@ -66,11 +66,11 @@ def _scales(x: Array, weight: Array | None, half: int, most: int) -> tuple[Array
     wanted = best_scale(x, weight, nearest, ends(-half, half - 1)).reshape(-1, 16)
     d = to_half(largest(wanted.T) / -most)
     best: list[Array] = []
-    for again in range(ROUNDS + 1):
+    for refit in range(ROUNDS + 1):
         scales = np.clip(np.rint(wanted * inverse(d)[:, None]), -most, most - 1)
         scales, q, miss = _nearby(x, weight, d, scales, most, nearest)
         best = _better(best, [d, scales, q], _summed(miss, 16))
-        if again < ROUNDS:
+        if refit < ROUNDS:
             steps = scales.reshape(-1) * q
             xs, ss = (_summed(total(weight, steps, by), 16) for by in (x, steps))
             d = to_half(np.where(ss > 0, xs * inverse(ss), d))
@@ -100,12 +100,12 @@ def _lines(x: Array, weight: Array | None, high: int, most: int, groups: int) ->
     s, m = (one.reshape(-1, groups) for one in best_line(x, weight, high, high + OFFSETS, most=0.0))
     d, dm = to_half(s.max(1) / most), to_half(-m.min(1) / most)
     best: list[Array] = []
-    for again in range(ROUNDS + 1):
+    for refit in range(ROUNDS + 1):
         sc = np.clip(np.rint(s * inverse(d)[:, None]), 0, most)
         mn = np.clip(np.rint(-m * inverse(dm)[:, None]), 0, most)
         sc, mn, q, miss = _nearby_lines(x, weight, (d, dm), (sc, mn), (high, most))
         best = _better(best, [d, dm, sc, mn, q], _summed(miss, groups))
-        if again < ROUNDS:
+        if refit < ROUNDS:
             d, dm = _units(x, weight, sc, mn, q, (d, dm))
             s, m, _ = (one.reshape(-1, groups) for one in line(x, q, weight, most=0.0))
     d, dm, sc, mn, q = best[:-1]
@@ -146,8 +146,8 @@ def _units(x: Array, weight: Array | None, sc: Array, mn: Array, q: Array, old: 
 
 def _summed(groups: Array, count: int) -> Array:
     """Sums over the `count` groups of each super-block, in order: numpy's order depends on their number."""
-    made: Array = reduce(np.add, groups.reshape(-1, count).T)
-    return made
+    sums: Array = reduce(np.add, groups.reshape(-1, count).T)
+    return sums
 
 
 def _better(best: list[Array], new: list[Array], miss: Array) -> list[Array]:
@@ -156,13 +156,13 @@ def _better(best: list[Array], new: list[Array], miss: Array) -> list[Array]:
     if not best:
         return new
     wins = miss < best[-1]
-    made = []
+    chosen = []
     for one, old in zip(new, best, strict=True):
         if one.shape[0] == len(wins):
-            made.append(np.where(wins.reshape(-1, *(1,) * (one.ndim - 1)), one, old))
+            chosen.append(np.where(wins.reshape(-1, *(1,) * (one.ndim - 1)), one, old))
         else:  # [size, groups]
-            made.append(np.where(wins.repeat(one.shape[1] // len(wins)), one, old))
-    return made
+            chosen.append(np.where(wins.repeat(one.shape[1] // len(wins)), one, old))
+    return chosen
 
 
 def _six_bits(sc: Array, mn: Array) -> Array:

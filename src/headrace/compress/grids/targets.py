@@ -90,8 +90,8 @@ class Blocks:
         return 0 if self.kind in TABLES else CODES[self.kind][2] - 1
 
     def ends(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = ends(rows, self.kind)
-        return np.minimum(*found), np.maximum(*found)
+        limits = ends(rows, self.kind)
+        return np.minimum(*limits), np.maximum(*limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class Groups:
         return self.integers.kind
 
     def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:
-        found = fit(w, self.integers, importance, threads)
-        return stored(self.integers, found.scale, found.integers)
+        fitted = fit(w, self.integers, importance, threads)
+        return stored(self.integers, fitted.scale, fitted.integers)
 
     def grids(
         self, w: np.ndarray, importance: np.ndarray | None, *, rows: np.ndarray | None, order: Tensor | None, threads: int
@@ -129,8 +129,8 @@ class Groups:
         groups = of.groups(k)
         least = of.range[0] if of.symmetric else np.minimum(values.reshape(n, groups, -1).min(2), 0).astype(np.float32)
         scale = scales.reshape(n, groups, -1)[:, :, 0].astype(np.float32)
-        found = [np.repeat(scale * end, k // groups, axis=1) for end in (least, least + self.steps)]
-        return np.minimum(*found), np.maximum(*found)
+        limits = [np.repeat(scale * end, k // groups, axis=1) for end in (least, least + self.steps)]
+        return np.minimum(*limits), np.maximum(*limits)
 
 
 def target(name: str) -> Target:

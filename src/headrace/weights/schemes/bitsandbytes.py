@@ -104,5 +104,5 @@ class BitsAndBytesReader(SchemeReader):
             return stored.astype(np.float32)
         table, outer = (self._stored.array(matrix, f"weight.nested_{name}") for name in ("quant_map", "absmax"))
         each = outer[np.arange(stored.size) // state["nested_blocksize"]]
-        found: np.ndarray = table[stored] * each + np.float32(state["nested_offset"])
-        return found
+        absmax: np.ndarray = table[stored] * each + np.float32(state["nested_offset"])
+        return absmax

@@ -156,16 +156,16 @@ class CompressedTensorsReader(SchemeReader):
         stored.shape(matrix, "compressed", (kind,), (n, k // 2))
         stored.shape(matrix, "bitmask", ("U8",), (n, k // 8))
         if stored.has(matrix, "weight_scale"):
-            found = self._measure_plain(matrix, kind, (n, k))
-            if found[0] == "Q8_0":
-                return "S8", found[1], f"2:4, {found[2]}"
+            measured = self._measure_plain(matrix, kind, (n, k))
+            if measured[0] == "Q8_0":
+                return "S8", measured[1], f"2:4, {measured[2]}"
             if kind == "I8":
                 raise stored.error(matrix, "is 2:4 with zero points, which is not read; take a symmetric checkpoint")
         elif kind in SCALES:
-            found = "F32", (n, k), kind
+            measured = "F32", (n, k), kind
         else:
             raise stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
-        return found[0], found[1], f"2:4 (zeros are written out), {found[2]}"
+        return measured[0], measured[1], f"2:4 (zeros are written out), {measured[2]}"
 
     def _integer_kind(self, matrix: str, bits: int, n: int, k: int) -> tuple[str, tuple[int, int], str]:
         stored, groups = self._stored, self._groups(matrix)
@@ -235,9 +235,9 @@ class CompressedTensorsReader(SchemeReader):
         if not self._stored.has(matrix, "bitmask"):
             return self._stored.array(matrix, "weight")
         values, chosen = self._chosen(matrix, 0, n)
-        made = np.zeros(chosen.shape, values.dtype)
-        made[chosen] = values.reshape(-1)
-        return made
+        dense = np.zeros(chosen.shape, values.dtype)
+        dense[chosen] = values.reshape(-1)
+        return dense
 
     def _chosen(self, matrix: str, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers that 2:4 keeps [rows, k / 2], and their places: bool [rows, k]."""

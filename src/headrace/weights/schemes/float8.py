@@ -1,4 +1,4 @@
-"""Numbers of eight bits with scales: E4M3 (no infinities) and E5M2, as torch and safetensors have them."""
+"""8-bit floats with scales: E4M3 (without infinities) and E5M2 (arXiv 2209.05433), as torch and safetensors have them."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from headrace.weights.schemes.base import SCALES, StoredTensors
 
 
 def _values(exponent: int, bias: int, least_nan: int) -> np.ndarray:
-    """All 256 as float32; from `least_nan` on, without the sign, they are NaN."""
+    """All 256 codes as float32; codes from `least_nan` on (without the sign bit) are NaN."""
     codes = np.arange(256)
     fraction_bits = 7 - exponent
     power = codes >> fraction_bits & ((1 << exponent) - 1)
@@ -17,11 +17,11 @@ def _values(exponent: int, bias: int, least_nan: int) -> np.ndarray:
 
 
 KINDS = ("F8_E4M3", "F8_E5M2")
-VALUES = {"F8_E4M3": _values(4, 7, 0x7F), "F8_E5M2": _values(5, 15, 0x7C)}  # infinities are no weights either
+VALUES = {"F8_E4M3": _values(4, 7, 0x7F), "F8_E5M2": _values(5, 15, 0x7C)}  # infinities are invalid, too
 
 
 def check_scale(stored: StoredTensors, matrix: str, field: str, n: int, k: int) -> None:
-    """Raise WeightError unless there is one scale, one a row, or one for each block of the matrix."""
+    """Raise WeightError unless a field holds one scale, one for each row, or one for each block of a matrix [n, k]."""
     shape = stored.info(matrix, field).shape
     counts = zip(shape, (n, k), strict=len(shape) == 2)
     blocks = len(shape) == 2 and all(-(-size // _block(size, count)) == count for count, size in counts)
@@ -29,14 +29,17 @@ def check_scale(stored: StoredTensors, matrix: str, field: str, n: int, k: int) 
 
 
 def scales(stored: StoredTensors, matrix: str, field: str, n: int, k: int) -> np.ndarray:
-    """float32 that multiplies [n, k]. A block has the least power of two of rows and columns with which they are so many."""
-    found = stored.floats(matrix, field)
-    if found.size == 1:
-        return found.reshape(1, 1)
-    if found.ndim == 1 or found.shape == (n, 1):
-        return found.reshape(n, 1)
-    rows, columns = (_block(size, count) for size, count in zip((n, k), found.shape, strict=True))
-    return found.repeat(rows, 0)[:n].repeat(columns, 1)[:, :k]
+    """Scales as float32 that broadcasts to [n, k].
+
+    Block sizes are the least powers of two of rows and columns that give the stored number of blocks.
+    """
+    stored_scales = stored.floats(matrix, field)
+    if stored_scales.size == 1:
+        return stored_scales.reshape(1, 1)
+    if stored_scales.ndim == 1 or stored_scales.shape == (n, 1):
+        return stored_scales.reshape(n, 1)
+    rows, columns = (_block(size, count) for size, count in zip((n, k), stored_scales.shape, strict=True))
+    return stored_scales.repeat(rows, 0)[:n].repeat(columns, 1)[:, :k]
 
 
 def _block(size: int, count: int) -> int:

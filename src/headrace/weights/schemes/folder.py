@@ -1,4 +1,4 @@
-"""QuantizedFolder: a folder that others have compressed, as a WeightSource whose matrices are rows of a kind."""
+"""QuantizedFolder: a folder in a scheme of quantized weights, as a WeightSource whose matrices are rows of a kind."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,10 +31,10 @@ SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {
 
 
 class QuantizedFolder:
-    """A folder and the scheme that reads its matrices; what is not a matrix is the folder's.
+    """A safetensors folder and the scheme that reads its matrices; other tensors are read by the folder.
 
-    `config` is that of the folder without quantization_config, which says nothing of the model; `activations` how that asks for
-    them to be rounded.
+    config: config.json without quantization_config. activations: rounding of inputs that it asks for ("auto", "token",
+    "tensor").
     """
 
     format: Literal["gguf", "safetensors"] = "safetensors"
@@ -57,51 +57,51 @@ class QuantizedFolder:
         return list(dict.fromkeys(self._of.get(name, name) for name in self._folder.names()))
 
     def info(self, name: str) -> TensorInfo:
-        """Shape and format of a tensor. Raises WeightError when there is none of that name."""
+        """Shape and kind of a tensor. Raises WeightError if there is none of that name."""
         matrix = self.scheme.matrices.get(name)
         return self._folder.info(name) if matrix is None else matrix.info
 
     def stored_bytes(self, name: str) -> int:
-        """What a tensor takes in the file."""
+        """Bytes of a tensor in the file."""
         matrix = self.scheme.matrices.get(name)
         return sum(self._folder.info(part).nbytes for part in ([name] if matrix is None else matrix.stored))
 
     def raw(self, name: str) -> np.ndarray:
-        """The rows of a kind: uint8 [rows, row_bytes], of a matrix made anew. Raises WeightError."""
+        """Rows of a kind, uint8 [rows, row bytes]; of a quantized matrix decoded into a new array. Raises WeightError."""
         return self.scheme.rows(name) if name in self.scheme.matrices else self._folder.raw(name)
 
     def columns(self, name: str) -> np.ndarray | None:
-        """As the protocol has it."""
+        """Column order of a matrix with act-order, or None."""
         return self.scheme.columns(name) if name in self.scheme.matrices else None
 
     def mapped(self, name: str) -> bool:
-        """Whether the rows lie in a mapped file."""
+        """True if the rows are in a mapped file."""
         return name not in self.scheme.matrices
 
     def release(self, name: str) -> None:
-        """A tensor has been read for good: its pages need not stay in memory. It can still be read."""
+        """Drop a tensor's pages from memory; it can still be read."""
         matrix = self.scheme.matrices.get(name)
         for part in [name] if matrix is None else matrix.stored:
             self._folder.release(part)
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         self._folder.close()
 
 
 def input_scale(source: WeightSource, names: Iterable[str]) -> float | None:
-    """The scale that int8 inputs of matrices have in a file, the largest of these; None where it has none for one of them."""
+    """Largest static input scale of matrices; None if one of them has none."""
     if not isinstance(source, QuantizedFolder):
         return None
-    found = [None if (one := source.scheme.matrices.get(name)) is None else one.input_scale for name in names]
-    known = [scale for scale in found if scale is not None]
-    return max(known) if known and len(known) == len(found) else None
+    scales = [None if (one := source.scheme.matrices.get(name)) is None else one.input_scale for name in names]
+    known = [scale for scale in scales if scale is not None]
+    return max(known) if known and len(known) == len(scales) else None
 
 
 def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
-    """A folder with safetensors, compressed or not. Raises WeightError.
+    """Open a folder with safetensors, quantized or not. Raises WeightError.
 
-    A scheme that is not known leaves the folder as it is: whoever reads the model's numbers refuses it by name.
+    A folder with an unknown quant_method opens as a plain one; reading the model's config then refuses it by name.
     """
     folder = SafetensorsFolder(path)
     settings = folder.config.get(SETTINGS)

@@ -31,10 +31,10 @@ def kind_of(bits: int, low: int, high: int, group: int) -> str:
     """
     if bits <= 4 and group and group % POINTS["G4_128"] == 0:
         return "G4_128"
-    found = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "")
-    if bits <= 4 and found != "Q4_0":
+    narrowest = next((kind for kind, (least, most) in RANGES.items() if least <= low and high <= most), "")
+    if bits <= 4 and narrowest != "Q4_0":
         return "G4_32"
-    return found or ("G8_128" if group and group % WIDE["G8_128"] == 0 else "G8_32")
+    return narrowest or ("G8_128" if group and group % WIDE["G8_128"] == 0 else "G8_32")
 
 
 def grouped_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -54,17 +54,17 @@ def integer_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarra
     if kind in POINTS:
         return _point_rows(kind, values, scales)
     n, blocks = scales.shape
-    made = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
-    made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    rows = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
+    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
     offset = values.reshape(n, blocks, BLOCK).view(np.uint8)
     if kind == "Q8_0":
-        made[:, :, 2:] = offset
-        return made.reshape(n, -1)
+        rows[:, :, 2:] = offset
+        return rows.reshape(n, -1)
     offset = offset + np.uint8(-RANGES[kind][0])
     if kind == "Q5_0":
-        made[:, :, 2:6] = np.packbits(offset >> 4, axis=2, bitorder="little")
-    made[:, :, -16:] = pack_halves(offset & 15)
-    return made.reshape(n, -1)
+        rows[:, :, 2:6] = np.packbits(offset >> 4, axis=2, bitorder="little")
+    rows[:, :, -16:] = pack_halves(offset & 15)
+    return rows.reshape(n, -1)
 
 
 def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -78,21 +78,21 @@ def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     codes = groups.astype(np.int16) + zeros[:, :, None]
     if codes.size and (codes.max() > 15 or zeros.max() > MOST_POINT):
         raise ValueError("a group has integers that 4 bits and a zero point do not hold")
-    made = np.empty((*zeros.shape, KINDS[kind].nbytes), np.uint8)
-    made[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(*zeros.shape, 2)
-    made[:, :, 2] = zeros
+    rows = np.empty((*zeros.shape, KINDS[kind].nbytes), np.uint8)
+    rows[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(*zeros.shape, 2)
+    rows[:, :, 2] = zeros
     nibbles = pack_halves(codes.astype(np.uint8).reshape(n, -1, BLOCK))
-    made[:, :, 3:] = nibbles.reshape(*zeros.shape, -1)
-    return made.reshape(n, -1)
+    rows[:, :, 3:] = nibbles.reshape(*zeros.shape, -1)
+    return rows.reshape(n, -1)
 
 
 def _wide_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
     n, each = len(codes), WIDE[kind] // BLOCK
-    made = np.empty((n, codes.shape[1] // WIDE[kind], KINDS[kind].nbytes), np.uint8)
-    made[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(n, -1, 2)
-    made[:, :, 2] = zeros[:, ::each]
-    made[:, :, 3:] = codes.reshape(n, -1, WIDE[kind])
-    return made.reshape(n, -1)
+    rows = np.empty((n, codes.shape[1] // WIDE[kind], KINDS[kind].nbytes), np.uint8)
+    rows[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(n, -1, 2)
+    rows[:, :, 2] = zeros[:, ::each]
+    rows[:, :, 3:] = codes.reshape(n, -1, WIDE[kind])
+    return rows.reshape(n, -1)
 
 
 def row_integers(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,19 +117,19 @@ def table_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Rows of NF4 or FP4. codes: uint8 [n, k] below 16; scales: float16 [n, k / 32]."""
     n, blocks = scales.shape
     each = codes.reshape(n, blocks, BLOCK)
-    made = np.empty((n, blocks, KINDS["NF4"].nbytes), np.uint8)
-    made[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
-    made[:, :, 2:] = pack_halves(each)
-    return made.reshape(n, -1)
+    rows = np.empty((n, blocks, KINDS["NF4"].nbytes), np.uint8)
+    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    rows[:, :, 2:] = pack_halves(each)
+    return rows.reshape(n, -1)
 
 
 def mxfp4_rows(pack_fields: np.ndarray, powers: np.ndarray) -> np.ndarray:
     """Rows of MXFP4, uint8 [n, row bytes]. packed: uint8 [n, k / 2], two neighbours a byte. powers: uint8 [n, k / 32]."""
     codes = unpack_fields(np.ascontiguousarray(pack_fields), 4).reshape(*powers.shape, BLOCK)
-    made = np.empty((*powers.shape, KINDS["MXFP4"].nbytes), np.uint8)
-    made[:, :, 0] = powers
-    made[:, :, 1:] = pack_halves(codes)
-    return made.reshape(len(powers), -1)
+    rows = np.empty((*powers.shape, KINDS["MXFP4"].nbytes), np.uint8)
+    rows[:, :, 0] = powers
+    rows[:, :, 1:] = pack_halves(codes)
+    return rows.reshape(len(powers), -1)
 
 
 def map_rows(n: int, make: Callable[[int, int], np.ndarray]) -> np.ndarray:

@@ -95,19 +95,19 @@ def _scales(values: np.ndarray, unit: np.float32 | None) -> np.ndarray:
     """
     sizes = np.abs(values).reshape(len(values), -1, GROUPS[NVFP4])
     top = sizes.max(2)
-    found = np.where(top > 0, np.float32(np.nan), np.float32(0) if unit is None else unit)
+    least = np.where(top > 0, np.float32(np.nan), np.float32(0) if unit is None else unit)
     for size in LARGEST:
         scale = top / size
         bits = np.frexp(scale)[0] * 16
-        fits = np.isnan(found) & (bits == np.floor(bits))
+        fits = np.isnan(least) & (bits == np.floor(bits))
         if unit is not None:
             fits &= np.isin(scale, E4M3 * unit)
         over = sizes[fits] / scale[fits][:, None]
         fits[fits] = (E2M1[np.minimum(np.searchsorted(E2M1[:8], over), 7)] == over).all(1)
-        found = np.where(fits, scale, found)
-    if np.isnan(found).any():
+        least = np.where(fits, scale, least)
+    if np.isnan(least).any():
         raise ValueError("holds groups that are no numbers of 4 bits times a scale of E4M3")
-    return found
+    return least
 
 
 def _mxfp4_parts(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
