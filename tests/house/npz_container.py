@@ -5,7 +5,6 @@ from typing import Self
 
 import numpy as np
 
-from headrace.compress.budget import Ladder, gguf_ladder
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.plan import CompressionPlan, new_report, parts_by_target
 from headrace.models.registry import describe
@@ -50,20 +49,6 @@ class NpzPlan(CompressionPlan):
     def infos(self, name: str) -> list[TensorInfo]:
         shape, (block, nbytes) = self.stored[name][0].stored, KINDS[self.formats[name]]
         return [TensorInfo(name, shape, self.formats[name], int(np.prod(shape)) // block * nbytes)]
-
-    def file_bytes(self) -> int:
-        return sum(info.nbytes for info in self.tensors)
-
-    def is_pruned(self, name: str) -> bool:
-        return False
-
-    def pass_formats(self) -> dict[str, str]:
-        rounded = {name for name, format in self.formats.items() if format != "F32"}
-        return {part.target: self.formats[name] for name in rounded for part in self.stored[name]}
-
-    @property
-    def ladder(self) -> Ladder:
-        return gguf_ladder
 
     def write(self, path: Path, chunks: Chunks) -> None:
         pieces: dict[str, list[np.ndarray]] = {}

@@ -119,7 +119,7 @@ def slips() -> dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]]:
     """Broken encoders, each with its kind: what the tests above must find."""
     one = superblocks
     return {
-        "nibbles in turn": ("Q4_0", lambda m: m.setattr(codes, "_nibbles", nibbles_in_turn)),
+        "nibbles in turn": ("Q4_0", lambda m: m.setattr(codes, "pack_halves", nibbles_in_turn)),
         "no high bits of scales": ("Q4_K", lambda m: m.setattr(one, "_six_bits", lambda s, n: one_six_bits(s & 15, n & 15))),
         "scale and minimum swapped": ("Q5_K", lambda m: m.setattr(one, "_six_bits", lambda s, n: one_six_bits(n, s))),
         "a search of one scale": ("Q4_0", lambda m: m.setattr(blocks, "OFFSETS", np.zeros(1))),

@@ -1,5 +1,6 @@
 """Interface of compression methods: a layer of the model with the statistics of its inputs."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log10
@@ -8,8 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from headrace.data.config import LayerConfig
+from headrace.models.layers.holder import Allocator
 from headrace.models.layers.linear import Linear
 
 HELD = 8  # every eighth text is held out: errors are also measured on these texts
@@ -192,6 +195,24 @@ class Visit:
             return values[:, None]
         share = self.layer.heads // self.layer.kv_heads
         return values.view(self.layer.kv_heads, share, -1).transpose(1, 2).reshape(-1, share)
+
+
+class InputObserver(ABC):
+    """LinearMethod that shows its inputs to `observe` and multiplies as usual. It is set on layers that are already filled."""
+
+    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
+        raise AssertionError("set on filled layers only")
+
+    def finish(self, layer: Any) -> None:
+        raise AssertionError("set on filled layers only")
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.observe(x)
+        return linear(x, layer.weight, bias)
+
+    @abstractmethod
+    def observe(self, x: Tensor) -> None:
+        """Inputs [rows, k] of one multiplication."""
 
 
 class Compressor(Protocol):

@@ -6,18 +6,16 @@ angle for each rotary pair, which commutes with the rotary embedding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headrace.compress.base import Matrix, Visit
+from headrace.compress.base import InputObserver, Matrix, Visit
 from headrace.compress.cutting import consumer, part_fields, producers
 from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.compress.structure import ALIGNED, FIRST
 from headrace.data.config import LayerConfig, RopeConfig
-from headrace.models.layers.holder import Allocator
 from headrace.models.layers.linear import Linear
 
 ROUNDS = 3
@@ -139,20 +137,13 @@ def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
     return whole.view(-1, head_dim, whole.shape[1])
 
 
-class InputCapture:
-    """LinearMethod that keeps its last input."""
+class InputCapture(InputObserver):
+    """Keeps the last input of a linear layer."""
 
     rows: Tensor
 
-    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
-        raise AssertionError("a layer is read when it is there")
-
-    def finish(self, layer: Any) -> None:
-        raise AssertionError("a layer is read when it is there")
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def observe(self, x: Tensor) -> None:
         self.rows = x
-        return linear(x, layer.weight, bias)
 
 
 def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:

@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from headrace.compress.base import HELD, Inputs, Matrix, Visit
+from headrace.compress.base import HELD, InputObserver, Inputs, Matrix, Visit
 from headrace.compress.scale_mappings import scale_mappings
 from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
-from headrace.models.layers.holder import Allocator
 from headrace.models.layers.linear import Linear
 from headrace.ops.context import Context
 from headrace.runner.record import record
@@ -26,22 +24,15 @@ TOGETHER = 8  # texts in a chunk
 LIBRARIES = 48 << 20  # bytes that torch and its libraries allocate when they first compute
 
 
-class InputRecorder:
-    """LinearMethod that adds its inputs to `inputs` and multiplies as usual."""
+class InputRecorder(InputObserver):
+    """Adds the inputs of a linear layer to `inputs`."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.held = False  # the current rows are of held-out texts
 
-    def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
-        raise AssertionError("a layer is watched when it is there")
-
-    def finish(self, layer: Any) -> None:
-        raise AssertionError("a layer is watched when it is there")
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    def observe(self, x: Tensor) -> None:
         self.inputs.add(x, self.held)
-        return linear(x, layer.weight, bias)
 
 
 class LayerPass:

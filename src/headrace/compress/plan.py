@@ -27,7 +27,7 @@ from headrace.data.progress import Progress
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.dequant import dequantize
-from headrace.weights.kinds import KINDS
+from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan
@@ -96,25 +96,26 @@ class CompressionPlan(ABC):
         """The tensors of the file that a tensor of the model becomes."""
 
     @abstractmethod
-    def file_bytes(self) -> int:
-        """Size of OUT in bytes."""
-
-    @abstractmethod
-    def is_pruned(self, name: str) -> bool:
-        """True if the pipeline sets weights of this tensor to 0."""
-
-    @abstractmethod
-    def pass_formats(self) -> dict[str, str]:
-        """Format of every parameter part that the calibration pass rounds."""
-
-    @property
-    @abstractmethod
-    def ladder(self) -> Ladder:
-        """Formats that a byte budget chooses from, by row width."""
-
-    @abstractmethod
     def write(self, path: Path, chunks: Chunks) -> None:
         """Write settings and tensors to `path`, which gets its name when it is complete."""
+
+    def file_bytes(self) -> int:
+        """Size of OUT in bytes."""
+        return sum(info.nbytes for info in self.tensors)
+
+    def is_pruned(self, name: str) -> bool:
+        """True if the pipeline sets weights of this tensor to 0."""
+        return False
+
+    def pass_formats(self) -> dict[str, str]:
+        """Format of every parameter part that the calibration pass rounds: the parts of layers that do not stay floats."""
+        formats = {part.target: kind for name, kind in self.formats.items() for part in self.stored.get(name, ())}
+        return {part: kind for part, kind in formats.items() if part.startswith("layers.") and kind not in FLOATS}
+
+    @property
+    def ladder(self) -> Ladder:
+        """Formats that a byte budget chooses from, by row width; none unless the container has several."""
+        return lambda width: ()
 
     @property
     def tensors(self) -> list[TensorInfo]:

@@ -70,3 +70,10 @@ def join_planes(values: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `split_planes`: [..., count, bytes] as [..., bytes]."""
     shifts = np.arange(values.shape[-2], dtype=np.uint8)[:, None] * np.uint8(bits)
     return np.bitwise_or.reduce(values << shifts, axis=-2)
+
+
+def blocks_with_scales(scales: np.ndarray, nbytes: int) -> np.ndarray:
+    """Blocks [n, blocks, nbytes] that start with their scales, float16 [n, blocks]; all other bytes are unset."""
+    blocks = np.empty((*scales.shape, nbytes), np.uint8)
+    blocks[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(*scales.shape, 2)
+    return blocks

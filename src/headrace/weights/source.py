@@ -2,11 +2,14 @@
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import IO, Literal, Protocol
 
 import numpy as np
+
+Chunks = Iterable[tuple[str, np.ndarray]]  # tensor name, bytes
 
 
 class WeightError(ValueError):
@@ -131,3 +134,19 @@ class WeightSource(Protocol):
     def close(self) -> None:
         """Unmap the file; existing views stay valid until they are dropped."""
         ...
+
+
+def write_chunks(file: IO[bytes], tensors: Sequence[TensorInfo], chunks: Chunks, alignment: int = 1) -> None:
+    """Write the tensors' bytes in order, each padded to `alignment` bytes. Raises ValueError if the chunks do not fit them."""
+    left = {info.name: info.nbytes for info in tensors}
+    order = list(left)
+    for name, data in chunks:
+        if not order or name != order[0] or data.nbytes > left[name]:
+            raise ValueError(f"bytes of tensor {name!r} do not fit the file's header")
+        file.write(np.ascontiguousarray(data).data)
+        left[name] -= data.nbytes
+        if not left[name]:
+            file.write(bytes(-file.tell() % alignment))
+            order.pop(0)
+    if order:
+        raise ValueError(f"bytes of tensor {order[0]!r} are missing")

@@ -6,7 +6,7 @@ first four neighbours, as in NVIDIA's sparse tensor cores. If fewer than two are
 
 import numpy as np
 
-from headrace.weights.bits import pack_halves, pack_pairs, unpack_fields, unpack_halves
+from headrace.weights.bits import blocks_with_scales, pack_halves, pack_pairs, unpack_fields, unpack_halves
 from headrace.weights.kinds import KINDS
 
 INDICES = np.array([0x4, 0x8, 0x9, 0xC, 0xD, 0xE], np.uint8)  # valid pairs of indices
@@ -60,8 +60,7 @@ def check_indices(indices: np.ndarray) -> None:
 def sparse_rows(kind: str, kept: np.ndarray, indices: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Rows of S4 or S8, uint8 [n, row bytes]. kept: int8 [n, k / 2]; indices: uint8 [n, k / 8]; scales: float16 [n, k / 32]."""
     n, blocks = scales.shape
-    rows = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
-    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    rows = blocks_with_scales(scales, KINDS[kind].nbytes)
     rows[:, :, 2:6] = indices.reshape(n, blocks, 4)
     offset = kept.reshape(n, blocks, 16).view(np.uint8) + np.uint8(ZEROS[kind])
     rows[:, :, 6:] = offset if kind == "S8" else pack_halves(offset)

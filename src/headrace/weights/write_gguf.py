@@ -5,20 +5,19 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from headrace.weights.gguf import DEFAULT_ALIGNMENT, TYPE_NAMES
 from headrace.weights.gguf_metadata import ARRAY, BOOL, SCALAR_TYPES, STRING
-from headrace.weights.source import TensorInfo
+from headrace.weights.source import Chunks, TensorInfo, write_chunks
 
 VERSION = 3
 TYPE_CODES = {name: code for code, name in TYPE_NAMES.items()}
 UINT32, INT32, FLOAT32 = 4, 5, 6
-Chunks = Iterable[tuple[str, np.ndarray]]  # tensor name, bytes
 
 
 def entry(key: str, value: Any) -> bytes:
@@ -55,7 +54,7 @@ def write_gguf(
     try:
         with part.open("wb") as file:
             file.write(header(entries, tensors, alignment))
-            _write_tensors(file, tensors, chunks, alignment)
+            write_chunks(file, tensors, chunks, alignment)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -79,21 +78,6 @@ def header(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: i
 def file_size(entries: Sequence[bytes], tensors: Sequence[TensorInfo], alignment: int = DEFAULT_ALIGNMENT) -> int:
     """Size of the file in bytes, before it is written."""
     return len(header(entries, tensors, alignment)) + sum(info.nbytes + -info.nbytes % alignment for info in tensors)
-
-
-def _write_tensors(file: IO[bytes], tensors: Sequence[TensorInfo], chunks: Chunks, alignment: int) -> None:
-    left = {info.name: info.nbytes for info in tensors}
-    order = list(left)
-    for name, data in chunks:
-        if not order or name != order[0] or data.nbytes > left[name]:
-            raise ValueError(f"bytes of tensor {name!r} do not fit the file's header")
-        file.write(np.ascontiguousarray(data).data)
-        left[name] -= data.nbytes
-        if not left[name]:
-            file.write(bytes(-file.tell() % alignment))
-            order.pop(0)
-    if order:
-        raise ValueError(f"bytes of tensor {order[0]!r} are missing")
 
 
 def _text(value: str) -> bytes:

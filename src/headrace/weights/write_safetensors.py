@@ -5,14 +5,10 @@ The format: https://github.com/huggingface/safetensors#format.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from headrace.weights.source import TensorInfo
-
-Chunks = Iterable[tuple[str, np.ndarray]]  # tensor name, bytes
+from headrace.weights.source import Chunks, TensorInfo, write_chunks
 
 
 def safetensors_header(tensors: Sequence[TensorInfo]) -> bytes:
@@ -32,17 +28,8 @@ def write_safetensors(path: Path, tensors: Sequence[TensorInfo], chunks: Chunks)
 
     Raises OSError, and ValueError if the chunks do not fit the tensors.
     """
-    left, order = {info.name: info.nbytes for info in tensors}, [info.name for info in tensors]
     with path.open("wb") as file:
         file.write(safetensors_header(tensors))
-        for name, data in chunks:
-            if not order or name != order[0] or data.nbytes > left[name]:
-                raise ValueError(f"bytes of tensor {name!r} do not fit the file's header")
-            file.write(np.ascontiguousarray(data).data)
-            left[name] -= data.nbytes
-            if not left[name]:
-                order.pop(0)
-        if order:
-            raise ValueError(f"bytes of tensor {order[0]!r} are missing")
+        write_chunks(file, tensors, chunks)
         file.flush()
         os.fsync(file.fileno())

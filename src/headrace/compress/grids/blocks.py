@@ -3,7 +3,18 @@
 import numpy as np
 
 from headrace.compress.grids.codes import TABLES, pack
-from headrace.compress.grids.search import TOO_LARGE, Array, best_line, best_scale, error, integers, inverse, largest, to_half
+from headrace.compress.grids.search import (
+    TOO_LARGE,
+    Array,
+    best_line,
+    best_scale,
+    error,
+    integers,
+    inverse,
+    keep_better,
+    largest,
+    to_half,
+)
 from headrace.weights.decode import IQ4_VALUES
 
 OFFSETS = np.arange(-0.9, 1.3, 0.4)  # in steps beyond the last code; larger values are clipped
@@ -69,28 +80,25 @@ def mxfp4(x: Array, weight: Array | None) -> Array:
     first = np.frexp(np.abs(x).max(0))[1] - np.frexp(table[-1])[1]
     if first.max() > MOST_POWER:
         raise ValueError(TOO_LARGE)
-    best, ranks, least = first, np.zeros(x.shape, np.uint8), np.full(x.shape[1], np.inf, np.float32)
+    best = [first, np.zeros(x.shape, np.uint8), np.full(x.shape[1], np.inf, np.float32)]
     for step in (0, 1, -1):
         power = np.clip(first + step, LEAST_POWER, MOST_POWER)
         d = np.ldexp(np.float32(1), power)
         rank = np.searchsorted(middles, x / d).astype(np.uint8)
-        squares = error(x, d * table[rank], weight)
-        better = squares < least
-        best, ranks, least = np.where(better, power, best), np.where(better, rank, ranks), np.where(better, squares, least)
-    scales = (best + 128).astype(np.uint8)
+        best = keep_better(best, [power, rank, error(x, d * table[rank], weight)])
+    powers, ranks, _ = best
+    scales = (powers + 128).astype(np.uint8)
     return np.concatenate([scales[:, None], pack("MXFP4", np.ascontiguousarray(ranks.T))], axis=1)
 
 
 def _settled(x: Array, weight: Array | None, nearest: object, scales: list[Array]) -> tuple[Array, Array]:
     """Among several scales, rounded to float16, the one with the least error for each block, and its values."""
     assert callable(nearest)
-    best, values, least = to_half(scales[0]), np.zeros_like(x), np.full(x.shape[1], np.inf, np.float32)
+    best = [to_half(scales[0]), np.zeros_like(x), np.full(x.shape[1], np.inf, np.float32)]
     for scale in map(to_half, scales):
         q = nearest(x * inverse(scale))
-        squares = error(x, scale * q, weight)
-        better = squares < least
-        best, values, least = np.where(better, scale, best), np.where(better, q, values), np.where(better, squares, least)
-    return best, values
+        best = keep_better(best, [scale, q, error(x, scale * q, weight)])
+    return best[0], best[1]
 
 
 def eight_bits(x: Array, weight: Array | None) -> tuple[Array, Array]:
@@ -111,15 +119,11 @@ def _line(x: Array, weight: Array | None, high: int) -> tuple[Array, Array, Arra
     """Scale, minimum and codes in [0, high], uint8 [32, blocks]."""
     low, top = x.min(0), x.max(0)
     searched = best_line(x, weight, high, high + OFFSETS)
-    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
-    least = np.full_like(low, np.inf)
+    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x), np.full_like(low, np.inf)]
     for s, m in (searched, ((top - low) / high, low)):
         d, m = to_half(s), to_half(m)
         q = np.clip(np.rint((x - m) * inverse(d)), 0, high)
-        miss = error(x, d * q + m, weight)
-        better = miss < least
-        best = [np.where(better, new, old) for new, old in zip((d, m, q), best, strict=True)]
-        least = np.where(better, miss, least)
+        best = keep_better(best, [d, m, q, error(x, d * q + m, weight)])
     return best[0], best[1], best[2].astype(np.uint8)
 
 

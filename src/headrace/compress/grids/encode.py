@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from headrace.compress.grids import super as superblocks
 from headrace.compress.grids.search import Array
 from headrace.weights.kinds import KINDS
 
+T = TypeVar("T")
 CHUNK = 1 << 16  # numbers encoded at a time: several times as many fit a core's cache
 
 
@@ -65,6 +66,23 @@ def encode(values: Array, kind: str, importance: Array | None = None, threads: i
     return out
 
 
+def map_slices(values: Array, importance: Array | None, threads: int, make: Callable[[Array], T]) -> list[T]:
+    """make(rows) for slices of rows [n, k], on `threads` threads. Raises ValueError for invalid importance and numbers."""
+    if importance is not None:
+        check_importance(importance, values.shape[1])
+    step = max(1, CHUNK // values.shape[1])
+    with ThreadPoolExecutor(threads) as pool:
+        slices = (check_finite(values[start : start + step]) for start in range(0, len(values), step))
+        return list(pool.map(make, slices))
+
+
+def check_finite(values: Array) -> Array:
+    """The same array. Raises ValueError if a number is NaN or infinite."""
+    if not np.isfinite(values).all():
+        raise ValueError("holds numbers that are NaN or infinite")
+    return values
+
+
 def check_importance(importance: Array, k: int) -> None:
     """Raise ValueError unless `importance` is finite, not negative, not all 0, and has k columns."""
     if importance.shape != (k,):
@@ -74,8 +92,7 @@ def check_importance(importance: Array, k: int) -> None:
 
 
 def _rows(values: Array, kind: str, importance: Array | None) -> Array:
-    if not np.isfinite(values).all():
-        raise ValueError("holds numbers that are NaN or infinite")
+    check_finite(values)
     if kind in FLOAT:
         return FLOAT[kind](np.ascontiguousarray(values, np.float32))
     size, encoder = ENCODERS[kind]

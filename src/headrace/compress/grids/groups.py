@@ -3,14 +3,13 @@
 Scales are searched as those of GGUF blocks are (grids.search).
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.compress.grids.blocks import eight_bits, symmetric
-from headrace.compress.grids.encode import CHUNK, check_importance, columns
-from headrace.compress.grids.search import MOST, TOO_LARGE, Array, error, inverse, to_half, total
+from headrace.compress.grids.encode import columns, map_slices
+from headrace.compress.grids.search import MOST, TOO_LARGE, Array, error, inverse, keep_better, to_half, total
 from headrace.weights.schemes.base import IntegerFormat
 from headrace.weights.schemes.rows import BLOCK, integer_rows
 
@@ -34,14 +33,10 @@ def fit(values: Array, of: IntegerFormat, importance: Array | None = None, threa
     A row's result depends on that row alone. Raises ValueError for rows that are not whole groups, and for NaN, infinite or too
     large numbers.
     """
-    n, k = values.shape
+    k = values.shape[1]
     if not of.fits(k):
         raise ValueError(f"rows of {k} numbers are no whole groups of {of.group or k}, a multiple of {BLOCK}")
-    if importance is not None:
-        check_importance(importance, k)
-    step = max(1, CHUNK // k)
-    with ThreadPoolExecutor(threads) as pool:
-        fitted = list(pool.map(lambda at: _rows(values[at : at + step], of, importance), range(0, n, step)))
+    fitted = map_slices(values, importance, threads, lambda rows: _rows(rows, of, importance))
     return Fitted(*(np.concatenate(part) for part in zip(*fitted, strict=True)))
 
 
@@ -52,8 +47,6 @@ def stored(of: IntegerFormat, scale: Array, integers: Array) -> Array:
 
 
 def _rows(values: Array, of: IntegerFormat, importance: Array | None) -> Fitted:
-    if not np.isfinite(values).all():
-        raise ValueError("holds numbers that are NaN or infinite")
     n, k = values.shape
     groups = of.groups(k)
     x, weight = columns(values, k // groups, importance)
@@ -81,17 +74,13 @@ def _with_zero(x: Array, weight: Array | None, most: int) -> tuple[Array, Array,
     if np.abs(x).max() > MOST:
         raise ValueError(TOO_LARGE)
     low, top = np.minimum(x.min(0), 0), np.maximum(x.max(0), 0)
-    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x)]
-    least = np.full_like(low, np.inf)
+    best = [np.zeros_like(low), np.zeros_like(low), np.zeros_like(x), np.full_like(low, np.inf)]
     for cut in CUTS.astype(np.float32):
         scale = to_half((top - low) * (cut / np.float32(most)))
         zero = np.clip(np.rint(-low * cut * inverse(scale)), 0, most)
         for refit in range(2):
             q = np.clip(np.rint(x * inverse(scale)), -zero, most - zero)
-            squares = error(x, scale * q, weight)
-            better = squares < least
-            best = [np.where(better, new, old) for new, old in zip((scale, zero, q), best, strict=True)]
-            least = np.where(better, squares, least)
+            best = keep_better(best, [scale, zero, q, error(x, scale * q, weight)])
             if not refit:
                 scale = to_half(total(weight, q, x) * inverse(total(weight, q, q)))
     return best[0], best[1], best[2]

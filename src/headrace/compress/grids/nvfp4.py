@@ -3,15 +3,13 @@
 weights.schemes.small_floats stores them as codes.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.compress.grids.codes import TABLES
-from headrace.compress.grids.encode import CHUNK, check_importance, columns
-from headrace.compress.grids.search import Array, error
+from headrace.compress.grids.encode import CHUNK, columns, map_slices
+from headrace.compress.grids.search import Array, error, keep_better
 from headrace.weights.schemes.small_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
 
 GROUP = GROUPS[NVFP4]
@@ -99,25 +97,17 @@ def fit(w: Array, unit: np.float32, importance: Array | None = None, threads: in
 
     Raises ValueError if rows are not whole groups, or numbers are not finite.
     """
-    n, k = w.shape
+    k = w.shape[1]
     if k % GROUP:
         raise ValueError(f"rows of {k} numbers are no whole groups of {GROUP}")
-    if importance is not None:
-        check_importance(importance, k)
-    step = max(1, CHUNK // k)
-    with ThreadPoolExecutor(threads) as pool:
-        return np.concatenate(list(pool.map(lambda at: _fit(w[at : at + step], unit, importance), range(0, n, step))))
+    return np.concatenate(map_slices(w, importance, threads, lambda rows: _fit(rows, unit, importance)))
 
 
 def _fit(w: Array, unit: np.float32, importance: Array | None) -> Array:
-    if not np.isfinite(w).all():
-        raise ValueError("holds numbers that are NaN or infinite")
     x, weight = columns(w, GROUP, importance)
     top = np.abs(x).max(0)
-    best, least = np.full_like(top, unit), np.full_like(top, np.inf)
+    best = [np.full_like(top, unit), np.full_like(top, np.inf)]
     for end in ENDS:
         scale = E4M3[np.maximum(np.searchsorted(BETWEEN, top / (np.float32(end) * unit)), 1)] * unit
-        squares = error(x, scale * VALUES[np.searchsorted(MIDDLES, x / scale)], weight)
-        better = squares < least
-        best, least = np.where(better, scale, best), np.where(better, squares, least)
-    return best[: w.size // GROUP].reshape(len(w), -1)
+        best = keep_better(best, [scale, error(x, scale * VALUES[np.searchsorted(MIDDLES, x / scale)], weight)])
+    return best[0][: w.size // GROUP].reshape(len(w), -1)

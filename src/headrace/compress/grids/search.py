@@ -51,6 +51,12 @@ def error(x: Array, made: Array, weight: Array | None) -> Array:
     return total(weight, gap, gap)
 
 
+def keep_better(best: Sequence[Array], new: Sequence[Array]) -> list[Array]:
+    """For each block the candidate with the smaller error; arrays are [..., blocks], the last one the error [blocks]."""
+    wins = new[-1] < best[-1]
+    return [np.where(wins, one, old) for one, old in zip(new, best, strict=True)]
+
+
 def largest(x: Array) -> Array:
     """The number of each block farthest from zero, with its sign [blocks]."""
     top, bottom = x.max(0), x.min(0)

@@ -17,6 +17,7 @@ from headrace.compress.grids.search import (
     error,
     integers,
     inverse,
+    keep_better,
     largest,
     line,
     to_half,
@@ -81,16 +82,13 @@ def _nearby(x: Array, weight: Array | None, d: Array, scales: Array, most: int, 
     """For each group the best of a scale and its two neighbours, its codes [16, groups], and the error [groups]."""
     assert callable(nearest)
     best: list[Array] = []
-    least = np.full(x.shape[1], np.inf, np.float32)
     for by in (0, -1, 1):
         tried = np.clip(scales + by, -most, most - 1)
         step = (d[:, None] * tried).reshape(-1)
         q = nearest(x * inverse(step))
-        miss = error(x, step * q, weight)
-        flat = tried.reshape(-1)
-        best = [np.where(miss < least, new, old) for new, old in zip((flat, q), best or (flat, q), strict=True)]
-        least = np.minimum(least, miss)
-    return best[0].reshape(scales.shape), best[1], least
+        new = [tried.reshape(-1), q, error(x, step * q, weight)]
+        best = keep_better(best or new, new)
+    return best[0].reshape(scales.shape), best[1], best[2]
 
 
 def _lines(x: Array, weight: Array | None, high: int, most: int, groups: int) -> tuple[Array, ...]:
@@ -118,17 +116,14 @@ def _nearby_lines(
     """For each group the best of its scale and minimum and their neighbours, its codes, and the error [groups]."""
     (d, dm), (sc, mn), (high, most) = units, integers, bounds
     best: list[Array] = []
-    least = np.full(x.shape[1], np.inf, np.float32)
     for by_scale in (0, -1, 1):
         for by_min in (0, -1, 1):
             tried = [np.clip(sc + by_scale, 0, most), np.clip(mn + by_min, 0, most)]
             step, low = (d[:, None] * tried[0]).reshape(-1), (dm[:, None] * tried[1]).reshape(-1)
             q = np.clip(np.rint((x + low) * inverse(step)), 0, high)
-            miss = error(x, step * q - low, weight)
-            new = [tried[0].reshape(-1), tried[1].reshape(-1), q]
-            best = [np.where(miss < least, one, old) for one, old in zip(new, best or new, strict=True)]
-            least = np.minimum(least, miss)
-    return best[0].reshape(sc.shape), best[1].reshape(mn.shape), best[2], least
+            new = [tried[0].reshape(-1), tried[1].reshape(-1), q, error(x, step * q - low, weight)]
+            best = keep_better(best or new, new)
+    return best[0].reshape(sc.shape), best[1].reshape(mn.shape), best[2], best[3]
 
 
 def _units(x: Array, weight: Array | None, sc: Array, mn: Array, q: Array, old: tuple[Array, Array]) -> tuple[Array, Array]:

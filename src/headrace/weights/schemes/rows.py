@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from headrace import core
-from headrace.weights.bits import pack_halves, unpack_fields, unpack_halves
+from headrace.weights.bits import blocks_with_scales, pack_halves, unpack_fields, unpack_halves
 from headrace.weights.kinds import KINDS
 
 BLOCK = 32
@@ -54,8 +54,7 @@ def integer_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarra
     if kind in POINTS:
         return _point_rows(kind, values, scales)
     n, blocks = scales.shape
-    rows = np.empty((n, blocks, KINDS[kind].nbytes), np.uint8)
-    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
+    rows = blocks_with_scales(scales, KINDS[kind].nbytes)
     offset = values.reshape(n, blocks, BLOCK).view(np.uint8)
     if kind == "Q8_0":
         rows[:, :, 2:] = offset
@@ -78,8 +77,7 @@ def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     codes = groups.astype(np.int16) + zeros[:, :, None]
     if codes.size and (codes.max() > 15 or zeros.max() > MOST_POINT):
         raise ValueError("a group has integers that 4 bits and a zero point do not hold")
-    rows = np.empty((*zeros.shape, KINDS[kind].nbytes), np.uint8)
-    rows[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(*zeros.shape, 2)
+    rows = blocks_with_scales(scales[:, ::each], KINDS[kind].nbytes)
     rows[:, :, 2] = zeros
     nibbles = pack_halves(codes.astype(np.uint8).reshape(n, -1, BLOCK))
     rows[:, :, 3:] = nibbles.reshape(*zeros.shape, -1)
@@ -88,8 +86,7 @@ def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray
 
 def _wide_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
     n, each = len(codes), WIDE[kind] // BLOCK
-    rows = np.empty((n, codes.shape[1] // WIDE[kind], KINDS[kind].nbytes), np.uint8)
-    rows[:, :, :2] = np.ascontiguousarray(scales[:, ::each], "<f2").view(np.uint8).reshape(n, -1, 2)
+    rows = blocks_with_scales(scales[:, ::each], KINDS[kind].nbytes)
     rows[:, :, 2] = zeros[:, ::each]
     rows[:, :, 3:] = codes.reshape(n, -1, WIDE[kind])
     return rows.reshape(n, -1)
@@ -115,17 +112,14 @@ def row_integers(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def table_rows(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Rows of NF4 or FP4. codes: uint8 [n, k] below 16; scales: float16 [n, k / 32]."""
-    n, blocks = scales.shape
-    each = codes.reshape(n, blocks, BLOCK)
-    rows = np.empty((n, blocks, KINDS["NF4"].nbytes), np.uint8)
-    rows[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(n, blocks, 2)
-    rows[:, :, 2:] = pack_halves(each)
-    return rows.reshape(n, -1)
+    rows = blocks_with_scales(scales, KINDS["NF4"].nbytes)
+    rows[:, :, 2:] = pack_halves(codes.reshape(*scales.shape, BLOCK))
+    return rows.reshape(len(scales), -1)
 
 
-def mxfp4_rows(pack_fields: np.ndarray, powers: np.ndarray) -> np.ndarray:
+def mxfp4_rows(packed: np.ndarray, powers: np.ndarray) -> np.ndarray:
     """Rows of MXFP4, uint8 [n, row bytes]. packed: uint8 [n, k / 2], two neighbours a byte. powers: uint8 [n, k / 32]."""
-    codes = unpack_fields(np.ascontiguousarray(pack_fields), 4).reshape(*powers.shape, BLOCK)
+    codes = unpack_fields(np.ascontiguousarray(packed), 4).reshape(*powers.shape, BLOCK)
     rows = np.empty((*powers.shape, KINDS["MXFP4"].nbytes), np.uint8)
     rows[:, :, 0] = powers
     rows[:, :, 1:] = pack_halves(codes)
