@@ -1,5 +1,4 @@
-"""The operating system: all that Headrace asks of it beyond Python's own library. Nothing else reads /proc or /sys, or sets the
-limits of a process."""
+"""Calls of the operating system beyond Python's library. No other module reads /proc or /sys, or sets process limits."""
 
 import contextlib
 import ctypes
@@ -28,7 +27,7 @@ def user_home() -> Path | None:
 
 
 def free_memory() -> int:
-    """Free bytes of RAM, within what the control group allows."""
+    """Free bytes of RAM, limited by the control group."""
     info = Path("/proc/meminfo").read_text()
     found = re.search(r"MemAvailable:\s*(\d+) kB", info)
     free = int(found[1]) * 1024 if found else 4 * 2**30
@@ -36,7 +35,7 @@ def free_memory() -> int:
 
 
 def _control_group_room() -> int:
-    """What the control group (v2, then v1) leaves; unbounded where there is none."""
+    """Bytes left in the control group (v2, then v1); 2**63 without a limit."""
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -51,12 +50,12 @@ def _control_group_room() -> int:
 
 
 def physical_memory() -> int:
-    """Bytes of RAM that the machine has."""
+    """Bytes of RAM of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def held_memory(pid: int) -> int:
-    """Bytes of a process that are in RAM; 0 where the system does not say."""
+    """Resident bytes of a process; 0 if the system does not report them."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -64,8 +63,10 @@ def held_memory(pid: int) -> int:
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes of a process that were in RAM since its program began; 0 where the system does not say. What resource says
-    begins with the memory of whoever started it."""
+    """Largest number of resident bytes of a process since its program started; 0 if the system does not report it.
+
+    `resource.getrusage` is not used, as its value includes the parent's memory before exec.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -75,7 +76,7 @@ def peak_memory(pid: int) -> int:
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process that are no mapped file; 0 where the system does not say."""
+    """Resident bytes of this process that are not mapped files; 0 if the system does not report them."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -103,7 +104,7 @@ def _heap_reader() -> Callable[[], Any] | None:
 
 
 def heap_memory() -> int:
-    """Bytes that this process has allocated and not freed; without glibc its bytes in RAM, which a free may not lower."""
+    """Bytes that this process has allocated and not freed. Without glibc: resident bytes, which freeing may not lower."""
     read = _heap_reader()
     if read is None:
         return held_memory(os.getpid())
@@ -112,12 +113,12 @@ def heap_memory() -> int:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     return _cpuinfo("model name") or os.uname().machine
 
 
 def cpu_flags() -> frozenset[str]:
-    """The processor's features by Linux's names for x86; empty where the system does not say."""
+    """Processor features by Linux's names for x86; empty if the system does not report them."""
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -149,13 +150,13 @@ def process_seconds(pid: int, *, children: bool = False) -> float:
 
 
 def process_clock(pid: int) -> float:
-    """CPU time of one process, to the nanosecond. Raises OSError where there is no such clock."""
+    """CPU time of one process in seconds, to the nanosecond. Raises OSError if the clock is not available."""
     return time.clock_gettime((~pid << 3) | 2)  # Linux's number for the clock of a process
 
 
 def end_with(parent: int) -> None:
-    """Let the system kill this process when the thread ends that started it, whatever this one is doing then; Linux only.
-    Exits where `parent`, a process id, has ended already."""
+    """Have the kernel kill this process when the thread that started it ends (Linux only). Exits if `parent`, a process id, has
+    already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -163,20 +164,19 @@ def end_with(parent: int) -> None:
 
 
 def leave_the_network() -> None:
-    """Into namespaces of its own, where the system lets anybody make them: there is no network in them."""
+    """Move this process into a network namespace without interfaces, if the system allows it."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)
 
 
 def limit(name: str, most: int, hard: int | None = None) -> None:
-    """At most so much of what Linux calls RLIMIT_`name`, for good; with `hard` it may be raised to that again. Nothing happens
-    where the system has no such limit."""
+    """Set RLIMIT_`name` to `most`, permanently; with `hard` it may be raised to that again. No effect without such a limit."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most if hard is None else hard))
 
 
 def lock(file: int) -> bool:
-    """Lock an open file for this process alone, until it is closed; False where another one has it. Raises OSError."""
+    """Lock an open file until it is closed. Returns False if another process holds the lock. Raises OSError."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -185,7 +185,7 @@ def lock(file: int) -> bool:
 
 
 def allow_files(needed: int) -> int | None:
-    """Raise this process's limit of open files to `needed`. None, or the system's limit where that is lower."""
+    """Raise this process's limit of open files to `needed`. Returns None, or the system's limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         return hard

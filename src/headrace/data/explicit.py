@@ -1,4 +1,4 @@
-"""Arguments of `LLM`, in each form that callers may use: one prompt or many, one set of parameters or one for each."""
+"""Arguments of `LLM` in a normal form: one or many prompts, one set of parameters or one per prompt."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
@@ -25,12 +25,12 @@ PlainPrompt = str | list[int]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
-SETTINGS = frozenset(  # names of flat fields
-    {*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES}
-)
+# Names of flat fields.
+SETTINGS = frozenset({*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES})
 
 NEUTRAL = SamplingParams()
-GOES_WITH = {  # fields that mean nothing without another one
+# Fields that have no effect without another one.
+GOES_WITH = {
     "exit_criterion": "exit_threshold",
     "exit_decay": "exit_threshold",
     "exit_audit": "exit_threshold",
@@ -41,7 +41,7 @@ GOES_WITH = {  # fields that mean nothing without another one
 
 
 def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model's own settings those that go with what was given: some methods choose the tokens themselves."""
+    """The model's own settings that apply next to the `given` ones. Some methods choose tokens without sampling settings."""
     if any(given.get(name) is not None for name in ("beam_width", "refine_block", "refine")) or given.get("penalty_alpha"):
         return {name: value for name, value in own.items() if name in COMMON}
     if given.get("mirostat_tau"):
@@ -50,11 +50,10 @@ def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> SamplingParams:
-    """Parameters from flat fields, as requests and command lines have them; `own`: the model's, where nothing is given.
+    """Make parameters from the flat fields of requests and command lines. own: the model's settings, for fields not given.
 
-    With `beam_width` it is beam search, to which what the model's own settings say about drawing does not apply, nor to
-    contrastive search or refine; the fields of BeamSearchParams go without their class (`beam_groups` is `groups`), those of
-    RefineParams as `refine_block` and so on. Raises ParamError.
+    `beam_width` selects beam search, `refine_block` refine. Their fields have flat names, too (`beam_groups`, `refine_passes`).
+    The model's sampling settings do not apply to these, nor to contrastive search. Raises ParamError.
     """
     fields = {BEAM_NAMES.get(name, name): value for name, value in given.items() if name not in REFINE_NAMES}
     refine = {REFINE_NAMES[name]: value for name, value in given.items() if name in REFINE_NAMES and value is not None}
@@ -85,7 +84,7 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
 
 
 def _check_alone(params: SamplingParams) -> None:
-    """Raises ParamError for a field that would do nothing, as another is not given."""
+    """Raise ParamError for a field without effect because another one is missing."""
     for name, other in GOES_WITH.items():
         if getattr(params, other) is None and getattr(params, name) != getattr(NEUTRAL, name):
             raise ParamError(name, f"{name} goes with {other}; give that too, or leave it out")
@@ -149,9 +148,11 @@ def each_of(
     changes: Mapping[str, Any],
     own: Mapping[str, Any] | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of `count` prompts, under either name, with single settings over them; where there are none the `own` of a
-    model, and else neutral ones. Raises TypeError for a setting that is not known, ValueError (ParamError) for what cannot be
-    meant."""
+    """The parameters of `count` prompts, given under either name, with single settings (`changes`) applied.
+
+    Without parameters the model's `own` settings apply, or neutral ones. Raises TypeError for an unknown setting, ValueError
+    (ParamError) for an invalid one.
+    """
     made = _settings_of(params, sampling_params, changes, own)
     if isinstance(made, Params):
         made = [made] * count
@@ -182,7 +183,7 @@ def _settings_of(
 
 
 def only_known(settings: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The same settings. Raises TypeError for one that the function does not take."""
+    """Return the settings. Raises TypeError for one that `function` has no parameter for."""
     known = function.__kwdefaults__ or {}
     if unknown := [name for name in settings if name not in known]:
         question = did_you_mean(unknown[0], known, f"it takes {', '.join(known)}")
@@ -191,8 +192,10 @@ def only_known(settings: Mapping[str, Any], function: Callable[..., Any]) -> Map
 
 
 def template_variables(given: Mapping[str, Any], reads: Callable[[str], bool]) -> dict[str, Any]:
-    """Those of a call's keywords that are no settings. `reads`: whether the model's template reads a variable. Raises TypeError
-    for a keyword that is neither."""
+    """The keywords of a call that are template variables, not settings. reads: whether the model's template reads a name.
+
+    Raises TypeError for a keyword that is neither.
+    """
     found = {name: value for name, value in given.items() if name not in SETTINGS}
     for name in found:
         if not reads(name):

@@ -1,4 +1,4 @@
-"""Which settings of a request go together: what no look at one field alone can see."""
+"""Checks of combinations of a request's parameters."""
 
 from typing import Any
 
@@ -7,15 +7,16 @@ import msgspec
 from headrace.data.fields import ParamError, Use, declared, unheeded
 
 MAX_N = 64
-MAX_CANDIDATES = 64  # nodes of a draft tree
-# The fields that a method heeds which is itself chosen by a field:
+# Contrastive search verifies its candidates as nodes of a draft tree.
+MAX_CANDIDATES = 64
+# Fields that a method reads, for methods that a field selects.
 REFINE = frozenset({"refine"})
 BEAMS = frozenset("beam temperature n min_tokens structured_outputs".split())
 SEARCH = frozenset("penalty_alpha top_k min_tokens".split())
 
 
 def check_together(params: Any) -> None:
-    """Raise ParamError for settings of SamplingParams that exclude each other."""
+    """Raise ParamError for fields of SamplingParams that exclude each other."""
     check_refine(params)
     check_lengths(params)
     check_mirostat(params)
@@ -24,7 +25,7 @@ def check_together(params: Any) -> None:
 
 
 def check_lengths(params: Any) -> None:
-    """How many answers, how long, and of what."""
+    """Check number and length of answers, and allowed tokens."""
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ParamError("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
     if params.best_of is not None and not params.n <= params.best_of <= MAX_N:
@@ -34,7 +35,7 @@ def check_lengths(params: Any) -> None:
 
 
 def check_refine(params: Any) -> None:
-    """What fills in blocks draws nothing, and writes no more than the length that is known."""
+    """Check the fields next to `refine`, which samples nothing; limit `max_tokens` to its length."""
     if params.refine is None:
         return
     if given := unheeded(params, REFINE):
@@ -47,7 +48,7 @@ def check_refine(params: Any) -> None:
 
 
 def check_mirostat(params: Any) -> None:
-    """It chooses the tokens, and by what was drawn."""
+    """Check mirostat, which chooses the candidate tokens from the sampled ones."""
     if not params.mirostat_tau:
         return
     if params.verification != "noise":
@@ -63,7 +64,7 @@ def check_mirostat(params: Any) -> None:
 
 
 def check_contrast(params: Any) -> None:
-    """What an amateur does, and contrastive search."""
+    """Check contrastive decoding, cascades with an amateur, and contrastive search."""
     if params.combined is not None and params.prompt_logprobs is not None:
         name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
         raise ParamError(name, f"prompt_logprobs are of one model; leave {name} out")
@@ -88,7 +89,7 @@ def check_contrast(params: Any) -> None:
 
 
 def check_exits(params: Any) -> None:
-    """What goes with leaving early, where tokens come from different depths of the model, and with a cascade's two models."""
+    """Check early exit, whose tokens come from different depths of the model, and cascades of two models."""
     if not params.leaves:
         return
     name, who = ("exit_threshold", "an exit") if params.cascade_threshold is None else ("cascade_threshold", "a smaller model")

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request: `SamplingParams` and `BeamSearchParams`, checked when they are made."""
+"""Parameters of one request: `SamplingParams` and `BeamSearchParams`. They are checked when they are created."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -21,12 +21,16 @@ __all__ = [
 
 MAX_LOGPROBS = 64
 MAX_STOP = 64
-SMALLEST_NUCLEUS = 1e-9  # top_p 0: every nucleus has the likeliest token
-DRY_LONGEST = 64  # tokens of a repetition that are counted
-MOST_SURE = 1.01  # more than any exit ever is
+# top_p 0 becomes this: the nucleus is the most probable token.
+SMALLEST_NUCLEUS = 1e-9
+# Longest repetition that DRY counts, in tokens.
+DRY_LONGEST = 64
+# A threshold that no confidence reaches.
+MOST_SURE = 1.01
 LOOP, DRAW, CORE, SAMPLER, FILTER, DETAIL = Use.LOOP, Use.DRAW, Use.CORE, Use.SAMPLER, Use.FILTER, Use.DETAIL
 OFF = (0, "off")
-IDS = 16_384  # token ids that a setting names; those that are allowed may be nearly a vocabulary
+# Most token ids in a field. `allowed_token_ids` may list almost a whole vocabulary.
+IDS = 16_384
 PRESETS: dict[str, dict[str, Any]] = {
     "precise": {"temperature": 0.0, "max_tokens": None},
     "balanced": {"temperature": 0.7, "top_p": 0.9, "max_tokens": None},
@@ -37,15 +41,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 class BeamSearchParams(
     msgspec.Struct, metaclass=Params, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True
 ):
-    """How beams are kept, ended and ranked. Raises ParamError (a ValueError) for what cannot be meant.
+    """Parameters of beam search. Raises ParamError (a ValueError) for invalid values.
 
     Finished hypotheses rank by score / length ** length_penalty ("hf", as transformers does) or by
     score / ((5 + length) / 6) ** length_penalty ("gnmt", Wu et al. 2016); length counts generated tokens, the end token
     included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative.
-    `early_stopping`: True ends with `beam_width` finished hypotheses; False when no live one can win at its present length;
-    "never" when none can win at any length it may still reach, which is exact.
-    `groups` > 1 is diverse beam search (Vijayakumar et al. 2018): each group pays `diversity_penalty` for each time an earlier
-    group has taken the same token at the same step. GNMT's coverage penalty is refused: it needs attention weights.
+    early_stopping: True stops at `beam_width` finished hypotheses; False if no running one can win at its current length;
+    "never" if none can win at any length that it may reach, which is exact.
+    groups > 1: diverse beam search (Vijayakumar et al. 2018), a group's score falls by `diversity_penalty` for each earlier
+    group with the same token in the same step. GNMT's coverage penalty is not supported, as it needs attention weights.
     """
 
     beam_width: Annotated[int, Field("Beam search with so many beams", ge=1, le=MAX_N, option="--beams")] = 4
@@ -86,7 +90,7 @@ class BeamSearchParams(
         return SamplingParams(beam=self, **self.shared())
 
     def shared(self) -> dict[str, Any]:
-        """What any request has, by the names of SamplingParams."""
+        """The fields that SamplingParams has, too, by name."""
         names = set(self.__struct_fields__) & set(SamplingParams.__struct_fields__)
         return {"temperature": 0.0, **{name: getattr(self, name) for name in names}}
 
@@ -105,12 +109,12 @@ class SamplingParams(
     repr_omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """How one request draws its tokens, when it stops, and what it reports. Every default is neutral.
+    """Parameters of a request: sampling, stop conditions, and reports. Every default is neutral.
 
     Logits are processed in this order: contrast or cascade with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
     -> repetition -> frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC
     or mirostat -> draw. `temperature` below 0.01 is greedy.
-    Raises ParamError (a ValueError) when a value cannot be meant.
+    Raises ParamError (a ValueError) for invalid values.
     """
 
     n: Annotated[int, Field("So many answers", ge=1, le=MAX_N, option=None)] = 1
@@ -253,33 +257,33 @@ class SamplingParams(
 
     @property
     def greedy(self) -> bool:
-        """Whether the draw is an argmax: temperatures below 0.01 are, as T = 0 is a case of its own."""
+        """Whether sampling is an argmax. Temperatures below 0.01 count as 0."""
         return self.temperature < 0.01
 
     @property
     def combined(self) -> tuple[str, float, float] | None:
-        """By which rule its logits are combined with an amateur's, and what the rule takes; None where they are the model's."""
+        """The rule that combines logits with an amateur model's and its two numbers; None without an amateur."""
         if self.contrastive_beta is not None:
             return "contrast", self.contrastive_alpha, self.contrastive_beta
         return None if self.defer_rule is None else (self.defer_rule, self.defer_at, 0.0)
 
     @property
     def leaves(self) -> bool:
-        """Whether less than the whole model may write a token: an exit of it, or the smaller model of a cascade."""
+        """Whether a token may come from an early exit or from the smaller model of a cascade."""
         return self.exit_threshold is not None or self.cascade_threshold is not None
 
     @property
     def sure_by(self) -> str:
-        """The criterion of who writes first."""
+        """The confidence criterion of the exit or smaller model."""
         return self.exit_criterion if self.cascade_threshold is None else self.cascade_criterion
 
     @property
     def audited(self) -> bool:
-        """Whether who writes first and the whole model both say what they would."""
+        """Whether both the exit (or smaller model) and the full model run, and their tokens are reported."""
         return self.exit_audit if self.cascade_threshold is None else self.cascade_audit
 
     def sure_at(self, written: int) -> float:
-        """How sure who writes first must be of the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
+        """Confidence threshold for the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
         if self.cascade_threshold is not None:
             return self.cascade_threshold
         least = MOST_SURE if self.exit_threshold is None else self.exit_threshold
@@ -289,12 +293,12 @@ class SamplingParams(
 
     @property
     def rejects(self) -> bool:
-        """Whether drafts are verified by rejection; at temperature 0 both rules are the same comparison."""
+        """Whether drafts are verified by rejection sampling. At temperature 0 that equals verification by noise."""
         return self.verification != "noise" and not self.greedy
 
     @property
     def widest(self) -> int:
-        """The most outputs it grows at once."""
+        """Largest number of outputs at once."""
         return max(self.n, self.best_of or 0, self.beam.beam_width if self.beam else 0)
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from headrace.weights.source import WeightSource
 
 
 class EagerHeads(EagerProgram):
-    """Heads on the target's block ids."""
+    """A program of trained heads. It uses the target's block ids."""
 
     inputs: HeadInputs
 

@@ -1,4 +1,4 @@
-"""Hidden rows that are kept in torch, on any device."""
+"""Stored hidden rows of the torch back end, on any device."""
 
 import torch
 
@@ -6,7 +6,7 @@ from headrace.runner.stored_rows import StoredRows
 
 
 class EagerKept(StoredRows):
-    """In a model's dtype, on its device."""
+    """Stored rows in the model's dtype, on its device."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_blocks, block_size, width, dtype.itemsize)

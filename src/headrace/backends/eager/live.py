@@ -1,4 +1,4 @@
-"""What the torch back end knows of a live sequence between steps."""
+"""State of a live sequence in the torch back end, between steps."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ from headrace.ops.penalties import TokenCounts
 
 @dataclass(slots=True)
 class EagerLive:
-    """A live sequence: known tokens, block tables, how to sample."""
+    """A live sequence: known tokens, block tables (of its tokens and its source), sampling parameters, penalty counts."""
 
     tokens: list[int]
     prompt_len: int
     seed: int
     params: SamplingParams
     stop_ids: list[int]
-    tables: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # of its tokens, of its source
-    reads: int = 0  # tokens of its source
-    counts: TokenCounts | None = None  # what the penalties need, kept as the output grows
+    tables: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    reads: int = 0
+    counts: TokenCounts | None = None
 
     @classmethod
     def of(cls, new: NewSlot) -> "EagerLive":

@@ -92,7 +92,7 @@ def _bias(layer: Linear) -> np.ndarray | None:
 
 
 def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device) -> Model:
-    """The torch model. Raises WeightError."""
+    """Load the weights of one model. Raises WeightError."""
     source, before = opened.source, 0
 
     def tell(done: int, total: int) -> None:
@@ -124,7 +124,7 @@ def device(name: str) -> torch.device:
 
 
 def free_memory(name: str) -> int:
-    """Bytes that are free on a GPU."""
+    """Free bytes of a GPU."""
     return int(torch.cuda.mem_get_info(torch.device(name))[0])
 
 

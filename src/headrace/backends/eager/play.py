@@ -1,4 +1,4 @@
-"""A recorded layer carried out op by op in torch: for steps that leave something of it out, and for training."""
+"""Execution of a recorded layer, operation by operation, in torch: for steps that skip a part of it, and for training."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The torch back end: a model made ready on any device torch knows. The reference for every other back end."""
+"""The program of the torch back end, on any device of torch. It is the reference for other back ends."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,7 +21,7 @@ from headrace.runner.span import Span
 
 
 class EagerProgram:
-    """A torch model and its paged pool. `head_ids` (ascending) are the only tokens that get logits."""
+    """A torch model and its paged KV pool. head_ids: token ids (ascending) with logits, None for all."""
 
     inputs: InputRows | None = None
 
@@ -46,7 +46,7 @@ class EagerProgram:
 
     @torch.inference_mode()
     def run(self, step: EagerStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> torch.Tensor:
-        """Rows [n, hidden] after the last layer; the step has its logits then."""
+        """Run a step, which then has its logits. Returns the rows [n, hidden] after the last layer."""
         feeds = [
             FeedRows(
                 ids=fed.live.tokens[fed.feed.start : fed.feed.start + fed.feed.count],
@@ -74,7 +74,7 @@ class EagerProgram:
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source]) -> None:
-        """One source at a time, so that its K and V depend on nothing else."""
+        """Encode sources one at a time, so that their K and V do not depend on each other."""
         if self.model.encoder is None:
             return
         self._take_threads()
@@ -94,7 +94,7 @@ class EagerProgram:
             self.model.cross(layer, memory, ctx)
 
     def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:
-        """The rows that the layers take."""
+        """The input rows of the first layer."""
         x: torch.Tensor = self.model.embed(ctx)
         return x
 
@@ -124,20 +124,20 @@ class EagerProgram:
         return self.pool.bytes
 
     def close(self) -> None:
-        """Nothing to give back: tensors go with the program."""
+        """Nothing to release: the tensors are freed with the program."""
 
     @cached_property
     def _recorded(self) -> list[tuple[Segment, list[int]]]:
-        """The layers op by op, and of which sublayer each is: for spans that leave something of a layer out."""
+        """The layers as recorded operations with their sublayers, for spans that skip a part of a layer."""
         return [(segment, sublayers(segment)) for segment in record(self.model, embeds=False).layers]
 
     @cached_property
     def _fills(self) -> list[tuple[Segment, list[int]]]:
-        """What of the layers makes K and V, op by op."""
+        """The operations of each layer that compute K and V."""
         return [(made, [0] * len(made.nodes)) for made in (kv_only(segment) for segment, _ in self._recorded)]
 
     def _all_but(self, head_ids: np.ndarray) -> torch.Tensor:
-        """Which tokens get no logits: [vocabulary] bool."""
+        """Tokens without logits, [vocabulary] bool."""
         barred = torch.ones(self.config.vocab_size, dtype=torch.bool, device=self._weight.device)
         barred[torch.from_numpy(head_ids).long()] = False
         return barred

@@ -1,4 +1,4 @@
-"""Activations rounded to int8 in torch, as the native core rounds them: what a model loses by it, on any device."""
+"""Rounding of activations to int8 in torch, as in the native core: it shows the loss on any device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,10 @@ from headrace.models.layers.embedding import Embedding
 from headrace.models.layers.holder import Allocator
 from headrace.models.layers.linear import Linear
 
-THRESHOLD = 6.0  # from here on inputs are outliers (LLM.int8(), Dettmers et al. 2022, https://arxiv.org/abs/2208.07339)
-MOST = 64  # of a row
+# Absolute value from which an input is an outlier (LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339).
+THRESHOLD = 6.0
+# Outliers of a row at most.
+MOST = 64
 GROUP = 32
 
 
@@ -36,7 +38,7 @@ def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: fl
 
 
 def _int8(x: Tensor) -> Tensor:
-    """The last axis as int8 with the scale largest / 127, and back."""
+    """Round the last axis to int8 with the scale largest / 127, and convert back."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (x / scale).round() * scale, x * 0)
 
@@ -45,7 +47,7 @@ class RoundedInputs:
     """A LinearMethod: dense products of rounded inputs, for the outputs of parts that are stored as integers."""
 
     def __init__(self, activations: str, parts: Sequence[tuple[int, bool]], scale: float = 0.0) -> None:
-        """`parts`: outputs, and whether they are of integers. `scale`: the file's."""
+        """parts: number of outputs, and whether their weights are integers. scale: static scale of the file, 0 for none."""
         self.activations, self.parts, self.scale = activations, tuple(parts), scale
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:

@@ -1,5 +1,4 @@
-"""A step in torch: what it is fed, and from logits to what each feed asked for. Only rows that a want names go through the
-head."""
+"""A step in torch: feeds and wants in, answers from logits out. Only rows with a want go through the head."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +42,7 @@ from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, append_live, 
 
 @dataclass(slots=True)
 class Fed:
-    """A feed of a step. `first`: where its rows of logits begin, which are consecutive; `root`: that of its last known token,
-    which those of its nodes follow."""
+    """A feed of a step. first: its first row of logits. root: the row of its last known token, before those of its nodes."""
 
     feed: Feed
     live: EagerLive
@@ -54,7 +52,7 @@ class Fed:
 
 @dataclass(slots=True)
 class Place:
-    """Where an answer is to stand."""
+    """Position of an answer among those of a step."""
 
     among: list[Any]
     at: int
@@ -65,7 +63,7 @@ class Place:
 
 @dataclass(slots=True)
 class Walk:
-    """A draft that is being verified: the node it has come to (-1: the last known token), and what was drawn so far."""
+    """A draft during verification: the current node (-1: the last known token), and the tokens sampled so far."""
 
     fed: Fed
     want: Verify
@@ -77,25 +75,28 @@ class Walk:
 
 @dataclass(slots=True)
 class Ranking:
-    """The likeliest tokens of a row of logits."""
+    """A Top want on one row of logits. mask: allowed tokens, empty for all."""
 
     want: Top
     row: int
-    mask: bytes  # what may come; empty: anything
+    mask: bytes
     stop_ids: list[int]
     place: Place
 
 
 class EagerStep:
-    """A step of a program in torch. Its wants are collected feed by feed, then computed together."""
+    """A step of a program in torch. It collects the wants of all feeds and computes them together."""
 
     def __init__(self) -> None:
         self.fed: list[Fed] = []
-        self.index: list[int] = []  # the rows of the step that need logits, ascending
-        self.logits = torch.empty(0)  # [len(index), V], once the step has run
+        # Rows of the step that need logits, ascending.
+        self.index: list[int] = []
+        # [len(index), vocabulary] after the step has run.
+        self.logits = torch.empty(0)
         self._amateurs: list[tuple[Fed, EagerStep]] = []
         self._rows = 0
-        self._draws: list[tuple[RowSpec, int, Place]] = []  # how to draw, row of logits, for whom
+        # Sampling parameters, row of logits, place of the answer.
+        self._draws: list[tuple[RowSpec, int, Place]] = []
         self._tops: list[Ranking] = []
         self._walks: list[Walk] = []
 
@@ -108,13 +109,13 @@ class EagerStep:
         return []
 
     def feed(self, feed: Feed, live: EagerLive, amateur: "EagerStep | None" = None) -> None:
-        """Add a feed and what it wants, combined with the rows that an amateur's step kept for its slot."""
+        """Add a feed and its wants. With `amateur` its logits are combined with the rows of the same slot in that step."""
         self.feed_for_rows(feed, live)
         if amateur is not None:
             self._amateurs.append((self.fed[-1], amateur))
 
     def feed_for_rows(self, feed: Feed, live: EagerLive) -> None:
-        """Add a feed, and keep the rows of logits that its wants name: its last known row, that and its nodes, or all."""
+        """Add a feed whose rows of logits are combined with another model's step."""
         end = self._rows + feed.count + len(feed.nodes)
         skipped = end - self._rows - logit_rows(feed)
         self.fed.append(Fed(feed, live, len(self.index), len(self.index) + feed.count - skipped - 1))
@@ -123,7 +124,7 @@ class EagerStep:
 
     @torch.inference_mode()
     def answers(self) -> list[list[Any]]:
-        """What each feed's wants got, in their order; None where hidden rows are pooled."""
+        """The answers of each feed, in the order of its wants; None for wants that are answered from hidden rows."""
         for fed, amateur in self._amateurs:
             self._combine(fed, amateur)
         answers: list[list[Any]] = [[None] * len(fed.feed.wants) for fed in self.fed]
@@ -139,7 +140,7 @@ class EagerStep:
         return [[Each(tuple(one)) if isinstance(one, list) else one for one in each] for each in answers]
 
     def _combine(self, fed: Fed, amateur: "EagerStep") -> None:
-        """Combine the rows of a feed with those of the amateur that was fed it too."""
+        """Combine the rows of a feed with those of the amateur's step."""
         other = next(each for each in amateur.fed if each.feed.slot == fed.feed.slot)
         end, rule = fed.first + logit_rows(fed.feed), fed.live.params.combined
         if end == fed.first:
@@ -170,7 +171,7 @@ class EagerStep:
                 for at, node in enumerate(nodes):
                     self._ask_row(fed, want, fed.root + 1 + node, before[node + 1], Place(each, at), node)
             case Pool() | Classify():
-                pass  # filled in where the hidden rows are
+                pass  # answered from hidden rows by the runner
             case _:
                 assert_never(want)
 
@@ -192,7 +193,7 @@ class EagerStep:
         return Drawn((token,), q=q.cpu().numpy().astype("<f4").tobytes())
 
     def _reject(self, fed: Fed, want: Reject) -> Answer:
-        """A chain by the rule that the request names."""
+        """Verify a chain by the request's rejection rule."""
         chain = list(fed.feed.nodes)
         raw = self.logits[fed.root : fed.root + 1 + len(chain)].float()
         specs = [self._round_spec(fed, want.child, want.logprobs, chain[:at], at - 1) for at in range(len(chain) + 1)]
@@ -213,7 +214,7 @@ class EagerStep:
         return replace(spec, keys=[round_key(live.seed, len(live) - drafted, child)], purpose=Purpose.DRAFT, mu=None)
 
     def _top(self, fed: Fed, want: Top, row: int, place: Place, node: int) -> None:
-        """A grammar leaves fewer tokens to choose from and their log-probabilities as they were."""
+        """Mask tokens that the grammar forbids. Log-probabilities are those before the mask."""
         bits = b""
         if fed.live.params.structured_outputs is not None:
             bits = _allowed(fed.feed, node)
@@ -234,7 +235,7 @@ class EagerStep:
         mu: float | None = None,
     ) -> RowSpec:
         live, params = fed.live, fed.live.params
-        if logprobs != params.logprobs:  # the strategy's own wish
+        if logprobs != params.logprobs:  # the strategy needs another number
             params = params.replace(logprobs=logprobs)
         return RowSpec(
             params=params,
@@ -249,7 +250,7 @@ class EagerStep:
         )
 
     def _draw(self, draws: list[tuple[RowSpec, int]]) -> list[RowResult]:
-        """Draw at these rows, all together."""
+        """Sample at these rows in one call."""
         if not draws:
             return []
         rows = [row for _, row in draws]
@@ -257,7 +258,7 @@ class EagerStep:
         return sample(logits, [spec for spec, _ in draws])
 
     def _go_on(self) -> None:
-        """Draw at the node each walk has come to, and follow the child that was drawn, where there is one."""
+        """Sample at the current node of each draft, and move to the child with the sampled token, if there is one."""
         draws = []
         for walk in self._walks:
             mu = walk.drawn.mus[-1] if walk.drawn.mus else walk.want.mu
@@ -287,13 +288,13 @@ def _drawn(result: RowResult) -> Drawn:
 
 
 def _allowed(feed: Feed, node: int) -> bytes:
-    """The bits of what may come after a node (-1: the last known token)."""
+    """Allowed tokens after a node (-1: the last known token), one bit each."""
     width = len(feed.allowed) // (1 + len(feed.nodes))
     return feed.allowed[(node + 1) * width : (node + 2) * width]
 
 
 def permitted_rows(fed: Fed, logits: torch.Tensor) -> torch.Tensor:
-    """Logits [1 + nodes, V] of a feed's last known token and its nodes, -inf where a token may not come."""
+    """Logits [1 + nodes, vocabulary] of a feed's last known token and its nodes, -inf for forbidden tokens."""
     feed, live, rows = fed.feed, fed.live, []
     for node, path in enumerate([[], *paths(feed.nodes, feed.parents)], -1):
         spec = RowSpec(live.params, [], live.tokens, live.prompt_len, path, live.stop_ids, mask=_allowed(feed, node))
@@ -302,7 +303,7 @@ def permitted_rows(fed: Fed, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(live: EagerLive, vocab_size: int, device: torch.device) -> TokenCounts | None:
-    """A sequence's penalty counts, brought up to date; None where no penalty needs them."""
+    """Penalty counts of a sequence, updated; None if no penalty needs them."""
     params = live.params
     if params.repetition_penalty == 1.0 and not params.frequency_penalty and not params.presence_penalty:
         return None
@@ -313,13 +314,13 @@ def _counts(live: EagerLive, vocab_size: int, device: torch.device) -> TokenCoun
 
 
 def _score(fed: Fed, want: Score, logits: torch.Tensor) -> Scores:
-    """Row p scores token p + 1, as far as that is known."""
+    """The answer to Score: row p scores token p + 1, if that token is known."""
     targets = fed.live.tokens[fed.feed.start + 1 : fed.feed.start + fed.feed.count + 1]
     return Scores(tuple(token_logprobs(logits[: len(targets)], torch.tensor(targets), want.logprobs)) if targets else ())
 
 
 def _rank(tops: list[Ranking], logits: torch.Tensor) -> None:
-    """The likeliest tokens of each row with their log-probabilities, best first, lowest id on ties."""
+    """The most probable tokens of each row with log-probabilities, best first, lowest id on ties."""
     rows = logits[[top.row for top in tops]].float()
     permitted = rows
     if held := [at for at, top in enumerate(tops) if top.mask]:
