@@ -1,4 +1,4 @@
-"""`LLM`: the offline face. It opens a model, plans memory, owns an engine, and turns prompts into outputs."""
+"""`LLM`: the Python API. It opens a model, plans memory, owns an engine, and returns outputs of prompts."""
 
 import dataclasses
 import logging
@@ -131,10 +131,10 @@ class LLM:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **settings: Any) -> Self:
-        """`LLM(model, …)` by the name it has elsewhere. Raises TypeError for a setting that is not known, with the nearest."""
+        """`LLM(model, …)` under transformers' name. Raises TypeError for an unknown setting, with the most similar name."""
         return cls(model, **only_known(settings, cls.__init__))
 
-    # -- what callers use ----------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -145,11 +145,14 @@ class LLM:
         strategy: Strategy | None = None,
         **settings: Any,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts (texts or token ids); `params` (or `sampling_params`): one for all or one each,
-        `SamplingParams()` where none are given; single `settings` (max_tokens=48) go over them. No chat template is applied,
-        and nothing is taken from the model's own settings. A request that fails while running has `error` set and finish_reason
-        "error"; one that could never run raises AdmissionError before anything runs. Threads may call at once: their requests
-        run together. One `strategy` object serves the whole batch: what it keeps belongs in request.state, seq.decode.state.
+        """Generate outputs for prompts (texts or token ids), in their order.
+
+        params (or sampling_params): one for all prompts or one each, default `SamplingParams()`. settings: single fields
+        (max_tokens=48) that replace theirs. The chat template and the model's own settings are not applied.
+        strategy: one object for the whole batch; it keeps its state in request.state and seq.decode.state.
+
+        A request that fails while it runs has `error` set and finish_reason "error". Raises AdmissionError, before anything
+        runs, for one that could never run. Several threads may call at once; their requests run together.
         """
         batch = as_batch(prompts)
         each = each_of(len(batch), params, sampling_params, settings)
@@ -171,12 +174,14 @@ class LLM:
         parse_special: bool = False,
         **more: Any,
     ) -> list[RequestOutput]:
-        """Like `generate`, for conversations ([{"role": …, "content": …}, …], or a text of the user) put through the model's
-        chat template. The default of `params` is `default_params()`. `more`: single settings (max_tokens=48) and variables that
-        the template reads (enable_thinking=False); `chat_template_kwargs` may have others, too. The answer is a new message, or
-        with `continue_final_message` the rest of the last one, the assistant's. `tools`, `tool_choice` and
-        `parallel_tool_calls` are those of the server: calls fit their schemas and are `tool_calls` of an output.
-        `chat_template` and `parse_special` are those of `render`. Raises ToolError, TemplateError, TypeError."""
+        """Generate answers to conversations, with the model's chat template.
+
+        messages: [{"role": …, "content": …}, …], a text of the user, or a list of these. params: default `default_params()`.
+        more: single settings (max_tokens=48) and variables that the template reads (enable_thinking=False); other variables go
+        into chat_template_kwargs. continue_final_message: the answer continues the last message, the assistant's.
+        tools, tool_choice, parallel_tool_calls: as in the server; calls fit their schemas and are in an output's `tool_calls`.
+        chat_template, parse_special: as in `render`. Raises ToolError, TemplateError, TypeError.
+        """
         given_to_template = dict(chat_template_kwargs or {})
         name = given_to_template.pop("chat_template", chat_template)
         called = bool(tools) and tool_choice != "none"
@@ -211,9 +216,11 @@ class LLM:
         cancelled: Callable[[], bool] | None = None,
         **settings: Any,
     ) -> Iterator[Delta]:
-        """Deltas of one prompt as they come; parameters as `generate` takes them. Closing the iterator aborts the request.
-        `output`, if given, receives the RequestOutput that fills up on the way (metrics, token ids). `cancelled` is asked
-        between steps, also where a step gives no delta; once it says yes the request ends with finish_reason "abort"."""
+        """Generate the output of one prompt and yield its deltas. Parameters are those of `generate`.
+
+        Closing the iterator aborts the request. output: a list that receives the RequestOutput, which is filled meanwhile.
+        cancelled: called between steps; True ends the request with finish_reason "abort".
+        """
         inbox: Inbox = deque()
         each = each_of(1, params, sampling_params, settings)
         (made,) = self.callers.add_all([as_prompt(prompt)], each, tuple(processors), None, inbox=inbox)
@@ -231,12 +238,12 @@ class LLM:
         strategy: Strategy | None = None,
         **settings: Any,
     ) -> RequestOutput:
-        """Queue one prompt for callers who feed the engine as they go: its output fills up with every `step`."""
+        """Queue one prompt. Each `step` adds to the returned output."""
         each = each_of(1, params, sampling_params, settings)
         return self.callers.add_all([as_prompt(prompt)], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
-        """Run one engine step for everything queued; returns the outputs that ended in it, none if the queue is empty."""
+        """Run one engine step for all queued prompts. Returns the outputs that ended in it."""
         return self.callers.step()
 
     def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0) -> list[Score]:
@@ -253,8 +260,11 @@ class LLM:
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
     ) -> list[Embedding]:
-        """A vector of length 1 for each text. `pooling`: mean, last or (encoders) first; default: the model's own, `last` of
-        a decoder. `dimensions` keeps that many leading numbers, of models trained for it. Raises ValueError."""
+        """Embeddings of texts, vectors of length 1.
+
+        pooling: mean, last, or (encoders) first; default: the model's own, last for decoders. dimensions: number of leading
+        values to keep, for models that were trained for it. Raises ValueError.
+        """
         if dimensions is not None and not 1 <= dimensions <= self.model_config.hidden_size:
             raise ValueError(f"dimensions must be 1 to {self.model_config.hidden_size} of this model, not {dimensions}")
         outputs = self._asked(texts, Pooling(pooling or self.opened.pooling))
@@ -263,27 +273,32 @@ class LLM:
     def classify(
         self, texts: Prompt | Sequence[Prompt | Pair], *, criterion: str | None = None, threshold: float | None = None
     ) -> list[Classification]:
-        """The class of each text, or pair of texts (a tuple), said by the first exit that is sure enough: `criterion` max_prob,
-        margin, entropy, kl or patience with its `threshold`, or what was calibrated for it; by default the calibrated rule that
-        computes least. "off" is the whole model. Raises ValueError."""
+        """Classify texts, or pairs of texts (tuples), with early exit.
+
+        The first exit whose confidence passes the threshold gives the class. criterion: max_prob, margin, entropy, kl or
+        patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: default: the
+        calibrated one of the criterion. Raises ValueError.
+        """
         known = opened(self.classifier)
         ids = encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.classification(output.prompt_token_ids, output.classified) for output in outputs]
 
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy) -> list[RequestOutput]:
-        """What a strategy that writes nothing makes of running texts."""
+        """Run texts with a strategy that generates nothing."""
         batch = self._encode_running(texts)
         return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Silent()))
 
     def render(
         self, messages: Messages, *, chat_template: str | None = None, parse_special: bool = False, **template: Any
     ) -> list[int]:
-        """Token ids of a conversation, up to the start of a new answer, or with `continue_final_message` to the end of the last
-        message's text. `template`: variables of the chat template. `chat_template` names one of the model's templates; the
-        default is "tool_use" if there are tools and such a template, otherwise "default". Control tokens inside messages, tool
-        results, arguments and documents are text; `parse_special` parses them, for trusted content only. Raises TemplateError
-        if the model has no template, or the conversation cannot be continued."""
+        """Token ids of a conversation up to the start of a new answer.
+
+        template: variables of the chat template; with continue_final_message the ids end with the last message's text.
+        chat_template: name of one of the model's templates; default: "tool_use" if there are tools and it exists, otherwise
+        "default". Control tokens inside messages, tool results, arguments and documents are text; parse_special parses them,
+        for trusted content only. Raises TemplateError without a template, or if the conversation cannot be continued.
+        """
         tools = template.get("tools") is not None
         chosen = self.opened.template.choose(chat_template, tools=tools, parse_special=parse_special)
         return self._rendered(chosen, messages, **template)
@@ -301,9 +316,11 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False, marked=chosen.marks)
 
     def default_params(self, **changes: Any) -> SamplingParams:
-        """The settings in force where a conversation asks for none, with changes: what is known of the model, and else of its
-        family, and else temperature 0.8, top_k 40, top_p 0.95, min_p 0.05; an answer as long as the model makes it. Raises
-        TypeError and ParamError."""
+        """Default parameters of conversations, with changes.
+
+        They come from the model, else its family, else temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. The answer has no
+        length limit but the context. Raises TypeError and ParamError.
+        """
         return each_of(1, None, None, changes, self._own())[0]
 
     def _own(self) -> dict[str, Any]:
@@ -320,8 +337,10 @@ class LLM:
             self.engine.speculation = before
 
     def close(self) -> None:
-        """Release the model; `with LLM(…) as llm:` does so at its end. A second call does nothing. Every later use raises
-        ClosedError (a RuntimeError), and so do other threads' requests that are still open."""
+        """Release the model; `with LLM(…) as llm:` does it at the end of the block. A second call has no effect.
+
+        Later calls raise ClosedError (a RuntimeError), and so do other threads' open requests.
+        """
         self.callers.close()
 
     def __enter__(self) -> Self:
@@ -334,7 +353,7 @@ class LLM:
         config, plan = self.model_config, self.memory_plan
         return f"LLM({self.opened.name!r}, {config.architecture}, {self.backend} in {self.dtype}, context {plan.max_model_len})"
 
-    # -- driving the engine --------------------------------------------------------------------------------------------
+    # -- engine --------------------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, invariant: bool) -> Engine:
         config, plan, settings = self.model_config, self.memory_plan, self.settings
         limits = plan.max_model_len, settings.max_num_seqs, settings.policy, settings.max_num_batched_tokens
@@ -364,14 +383,14 @@ class LLM:
         strategy: Strategy | None,
         progress: Progress,
     ) -> list[RequestOutput]:
-        """The outputs of a batch, once all of them are complete."""
+        """Run a batch to its end."""
         inbox: Inbox = deque()
         try:
             outputs = self.callers.add_all(batch, settings, processors, strategy, inbox=inbox)
             progress.start("generating", len(batch), unit="prompts")
             for delta in self.callers.drain(outputs, inbox):
                 progress.advance(int(delta.finished))
-        except BaseException:  # a Ctrl-C may come between the two
+        except BaseException:  # Ctrl-C, too
             self.callers.abort(inbox)
             raise
         finally:
@@ -379,5 +398,5 @@ class LLM:
         return outputs
 
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
-        """Running text is no conversation: what looks like a control token in it is text."""
+        """Encode texts without parsing control tokens in them."""
         return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]

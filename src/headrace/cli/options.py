@@ -1,4 +1,4 @@
-"""Options that several commands share, as dataclasses: how a model is opened, and how its tokens are drawn."""
+"""Options that several commands share, as dataclasses: opening a model, and sampling."""
 
 import inspect
 import re
@@ -42,9 +42,9 @@ ModelName = Annotated[
 
 
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command`, for typer: each parameter that is a dataclass of options is replaced by its fields, and --help-all is added.
+    """Wrap a command for typer: parameters that are dataclasses of options become their fields, and --help-all is added.
 
-    What it raises names arguments of Python; a person who typed options is told of options.
+    Names of Python arguments in error messages become option names.
     """
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
@@ -79,9 +79,9 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_options(text: str, names: Iterable[str]) -> str:
-    """A message in which arguments of these names are options: kv_cache_memory=1 becomes --kv-cache-memory 1.
+    """Write argument names in a message as options: kv_cache_memory=1 becomes --kv-cache-memory 1.
 
-    A name without an underscore may be any word, so it counts only before a value.
+    A name without an underscore may be an ordinary word, so it is replaced only before "=value".
     """
     known = "|".join(names)
     text = re.sub(rf"\b({known})=(['\"]?)([\w.]+)\2", lambda found: f"--{found[1].replace('_', '-')} {found[3]}", text)
@@ -90,7 +90,7 @@ def as_options(text: str, names: Iterable[str]) -> str:
 
 
 class Preset(StrEnum):
-    """Settings with a name, in place of the model's own."""
+    """Named sampling settings, in place of the model's own."""
 
     PRECISE = "precise"
     BALANCED = "balanced"
@@ -98,7 +98,7 @@ class Preset(StrEnum):
 
 
 class EarlyStopping(StrEnum):
-    """When beam search has seen enough."""
+    """When beam search stops."""
 
     TRUE = "true"
     FALSE = "false"
@@ -198,7 +198,7 @@ Leaving: Any = make_dataclass("Leaving", option_fields(LEAVES, SAMPLING_PANEL))
 
 @dataclass
 class SamplingOptions(Drawing):
-    """How tokens are drawn. What is not given is the catalog's or the model's own setting."""
+    """Sampling options. Defaults are the catalog's or the model's own settings."""
 
     sampling_defaults: Annotated[
         SamplingDefaults, _sampling("Settings that are not given: the model's own, or neutral ones (for evaluations).")
@@ -218,7 +218,7 @@ class SamplingOptions(Drawing):
     choice: Annotated[list[str] | None, _form("The answer is this text; may be repeated: one of them.")] = None
 
     def changes(self) -> dict[str, Any]:
-        """The fields of SamplingParams that were given. Raises typer.BadParameter for values that cannot be meant."""
+        """The given fields of SamplingParams. Raises typer.BadParameter for invalid values."""
         renamed = {"stop_token_id": "stop_token_ids"}
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {renamed.get(name, name): value for name, value in given.items() if value not in (None, [])}
@@ -240,13 +240,13 @@ class SamplingOptions(Drawing):
         return given | {name: words for name, words in texts.items() if words}
 
     def settings(self) -> dict[str, Any]:
-        """All that was given, as plain data."""
+        """The given options as plain data."""
         neutral = {"sampling_defaults": "neutral"} if self.sampling_defaults == SamplingDefaults.NEUTRAL else {}
         return self.changes() | ({"preset": str(self.preset)} if self.preset else {}) | neutral
 
     def bind(self, llm: Any, own_of: Callable[[Defaults], dict[str, Any]] = values) -> Callable[..., SamplingParams]:
-        """Makes parameters for an opened `LLM`: its own settings or the preset's, what was given, then the call's changes.
-        `own_of`: which of the model's settings count."""
+        """Return a function that makes parameters for an opened `LLM`: its own settings or the preset, then the given options,
+        then the call's changes. own_of: selects from the model's settings."""
         given = self.changes()
         if words := given.pop("bad_words", None):
             given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
@@ -261,7 +261,7 @@ class SamplingOptions(Drawing):
         return made
 
     def summary(self, defaults: Defaults, **more: Any) -> str:
-        """The settings in force and where each comes from, in a line. `more`: what else was given."""
+        """One line with the settings in force and their sources. more: other given settings."""
         given = {**self.changes(), **{name: value for name, value in more.items() if value is not None}}
         defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else defaults
         if self.preset is not None:
@@ -276,10 +276,10 @@ class SamplingOptions(Drawing):
 
 
 class ChoiceOptions(Choosing):
-    """Methods that choose among several outputs, whose answer is known at the end, so it is not streamed; blocks filled in."""
+    """Options of methods whose answer is known only at the end, so it is not streamed: beam search, best of n, refine."""
 
     def changes(self) -> dict[str, Any]:
-        """The fields that were given, as `params_of` takes them. Raises typer.BadParameter for what cannot be meant."""
+        """The given fields, for `params_of`. Raises typer.BadParameter for invalid values."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
         if self.early_stopping is not None:
             given["early_stopping"] = {"true": True, "false": False, "never": "never"}[self.early_stopping]
@@ -291,15 +291,15 @@ class ChoiceOptions(Choosing):
 
 
 class LeavingOptions(Leaving):
-    """When tokens leave a model early, or are a smaller model's."""
+    """Options of early exit and of cascades by token."""
 
     def changes(self) -> dict[str, Any]:
-        """The fields of SamplingParams that were given."""
+        """The given fields of SamplingParams."""
         return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) is not None}
 
 
 def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOptions | None = None, **more: Any) -> None:
-    """Raises typer.BadParameter for what no model could answer, before one is opened. `more`: what else the parameters get."""
+    """Check options before a model is opened. more: other fields of the parameters. Raises typer.BadParameter."""
     options.check()
     given = sampling.changes() | (choice.changes() if choice is not None else {}) | more
     for name in ("contrastive_beta", "defer_rule"):
@@ -310,7 +310,7 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
         if given.get(name) is not None and sampling.preset is not None:
             raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
     check_helpers(options, given)
-    # Only the model knows the tokens of texts; that there are some is enough here.
+    # Texts are tokenized when the model is open; any token stands for them here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}
     given |= {name: tokens for name, tokens in stand_in.items() if name in given}
     try:
@@ -322,7 +322,7 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
 
 
 def check_helpers(options: HelperOptions, given: Mapping[str, Any]) -> None:
-    """Raises typer.BadParameter for fields of parameters that ask for who was not named."""
+    """Raise typer.BadParameter for fields that need another model or exits without their option."""
     if given.get("exit_threshold") is not None and options.exits is None:
         raise typer.BadParameter("--exit-threshold needs exits of the model: --exits FOLDER (headrace train-heads --kind exit)")
     if given.get("cascade_threshold") is not None and options.cascade is None:
@@ -330,7 +330,7 @@ def check_helpers(options: HelperOptions, given: Mapping[str, Any]) -> None:
 
 
 def _check_form(form: StructuredOutputs) -> None:
-    """Raises typer.BadParameter for a form that no answer can be held to."""
+    """Raise typer.BadParameter for an invalid constraint."""
     from headrace.decoding.constraint_check import inspect_constraint
 
     if problem := inspect_constraint({"spec": to_builtins(form)}).get("error"):
@@ -353,6 +353,6 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
-    """A word's tokens at the beginning of a text and after a space."""
+    """Token ids of a word at the beginning of a text and after a space."""
     spellings = [tokenizer.encode(text, add_special=False, parse_special=False) for text in (word, f" {word}")]
     return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]

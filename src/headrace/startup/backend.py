@@ -1,4 +1,4 @@
-"""What runs a model: the native core where it can, torch where it must. Decided once, at load, and said in one line."""
+"""Choice of the back end when a model is opened: native if it supports the recipe, otherwise torch, with a line in the log."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -26,12 +26,13 @@ from headrace.weights.schemes.folder import input_scale
 
 log = logging.getLogger("headrace")
 
-BACKENDS: tuple[Backend, ...] = (NativeBackend(), EagerBackend())  # asked in this order; the last one runs whatever it can
+# In order of preference.
+BACKENDS: tuple[Backend, ...] = (NativeBackend(), EagerBackend())
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A model that is ready to run, by the back end `name`."""
+    """A runner with loaded weights. name: its back end. dtype: number format of the computation."""
 
     name: str
     row_invariant: bool
@@ -41,22 +42,22 @@ class Started:
 
     @property
     def exactness(self) -> str:
-        """What batch, chunks and drafts can change of an output: nothing, or the choice between nearly equal tokens."""
+        """bitwise if outputs do not depend on batch, chunks and drafts; near-tie-exact if nearly equal tokens may swap."""
         return "bitwise" if self.row_invariant else "near-tie-exact"
 
 
 def start(recipe: Recipe) -> Started:
-    """Load the weights of a recipe's models into the back end that fits its settings.
+    """Load a recipe's models into a back end.
 
-    Raises ValueError, DoesNotFit, WeightError, in one line. With backend "auto", what one back end cannot do runs in the next,
-    which is logged; with a back end's name it is an error.
+    With backend "auto" the first back end that supports the recipe is used, and the reason is logged if it is not the first.
+    A named back end that does not support it is an error. Raises ValueError, DoesNotFit, WeightError, one line each.
     """
     recipe = _as_asked(recipe)
     settings = recipe.settings
     _check(recipe)
     asked = [offer for offer in BACKENDS if settings.backend in ("auto", offer.name)]
     for number, offer in enumerate(asked, 1):
-        problem, level = offer.unsupported_reason(recipe), logging.INFO  # what was asked for is no surprise
+        problem, level = offer.unsupported_reason(recipe), logging.INFO
         if not problem:
             try:
                 return _started(offer, recipe)
@@ -70,7 +71,7 @@ def start(recipe: Recipe) -> Started:
 
 
 def _as_asked(recipe: Recipe) -> Recipe:
-    """With K and V in the format that the target's file asks for, where the caller asks for none."""
+    """The recipe with the KV format of the target's file, if the caller gave none."""
     target = recipe.target
     settings = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
     if settings is None or recipe.settings.kv_dtype != "auto":
@@ -80,8 +81,7 @@ def _as_asked(recipe: Recipe) -> Recipe:
 
 
 def check_settings(settings: ModelSettings, target: Opened | None = None) -> None:
-    """Check settings that are wrong for every back end, or for the `target`, before any weights are read or torch is imported.
-    Raises ValueError."""
+    """Raise ValueError for settings that no back end, or not the `target`, supports. Needs no weights and no torch."""
     names = ["auto", *(offer.name for offer in BACKENDS)]
     if settings.backend not in names:
         raise ValueError(f"unknown backend {settings.backend!r}; use {', '.join(names)}")
@@ -101,7 +101,7 @@ def check_settings(settings: ModelSettings, target: Opened | None = None) -> Non
 
 
 def _check(recipe: Recipe) -> None:
-    """Check the settings that depend on what is opened together. Raises ValueError."""
+    """Raise ValueError for settings that do not fit the models of the recipe."""
     settings = recipe.settings
     check_settings(settings)
     if settings.activations != "auto" and not settings.quantize:
@@ -132,8 +132,7 @@ def _check(recipe: Recipe) -> None:
 
 
 def _started(offer: Backend, recipe: Recipe) -> Started:
-    """One runner for all programs. Hidden states of contrastive search are checked against the memory plan when they are first
-    needed."""
+    """Load all programs into one runner. Memory for the hidden states of contrastive search is checked at their first use."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
     companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]
@@ -150,7 +149,7 @@ def _started(offer: Backend, recipe: Recipe) -> Started:
 
 
 def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit:
-    """A program, a span of the target, or one that ends in an exit."""
+    """The program of a role, a span of the target, or a span with an exit's head."""
     if role.span is None:
         return loaded.programs[role.name]
     return role.span if role.heads is None else _exit(role, loaded)

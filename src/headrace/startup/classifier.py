@@ -1,5 +1,5 @@
-"""A trained classifier on disk: classifier.json says what it is and for which model, classifier.safetensors holds its weights,
-calibration.json the thresholds that were shown to be good enough. Needs no torch."""
+"""Files of a trained classifier: classifier.json (description and model), classifier.safetensors (weights), calibration.json
+(calibrated thresholds). Needs no torch."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,25 +24,30 @@ INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibra
 VERSION = 1
 MOST_LABELS, LONGEST_LABEL = 4096, 1024
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Pair = tuple[str, str]  # two texts that are read as one
+# Two texts that are classified as one.
+Pair = tuple[str, str]
 
 
 class Info(msgspec.Struct, frozen=True):
-    """What classifier.json says. `layers`: after how many of the model's each exit stands."""
+    """The fields of classifier.json.
 
-    model: str  # a name, for people
-    fits: str  # the fingerprint of the model that the exits were trained on
+    model: name for the user. fits: fingerprint of the model that the exits were trained on. layers: number of layers below each
+    exit. trained: training settings for the user.
+    """
+
+    model: str
+    fits: str
     labels: tuple[str, ...]
     layers: tuple[Size, ...]
     pooling: str
-    trained: dict[str, float | str] = {}  # how: for people
+    trained: dict[str, float | str] = {}
     version: Size = VERSION
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A criterion with a threshold for which it was shown, on `n` texts that trained nothing, that with probability 1 - epsilon
-    at most a share `delta` of texts like them is lost: the exit is wrong about it, and the whole model is right. `risk` and
-    `mean_layers` are those of the n texts."""
+    """A threshold with a guarantee from `n` held-out texts: with probability 1 - epsilon, at most a share `delta` of texts like
+    them is lost, that is, the exit is wrong and the full model is right. risk, mean_layers: values on the n texts.
+    """
 
     criterion: Annotated[str, msgspec.Meta(min_length=1)]
     threshold: float
@@ -56,13 +61,13 @@ class Rule(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """ExitClassifiers, and the rules that were calibrated for them, the one that computes least first."""
+    """Exits with their calibrated thresholds, the one with the fewest layers first."""
 
     exits: ExitClassifiers
     rules: tuple[Rule, ...] = field(default=())
 
     def rule(self, criterion: str | None, threshold: float | None) -> tuple[str, float]:
-        """The criterion and threshold to leave by: "off" is the whole model, None what was calibrated. Raises ValueError."""
+        """Criterion and threshold of a request; None selects a calibrated one, "off" disables early exit. Raises ValueError."""
         if criterion == "off" or (criterion is None and threshold is None and not self.rules):
             if threshold is not None:
                 raise ValueError("a threshold is of a criterion; name one, or leave the threshold out")
@@ -79,7 +84,7 @@ class Classifier:
         return criterion, threshold
 
     def classification(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
-        """The class of a text that came by so many exits."""
+        """The classification of a text from the logits [exits, classes] of its computed exits."""
         shares, layers, labels = probabilities(np.array(logits)), self.exits.layers, self.exits.labels
         votes = [Vote(layers[at], labels[one.argmax()], float(one.max())) for at, one in enumerate(shares)]
         each = dict(zip(labels, shares[-1].tolist(), strict=True))
@@ -87,7 +92,7 @@ class Classifier:
 
 
 def encoded(read: Callable[[str], list[int]], texts: Any) -> Any:
-    """Texts as `LLM.classify` takes them as ids; of those that are two, (a, b): [CLS] a [SEP] b [SEP], all of one type."""
+    """Encode texts for `LLM.classify`. A pair (a, b) becomes [CLS] a [SEP] b [SEP], with one token type."""
     if isinstance(texts, str) or not all(isinstance(one, str | tuple | list) for one in texts):
         return texts
     return [_ids(read, one) for one in texts]
@@ -101,14 +106,14 @@ def _ids(read: Callable[[str], list[int]], text: Any) -> Any:
 
 
 def opened(classifier: Classifier | None) -> Classifier:
-    """Raise ValueError where there is none."""
+    """Return the classifier. Raises ValueError if None."""
     if classifier is None:
         raise ValueError("no classifier was opened; train one (headrace train-classifier), and give it as classifier=FOLDER")
     return classifier
 
 
 def fingerprint(model: Opened) -> str:
-    """Of a model's numbers and of its small tensors (norms, biases): other weights have another."""
+    """Fingerprint of a model's sizes and small tensors (norms, biases), which differ between trained weights."""
     c, source = model.config, model.source
     sign = hashlib.sha256(f"{c.architecture} {c.hidden_size} {c.vocab_size} {c.num_layers} {model.pooling}".encode())
     for name in sorted(source.names()):
@@ -118,7 +123,7 @@ def fingerprint(model: Opened) -> str:
 
 
 def save(folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
-    """Write all three files; without the last of them, which says what it is, a folder is no classifier."""
+    """Write all three files. classifier.json comes last, so that an incomplete folder is not a classifier."""
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INFO).unlink(missing_ok=True)
@@ -130,13 +135,14 @@ def save(folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str,
 
 
 def load(folder: str | Path, model: Opened) -> Classifier:
-    """The classifier of a model. Raises ValueError, in one line, where it cannot be read or is another model's."""
+    """Load a classifier. Raises ValueError, one line, if it cannot be read or belongs to another model."""
     place, c = Path(folder), model.config
     if not (place / INFO).is_file():
         raise ValueError(f"{absent(place, 'classifier', INFO)}; train one: headrace train-classifier {model.name}")
     try:
         info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
-        with safe_open(place / WEIGHTS, framework="np") as file:  # numpy lacks some of the types that a file may have
+        # numpy lacks some types that a file may have.
+        with safe_open(place / WEIGHTS, framework="np") as file:
             kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
             tensors = {name: file.get_tensor(name) for name, kind in kinds.items() if kind == "F32"}
         found = place / CALIBRATION
@@ -164,7 +170,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
 
 
 def _check(place: Path, info: Info, tensors: dict[str, np.ndarray], model: Opened) -> None:
-    """Raises ValueError where a field or a tensor cannot be meant."""
+    """Raise ValueError for an invalid field or tensor."""
     layers, labels, c = info.layers, info.labels, model.config
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != c.num_layers:
         raise ValueError(f"{place}: exits stand after ascending layers, the last after layer {c.num_layers}; train it again")

@@ -1,4 +1,4 @@
-"""Compiles clients' grammars in a confined process, with the vocabulary of the model that will use them."""
+"""Compilation of clients' grammars in a confined process, with the model's vocabulary."""
 
 import functools
 from pathlib import Path

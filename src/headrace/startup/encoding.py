@@ -1,4 +1,4 @@
-"""Long texts: a lower bound of their number of tokens, and their tokens from a confined process."""
+"""Tokenization of long texts: a lower bound of their length, and encoding in a confined process."""
 
 import array
 import asyncio
@@ -13,17 +13,24 @@ from headrace.startup.opening import open_files
 from headrace.text.content_marks import MARK
 from headrace.text.tokenizer import Tokenizer, TokenizerError
 
-LONG = 64 << 10  # characters that are encoded in this process, in a thread; more are not
-SECONDS = 20.0  # CPU time of a request's texts
-SLICE = 16 << 10  # characters that are counted at a time
-MARGIN = 64  # tokens by which a slice may have more than the same characters have within the text: a cut changes its ends only
-CUT = re.compile(r"\S(?=\s+\S*$)")  # before the last blank
+# Longest text, in characters, that this process encodes in a thread.
+LONG = 64 << 10
+# CPU time for the texts of a request.
+SECONDS = 20.0
+# Characters of one slice in `count_at_least`.
+SLICE = 16 << 10
+# A slice may have this many tokens more than the same characters within the text, as cuts change its ends.
+MARGIN = 64
+# Before the last blank.
+CUT = re.compile(r"\S(?=\s+\S*$)")
 
 
 async def count_at_least(text: str, encode: Callable[[str], list[int]], most: int) -> int:
-    """A lower bound of the number of tokens of a text. Counting stops above `most`, so a refusal costs about as much as
-    encoding `most` tokens. Threads do the work, slice by slice, on the client's share of CPU time. 0 if a slice cannot be
-    encoded."""
+    """A lower bound of a text's number of tokens.
+
+    Counting stops above `most`, so a refusal costs about as much as encoding `most` tokens. Threads encode slice by slice, and
+    the CPU time counts as the client's. A slice that cannot be encoded counts 0.
+    """
     seconds, count, begin = 0.0, 0, 0
 
     def size_of(part: str) -> int:
@@ -31,7 +38,7 @@ async def count_at_least(text: str, encode: Callable[[str], list[int]], most: in
         began = time.thread_time()
         try:
             return len(encode(part))
-        except TokenizerError:  # encoding the whole text says where it is wrong
+        except TokenizerError:  # the later encoding of the whole text reports it
             return 0
         finally:
             seconds += time.thread_time() - began
@@ -63,7 +70,7 @@ async def encode_long(
 
 
 def encode(question: tuple[str, list[str], bool, bool, bool]) -> list[bytes] | str:
-    """The ids of each text as 32-bit numbers, or what is wrong with one."""
+    """The ids of each text as 32-bit integers, or an error message."""
     path, texts, add_special, parse_special, marked = question
     try:
         ids = [_tokenizer(path).encode(text, add_special, parse_special, marked=marked) for text in texts]
@@ -82,6 +89,6 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def warm(path: str) -> None:
-    """Read the vocabulary, of which plain text and text with marks may need another form."""
+    """Load the tokenizer. Plain text and text with marks may use different forms of the vocabulary."""
     for parse_special, marked in ((True, False), (False, False), (True, True)):
         encode((path, [MARK], True, parse_special, marked))

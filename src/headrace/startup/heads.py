@@ -1,4 +1,4 @@
-"""Trained heads on disk: heads.json says what they are and for which model, heads.safetensors holds their weights."""
+"""Files of trained heads: heads.json (description and model) and heads.safetensors (weights)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from headrace.weights.source import HEADS_INFO
 
 WEIGHTS = "heads.safetensors"
 VERSION = 1
-EVERY = 97  # of so many tokens one is looked at, to tell vocabularies apart
+# The signature contains every 97th token of the vocabulary.
+EVERY = 97
 MAX_HEADS = 16
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
@@ -25,17 +26,20 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 class Info(msgspec.Struct, frozen=True):
     """The fields of heads.json.
 
-    `count`: tokens that heads predict at once, or that a feature layer was trained to draft; of exits, how many there are. They
-    stand after `layers` of the model's layers, and the one after `drafts` drafts. `prompts`: a hash (training.overlap) of each
-    of the caller's prompts that trained the heads, none if the model wrote the prompts; None: not recorded."""
+    model: name for the user. fits: signature of the model. trained: training settings for the user.
+    count: tokens that the heads predict at once, or that a feature layer was trained to draft; for exits, their number.
+    layers: number of the model's layers below each exit. drafts: the exit with this many layers drafts.
+    prompts: hash (training.overlap) of each training prompt of the caller, empty if the model wrote the prompts; None: not
+    recorded.
+    """
 
     kind: str
-    model: str  # a name, for people
-    fits: str  # the signature of models these heads are for
+    model: str
+    fits: str
     hidden_size: Size
     vocab_size: Size
     count: Size
-    trained: dict[str, float | str] = {}  # how: for people
+    trained: dict[str, float | str] = {}
     layers: tuple[Size, ...] = ()
     drafts: Size = 0
     version: Size = VERSION
@@ -45,7 +49,7 @@ class Info(msgspec.Struct, frozen=True):
 def save(
     folder: Path, heads: Heads, target: Opened, trained: dict[str, float | str], prompts: Sequence[str] | None = None
 ) -> None:
-    """Write both files, each under another name first and then renamed; weights in bfloat16."""
+    """Write both files atomically. Weights are stored in bfloat16."""
     c = target.config
     sizes = c.hidden_size, c.vocab_size, heads.count
     asked = None if prompts is None else tuple(prompts)
@@ -75,7 +79,7 @@ def _unreadable(place: Path, error: Exception) -> ValueError:
 
 
 def load(folder: str | Path, target: Opened) -> Heads:
-    """Heads for a model. Raises ValueError, in one line, if they cannot be read or belong to another model."""
+    """Load heads. Raises ValueError, one line, if they cannot be read or belong to another model."""
     place, c = Path(folder), target.config
     info = _info(place)
     try:
@@ -103,7 +107,7 @@ def load(folder: str | Path, target: Opened) -> Heads:
 
 
 def signature(target: Opened) -> str:
-    """Equal for files of one architecture, size and vocabulary, however their weights are stored."""
+    """Signature of architecture, size and vocabulary. It does not depend on the number format of the weights."""
     c, layer = target.config, target.config.layers[0]
     numbers = (c.hidden_size, c.vocab_size, c.num_layers, layer.heads, layer.kv_heads, layer.head_dim, layer.ffn)
     sign = hashlib.sha256(" ".join(map(str, numbers)).encode())
@@ -113,7 +117,7 @@ def signature(target: Opened) -> str:
 
 
 def check_exits(place: Path, heads: Heads, layers: int) -> None:
-    """Raises ValueError for exits that stand nowhere in a model of so many layers; other heads have none."""
+    """Raise ValueError for exits at layers that a model with `layers` layers does not have, and for other heads with layers."""
     stand = list(heads.layers)
     if heads.kind != EXIT and not stand and not heads.drafts:
         return
@@ -126,7 +130,7 @@ def check_exits(place: Path, heads: Heads, layers: int) -> None:
 
 
 def _check(place: Path, heads: Heads, target: Opened) -> None:
-    """Raises ValueError where a tensor is missing or of the wrong shape, or a value is not finite."""
+    """Raise ValueError for a missing tensor, a wrong shape, or a value that is not finite."""
     wanted: dict[str, tuple[int, ...]] = shapes(heads.kind, heads.count, target.config)
     wanted |= classifier_shapes(heads.count, target.config) if heads.judges else {}
     tensors: Tensors = heads.tensors

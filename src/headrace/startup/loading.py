@@ -1,4 +1,4 @@
-"""What is opened together, and on which device it runs."""
+"""The models of a recipe, and the device that they run on."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from headrace.weights.source import HEADS_INFO
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
 
-GPUS = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, of Windows under Linux
+# Device files of NVIDIA, of AMD, and of Windows under Linux.
+GPUS = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 
 
 def open_roles(target: Opened, settings: ModelSettings, progress: Progress | None) -> tuple[Role, ...]:
@@ -64,8 +65,11 @@ def _heads_role(name: str, folder: str | Path, target: Opened) -> Role:
 
 
 def pick_device(device: str) -> str:
-    """auto: the first GPU if there is one, else the CPU. Raises ValueError for a device torch cannot use."""
-    absent = not any(Path(gpu).exists() for gpu in GPUS)  # known without torch
+    """Resolve a device: auto is the first GPU if there is one, else the CPU. Imports torch only if there is a GPU.
+
+    Raises ValueError for a device that torch does not support.
+    """
+    absent = not any(Path(gpu).exists() for gpu in GPUS)
     if device == "cpu" or (device == "auto" and absent):
         return "cpu"
     if absent and device.partition(":")[0] == "cuda":

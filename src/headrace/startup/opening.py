@@ -1,4 +1,4 @@
-"""From what a caller calls a model to its open files: weights, tokenizer, template, defaults. Needs no torch."""
+"""Opening of a model's files by name: weights, tokenizer, chat template, default settings. Needs no torch."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from headrace.weights.source import HEADS_INFO, trained
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a model needs to read and write text."""
+    """Tokenizer, chat template and end tokens of a model."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -32,37 +32,40 @@ class Words:
 
 @dataclass(slots=True)
 class Opened:
-    """A model's files, open; `headrace.startup.loading.load` reads the weights.
+    """A model's open files, before its weights are read.
 
-    `tokenizer`, `template` and `eos_ids` read the vocabulary when they are first asked for, and raise what is wrong with it;
-    `read_words` begins that in a thread of its own.
+    `tokenizer`, `template` and `eos_ids` load the vocabulary at the first access, and raise its errors; `read_words` starts
+    that in a thread.
+    generation: generation_config.json. defaults: sampling settings for requests without any. system: default system prompt.
+    own_template: replaces the file's. pooling: first, last or mean, of embeddings. parse_special: control tokens inside
+    messages are parsed.
     """
 
     name: str
     path: Path
     source: GGUFFile | SafetensorsFolder | QuantizedFolder
     config: ModelConfig
-    generation: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
-    defaults: Defaults = field(default_factory=dict)  # how tokens are drawn where nothing is asked for
-    system: str | None = None  # what a conversation without a system message begins with
-    own_template: str | None = None  # in place of the file's
-    pooling: str = "last"  # what its embeddings are pooled from: first | last | mean
-    parse_special: bool = False  # control tokens inside the content of conversations are control tokens
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Defaults = field(default_factory=dict)
+    system: str | None = None
+    own_template: str | None = None
+    pooling: str = "last"
+    parse_special: bool = False
     _words: Future[Words] | None = None
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages, with the model's system prompt where they have none."""
+        """The messages, with the model's system prompt in front if they have none."""
         if not self.system or (messages and messages[0].get("role") in ("system", "developer")):
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
     @property
     def activations(self) -> str:
-        """How its folder asks for the inputs of integer weights to be rounded; "auto": it says nothing."""
+        """Rounding of the inputs of integer weights that the model's folder requires; "auto" if it does not."""
         return self.source.activations if isinstance(self.source, QuantizedFolder) else "auto"
 
     def rounding_summary(self, given: str) -> str:
-        """What is said of that where a caller has `given` nothing else ("auto")."""
+        """Text about that rounding for the user; empty if the caller chose another one."""
         if given != "auto" or self.activations == "auto":
             return ""
         return f", activations by {self.activations} as the folder asks (--activations group: by 32)"
@@ -80,7 +83,7 @@ class Opened:
         return self.read_words().result().eos_ids
 
     def read_words(self) -> Future[Words]:
-        """Read the vocabulary, once, while the caller goes on."""
+        """Start loading the vocabulary in a thread, once. Returns its future."""
         if self._words is None:
             reader = ThreadPoolExecutor(1, "vocabulary")
             self._words = reader.submit(_read_words, self)
@@ -103,7 +106,7 @@ def open_model(
 def open_files(
     model: str | Path, progress: Progress | None = None, *, download: bool = True, parse_special: bool = False
 ) -> Opened:
-    """The same, short of the vocabulary, which is read later. `parse_special` trusts the content of conversations."""
+    """Like `open_model`, but the vocabulary is loaded later. parse_special: control tokens inside messages are parsed."""
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
@@ -138,7 +141,8 @@ def _defaults(
         own, titles = gguf_settings(source.metadata), [source.metadata.get(f"general.{key}") for key in ("basename", "name")]
     else:
         own, titles = own_settings(generation), [source.config.get("_name_or_path")]
-        if config.source is not None:  # such a file that says nothing of sampling means none
+        # Without sampling settings an encoder-decoder is greedy.
+        if config.source is not None:
             own = {"temperature": 0.0, **own}
     called = [path.name, *(name for name in titles if isinstance(name, str))]
     found = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
@@ -154,7 +158,7 @@ def _read_words(opened: Opened) -> Words:
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
-    """Open a model that works beside another one, whose tokens it must have. Raises ValueError besides what opening does."""
+    """Open another model for the target. Raises ValueError if their vocabularies differ, and the errors of `open_model`."""
     opened = open_model(model, progress)
     if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
         raise ValueError(
@@ -165,12 +169,12 @@ def open_companion(model: str | Path, target: Opened, role: str, progress: Progr
 
 
 def is_heads(folder: str | Path | None) -> bool:
-    """Whether a name is that of a folder of trained heads."""
+    """Whether this is a folder of trained heads."""
     return folder is not None and (Path(folder) / HEADS_INFO).is_file()
 
 
 def absent(folder: str | Path, what: str, info: str) -> str:
-    """Why a folder has not what was trained for a model (`what`, told by its file `info`), for an error."""
+    """Error text for a folder without the file `info` of the expected kind (`what`)."""
     place = Path(folder)
     if not place.is_dir():
         return f"{place}: there is no such folder"
@@ -189,7 +193,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _pooling(folder: Path) -> str:
-    """What an encoder was trained with, as sentence-transformers writes it; the mean where nothing is said."""
+    """Pooling of an encoder from sentence-transformers' files; mean without them."""
     config = _read_json(folder / "1_Pooling" / "config.json")
     if config.get("pooling_mode_cls_token"):
         return "first"

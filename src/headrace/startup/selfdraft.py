@@ -1,4 +1,4 @@
-"""Which part of a model drafts for it, kept in a file by model; `training.selfdraft` finds it."""
+"""The saved span of a model that drafts for it, one file per model. `training.selfdraft` chooses it."""
 
 import hashlib
 from pathlib import Path
@@ -12,14 +12,14 @@ SKIPS = {0, ATTENTION, MLP, ATTENTION | MLP}
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A choice as the file keeps it."""
+    """The fields of the file."""
 
     layers: int
     skips: tuple[int, ...]
 
 
 def place(model: Path) -> Path:
-    """Where the choice for a model file or folder is kept."""
+    """Path of the file for a model file or folder."""
     sign = f"{model.resolve()}:{model.stat().st_size}"
     return home() / "self-draft" / f"{hashlib.sha256(sign.encode()).hexdigest()[:24]}.json"
 
@@ -32,8 +32,7 @@ def save(model: Path, span: Span) -> Path:
 
 
 def load(model: Path, layers: int) -> Span:
-    """The saved choice for a model of so many layers. Raises ValueError where there is none, or one of another model, saying
-    how to make one."""
+    """The saved span of a model with `layers` layers. Raises ValueError if there is none or it is another model's."""
     again = f"run: headrace bench self-draft {model}"
     try:
         saved = msgspec.json.decode(place(model).read_bytes(), type=Saved)

@@ -1,4 +1,4 @@
-"""Whether a model can be run here, from its headers, without loading it. Needs no torch."""
+"""Whether this machine can run a model, from the headers of its files. Needs no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from headrace.weights.schemes.folder import QuantizedFolder
 
 
 def missing(model: str | Path) -> str:
-    """Why a model on this machine cannot be run here, one line; empty where it can."""
+    """Why a local model cannot run here, one line; empty if it can."""
     try:
         opened = open_files(model, download=False)
         opened.read_words().result()
@@ -25,7 +25,8 @@ def missing(model: str | Path) -> str:
         if strange:
             return f"tensor {strange[0].name!r} has the type {strange[0].kind}; only {', '.join(FLOATS)} are read"
     source = opened.source
-    if isinstance(source, QuantizedFolder):  # float8 is listed as what it is read as
+    # Such a folder lists float8 tensors by their decoded type.
+    if isinstance(source, QuantizedFolder):
         need = sum(source.stored_bytes(one.name) for one in infos)
     else:
         need = sum(one.nbytes for one in infos)
@@ -36,8 +37,10 @@ def missing(model: str | Path) -> str:
 
 
 def check_room(models: Sequence[tuple[Opened, str]]) -> None:
-    """Raise DoesNotFit where models that are to be in memory together, each with what its float weights become (`quantize`;
-    empty: what they are), have no room as the native core packs them. Where the core is not there torch looks when it loads."""
+    """Raise DoesNotFit if the packed weights of all models, each with its `quantize`, do not fit in free memory.
+
+    Without the native core nothing is checked here; torch checks when it loads.
+    """
     if core.reason() or not models:
         return
     need, narrower = weights_room([(describe(each.config), each.source, quantize) for each, quantize in models])
@@ -45,7 +48,7 @@ def check_room(models: Sequence[tuple[Opened, str]]) -> None:
 
 
 def runs_here(model: str | Path) -> str:
-    """ "yes", with what runs it, or "no", with what is missing."""
+    """A line for the user: yes with the back end, or no with the reason."""
     if problem := missing(model):
         return f"no: {problem}"
     return f"yes, in torch ({core.reason()})" if core.reason() else "yes"

@@ -1,5 +1,7 @@
-"""Thresholds that were calibrated for the exits of a decoder, in calibration.json beside them, and for a model with a smaller
-one that writes first, in Headrace's own folder. Needs no torch."""
+"""Calibrated confidence thresholds: of early exits in calibration.json in their folder, of cascades in Headrace's own folder.
+
+Needs no torch.
+"""
 
 import hashlib
 import logging
@@ -24,8 +26,10 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def fits(model: Opened, exits: str | Path) -> str:
-    """Of a model's norms, biases and bytes, and of its exits' weights: others have another. What was shown of a threshold is of
-    these alone, while exits may draft for any model of the same shape."""
+    """Fingerprint of a model's norms, biases and size together with the weights of its exits.
+
+    A calibrated threshold is valid for this model and these exits alone, while exits may draft for any model of the same shape.
+    """
     sign = hashlib.sha256(f"{fingerprint(model)} {_size(model.path)}".encode())
     for file in sorted(Path(exits).glob("*.safetensors")):
         sign.update(file.read_bytes())
@@ -33,8 +37,7 @@ def fits(model: Opened, exits: str | Path) -> str:
 
 
 def folder_of(model: Path, smaller: Path) -> Path:
-    """Where the thresholds of a cascade of these two files, or folders of weights, are kept. Others of the same names have
-    their own: the sizes count."""
+    """The folder of the thresholds of a cascade, by paths and sizes of both models' files."""
     signs = [f"{one.resolve()}:{_size(one)}" for one in (model, smaller)]
     return home() / "cascades" / hashlib.sha256("\n".join(signs).encode()).hexdigest()[:24]
 
@@ -45,12 +48,14 @@ def _size(model: Path) -> int:
 
 
 class CalibratedThreshold(msgspec.Struct, frozen=True):
-    """A threshold for which it was shown, on `n` prompts, that with probability 1 - epsilon answers to prompts like them lose
-    at most `delta` on average against the whole model's. `loss` is text (1 - ROUGE-L of the tokens) or token (the share of
-    tokens that left and are not what the whole model says there), `risk` its mean over the n. An answer's tokens were written
-    after `layers` layers on average (of a cascade: of the larger model, 0 where the smaller one wrote), with a standard
-    deviation of `spread` between answers. `data`: SHA-256 of the prompts. `state`: the exit_state that it was tried with.
-    `fits`: of exits, the model and weights that it was tried with."""
+    """A threshold with a guarantee from `n` prompts: for prompts like them, with probability 1 - epsilon, answers lose at most
+    `delta` on average compared with the full model (Learn then Test).
+
+    loss: text (1 - ROUGE-L of the tokens) or token (share of exited tokens that differ from the full model's). risk: its mean.
+    layers: mean number of layers per token (in a cascade: of the larger model, 0 for the smaller one's tokens). spread: its
+    standard deviation between answers. data: SHA-256 of the prompts. state: exit_state during calibration. fits: fingerprint of
+    the model and exits.
+    """
 
     criterion: str
     threshold: float
@@ -68,7 +73,7 @@ class CalibratedThreshold(msgspec.Struct, frozen=True):
     fits: str = ""
 
     def summary(self) -> str:
-        """In one line, for people."""
+        """One line for the user."""
         decay = f", decay {self.decay:g}" if self.decay else ""
         state = "" if self.state == DEFERRED else f", exit_state {self.state}"
         return (
@@ -78,7 +83,7 @@ class CalibratedThreshold(msgspec.Struct, frozen=True):
 
 
 def save(folder: Path, rule: CalibratedThreshold) -> None:
-    """Write a rule beside those of other criteria, decays, losses, states and models; an older one of the same is replaced."""
+    """Add a threshold to a folder. It replaces one with the same criterion, decay, loss, state and model."""
 
     def kind(one: CalibratedThreshold) -> tuple[str, float, str, str, str]:
         return one.criterion, one.decay, one.loss, one.state, one.fits
@@ -91,14 +96,14 @@ def save(folder: Path, rule: CalibratedThreshold) -> None:
 
 
 def load(folder: str | Path, state: str = "") -> tuple[CalibratedThreshold, ...]:
-    """The newest first, of one exit_state where it is named; none where nothing was calibrated. Raises ValueError where the
-    file cannot be read."""
+    """The thresholds in a folder, newest first, optionally of one exit_state. Raises ValueError if the file cannot be read."""
     place = Path(folder) / CALIBRATION
     try:
         rules = msgspec.json.decode(place.read_bytes(), type=tuple[CalibratedThreshold, ...]) if place.is_file() else ()
         for one in rules:
             asked: dict[str, Any] = {"exit_criterion": one.criterion, "exit_threshold": one.threshold, "exit_decay": one.decay}
-            SamplingParams(**asked, max_tokens=one.max_tokens)  # a request could ask for it
+            # Raises ParamError if no request could have these values.
+            SamplingParams(**asked, max_tokens=one.max_tokens)
         return tuple(one for one in rules if state in ("", one.state))
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ParamError) as error:
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
@@ -121,9 +126,9 @@ def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple
 
 
 def keep(rule: CalibratedThreshold, model: Opened, settings: ModelSettings, smaller: Path | None) -> CalibratedThreshold:
-    """Save a rule that was calibrated on a model opened with `settings`, and return it as saved.
+    """Save a threshold that was calibrated on a model opened with `settings`. Returns it as saved.
 
-    It is written into the folder of the exits, or for a cascade with the model `smaller` into Headrace's own folder.
+    smaller: the smaller model of a cascade. The file is in the folder of the exits, or in Headrace's own folder for a cascade.
     """
     if settings.exits is None:
         assert smaller is not None
