@@ -47,7 +47,7 @@ class BeamSearchParams(
     score / ((5 + length) / 6) ** length_penalty ("gnmt", Wu et al. 2016); length counts generated tokens, the end token
     included. Above 0 the penalty favours long answers, below 0 short ones, since scores are negative.
     early_stopping: True stops at `beam_width` finished hypotheses; False if no running one can win at its current length;
-    "never" if none can win at any length that it may reach, which is exact.
+    "never" if none can win at any length, which is exact.
     groups > 1: diverse beam search (Vijayakumar et al. 2018), a group's score falls by `diversity_penalty` for each earlier
     group with the same token in the same step. GNMT's coverage penalty is not supported, as it needs attention weights.
     """

@@ -1,4 +1,4 @@
-"""Model: what every architecture offers. Runners execute segments of it: embed, layers a to b, head of some rows."""
+"""`Model`: the interface of every architecture. Runners execute its segments: embed, layers a to b, head of some rows."""
 
 from typing import Any
 
@@ -6,18 +6,20 @@ from headrace.data.config import ModelConfig
 from headrace.models.layers.holder import Group
 from headrace.ops.vocabulary import norm
 
-Value = Any  # a tensor, or whatever a recorder passes through a model file
+# A tensor, or a recorder's symbolic value.
+Value = Any
 
 
 class Model(Group):
-    """A decoder as pure functions of values. `layers` holds one group of weights per layer.
+    """A model as pure functions of values.
 
-    A new model is a description: it has no tensors until each holder is created and filled (weights.loader does both).
+    A new model has no tensors until weights.loader creates and fills its holders. layers: one group of weights per layer. norm:
+    before the head; None for an encoder, which has no head. encoder: of an encoder-decoder.
     """
 
-    layers: Any  # a list of the file's own Block
-    norm: Any = None  # the Norm before the head; an encoder, which has no head, has none
-    encoder: "Model | None" = None  # of an encoder-decoder: what reads the source
+    layers: Any
+    norm: Any = None
+    encoder: "Model | None" = None
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -31,7 +33,7 @@ class Model(Group):
         raise NotImplementedError
 
     def cross(self, i: int, memory: Value, ctx: Any) -> Value:
-        """Of an encoder-decoder: what layer i attends to of the encoder's rows `memory`, stored in ctx.pool."""
+        """Of an encoder-decoder: store layer i's cross-attention K and V of the encoder's rows `memory` in ctx.pool."""
         raise NotImplementedError
 
     def head(self, x: Value) -> Value:
@@ -39,11 +41,11 @@ class Model(Group):
         raise NotImplementedError
 
     def final(self, x: Value) -> Value:
-        """Rows after the last layer -> the rows that embeddings are pooled from: normed as the head's are."""
+        """Rows after the last layer -> rows for embeddings, after the final norm."""
         return norm(x, self.norm)
 
     def __call__(self, ctx: Any) -> Value:
-        """Logits of every row of the step: all segments in a row (tests and scoring; runners pick rows before `head`)."""
+        """Logits of every row of the step, for tests and scoring; runners select rows before `head`."""
         x = self.embed(ctx)
         for i in range(self.config.num_layers):
             x = self.layer(i, x, ctx)
@@ -51,5 +53,5 @@ class Model(Group):
 
     @property
     def num_parameters(self) -> int:
-        """Numbers the model has, filled or not; a tied head counts once."""
+        """Number of parameters, filled or not. A tied head counts once."""
         return sum(spec.elements for _, holder in self.holders() for spec in holder.params().values())

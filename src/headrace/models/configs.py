@@ -1,4 +1,4 @@
-"""The numbers and names of a model from its file. Nothing here needs the models themselves: a file is opened without torch."""
+"""Config and tensor names of a model from its file. Needs no model files and no torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,8 +12,10 @@ from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource, adapter_of
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of a folder's layers, by family
-WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")  # diffusion models
+# Keys with the number of experts, by family.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# Diffusion models.
+WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")
 
 
 class _WithConfig(Protocol):
@@ -25,7 +27,7 @@ class _WithMetadata(Protocol):
 
 
 def read_config(source: WeightSource) -> ModelConfig:
-    """The numbers of the model in an open file. Raises WeightError on an unknown architecture or a setting not built."""
+    """The config of the model in an open file. Raises WeightError for an unknown architecture or an unsupported setting."""
     if source.format == "gguf":
         metadata = cast(_WithMetadata, source).metadata
         if not source.names():
@@ -49,7 +51,7 @@ def read_config(source: WeightSource) -> ModelConfig:
 
 
 def _masked(config: ModelConfig, read: Reader) -> ModelConfig:
-    """The same numbers, with the mask token that the file names. Raises WeightError for one outside the vocabulary."""
+    """The config with the file's mask token. Raises WeightError if it is outside the vocabulary."""
     mask = read.get("mask_token_id")
     if mask is None or config.encoder:
         return config
@@ -59,7 +61,7 @@ def _masked(config: ModelConfig, read: Reader) -> ModelConfig:
 
 
 def _refuse_experts(count: object, source: WeightSource) -> None:
-    """Raise WeightError for a model whose layers have experts, known or not."""
+    """Raise WeightError for a model with experts, also of an unknown architecture."""
     if isinstance(count, int) and count > 1:
         raise WeightError(
             f"{source.path}: has layers of {count} experts, which are not built; take a model without experts, of these "
@@ -68,7 +70,7 @@ def _refuse_experts(count: object, source: WeightSource) -> None:
 
 
 def name_map(container: str, architecture: str) -> NameMap:
-    """What the tensors of an architecture are called in a kind of file (gguf | safetensors) that it is read from."""
+    """Names of an architecture's tensors in a GGUF file or a safetensors folder."""
     family = FAMILIES[architecture]
     stored = family.gguf if container == "gguf" else family.hf
     if isinstance(stored, str):
@@ -77,7 +79,7 @@ def name_map(container: str, architecture: str) -> NameMap:
 
 
 def _family(name: str, source: WeightSource) -> Family:
-    """The family whose word for its architecture this is."""
+    """The family with this architecture name in files of this format. Raises WeightError for an unknown name."""
     names = {family.gguf_name: family for family in FAMILIES.values() if source.format == "gguf"} | FAMILIES
     if name not in names or not name:
         raise WeightError(f"{source.path}: {unknown(name)}")
@@ -85,7 +87,7 @@ def _family(name: str, source: WeightSource) -> Family:
 
 
 def unknown(architecture: str) -> str:
-    """What is said of one that is not known."""
+    """Error text for an unknown architecture."""
     if architecture.lower() in WHOLE_TEXT:
         return (
             f"{architecture} reads its whole text in both directions, so it has no cache to keep and every pass would feed the "

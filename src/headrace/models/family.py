@@ -1,4 +1,4 @@
-"""Family: an architecture as the files of it have it, by numbers and names. No torch: a file is opened without it."""
+"""`Family`: how an architecture is stored in files, its config keys and tensor names. Needs no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from headrace.weights.origins import NameMap
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One kind of file: how its numbers are read, and what its tensors are called."""
+    """One file format of an architecture: reader of the config, and names of the tensors."""
 
     numbers: Callable[[Reader], ModelConfig]
     names: NameMap
@@ -18,10 +18,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture by its Hugging Face model_type. `shape` is the model file with its order of ops (models.registry)."""
+    """An architecture, by its Hugging Face model_type.
+
+    shape: key of the model class (models.registry). gguf: a text if GGUF files are not supported, with the reason. gguf_name:
+    general.architecture in GGUF files, if different.
+    """
 
     architecture: str
     shape: str
     hf: Stored
-    gguf: Stored | str  # why its GGUF files are not read, and what to do
-    gguf_name: str = ""  # general.architecture, where it is another word
+    gguf: Stored | str
+    gguf_name: str = ""

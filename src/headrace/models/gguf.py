@@ -1,5 +1,5 @@
-"""A model's numbers from the metadata of a GGUF file (keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), and
-from its tensors where the metadata is silent: vocabulary, biases, tied head, Llama 3's frequency divisors."""
+"""Config of a model from a GGUF file: its metadata (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), and its tensors
+for vocabulary, biases, tied head and Llama 3's frequency divisors."""
 
 import numpy as np
 
@@ -7,11 +7,12 @@ from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
 
 ROPE_DIVISORS = "rope_freqs.weight"
-FLOATS = {"F32": "<f4", "F16": "<f2"}  # that it is stored as
+# Number formats of the divisors.
+FLOATS = {"F32": "<f4", "F16": "<f2"}
 
 
 def decoder(read: Reader, eps: str = "attention.layer_norm_rms_epsilon", rotary: bool = True) -> ModelConfig:
-    """All layers alike, with one window where the file has one. `eps`: the key of the norms'."""
+    """Config of a decoder with equal layers, and one window if the file has one. eps: metadata key of the norms' epsilon."""
     names = set(read.source.names())
     hidden = read.size("embedding_length")
     heads, kv_heads = read.heads("attention.head_count", "attention.head_count_kv")
@@ -57,7 +58,7 @@ def _rope(read: Reader, head_dim: int) -> RopeConfig:
 
 
 def _divisors(read: Reader) -> list[float]:
-    """Llama 3's frequency divisors, as they are stored."""
+    """Llama 3's frequency divisors."""
     kind = read.source.info(ROPE_DIVISORS).kind
     if kind not in FLOATS:
         raise read.error(f"goes with {ROPE_DIVISORS} stored as {kind}; known are {' and '.join(FLOATS)}")

@@ -1,4 +1,4 @@
-"""A model's numbers as the metadata of a GGUF file: the inverse of models.gguf, for decoders that folders hold."""
+"""GGUF metadata from a model's config: the inverse of models.gguf, for decoders in folders."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 def stored_config(config: ModelConfig) -> ModelConfig:
-    """The config that a reader of the GGUF file finds. Raises WeightError where there is none."""
+    """The config that the GGUF file will have. Raises WeightError if GGUF cannot store the model."""
     if config.architecture not in KNOWN:
         raise WeightError(
             f"a folder of {config.architecture} is not written as GGUF; begin with its .gguf file, "
@@ -26,12 +26,12 @@ def stored_config(config: ModelConfig) -> ModelConfig:
 
 
 def named(config: ModelConfig) -> ModelConfig:
-    """The config by the architecture that GGUF files say: Mistral's is llama there."""
+    """The config with GGUF's name of the architecture; Mistral is llama."""
     return replace(config, architecture="llama") if config.architecture == "mistral" else config
 
 
 def metadata(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a config that `stored_config` made."""
+    """Metadata keys of a config from `stored_config`."""
     layer, name = config.each_layer, config.architecture
     eps = "layer_norm_epsilon" if name == "gpt2" else "layer_norm_rms_epsilon"
     keys: dict[str, Any] = {
@@ -48,7 +48,7 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
 
 
 def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
-    """What a file says of layers and their widths; the widths are those of the first."""
+    """Metadata keys of the layers and their sizes, which are those of the first layer."""
     layer = config.layers[0]
     keys = {
         "block_count": config.num_layers,
@@ -62,7 +62,7 @@ def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
 
 
 def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Tensors that a GGUF file has and no parameter is: what Llama 3's scaling divides each frequency by, float32."""
+    """Tensors of a GGUF file that are not parameters: Llama 3's frequency divisors, float32."""
     rope = config.each_layer.rope
     if rope is None or rope.scaling not in ("llama3", "divisors"):
         return {}

@@ -1,5 +1,5 @@
-"""A model's numbers from the config.json of a Hugging Face folder: what families have in common. Rotary settings come in an
-old form (rope_theta, rope_scaling) and a new one (rope_parameters)."""
+"""Config of a model from the config.json of a Hugging Face folder, the parts that families share. Rotary settings have an old
+form (rope_theta, rope_scaling) and a new one (rope_parameters)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
 
 UNQUANTISED = "take the model's own safetensors (bfloat16 or float16; --quantize int4 makes integers of them), or a GGUF file"
-# Settings that change the mathematics and are not built: the value that means "off" for each.
+# Unsupported settings that change the computation, each with the value that disables it.
 OFF: dict[str, object] = {
     "quantization_config": None,
     "use_bidirectional_attention": False,
@@ -21,7 +21,7 @@ OFF: dict[str, object] = {
 
 
 def refuse_not_built(read: Reader) -> None:
-    """Raises WeightError on a setting that no family is built with."""
+    """Raise WeightError for a setting that no family supports."""
     quantised = read.values.get("quantization_config")
     if isinstance(quantised, Mapping):
         scheme = str(quantised.get("quant_method") or "unknown")
@@ -32,7 +32,7 @@ def refuse_not_built(read: Reader) -> None:
 
 
 def require_activation(read: Reader, *built: str) -> None:
-    """Raises WeightError on an activation that the family is not built with."""
+    """Raise WeightError for an activation that the family does not support."""
     activation = read.get("hidden_activation") or read.get("hidden_act") or read.get("activation_function")
     if activation is not None and activation not in built:
         raise read.error(f"has the activation {activation!r}; {read.architecture} is built with {' or '.join(built)}")
@@ -81,12 +81,12 @@ def decoder(
 
 
 def sharing(read: Reader, config: ModelConfig) -> ModelConfig:
-    """The same, where `kv_share` neighbours read the K and V of the first of them (Headrace's own key)."""
+    """The config with cross-layer attention of `kv_share` layers (Headrace's own key)."""
     return config.sharing(read.size("kv_share", 1, most=MAX_LAYERS))
 
 
 def even_layers(read: Reader, hidden: str, heads: str, layers: str, ffn: int) -> tuple[LayerConfig, ...]:
-    """Layers without rotary positions, whose heads share the width evenly and have their own K and V; numbers by their keys."""
+    """Equal layers of multi-head attention without rotary positions. Arguments are keys of config.json."""
     width, count = read.size(hidden), read.size(heads)
     if width % count:
         raise read.error(f"has {hidden} {width}, no multiple of its {count} heads")
@@ -94,7 +94,7 @@ def even_layers(read: Reader, hidden: str, heads: str, layers: str, ffn: int) ->
 
 
 def token(read: Reader, key: str, vocab_size: int, default: int | None = None) -> int:
-    """A token id that the file names. Raises WeightError."""
+    """Read a token id. Raises WeightError if it is missing or outside the vocabulary."""
     value = read.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
         raise read.error(f"must have {key} as a token id below {vocab_size}, not {value!r:.40}")
@@ -102,7 +102,7 @@ def token(read: Reader, key: str, vocab_size: int, default: int | None = None) -
 
 
 def windows(read: Reader, slides: Callable[[int], bool]) -> list[int | None]:
-    """The window of each layer, in those that the file names (layer_types) or else in those of which `slides` says so."""
+    """Attention window of each layer (None: all), from layer_types, otherwise for layers with `slides(layer)`."""
     layers = read.size("num_hidden_layers", most=MAX_LAYERS)
     if read.get("sliding_window") is None:
         return [None] * layers
@@ -115,14 +115,14 @@ def windows(read: Reader, slides: Callable[[int], bool]) -> list[int | None]:
 
 
 def rope_settings(read: Reader) -> Mapping[str, Any]:
-    """The rotary settings as the new form has them."""
+    """The rotary settings in the new form."""
     old = {"rope_theta": read.get("rope_theta"), **(read.get("rope_scaling") or {})}
     new: Mapping[str, Any] | None = read.get("rope_parameters")
     return old if new is None else new
 
 
 def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float) -> RopeConfig:
-    """RopeConfig of settings in the new form; `theta` where they have none."""
+    """RopeConfig of settings in the new form. theta: default base."""
     own = replace(read, values=settings)
     kind = own.get("rope_type") or own.get("type") or "default"
     share = float(own.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0)

@@ -1,5 +1,4 @@
-"""Reader: the numbers that a file says of a model, each within bounds, so that a damaged or hostile file is refused before
-anything is built."""
+"""Checked reading of a model's config: every number has bounds, so a damaged or hostile file fails before any allocation."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,18 +10,21 @@ from headrace.weights.source import WeightError, WeightSource
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 1 << 16
-MAX_SIZE = (1 << 31) - 1  # the largest int32
+MAX_SIZE = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Looks keys up in an open file and says in one line what is wrong with them."""
+    """Reads keys of an open file. Errors are WeightErrors of one line.
+
+    place: location in the file, for errors. prefix: of every key.
+    """
 
     architecture: str
     values: Mapping[str, Any]
     source: WeightSource
-    place: str  # where in the file they stand, for errors
-    prefix: str = ""  # of every key
+    place: str
+    prefix: str = ""
 
     def error(self, what: str) -> WeightError:
         return WeightError(f"{self.source.path}: {self.place} {what}")
@@ -44,7 +46,7 @@ class Reader:
         return float(value)
 
     def heads(self, key: str, kv_key: str) -> tuple[int, int]:
-        """The number of query heads and of KV heads (as many, where nothing is said)."""
+        """Number of query heads and of KV heads; equal if the file has no `kv_key`."""
         heads = self.size(key)
         kv_heads = self.size(kv_key, heads)
         if heads % kv_heads:
@@ -57,14 +59,14 @@ def _shown(value: object) -> str:
 
 
 def windowed(config: ModelConfig, windows: Iterable[int | None], rope: RopeConfig | None = None) -> ModelConfig:
-    """The same model with a window for each layer (None: it attends to everything); layers with one turn by `rope`."""
+    """The config with a window for each layer (None: all tokens). Layers with a window use `rope`, if given."""
     layers = zip(config.layers, windows, strict=True)
     made = (replace(layer, window=window, rope=rope if rope and window else layer.rope) for layer, window in layers)
     return replace(config, layers=tuple(made))
 
 
 def check_rope(rope: RopeConfig, head_dim: int, error: Callable[[str], Exception]) -> RopeConfig:
-    """The same settings, once they are known to give finite frequencies for heads of `head_dim`."""
+    """Return the settings. Raises `error` if they do not give finite frequencies for heads of `head_dim`."""
     dim = rope.dim or head_dim
     if dim % 2 or not 0 < dim <= head_dim:
         raise error(f"turns {dim} values of heads of {head_dim}; rotary needs an even number, at most the whole head")

@@ -1,4 +1,4 @@
-"""The model files, each an order of ops, by the names that families give them."""
+"""The model classes by the names that families use (`Family.shape`)."""
 
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
@@ -18,7 +18,7 @@ MODELS: dict[str, type[Model]] = {"bert": Bert, "gemma3": Gemma3, "gpt2": GPT2, 
 
 
 def describe(config: ModelConfig) -> Model:
-    """The model of a config, without tensors: weights.loader fills it. Raises WeightError on an unknown architecture."""
+    """The model of a config, without tensors; weights.loader fills it. Raises WeightError for an unknown architecture."""
     if config.architecture not in FAMILIES:
         raise WeightError(unknown(config.architecture))
     return MODELS[FAMILIES[config.architecture].shape](config)

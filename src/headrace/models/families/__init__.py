@@ -1,4 +1,4 @@
-"""Which architectures there are: one file each, which says all that sets it apart where its order of ops is another's."""
+"""The supported architectures, one file each: config keys, tensor names, and the model class."""
 
 from headrace.models.families import bert, gemma3, gpt2, llama, marian, mistral, qwen2, qwen3, t5
 from headrace.models.family import Family

@@ -1,1 +1,1 @@
-"""What models are made of: holders of weights, and nothing that computes."""
+"""Holders of weights, of which models consist. They compute nothing."""

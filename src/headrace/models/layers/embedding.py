@@ -9,9 +9,9 @@ from headrace.models.layers.linear import LinearMethod
 
 
 class Embedding(Holder):
-    """`weight` [count, width]: token rows, or learned positions. As a tied head it is a linear without bias.
+    """`weight` [count, width]: token embeddings or learned positions. A tied head uses it as a linear without bias.
 
-    `rows` says what its rows are ("vocab"; None: what every rank of a parallel run has whole).
+    rows: axis that ranks of a parallel run split ("vocab"); None: every rank has all rows.
     """
 
     weight: Tensor
@@ -28,8 +28,7 @@ class Embedding(Holder):
 
 
 class Biased(Holder):
-    """A tied head with a bias: the rows of a table, and a number for each, stored as a row of their own. `never`: a row that is
-    not to be chosen."""
+    """A tied head with a bias, which is stored as one row. never: token id that is never chosen."""
 
     def __init__(self, table: Embedding, never: int | None = None) -> None:
         self.table = table
@@ -51,10 +50,11 @@ class Biased(Holder):
 
 
 class Sinusoids(Holder):
-    """Positions that are computed, not learned: sines of all frequencies, then the cosines (Marian, fairseq)."""
+    """Sinusoidal positions: sines of all frequencies, then cosines (Marian, fairseq)."""
 
     weight: Tensor
-    interleaved = False  # as of a Rotary: all sines come before all cosines
+    # As in Rotary: all sines before all cosines.
+    interleaved = False
 
     def __init__(self, count: int, width: int) -> None:
         self.count = count
@@ -62,7 +62,7 @@ class Sinusoids(Holder):
 
     @property
     def frequencies(self) -> np.ndarray:
-        """[width / 2] float64, radians a position."""
+        """[width / 2] float64, radians per position."""
         return 1 / 10000.0 ** (np.arange(0, self.width, 2) / self.width)
 
     def create(self, allocator: Allocator) -> None:
@@ -71,14 +71,16 @@ class Sinusoids(Holder):
 
     @property
     def values(self) -> np.ndarray:
-        """[count, width] float32, as such models were trained with."""
+        """The table, [count, width] float32, as in training."""
         angles = np.arange(self.count)[:, None] / 10000.0 ** (np.arange(0, self.width, 2) / self.width)
         return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 class Relative(Holder):
-    """`weight` [buckets, heads]: what attention adds by how far a key is (T5). Beyond `distance` all are alike; `both`: keys
-    ahead have buckets of their own."""
+    """`weight` [buckets, heads]: attention bias by distance of the key (T5).
+
+    distance: farther keys share the last bucket. both: keys ahead have buckets of their own.
+    """
 
     weight: Tensor
 

@@ -1,4 +1,4 @@
-"""Holder: the base of everything that owns weights. It is described first, allocated later, and computes nothing itself."""
+"""`Holder`: base of objects that own weights. It is described first and allocated later, and computes nothing."""
 
 import math
 from collections.abc import Iterator
@@ -7,28 +7,34 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Tensor = Any  # of the back end that runs the model
+# Of the back end that runs the model.
+Tensor = Any
 
 
 class Allocator(Protocol):
-    """Who makes a holder's tensors, in the dtype and on the device of the model."""
+    """Creates the tensors of holders in the dtype and on the device of the model."""
 
     def empty(self, shape: tuple[int, ...], exact: bool = False) -> Tensor:
-        """A tensor to be filled; its values are whatever was in memory. `exact`: in float32 or wider whatever the dtype."""
+        """An uninitialised tensor. exact: float32 or wider, whatever the dtype of the model."""
 
     def constant(self, values: np.ndarray) -> Tensor:
-        """A tensor of these values, in their own dtype."""
+        """A tensor with these values, in their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter before it exists: named parts stacked along the first axis, each filled from its own source tensor."""
+    """Description of a parameter: named parts stacked along the first axis, each filled from its own source tensor.
 
-    parts: tuple[tuple[str, int], ...]  # (name, rows); the name is "" where there is one part only
-    tail: tuple[int, ...] = ()  # the other axes
-    exact: bool = False  # kept in float32 or wider whatever the compute dtype
-    rows: str | None = None  # what the rows of each part are, where ranks share them: heads | ffn | vocab; None: all have all
-    columns: str | None = None  # the same of the other axis
+    parts: (name, rows); the name of a single part is "". tail: sizes of the other axes. exact: float32 or wider, whatever the
+    compute dtype. rows: axis that ranks of a parallel run split, heads, ffn or vocab; None: every rank has all rows. columns:
+    the same for the second axis.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    tail: tuple[int, ...] = ()
+    exact: bool = False
+    rows: str | None = None
+    columns: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,10 +46,10 @@ class ParamSpec:
 
 
 class Group:
-    """Holders and groups of them, as attributes: themselves, or in a list."""
+    """An object whose attributes are holders, groups, or lists of them."""
 
     def holders(self) -> "Iterator[tuple[str, Holder]]":
-        """Every holder in it by path ("layers.3.qkv"), in the order they were made; what is shared (a tied head) comes once."""
+        """All holders by path ("layers.3.qkv"), in order of creation. A shared one (a tied head) comes once."""
         seen: set[int] = set()
         for path, group in self._groups(""):
             if isinstance(group, Holder) and id(group) not in seen:
@@ -51,7 +57,7 @@ class Group:
                 yield path, group
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of what is filled, by path ("layers.3.qkv.weight")."""
+        """All tensors of filled holders, by path ("layers.3.qkv.weight")."""
         for path, holder in self.holders():
             for field in holder.params():
                 yield ".".join(filter(None, (path, field))), getattr(holder, field)
@@ -70,13 +76,13 @@ class Group:
 
 
 class Holder(Group):
-    """`params` says what is needed, `create` allocates it, the loader fills it, `finish` ends loading."""
+    """Owner of parameters. `params` describes them, `create` allocates, the loader fills, `finish` ends loading."""
 
     def holders(self) -> "Iterator[tuple[str, Holder]]":
         yield "", self
 
     def params(self) -> dict[str, ParamSpec]:
-        """Field name (weight, bias) -> what it is made of."""
+        """Description of each parameter by field name (weight, bias)."""
         return {}
 
     def create(self, allocator: Allocator) -> None:
@@ -85,4 +91,4 @@ class Holder(Group):
             setattr(self, name, allocator.empty(spec.shape, spec.exact))
 
     def finish(self) -> None:
-        """Called once, when every parameter is filled."""
+        """Called once, after every parameter is filled."""

@@ -1,4 +1,4 @@
-"""Linear: one or several projections of the same input, fused into one product when they are loaded."""
+"""`Linear`: one or several projections of the same input, fused into one matrix when they are loaded."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -7,18 +7,17 @@ from headrace.models.layers.holder import Allocator, Holder, ParamSpec, Tensor
 
 
 class LinearMethod(Protocol):
-    """How weights are stored and multiplied where that is not densely: one object serves many layers; what a layer needs is put
-    on the layer.
+    """Storage and multiplication of weights that are not dense. One object serves many layers and keeps their state on them.
 
     The loader calls `create`, fills `layer.weight`, then calls `finish`; the op `linear` calls `apply` at every step.
     """
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
-        """Allocate `layer.weight` [n_out, n_in], to be filled by the loader."""
+        """Allocate `layer.weight` [n_out, n_in] for the loader."""
         ...
 
     def finish(self, layer: Any) -> None:
-        """Everything is filled: repack or quantise, and drop what is no longer needed."""
+        """Called after the layer is filled: repack or quantise it, and free the rest."""
         ...
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -27,11 +26,10 @@ class LinearMethod(Protocol):
 
 
 class Linear(Holder):
-    """Weights [n_out, n_in] (and bias) whose rows are the parts one after the other.
+    """`weight` [n_out, n_in] and `bias`, with the rows of all parts stacked.
 
-    `parts` is the output width, or name -> width of each part ({"q": 576, "k": 192, "v": 192}); with `split` the op `linear`
-    returns one value per part. `rows` says what its outputs are and `columns` what its inputs are ("heads", "ffn"; None: what
-    every rank of a parallel run has whole).
+    parts: output width, or width by part ({"q": 576, "k": 192, "v": 192}). split: the op `linear` returns one value per part.
+    rows, columns: how ranks of a parallel run split outputs and inputs ("heads", "ffn"); None: every rank has all.
     """
 
     weight: Tensor

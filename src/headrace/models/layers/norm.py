@@ -4,7 +4,7 @@ from headrace.models.layers.holder import Holder, ParamSpec, Tensor
 
 
 class Norm(Holder):
-    """`weight` [width] is what is multiplied (gemma's 1 + w), kept in float32 or wider; `kind` is rms or layer."""
+    """`weight` [width], the factor itself (1 + w for gemma), in float32 or wider. kind: rms or layer."""
 
     weight: Tensor
 

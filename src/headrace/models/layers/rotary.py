@@ -1,4 +1,4 @@
-"""Rotary: how fast each pair of a head's values turns with the position."""
+"""`Rotary`: frequencies of rotary position embeddings."""
 
 import math
 
@@ -29,14 +29,14 @@ class Rotary(Holder):
 
 
 def rotaries(config: ModelConfig) -> list[Rotary | None]:
-    """The Rotary of each layer (None: nothing is turned there), one object for all that turn alike."""
+    """The Rotary of each layer, None without rotation. Layers with equal settings share one object."""
     kinds = [(layer.rope, layer.head_dim) for layer in config.layers]
     made = {(rope, head_dim): Rotary(rope, head_dim) if rope else None for rope, head_dim in set(kinds)}
     return [made[kind] for kind in kinds]
 
 
 def frequencies(config: RopeConfig, dim: int) -> np.ndarray:
-    """Radians per position of each of dim / 2 pairs, float64. Raises ValueError on an unknown scaling."""
+    """Radians per position, [dim / 2] float64. Raises ValueError for an unknown scaling."""
     base = np.array([config.theta ** -(pair / dim) for pair in range(0, dim, 2)])
     if config.scaling == "none":
         return base
@@ -52,8 +52,7 @@ def frequencies(config: RopeConfig, dim: int) -> np.ndarray:
 
 
 def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
-    """Llama 3.1: wavelengths that fit the original context often stay, those that do not fit are stretched by `factor`,
-    those between are blended by how often they fit."""
+    """Llama 3.1 scaling: short wavelengths are unchanged, long ones grow by `factor`, and those between are blended."""
     turns = config.original_context * base / (2 * math.pi)  # in the original context
     keep = np.clip((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor), 0.0, 1.0)
     blended: np.ndarray = keep * base + (1 - keep) * base / config.factor
