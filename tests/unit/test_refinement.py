@@ -10,7 +10,7 @@ from headrace.data.explicit import params_of
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.plan import Each, Failed, Ranked
 from headrace.engine.engine import AdmissionError, Engine
-from headrace.ops.refinement import Block, empty, guesses, masks_left, refine
+from headrace.ops.refinement import Block, empty, guesses, masked_after, refine
 
 MASK = 0
 
@@ -28,7 +28,7 @@ MASK = 0
     ],
 )
 def test_how_many_are_masked_after_each_pass(size: int, passes: int, left: list[int]) -> None:
-    assert [masks_left(size, passes, done) for done in range(1, passes + 1)] == left
+    assert [masked_after(size, passes, done) for done in range(1, passes + 1)] == left
     block = empty(size, MASK)
     for done, masks in enumerate(left, 1):
         block = refine(block, [(7 + at, -1.0 - at) for at in range(size)], passes, MASK)

@@ -1,4 +1,5 @@
-"""attention: scaled dot-product attention over the paged pool, with everything an architecture may ask of it."""
+"""attention: scaled dot-product attention over the paged pool, with the options of all architectures. store: writes K/V
+alone."""
 
 import torch
 
@@ -30,17 +31,19 @@ def attention(
     source: bool = False,
     bias: RelativeWeights | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ · scale) v of q [n, heads * head_dim] and k, v [n, kv_heads * head_dim] -> [n, heads * head_dim].
+    """softmax(q kᵀ · scale) v for q [n, heads * head_dim] and k, v [n, kv_heads * head_dim] -> [n, heads * head_dim].
 
-    q and k are normalised per head (`q_norm`, `k_norm`) and turned (`rope`); then k and v are stored in the pool, and only what
-    the pool holds is read. Query head i uses KV head i * kv_heads // heads: MHA, GQA and MQA are one path. `window`: a row sees
-    the last `window` positions, its own included. `scale`: default head_dim ** -0.5. `softcap` c: scores become
-    c * tanh(score / c). `sinks` (weight [heads]): a logit per head that takes part in the softmax and has no value.
-    `causal=False`: every row of a feed sees the whole feed (encoders; feeds must then be whole). `source`: every row sees the
-    whole source of its feed, whose K and V `store` has put into table 1; then k and v are None, as where another layer has
-    stored those that are read. `bias`: a number per head is added to the scaled scores, by how far the key is from the row
-    (T5). Scores and sums are float32, or float64 of float64. A
-    row that sees nothing gives 0.
+    q and k are normalised per head (`q_norm`, `k_norm`) and rotated (`rope`). Then k and v are stored in the pool, and
+    attention reads only the pool. Query head i uses KV head i * kv_heads // heads, so MHA, GQA and MQA are one path. Without k
+    and v the layer reads the K/V that another layer stored.
+
+    window: a row sees the last `window` positions, its own included. scale: default head_dim ** -0.5. softcap c: scores become
+    c * tanh(score / c). sinks (weight [heads]): a logit per head in the softmax without a value. causal=False: every row of a
+    feed sees the whole feed (encoders; feeds must be whole). source: every row sees its feed's whole source, whose K/V `store`
+    wrote into table 1; k and v are None. bias: per head a number by the distance of key and row, added to the scaled scores
+    (T5).
+
+    Scores and sums are float32, or float64 for float64 inputs. A row that sees nothing gives 0.
     """
     dim = ctx.pool.kv(layer)[0].shape[-1]
     n, heads = q.shape[0], q.shape[1] // dim
@@ -56,7 +59,8 @@ def attention(
     for group in groups(ctx, Sight(heads, window, causal, source, bias is not None)):
         keys = key_pool[group.blocks].flatten(1, 2).to(acc)
         values = value_pool[group.blocks].flatten(1, 2).to(acc)
-        values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # 0 * NaN: another request's must not leak in
+        # 0 * NaN is NaN: another request's values must not leak in.
+        values = values.masked_fill(~group.reached[:, :, None, None], 0.0)
         attended = attend(query[group.rows], keys, values, group.visible, softcap, sink, bias_of(ctx, group, bias, acc))
         out.index_copy_(0, group.target, attended.flatten(0, 1)[group.meant])
     return out.view(n, heads * dim).to(q.dtype)
@@ -71,8 +75,9 @@ def store(
     rope: RopeWeights | None = None,
     k_norm: NormWeights | None = None,
 ) -> torch.Tensor:
-    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, and nothing is read: what an encoder's rows are to a
-    layer of the decoder, or, with k normalised and turned as `attention` does, what it stores. Returns k, unchanged."""
+    """Write k and v [n, kv_heads * head_dim] into the pool at the rows' places; nothing is read. k is normalised and rotated as
+    in `attention`. For the K/V of an encoder's rows in a decoder layer, and for layers that only fill K/V. Returns k
+    unchanged."""
     _write(k, v, ctx, layer, rope, k_norm)
     return k
 
@@ -93,11 +98,11 @@ def attend(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [b, c, heads, d] (scaled) over k, v [b, t, kv_heads, d] where visible [b, c, t] -> [b, c, heads, d]. `bias`
-    [b, heads, c, t] is added to the scores."""
+    """q [b, c, heads, d] (scaled) over k, v [b, t, kv_heads, d] where visible [b, c, t] -> [b, c, heads, d]. bias [b, heads, c,
+    t] is added to the scores."""
     b, c, heads, d = q.shape
     kv_heads = k.shape[2]
-    share = heads // kv_heads  # query heads of one KV head: they are rows of one product, K and V are never repeated
+    share = heads // kv_heads  # query heads of one KV head; they are rows of one product, so K and V are not repeated
     rows = q.view(b, c, kv_heads, share, d).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, share * c, d)
     scores = (rows @ k.permute(0, 2, 3, 1)).view(b, kv_heads, share, c, -1)
     if softcap is not None:
@@ -135,7 +140,7 @@ def angles(ctx: Context, rope: RopeWeights, dtype: torch.dtype) -> tuple[torch.T
 
 
 def rotate(x: torch.Tensor, rope: RopeWeights, ctx: Context) -> torch.Tensor:
-    """x [n, heads, head_dim] with its first rope.dim values turned by the rows' positions, in the accumulator type."""
+    """x [n, heads, head_dim] with its first rope.dim values rotated by the rows' positions, in the accumulator type."""
     x = x.to(accumulator(x.dtype))
     cos, sin = angles(ctx, rope, x.dtype)
     turned, rest = x[..., : rope.dim], x[..., rope.dim :]

@@ -1,5 +1,5 @@
-"""Generated calls of every op: what an implementation is tested on. Values are drawn once and rounded to bfloat16, so that
-the same call can be made in any dtype and compared with float64."""
+"""Generated calls of every op, on which implementations are tested. Values are drawn once and rounded to bfloat16, so that a
+call can be made in any dtype and compared with float64."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

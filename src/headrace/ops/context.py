@@ -1,4 +1,4 @@
-"""Context: everything about a step that is not a value of the model: who feeds which rows, and where their K and V live."""
+"""Context: the step's feeds, and where their K/V are. It contains no value of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ class Context:
     row_start: torch.Tensor  # [f + 1] rows of feed i are row_start[i] .. row_start[i + 1]
     kv_start: torch.Tensor  # [f] tokens already in the pool, which is the KV index of the feed's first row
     known: torch.Tensor  # [f] how many rows are known tokens; the rest are nodes, stored behind them
-    tables: list[torch.Tensor]  # per block table [f, w] block ids; what is beyond a sequence's blocks is never read
+    tables: list[torch.Tensor]  # per block table [f, w] block ids; entries beyond a sequence's blocks are never read
     slots: list[torch.Tensor]  # [n] flat position (block * block_size + offset) of each row's K and V, of table 0
     pool: KVPool
     source: torch.Tensor | None = None  # [f] tokens of each feed's source, whose K and V table 1 has; None: there is none
     taps: dict[str, torch.Tensor | None] = field(default_factory=dict)  # names wanted; filled by the op `tap`
-    memo: dict[Any, Any] = field(default_factory=dict)  # what the layers of one step share: angles, masks, gathers
+    memo: dict[Any, Any] = field(default_factory=dict)  # shared by the layers of one step: angles, masks, gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class FeedRows:
     start: int = 0
     nodes: Sequence[int] = ()
     parents: Sequence[int] = ()  # index of the parent node, -1: the last known token
-    full: bool = False  # each node sees all of them, not its ancestors alone
+    full: bool = False  # each node sees all nodes, not only its ancestors
     source: int = 0  # tokens of its source, of an encoder-decoder
     source_table: Sequence[int] = ()
 
 
 def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
-    """A Context from plain lists: one step of whole sequences, chunks, single tokens or draft trees over a block table, and
-    over that of their sources."""
+    """A Context from plain lists: whole sequences, chunks, single tokens or draft trees over block tables, and their sources'
+    tables."""
     device = pool.data.device
     ids: list[int] = []
     positions: list[int] = []
@@ -89,7 +89,8 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
 
 
 def tree(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Depth (0: child of the last known token) and ancestor mask (own bit included) of every node; parents come first."""
+    """Depth (0: child of the last known token) and ancestor mask (own bit included) of every node; parents come before
+    children."""
     depths: list[int] = []
     masks: list[int] = []
     for node, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""What an amateur makes of a model's logits, in torch: contrastive decoding, and speculative cascades."""
+"""Combines a model's logits with an amateur's, in torch: contrastive decoding and speculative cascades."""
 
 import math
 
@@ -8,14 +8,18 @@ import torch
 def combine(
     rule: str, own: torch.Tensor, amateur: torch.Tensor, a: float, b: float, permitted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rows of logits [r, V] by the rule of a request: `contrast` (alpha, beta), or `cascade` by chow or opt (the bar)."""
+    """Rows of logits [r, V] by the rule of a request: `contrast` with alpha a and beta b, or a cascade rule with threshold
+    a."""
     return contrast(own, amateur, a, b, permitted) if rule == "contrast" else cascade(rule, own, amateur, a)
 
 
 def cascade(rule: str, own: torch.Tensor, amateur: torch.Tensor, at: float) -> torch.Tensor:
-    """Of each row the amateur's [r, W] where that is good enough, else the own one [r, V] (speculative cascades, Narasimhan
-    et al. 2024). With the probabilities p of the own row and q of the amateur's over the ids that both have: "chow" takes the
-    amateur's where max q >= 1 - at, "opt" where max q >= max p - at * TV(p, q). Looked at before penalties and filters.
+    """Of each row the amateur's [r, W] if it is good enough, else the model's own [r, V].
+
+    With the probabilities p of the own row and q of the amateur's over the shared ids: "chow" takes the amateur's if max q >= 1
+    - at, "opt" if max q >= max p - at * TV(p, q). Decided before penalties and filters.
+
+    Source: Narasimhan et al., "Faster Cascades via Speculative Decoding", arXiv 2405.19261.
     """
     width = min(own.shape[-1], amateur.shape[-1])
     theirs = torch.full_like(own, -math.inf)
@@ -28,12 +32,14 @@ def cascade(rule: str, own: torch.Tensor, amateur: torch.Tensor, at: float) -> t
 def contrast(
     expert: torch.Tensor, amateur: torch.Tensor, alpha: float, beta: float, permitted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Contrastive decoding in its logit form (O'Brien and Lewis 2023; Li et al. 2022): expert [r, V] and amateur [r, W] logits.
+    """Contrastive decoding in its logit form: expert [r, V] and amateur [r, W] logits.
 
-    A token is plausible where s_e >= max s_e + ln(alpha); there the result is (1 + beta) * s_e - beta * s_a, elsewhere -inf.
-    That is p_e * (p_e / p_a) ** beta up to a constant. Padding that the amateur does not have (W < V) is ruled out. `permitted`
-    [r, V]: the expert's logits, -inf where a token may not come (a grammar, a list, a ban); the best is taken from those, so
-    that the mask always leaves one of them.
+    A token is plausible if s_e >= max s_e + ln(alpha). Its result is (1 + beta) * s_e - beta * s_a, that of others -inf. This
+    equals p_e * (p_e / p_a) ** beta up to a constant. Padding that the amateur lacks (W < V) is -inf. permitted [r, V]: the
+    expert's logits, -inf for barred tokens (grammar, list, ban); the maximum is taken from these, so that at least one
+    permitted token stays.
+
+    Source: O'Brien and Lewis, arXiv 2309.09117; Li et al., "Contrastive Decoding", arXiv 2210.15097.
     """
     width = min(expert.shape[-1], amateur.shape[-1])
     out = torch.full_like(expert, -math.inf)

@@ -1,4 +1,4 @@
-"""What number formats mean for ops: the type that sums are formed in, and how near a result must come."""
+"""Number formats of ops: the type of sums, and the tolerance of results."""
 
 import torch
 
@@ -7,5 +7,5 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type sums are formed in: float64 stays, everything else is summed in float32."""
+    """The type of sums: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""norm, residual, act, act_mul and tap: what is done to every value by itself, or to a row."""
+"""norm, residual, act, act_mul and tap: ops on single values or rows."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from headrace.ops.weights import NormWeights
 
 
 def normalise(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
-    """The norm of the last axis of x (any shape), returned in the accumulator type."""
+    """The norm of the last axis of x (any shape), in the accumulator type."""
     x = x.to(accumulator(x.dtype))
     if w.kind == "layer":
         bias = None if w.bias is None else w.bias.to(x.dtype)
@@ -23,13 +23,16 @@ def normalise(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
 
 @vocabulary.norm.body(norm_cases, TOLERANCE)
 def norm(x: torch.Tensor, w: NormWeights) -> torch.Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm of x [n, width], by w.kind; rounded to x's dtype once, at the end."""
+    """RMSNorm or LayerNorm of x [n, width], by w.kind; rounded to x's dtype once, at the end.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+    """
     return normalise(x, w).to(x.dtype)
 
 
 @vocabulary.residual.body(residual_cases, TOLERANCE)
 def residual(x: torch.Tensor, y: torch.Tensor, post_norm: NormWeights | None = None) -> torch.Tensor:
-    """x + y, or x + norm(y) where the architecture normalises a branch before it joins."""
+    """x + y, or x + norm(y) if the architecture normalises a branch before it joins."""
     return x + (y if post_norm is None else normalise(y, post_norm).to(x.dtype))
 
 
@@ -53,14 +56,17 @@ def act(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 @vocabulary.act_mul.body(gated_cases, TOLERANCE)
 def act_mul(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """kind(gate) * up for gate_up [n, 2 * width] = gate beside up -> [n, width] (GLU variants, Shazeer 2020)."""
+    """kind(gate) * up for gate_up [n, 2 * width], the gate's columns first -> [n, width].
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    """
     gate, up = gate_up.to(accumulator(gate_up.dtype)).chunk(2, dim=-1)
     return (FUNCTIONS[kind](gate) * up).to(gate_up.dtype)
 
 
 @vocabulary.tap.body(tap_cases, TOLERANCE)
 def tap(x: torch.Tensor, name: str, ctx: Context) -> torch.Tensor:
-    """x unchanged; where the step asked for `name` (ctx.taps has the key) it is kept there."""
+    """Returns x unchanged; stores it in ctx.taps if the step asked for `name`."""
     if name in ctx.taps:
         ctx.taps[name] = x
     return x

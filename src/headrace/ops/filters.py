@@ -1,11 +1,11 @@
 """Temperature and the filters that choose which tokens may be drawn: pure functions on rows of logits.
 
-Each takes logits z [r, m] float32 and one setting per row (a number, or a tensor [r]) and returns new logits in which a
-token that may not be drawn is -inf; NaN is the caller's to refuse. Columns are tokens in the order of their ids, which
-decides ties: lowest id first. Every filter returns z's own bits at its neutral setting.
+Each takes logits z [r, m] float32 and one setting per row (a number, or a tensor [r]). It returns new logits, -inf for tokens
+that may not be drawn. NaN is the caller's to refuse. Columns are tokens in ascending order of their ids; of equal logits the
+lowest id comes first. At its neutral setting a filter returns z's own bits.
 
-Sums of probabilities are taken in fixed point: integers add up to the same total in any order, so a row's result does
-not depend on threads, on the batch or on the device.
+Sums of probabilities are in fixed point. Integers add up to the same total in any order, so a row's result does not depend on
+threads, batch or device.
 """
 
 import math
@@ -23,12 +23,15 @@ LN2 = math.log(2)
 
 
 def temperature(z: torch.Tensor, t: Setting) -> torch.Tensor:
-    """z / T, T > 0 (T = 0 is no temperature but the argmax). A transform of its own, not a part of top-p."""
+    """z / T for T > 0; T = 0 is argmax and not handled here."""
     return z / _column(z, t, torch.float32)
 
 
 def top_k(z: torch.Tensor, k: Setting) -> torch.Tensor:
-    """Keep the k largest, of equals the lowest ids. k = 0 or k >= m is off. (Fan et al., 2018)"""
+    """Keep the k largest, of equals the lowest ids; k = 0 or k >= m keeps all.
+
+    Source: Fan et al., "Hierarchical Neural Story Generation", arXiv 1805.04833.
+    """
     width = z.shape[-1]
     count = _column(z, k, torch.int64)
     count = count.masked_fill(count == 0, width).clamp(max=width)
@@ -37,18 +40,20 @@ def top_k(z: torch.Tensor, k: Setting) -> torch.Tensor:
 
 
 def top_p(z: torch.Tensor, p: Setting) -> torch.Tensor:
-    """Keep the nucleus: the smallest set of likeliest tokens whose probabilities reach p, 0 < p <= 1.
+    """Keep the nucleus: the smallest set of likeliest tokens whose probabilities reach p, 0 < p <= 1. The token that crosses p
+    is included, so at least one is kept.
 
-    The token that crosses p is included, so at least one is kept; p = 1 keeps all. (Holtzman et al., 2020)
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", arXiv 1904.09751.
     """
     shares = _fixed(z.double().sub_(_best(z)).exp_())
     return _keep(z, z, *_prefix(z, shares, _column(z, p, torch.float64)))
 
 
 def typical(z: torch.Tensor, p: Setting) -> torch.Tensor:
-    """Keep the tokens whose surprise is closest to the entropy until their probabilities reach p. (Meister et al., 2023)
+    """Keep the tokens whose surprise is closest to the entropy, until their probabilities reach p. -log p_i - H is the mean
+    logit minus logit i, so the entropy itself is not computed.
 
-    -log p_i - H is the mean logit less logit i, so the entropy itself is never needed.
+    Source: Meister et al., "Locally Typical Sampling", arXiv 2202.00666.
     """
     logit = z.double().sub_(_best(z))
     weight = logit.exp()
@@ -60,15 +65,19 @@ def typical(z: torch.Tensor, p: Setting) -> torch.Tensor:
 
 
 def min_p(z: torch.Tensor, p: Setting) -> torch.Tensor:
-    """Keep the tokens at least p times as likely as the best, 0 <= p <= 1; 0 is off. (Nguyen et al., 2025)"""
+    """Keep the tokens at least p times as likely as the best, 0 <= p <= 1; 0 keeps all.
+
+    Source: Nguyen et al., "Min-p Sampling", arXiv 2407.01082.
+    """
     far = z.double() - _best(z) < _column(z, p, torch.float64).log() - SLACK
     return z.masked_fill(far, NEVER)
 
 
 def top_n_sigma(z: torch.Tensor, n: Setting) -> torch.Tensor:
-    """Keep the logits within n standard deviations, over all possible tokens, of the best. (Tang et al., 2024)
+    """Keep the logits within n standard deviations, over all possible tokens, of the best. Scaling all logits scales both
+    sides, so the temperature does not change the result. Distances beyond 2**16 count as 2**16.
 
-    Scaling all logits scales both sides, so the temperature does not change what is kept. Distances beyond 2**16 count as that.
+    Source: Tang et al., "Top-nσ", arXiv 2411.07641.
     """
     possible = z > NEVER
     distance = _best(z).double().sub(z.double()).clamp_(max=2.0**16).masked_fill_(~possible, 0)
@@ -135,10 +144,8 @@ def top_values(key: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def compact(z: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Leave out the columns that are -inf where few remain: (z [r, m'], their token ids [r, m']).
-
-    Ids stay in ascending order; short rows are padded with -inf. Where it does not pay, the arguments come back.
-    """
+    """Drop the columns that are -inf in all rows, if few remain: z [r, m'] and the token ids [r, m'], ascending. Short rows are
+    padded with -inf. Returns the arguments if nothing is gained."""
     kept = z > NEVER
     counts = kept.sum(-1)
     width = max(int(counts.max()), 1)
@@ -168,20 +175,18 @@ def _column(z: torch.Tensor, setting: Setting, dtype: torch.dtype) -> torch.Tens
 
 
 def _best(z: torch.Tensor) -> torch.Tensor:
-    """The largest of each row [r, 1]; finite, so that z - best is a number also where all are -inf."""
+    """The largest of each row [r, 1], finite, so that z - best is a number even if all are -inf."""
     return z.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
 
 
 def _fixed(weight: torch.Tensor) -> torch.Tensor:
-    """In fixed point; overwrites `weight`."""
+    """The weights in fixed point; overwrites `weight`."""
     return weight.mul_(POINT).round_().to(torch.int64)
 
 
 def _prefix(key: torch.Tensor, shares: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the smallest prefix in falling order of `key` whose shares reach p: the last key and the length, both [r, 1].
-
-    A histogram over the keys finds the bin in which p is reached; only that bin is sorted.
-    """
+    """The smallest prefix in falling order of `key` whose shares reach p: its last key and its length, both [r, 1]. A histogram
+    over the keys finds the bin in which p is reached; only that bin is sorted."""
     total = shares.sum(-1, keepdim=True)
     goal = torch.where(p >= 1, total + 1, (total * (p * (1 - SLACK))).ceil().to(torch.int64))
     bins = (_best(key) - key).mul_(BINS_PER_NAT).clamp_(max=BINS - 1).to(torch.int64)

@@ -1,4 +1,4 @@
-"""The keys of the sampling noise, and what it is used for; `ops.noise` and the native core make the noise of them."""
+"""Keys of the sampling noise, and its purposes. `ops.noise` and the native core compute the noise."""
 
 import enum
 import hashlib
@@ -33,5 +33,5 @@ def key(seed: int, child: int = 0) -> Key:
 
 
 def round_key(seed: int, known: int, child: int) -> Key:
-    """The noise key of the round that begins after so many known tokens."""
+    """The noise key of the speculation round that begins after `known` tokens."""
     return key((seed + known * GOLDEN) % 2**64, child)

@@ -1,4 +1,4 @@
-"""embed, linear and head: the ops with big weights."""
+"""embed, linear and head: the ops with large weights."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Log-probabilities, ranks and best alternatives of tokens: of drawn ones, and of a prompt's."""
+"""Log-probabilities, ranks and best alternatives of tokens, drawn or of a prompt."""
 
 import math
 

@@ -1,9 +1,11 @@
-"""The sampling noise: a pure function of (seed, child, position, token id, purpose), the same bits on every back end.
+"""The sampling noise: a pure function of (seed, child, position, token id, purpose), with the same bits on every back end.
 
-A token is argmax(processed logit + Gumbel noise) over the kept set, lowest id on ties, so what a request draws depends
-neither on its batch nor on the order of the draws. Words are Philox4x32-10 (Salmon et al., SC'11); a word becomes a
-Gumbel value through float32 additions, subtractions and multiplications in a fixed order, never fused. Changing
-anything here changes every seeded output. `reference_*` are the numpy oracle, the rest is torch on any device.
+A token is argmax(processed logit + Gumbel noise) over the kept set, of equals the lowest id. So the tokens of a request depend
+neither on its batch nor on the order of draws. Words are Philox4x32-10; a word becomes a Gumbel value through float32
+additions, subtractions and multiplications in a fixed order, never fused. Any change here changes every seeded output.
+`reference_*` are numpy references of the torch functions.
+
+Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
 import numpy as np
@@ -40,10 +42,8 @@ REACH = 26.01  # GUMBEL_MAX - GUMBEL_MIN: a token whose logit is further below t
 
 
 def coins(keys: torch.Tensor, positions: torch.Tensor, purpose: int = Purpose.COIN) -> torch.Tensor:
-    """The coins of n draws, 0 <= coin < 1, float64 [n]: the word of the purpose and token id 0, over 2**32.
-
-    keys [n, 2], positions [n], both int64.
-    """
+    """The coins of n draws, 0 <= coin < 1, float64 [n]: the word of the purpose and token id 0, over 2**32. keys [n, 2] and
+    positions [n] are int64."""
     zero = torch.zeros_like(positions)
     words = _rounds(positions, zero, zero + purpose, zero, keys[:, 0], keys[:, 1])
     return words[0].double() / 2**32
@@ -67,8 +67,8 @@ def _rounds(
 
 
 def gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Gumbel(0, 1) float32 from 32-bit words held in int64, the same shape; falls as the word grows."""
-    # high: all ones where the word is 2**30 or more. Selecting by bits, because torch.where is slow on a CPU
+    """Gumbel(0, 1) float32 from 32-bit words in int64, the same shape; falling in the word."""
+    # high: all bits set if the word is 2**30 or more. Selects by bits, as torch.where is slow on a CPU.
     high = ((2**30 - 1) - words) >> 63
     y = (words ^ (high & MASK)).to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
     high = high.to(torch.int32)
@@ -88,7 +88,7 @@ def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _ln(f: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
     """ln(2**e (1 + f))."""
     e = e.to(torch.float32)
-    q = f * Q[-1]  # the first step of Horner's rule, whose product is the only part there is
+    q = f * Q[-1]  # first step of Horner's rule
     for c in Q[-2:0:-1]:
         q.add_(c).mul_(f)
     q.add_(Q[0])
@@ -103,7 +103,7 @@ def gumbel_at(
 ) -> torch.Tensor:
     """The noise of n draws: keys [n, 2], positions [n] (index of the token being drawn), purpose one or [n], all int64.
 
-    `ids` names the tokens: int64 [n, m], or a vocabulary size V for all of 0 .. V-1. Returns float32 [n, m] or [n, V].
+    ids: token ids int64 [n, m], or a vocabulary size V for all of 0 .. V-1. Returns float32 [n, m] or [n, V].
     """
     device = keys.device
     k0, k1 = keys[:, :1], keys[:, 1:]
@@ -119,7 +119,7 @@ def gumbel_at(
 
 
 def reference_philox(counter: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The oracle of `philox`: uint32 [..., 4] and [..., 2] -> uint32 [..., 4]."""
+    """Numpy reference of `philox`: uint32 [..., 4] and [..., 2] -> uint32 [..., 4]."""
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k = [keys[..., i].astype(np.uint64) for i in range(2)]
     mask, shift = np.uint64(MASK), np.uint64(32)
@@ -131,7 +131,7 @@ def reference_philox(counter: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def reference_gumbel(words: np.ndarray) -> np.ndarray:
-    """The oracle of `gumbel`: uint32 -> float32, the same shape."""
+    """Numpy reference of `gumbel`: uint32 -> float32, the same shape."""
     words = np.asarray(words, dtype=np.uint32)
     low = words < 2**30
     y = np.where(low, words, words ^ np.uint32(MASK)).astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -155,7 +155,7 @@ def _reference_ln(f: np.ndarray, e: np.ndarray) -> np.ndarray:
 
 
 def reference_gumbel_at(keys: Key, position: int, vocab: int, purpose: int = Purpose.TARGET) -> np.ndarray:
-    """The oracle of `gumbel_at` for one draw: float32 [vocab]."""
+    """Numpy reference of `gumbel_at` for one draw: float32 [vocab]."""
     counter = np.zeros(((vocab + 3) // 4, 4), dtype=np.uint32)
     counter[:, 0], counter[:, 1], counter[:, 2] = position, np.arange(len(counter)), purpose
     words = reference_philox(counter, np.broadcast_to(np.array(keys, dtype=np.uint32), (len(counter), 2)))

@@ -1,4 +1,5 @@
-"""How the reference attention reads a paged pool: which rows attend together, which blocks they gather, what each row sees."""
+"""How the reference attention reads a paged pool: which rows attend together, which blocks they gather, and which keys each row
+sees."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,12 +19,12 @@ class Group:
     """b tiles of equal padded size: up to c rows each, over w blocks (t = w * block_size keys)."""
 
     rows: torch.Tensor  # [b, c] rows of the step; padding repeats row 0
-    meant: torch.Tensor  # [m] which of the b * c rows are no padding
-    target: torch.Tensor  # [m] the rows of the step they are
+    meant: torch.Tensor  # [m] rows of the b * c that are not padding
+    target: torch.Tensor  # [m] their rows in the step
     blocks: torch.Tensor  # [b, w] block ids; padding repeats a block of the tile
     visible: torch.Tensor  # [b, c, t] which keys a row sees
     reached: torch.Tensor  # [b, t] keys that any row of the tile sees
-    distance: torch.Tensor | None = None  # [b, c, t] positions from a row to a key, where that was asked for
+    distance: torch.Tensor | None = None  # [b, c, t] positions from a row to a key, if wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Tile:
     blocks: int  # how many
 
     def shape(self) -> tuple[int, int]:
-        """Padded rows and blocks: a function of the tile alone, so that what else is in the step changes nothing."""
+        """Padded rows and blocks: a function of the tile alone, so that the rest of the step changes nothing."""
         rows = 1 << (self.last - self.first - 1).bit_length()
         step = 1 << max(0, self.blocks.bit_length() - 3)  # a quarter more at most
         return rows, -(-self.blocks // step) * step
@@ -43,8 +44,8 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What rows see, and where it lies: the known tokens before them and the ancestors of a node; not `causal`: the whole
-    feed; of a `source` all of it, in table 1. `relative`: how far each key is from the row is wanted too."""
+    """Which keys rows see: the known tokens before them and a node's ancestors; without `causal` the whole feed; with `source`
+    the whole source in table 1. relative: the distance of each key is wanted too."""
 
     heads: int
     window: int | None = None
@@ -54,7 +55,7 @@ class Sight:
 
 
 def groups(ctx: Context, sight: Sight) -> list[Group]:
-    """The step's rows as groups that attend together; made once per step and kind of layer."""
+    """The step's rows in groups that attend together; computed once per step and kind of layer."""
     key = ("groups", sight)
     if key not in ctx.memo:
         ctx.memo[key] = list(_groups(ctx, sight))
@@ -139,7 +140,7 @@ def _visible(ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Ten
 
 
 def _key_positions(ctx: Context, feed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """[b, t]: the position of KV index `key` [b, t] of `feed` [b]; that of a node is its depth's."""
+    """[b, t]: the position of KV index `key` [b, t] of `feed` [b]; a node's follows from its depth."""
     start = ctx.row_start[feed]
     node = key - (ctx.kv_start[feed] + ctx.known[feed])[:, None]
     is_node = (node >= 0) & (key < (ctx.kv_start[feed] + ctx.row_start[feed + 1] - start)[:, None])

@@ -1,7 +1,7 @@
-"""What is done to logits before temperature: biases, tokens that may not come, and the penalties on what has come.
+"""Processing of logits before temperature: biases, barred tokens, and penalties on repeated tokens.
 
-Functions on rows take logits z [r, V] float32 and return new ones. History is passed in, as token ids or as counts, so
-that the same functions serve at a draft node, where the history is longer than what is committed.
+Functions on rows take logits z [r, V] float32 and return new ones. History is an argument, as token ids or counts, so that the
+same functions serve at a draft node with its longer history.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from headrace.data.params import DRY_LONGEST, SamplingParams
 
 NEVER = float("-inf")
-DRY_DEAREST = 1e4  # no cost grows beyond it
+MAX_DRY_COST = 1e4
 Setting = torch.Tensor | float
 
 
@@ -27,7 +27,7 @@ def bias(z: torch.Tensor, biases: Sequence[Mapping[int, float] | None]) -> torch
 
 
 def allow(z: torch.Tensor, allowed: Sequence[Sequence[int] | None]) -> torch.Tensor:
-    """Let only these token ids through in each row; None lets all through."""
+    """Keep only these token ids in each row; None keeps all."""
     z = z.clone()
     for row, ids in zip(z, allowed, strict=True):
         if ids is not None:
@@ -39,20 +39,20 @@ def allow(z: torch.Tensor, allowed: Sequence[Sequence[int] | None]) -> torch.Ten
 
 
 def check_mask(bits: bytes, vocab_size: int) -> None:
-    """Raise ValueError unless there is a bit for every token: an output held to a grammar is never drawn without one."""
+    """Raise ValueError unless there is a bit for every token: an output under a grammar is never drawn without a mask."""
     if len(bits) != -(-vocab_size // 32) * 4:
         raise ValueError("the grammar gave no mask for a token to be drawn")
 
 
 def mask(z: torch.Tensor, masks: Sequence[bytes]) -> torch.Tensor:
-    """Make impossible what each row's mask has no bit for (bit i % 32 of little-endian word i // 32 is token i's)."""
+    """Bar the tokens without a bit in each row's mask (token i: bit i % 32 of little-endian word i // 32)."""
     bits = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in masks])
     allowed = torch.from_numpy(np.unpackbits(bits, axis=1, count=z.shape[-1], bitorder="little").view(bool))
     return z.masked_fill(~allowed.to(z.device), NEVER)
 
 
 def ban(z: torch.Tensor, banned: Sequence[Iterable[int]]) -> torch.Tensor:
-    """Make these token ids impossible in each row."""
+    """Bar these token ids in each row."""
     z = z.clone()
     for row, ids in zip(z, banned, strict=True):
         row[torch.tensor(list(ids), dtype=torch.int64, device=z.device)] = NEVER
@@ -60,12 +60,15 @@ def ban(z: torch.Tensor, banned: Sequence[Iterable[int]]) -> torch.Tensor:
 
 
 def completed_words(history: Sequence[int], words: Iterable[Sequence[int]]) -> set[int]:
-    """The token ids that would complete one of `words` (token sequences) if they came next."""
+    """The token ids that would complete one of `words` (token sequences) as the next token."""
     return {word[-1] for word in words if len(word) == 1 or tuple(history[1 - len(word) :]) == tuple(word[:-1])}
 
 
 def repeated_ngrams(history: Sequence[int], n: int) -> set[int]:
-    """The token ids that would repeat an n-gram of `history` if they came next; n >= 1. (Paulus et al., 2018)"""
+    """The token ids that would repeat an n-gram of `history` as the next token; n >= 1.
+
+    Source: Paulus et al., "A Deep Reinforced Model for Abstractive Summarization", arXiv 1705.04304.
+    """
     tokens = np.asarray(history, dtype=np.int64)
     starts = len(tokens) - n + 1
     if starts <= 0:
@@ -77,11 +80,11 @@ def repeated_ngrams(history: Sequence[int], n: int) -> set[int]:
 
 
 def dry(history: Sequence[int], params: SamplingParams) -> dict[int, float]:
-    """What each token costs that would go on with a repetition (DRY, "don't repeat yourself", by p-e-w, 2024).
+    """The cost of each token that would continue a repetition (DRY, "don't repeat yourself", p-e-w, 2024).
 
-    Where the last n tokens stand earlier in the history (in its last `dry_range`), followed by t, token t costs
-    `dry_multiplier` * `dry_base` ** (n - `dry_allowed_length`) for the longest such n, once that exceeds what is allowed; n
-    counts up to 64, and no repetition reaches across a breaker. Path-dependent: at a draft node the path is history.
+    If the last n tokens occur earlier in the history (its last `dry_range` tokens), followed by t, then t costs
+    `dry_multiplier` * `dry_base` ** (n - `dry_allowed_length`), for the longest such n, if that exceeds the allowed length. n
+    counts up to 64, and no repetition crosses a breaker. At a draft node the node's path is history.
     """
     tokens = np.asarray(history[-params.dry_range :], dtype=np.int64)
     breaks = np.isin(tokens, params.dry_breakers)
@@ -94,7 +97,7 @@ def dry(history: Sequence[int], params: SamplingParams) -> dict[int, float]:
     while len(ends) and length <= DRY_LONGEST:
         if length >= params.dry_allowed_length:
             costs.update(dict.fromkeys(tokens[ends + 1].tolist(), cost))
-            cost = min(cost * params.dry_base, DRY_DEAREST)
+            cost = min(cost * params.dry_base, MAX_DRY_COST)
         length += 1
         ends = ends[ends >= length - 1]
         before = len(tokens) - length
@@ -105,10 +108,12 @@ def dry(history: Sequence[int], params: SamplingParams) -> dict[int, float]:
 
 
 def repetition(z: torch.Tensor, seen: torch.Tensor, penalty: Setting) -> torch.Tensor:
-    """Divide positive and multiply negative logits by `penalty`, once for each id that was seen, however often.
+    """Divide positive and multiply negative logits by `penalty`, once for each seen id.
 
-    seen: bool [r, V], ids in prompt or output. 1 is neutral. Not invariant to a shift of all logits. CTRL (Keskar et
-    al., 2019) divides always, which would favour repeated ids with negative logits; the sign is respected here.
+    seen: bool [r, V], ids in prompt or output. 1 is neutral. Not invariant to a shift of all logits. CTRL always divides, which
+    would favour repeated ids with negative logits; here the sign counts.
+
+    Source: Keskar et al., "CTRL", arXiv 1909.05858.
     """
     scale = _column(z, penalty)
     return torch.where(seen, torch.where(z > 0, z / scale, z * scale), z)
@@ -124,10 +129,10 @@ def _column(z: torch.Tensor, setting: Setting) -> torch.Tensor:
 
 
 class TokenCounts:
-    """What the penalties need to know of one sequence, kept as it grows: tensors [V] on the device of the logits.
+    """The token counts of one growing sequence, for the penalties: tensors [V] on the device of the logits.
 
-    `seen` (bool): ids in prompt or output. `output` (float32): how often each id is in the output. `length`: the number
-    of output tokens counted. Raises ValueError for an id outside the vocabulary.
+    seen (bool): ids in prompt or output. output (float32): count of each id in the output. length: output tokens counted.
+    Raises ValueError for an id outside the vocabulary.
     """
 
     def __init__(
@@ -151,13 +156,13 @@ class TokenCounts:
         self.length += len(tokens)
 
     def copy(self) -> "TokenCounts":
-        """For a fork, or for a path that may not be kept."""
+        """A copy, for a fork or a draft path."""
         other = TokenCounts(0)
         other.seen, other.output, other.length = self.seen.clone(), self.output.clone(), self.length
         return other
 
     def plus(self, tokens: Sequence[int]) -> "TokenCounts":
-        """Counts with more output tokens: itself where there are none, else a longer copy."""
+        """Counts with more output tokens: itself if there are none, else a copy."""
         if not tokens:
             return self
         longer = self.copy()

@@ -1,9 +1,8 @@
-"""What is done to logits before a token is drawn: the stages, in their order.
+"""The stages that process logits before a token is drawn, in their order.
 
 bias -> allowed ids -> mask -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY ->
-temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature.
-
-A stage that is neutral for a row is skipped for it, so neutral settings leave its bits alone.
+temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature. A
+stage that is neutral for a row is skipped for it, so neutral settings do not change its bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +20,12 @@ from headrace.ops.penalties import TokenCounts
 
 @dataclass(slots=True)
 class RowSpec:
-    """What one row of logits is to give: one token for each key, the next after `tokens` and `path`.
+    """How to process and draw from one row of logits: one token per key, the next after `tokens` and `path`.
 
-    `keys` are noise keys, `key(seed, child)`; greedy rows use only their number. `tokens` are the prompt and the output
-    so far, `path` the draft tokens between them and this row. Without `counts`, penalties count `tokens` anew; with
-    them, only the output beyond `counts.length`. `stop_ids` cannot be drawn before `params.min_tokens`. `mu` is mirostat's
-    state before this draw: the most surprise allowed, in bits; None at the beginning of an output. `mask`:
-    where the output is held to a grammar, a bit per token id that may come (little-endian words of 32).
+    keys: noise keys, `key(seed, child)`; greedy rows use only their number. tokens: prompt and output so far. path: draft
+    tokens between these and this row. counts: without it, penalties count `tokens` anew; with it, only the output beyond
+    `counts.length`. stop_ids: barred before `params.min_tokens`. mu: mirostat's state before this draw, in bits; None at the
+    start of an output. mask: under a grammar a bit per allowed token id (little-endian words of 32).
     """
 
     params: SamplingParams
@@ -43,7 +41,7 @@ class RowSpec:
 
     @property
     def position(self) -> int:
-        """The index, from the start of the sequence, of the token to be drawn."""
+        """The index, in the sequence, of the token to be drawn."""
         return len(self.tokens) + len(self.path)
 
     @property
@@ -51,16 +49,16 @@ class RowSpec:
         return [*self.tokens, *self.path]
 
     def output(self, start: int = 0) -> list[int]:
-        """The tokens drawn before this one, from the `start`th on."""
+        """The output tokens before this one, from number `start` on."""
         return [*self.tokens[self.prompt_len + start :], *self.path]
 
 
 class Stage(NamedTuple):
-    """One step of the processing: which rows need it, and what it does to them."""
+    """One stage: which rows need it, and its function on them."""
 
     needed: Callable[[SamplingParams], bool]
     apply: Callable[[torch.Tensor, list[RowSpec]], torch.Tensor]
-    narrows: bool = False  # few tokens may be left
+    narrows: bool = False  # may leave few tokens
 
 
 def _setting(rows: Sequence[RowSpec], name: str) -> torch.Tensor:
@@ -103,7 +101,7 @@ def _dry(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
 
 
 def _xtc(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
-    """Each row has one key here: its coin decides."""
+    """XTC. Each row has one key here, whose coin decides."""
     thrown = coins(torch.tensor([row.keys[0] for row in rows]), torch.tensor([row.position for row in rows]))
     excludes = (thrown < _setting(rows, "xtc_probability")).to(z.device)
     return torch.where(excludes[:, None], filters.xtc(z, _setting(rows, "xtc_threshold")), z)
@@ -114,11 +112,14 @@ def _mirostat(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
 
 
 def allowed_surprise(row: RowSpec) -> float:
-    """Mirostat's mu before a draw: twice the target at first. (Basu et al., 2021, algorithm 2)"""
+    """Mirostat's mu before a draw, in bits; twice the target at the start.
+
+    Source: Basu et al., "Mirostat", arXiv 2007.14966, algorithm 2.
+    """
     return 2 * row.params.mirostat_tau if row.mu is None else row.mu
 
 
-# those that say which tokens may come at all
+# Stages that bar tokens.
 PERMITTING = (
     Stage(
         lambda p: p.allowed_token_ids is not None,
@@ -127,7 +128,7 @@ PERMITTING = (
     Stage(lambda p: p.structured_outputs is not None, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
 )
-# an order that is part of what is promised: changing it changes distributions
+# The order is documented behaviour: changing it changes distributions.
 STAGES = (
     Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
     *PERMITTING,
@@ -157,8 +158,8 @@ STAGES = (
 
 
 def permitted(z: torch.Tensor, row: RowSpec) -> torch.Tensor:
-    """Logits [1, V], -inf where an allowed list, a grammar or a ban rules a token out; else as they are. A row that cannot
-    be processed is left alone: who draws from it hears why."""
+    """Logits [1, V], -inf for tokens barred by an allowed list, a grammar or a ban. A row that cannot be processed is returned
+    unchanged; drawing from it reports the error."""
     try:
         check_ids(row, z.shape[-1])
     except ValueError:
@@ -169,12 +170,13 @@ def permitted(z: torch.Tensor, row: RowSpec) -> torch.Tensor:
 
 
 def needs(params: SamplingParams) -> tuple[bool, ...]:
-    """Which of STAGES a row with these parameters goes through; rows that agree can go together."""
+    """Which of STAGES a row with these parameters needs; rows that agree can be processed together."""
     return tuple(stage.needed(params) for stage in STAGES)
 
 
 def run_stages(z: torch.Tensor, rows: list[RowSpec]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Take rows of one group through the stages they need: processed logits [r, m] and the token ids of the columns."""
+    """Run the stages on rows that need the same ones: processed logits [r, m] and the token ids of the columns (None: the whole
+    vocabulary)."""
     ids = None  # as long as the columns are the whole vocabulary
     for stage in STAGES:
         if stage.needed(rows[0].params):
@@ -185,7 +187,7 @@ def run_stages(z: torch.Tensor, rows: list[RowSpec]) -> tuple[torch.Tensor, torc
 
 
 def check_ids(row: RowSpec, vocab_size: int) -> None:
-    """Raise ValueError for an id the stages of this row would look up outside the vocabulary."""
+    """Raise ValueError for an id outside the vocabulary that the row's stages would look up."""
     params = row.params
     params.check_vocab(vocab_size)
     if params.structured_outputs is not None:

@@ -1,7 +1,8 @@
-"""The op registry: an op's torch body IS its meaning; faster implementations register beside it and are held to it.
+"""The op registry. An op's torch body defines its meaning; faster implementations are registered for a device type and must
+match it.
 
-An op is declared by its name and parameters, which is all that a recording needs; its body is loaded with the first tensor it
-is given, so that who only records never waits for torch.
+An op is declared by name and parameters, which is all a recording needs. Its body is loaded with the first tensor, so a
+recording does not import torch.
 """
 
 import inspect
@@ -16,14 +17,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Case:
-    """One generated call of an op. The values are the same at every dtype (they are exact in bfloat16)."""
+    """One generated call of an op. The values are the same at every dtype, as they are exact in bfloat16."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-Inputs = Callable[[Any, Any], Iterator[Case]]  # of a torch dtype and device
+Inputs = Callable[[Any, Any], Iterator[Case]]  # (torch dtype, device) -> cases
 
 # Every op of the vocabulary by name: the one global of the package.
 OPS: "dict[str, Op[..., Any]]" = {}
@@ -32,8 +33,8 @@ OPS: "dict[str, Op[..., Any]]" = {}
 class Op(Generic[P, R]):
     """A callable of the vocabulary.
 
-    A call goes to the value's own `__headrace_op__(name, args, kwargs)` where the first value has one (that is how a recorder
-    traces a model file), else to the implementation of the tensor's device type, else to the torch body.
+    If the first value has `__headrace_op__(name, args, kwargs)`, the call goes there: so a recorder traces a model file.
+    Otherwise it goes to the implementation of the tensor's device type, or to the torch body.
     """
 
     reference: Callable[P, R]  # the torch body
@@ -49,7 +50,7 @@ class Op(Generic[P, R]):
         self.implementations: dict[str, Callable[P, R]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """What comes with the body: its module is loaded."""
+        """Load the body's module for an attribute that comes with the body."""
         if name not in ("reference", "inputs", "tol"):
             raise AttributeError(name)
         import_module(self.home)
@@ -67,12 +68,12 @@ class Op(Generic[P, R]):
         return self.implementations.get(first.device.type, self.reference)(*args, **kwargs)
 
     def body(self, inputs: Inputs, tol: dict[Any, float]) -> "Callable[[Callable[..., Any]], Op[P, R]]":
-        """Give the op its torch body. Raises ValueError where it has one, or where the parameters are not those declared."""
+        """Register the op's torch body. Raises ValueError if it has one, or if its parameters differ from the declared ones."""
 
         def register(function: Callable[..., Any]) -> "Op[P, R]":
-            found = tuple(inspect.signature(function).parameters)
-            if function.__name__ != self.name or found != self.parameters:
-                raise ValueError(f"op {self.name!r} takes {self.parameters}, and the body {function.__name__!r} {found}")
+            parameters = tuple(inspect.signature(function).parameters)
+            if function.__name__ != self.name or parameters != self.parameters:
+                raise ValueError(f"op {self.name!r} takes {self.parameters}, and the body {function.__name__!r} {parameters}")
             if "reference" in self.__dict__:
                 raise ValueError(f"op {self.name!r} is defined twice")
             self.reference, self.inputs, self.tol = function, inputs, tol
@@ -81,7 +82,8 @@ class Op(Generic[P, R]):
         return register
 
     def on(self, device_type: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register an implementation for tensors of a device type ("cuda"); it is held to the reference by `inputs`, `tol`."""
+        """Register an implementation for tensors of a device type ("cuda"), which must match the reference by `inputs` and
+        `tol`."""
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
             self.implementations[device_type] = function
@@ -91,13 +93,13 @@ class Op(Generic[P, R]):
 
 
 def declare(home: str) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a declaration an op of the vocabulary, whose body the module `home` has."""
+    """Make a declaration an op of the vocabulary, with its body in module `home`."""
 
     def register(function: Callable[P, R]) -> Op[P, R]:
         if function.__name__ in OPS:
             raise ValueError(f"op {function.__name__!r} is declared twice")
-        made = Op(function, home)
-        OPS[made.name] = made
-        return made
+        op = Op(function, home)
+        OPS[op.name] = op
+        return op
 
     return register

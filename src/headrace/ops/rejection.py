@@ -1,12 +1,14 @@
-"""The second rule of verification: accept a drafted token with probability min(1, p/q), else draw from what is left of p.
+"""Verification by rejection: accept a drafted token with probability min(1, p/q), else draw from the rest of p.
 
-The output follows p exactly, whatever q is (Leviathan et al. 2022, Chen et al. 2023); unlike the walk it is another
-sample than plain decoding would give. p and q must have been processed alike: temperature, filters, penalties. The block
-rule (Sun et al. 2024) judges a chain as a whole: the same distribution, and never fewer tokens on average.
+The output follows p exactly for any q, but it is another sample than plain decoding gives. p and q must be processed alike:
+temperature, filters, penalties. The block rule accepts a chain as a whole: the same distribution, and on average never fewer
+tokens.
 
-`draw_draft` and `verify` are what the loop uses: one function says how a row of either model is processed. Their noise is that
-of a round, a draft and its verification: under the block rule a rejection tells of what was drafted behind it, so none of
-that noise may decide anything again.
+The loop uses `draw_draft` and `verify`; `row_spec` says how a row of either model is processed. The noise is that of a round, a
+draft and its verification: under the block rule a rejection reveals something about the tokens drafted behind it, so no other
+round may use that noise.
+
+Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Sun et al., "Block Verification", arXiv 2403.10444.
 """
 
 import math
@@ -22,7 +24,7 @@ from headrace.ops.sampling import draw, process
 
 
 def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b"") -> RowSpec:
-    """How a row behind `path` is processed in this round, for p and for q alike."""
+    """How a row behind `path` is processed in this round, for p and q alike."""
     return RowSpec(
         params=request.params,
         keys=[round_key(request.seed, len(seq.tokens), seq.decode.index)],
@@ -36,10 +38,7 @@ def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b""
 
 
 def draw_draft(logits: torch.Tensor, spec: RowSpec) -> tuple[int, torch.Tensor] | None:
-    """A drafted token and the distribution q [V] (float32) it was drawn from; None where there is none to draw.
-
-    `logits` [V] are the draft model's.
-    """
+    """A drafted token and its distribution q [V] float32; None if no token can be drawn. logits [V] are the draft model's."""
     z = process(logits[None], [spec])
     q = torch.softmax(z.double(), -1)[0].float()
     if not bool(q.isfinite().all()):
@@ -49,11 +48,11 @@ def draw_draft(logits: torch.Tensor, spec: RowSpec) -> tuple[int, torch.Tensor] 
 
 
 def verify(logits: torch.Tensor, specs: list[RowSpec], chain: list[int], q: list[bytes] | None) -> tuple[int, int | None]:
-    """How many tokens of `chain` [gamma] are accepted, and the token after them; None: its row cannot be drawn from.
+    """How many tokens of `chain` [gamma] are accepted, and the token after them; None if its row cannot be drawn from.
 
-    `logits` [gamma + 1, V] are the target's before each drafted token and after the last, `specs` say how to process them.
-    Without `q` the chain was not drawn but chosen, and each q is all on its token. A row that cannot be drawn from (broken, or
-    all masked, as behind a grammar's end) ends the chain before it.
+    logits [gamma + 1, V]: the target's before each drafted token and after the last. specs: how to process them. q: the
+    distributions as float32 bytes; None: the chain was not sampled, and each q is 1 at its token. A row that cannot be drawn
+    from (broken, or fully masked behind a grammar's end) ends the chain before it.
     """
     z = process(logits, specs).double()
     good = [math.isfinite(best) for best in z.amax(-1).tolist()]
@@ -75,7 +74,7 @@ def verify(logits: torch.Tensor, specs: list[RowSpec], chain: list[int], q: list
 
 
 def _rows(q: list[bytes] | None, drafted: torch.Tensor, size: int) -> torch.Tensor:
-    """The distributions of a chain's tokens [gamma, size], float64."""
+    """The distributions of a chain's tokens [gamma, size] float64."""
     if q is None:
         return torch.nn.functional.one_hot(drafted, size).double()
     rows = torch.zeros(len(drafted), size, dtype=torch.float64)
@@ -90,8 +89,8 @@ def verify_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token: how many of each chain are accepted [n], and the token after them [n].
 
-    p [n, gamma + 1, V] and q [n, gamma, V] are probabilities before each drafted token (and after the last), `drafted`
-    [n, gamma] was drawn from q, coins [n, gamma] are uniform in [0, 1), noise [n, gamma + 1, V] is Gumbel.
+    p [n, gamma + 1, V] and q [n, gamma, V]: probabilities before each drafted token (and after the last). drafted [n, gamma]:
+    drawn from q. coins [n, gamma]: uniform in [0, 1). noise [n, gamma + 1, V]: Gumbel.
     """
     ratio = _of(p[:, :-1], drafted) / _of(q, drafted)
     accepted = (coins < ratio).long().cumprod(1).sum(1)
@@ -101,7 +100,7 @@ def verify_tokens(
 def verify_block(
     p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, coins: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chain as a whole: like `verify_tokens`, by the block rule."""
+    """The chain as a whole, by the block rule; arguments and result as `verify_tokens`."""
     n, gamma = drafted.shape
     share = torch.ones(n, dtype=p.dtype)  # min over the chain so far of the product of p / q, cut at 1
     shares = [share]
@@ -125,7 +124,7 @@ def _of(probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _left(p: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """What the next token is drawn from [n, V], not normalised: max(0, share p - q), and p after a whole chain."""
+    """The weights [n, V] of the next token, not normalised: max(0, share p - q), and p after a whole chain."""
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     mine = p.gather(1, at)[:, 0]
     whole = accepted == q.shape[1]

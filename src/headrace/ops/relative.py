@@ -1,4 +1,7 @@
-"""Relative positions as T5 has them: a number per head, learned for buckets of distances (Raffel et al. 2020)."""
+"""T5's relative positions: a number per head, learned for buckets of distances.
+
+Source: Raffel et al., "Exploring the Limits of Transfer Learning" (T5), arXiv 1910.10683.
+"""
 
 import math
 
@@ -10,7 +13,7 @@ from headrace.ops.weights import RelativeWeights
 
 
 def bias_of(ctx: Context, group: Group, w: RelativeWeights | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to a group's scores: [b, heads, c, t]; made once per step, as layers share their table."""
+    """The numbers [b, heads, c, t] added to a group's scores; computed once per step, as layers share their table."""
     if w is None:
         return None
     key = ("relative", id(w), id(group), dtype)
@@ -25,9 +28,9 @@ def bias_of(ctx: Context, group: Group, w: RelativeWeights | None, dtype: torch.
 def buckets(distance: torch.Tensor, count: int, most: int, both: bool) -> torch.Tensor:
     """The bucket, of `count`, of each distance (key - row), any shape.
 
-    Half of them are for single distances, the others grow with the logarithm up to `most`; all that is farther has the last
-    one. With `both` one half is for keys behind the row, the other for those ahead; else keys ahead count as the row's own.
-    The logarithm is of float32, as models were trained with it.
+    Half of the buckets are for single distances; the others grow with the logarithm up to `most`, and all farther distances
+    have the last one. both: one half is for keys behind the row, the other for keys ahead; otherwise keys ahead count as
+    distance 0. The logarithm is float32, as in training.
     """
     base = torch.zeros_like(distance)
     if both:

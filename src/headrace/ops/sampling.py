@@ -1,7 +1,5 @@
-"""From logits to tokens: the processing, then argmax of processed logit + Gumbel noise over what is kept.
-
-Nothing of a row's result depends on the other rows: they are only computed together where they need the same stages.
-"""
+"""From logits to tokens: the processing stages, then argmax of processed logit + Gumbel noise over the kept tokens. A row's
+result does not depend on the other rows; rows are computed together if they need the same stages."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -25,7 +23,7 @@ LARGEST = 1e30  # beyond this a logit is broken, and below it no stage overflows
 
 @dataclass(slots=True)
 class RowResult:
-    """One token per key, and its log-probability where `params.logprobs` asked for it; or why there is none."""
+    """One token per key, with log-probabilities if `params.logprobs` asks for them; or an error."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -34,11 +32,10 @@ class RowResult:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Tensor | None = None) -> list[RowResult]:
-    """Draw the tokens of each row of logits [r, V], which stay as they are.
+    """Draw the tokens of each row of logits [r, V], which are not changed.
 
-    A row that cannot be drawn from (NaN or infinite logits, every token masked, an id outside the vocabulary) gives a
-    result with `error` set; the others are not affected. `raw`: where a caller's processors have changed `logits`, what
-    they were before, for raw log-probabilities.
+    A row that cannot be drawn from (NaN or infinite logits, every token masked, an id outside the vocabulary) has a result with
+    `error` set; the others are not affected. raw: the logits before a caller's processors, for raw log-probabilities.
     """
     if any(row.params.xtc_probability and len(row.keys) > 1 for row in rows):
         return _sample_singly(logits, rows, raw)
@@ -52,7 +49,7 @@ def sample(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Tensor | No
 
 
 def _sample_singly(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Tensor | None) -> list[RowResult]:
-    """A row of its own for each key, since XTC's coin makes what they may draw differ."""
+    """Sample with one row per key: XTC's coin makes their allowed tokens differ."""
     whose = torch.tensor([i for i, row in enumerate(rows) for _ in row.keys], device=logits.device)
     single = [replace(row, keys=[key]) for row in rows for key in row.keys]
     drawn = iter(sample(logits[whose], single, None if raw is None else raw[whose]))
@@ -68,10 +65,10 @@ def _sample_singly(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Ten
 
 
 def process(logits: torch.Tensor, rows: Sequence[RowSpec]) -> torch.Tensor:
-    """The processed logits [r, V] tokens are drawn from, -inf outside the kept set; for greedy rows, after penalties.
+    """The processed logits [r, V] of the draw, -inf outside the kept set; for greedy rows, after penalties.
 
-    Their softmax is the distribution of the draw, which the rejection rule needs. A row that `sample` would refuse
-    comes back as NaN, or all -inf where every token is masked.
+    Their softmax is the distribution of the draw, as the rejection rule needs it. A row that `sample` refuses is NaN, or all
+    -inf if every token is masked.
     """
     z = logits.float()
     good = [i for i, fault in enumerate(_faults(z, rows)) if not fault]
@@ -88,9 +85,9 @@ def draw(
     purposes: torch.Tensor | int = Purpose.TARGET,
     ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """argmax of processed logits z [n, m] + noise, lowest id on ties -> token ids [n].
+    """argmax of processed logits z [n, m] + noise, of equals the lowest id -> token ids [n].
 
-    keys [n, 2], positions [n]; `ids` [n, m] names the columns in ascending order, None where they are 0 .. m-1.
+    keys [n, 2], positions [n]. ids [n, m]: the columns' token ids, ascending; None: 0 .. m-1.
     """
     noise = gumbel_at(keys, positions, z.shape[-1] if ids is None else ids, purposes)
     best = (z + noise).argmax(-1)
@@ -98,12 +95,12 @@ def draw(
 
 
 def _at_once(z: torch.Tensor) -> int:
-    """How many rows to work on together."""
+    """Rows to process together."""
     return max(1, (CPU_WORK if z.device.type == "cpu" else GPU_WORK) // z.shape[-1])
 
 
 def _groups(rows: Sequence[RowSpec], members: Iterable[int], size: int) -> list[list[int]]:
-    """The row numbers `members`, up to `size` together that need the same stages and kind of log-probability."""
+    """The row numbers `members` in groups of up to `size` that need the same stages and kind of log-probability."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i in members:
         params = rows[i].params
@@ -136,7 +133,10 @@ def _sample_group(z: torch.Tensor, raw: torch.Tensor, rows: Sequence[RowSpec], m
 
 
 def _mirostat_states(z: torch.Tensor, rows: list[RowSpec], tokens: list[list[int]]) -> list[list[float]]:
-    """Mirostat's state after each token: the surprise is measured before anything is cut off. (Basu et al., 2021)"""
+    """Mirostat's state after each token; the surprise is measured before any token is cut off.
+
+    Source: Basu et al., "Mirostat", arXiv 2007.14966.
+    """
     open_rows = [replace(row, mu=math.inf) for row in rows]
     z, ids = run_stages(z, open_rows)
     assert ids is None, "mirostat goes with no filter"
@@ -175,7 +175,7 @@ def _draw_rows(z: torch.Tensor, ids: torch.Tensor | None, rows: list[RowSpec]) -
 def _logprobs(
     z: torch.Tensor, ids: torch.Tensor | None, rows: list[RowSpec], tokens: list[list[int]]
 ) -> list[list[TokenLogprob]]:
-    """What is reported of each row's tokens under logits z [r, m], whose columns are the tokens `ids`."""
+    """Log-probabilities of each row's tokens under logits z [r, m], whose columns are the tokens `ids`."""
     whose = [i for i, drawn in enumerate(tokens) for _ in drawn]
     most = max(row.params.logprobs or 0 for row in rows)
     z, ids = _take(z, whose), None if ids is None else _take(ids, whose)
@@ -191,7 +191,7 @@ def _logprobs(
 
 
 def _faults(z: torch.Tensor, rows: Sequence[RowSpec]) -> list[str]:
-    """Why each row cannot be drawn from; empty where it can."""
+    """Why each row cannot be drawn from; empty if it can."""
     faults = []
     for best, row in zip(z.amax(-1).tolist(), rows, strict=True):
         fault = "" if abs(best) <= LARGEST else f"the model's logits are broken: the largest is {best}"

@@ -1,7 +1,7 @@
-"""The whole vocabulary of model files. A model file uses these on values and nothing else, so that it can also be recorded.
+"""The op vocabulary of model files. A model file applies only these to values, so it can also be recorded.
 
-Here ops are declared: their names and parameters. What they mean is what their torch bodies do, in the modules named. `w` is a
-holder of weights (`ops.weights`), `ctx` the step.
+This module declares names and parameters; the torch bodies in the named modules define the meaning. `w` is a holder of weights
+(`ops.weights`), `ctx` the step.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ def act(x: Any, kind: str) -> Any:
 
 @declare("headrace.ops.elementwise")
 def act_mul(gate_up: Any, kind: str) -> Any:
-    """kind(gate) * up for gate_up [n, 2 * width] = gate beside up -> [n, width]."""
+    """kind(gate) * up for gate_up [n, 2 * width], the gate's columns first -> [n, width]."""
 
 
 @declare("headrace.ops.elementwise")
 def tap(x: Any, name: str, ctx: Any) -> Any:
-    """x unchanged; kept where the step asked for `name`."""
+    """Returns x unchanged, and stores it if the step asked for `name`."""
 
 
 @declare("headrace.ops.linears")
@@ -74,5 +74,4 @@ def attention(
 
 @declare("headrace.ops.attention")
 def store(k: Any, v: Any, ctx: Any, layer: int, rope: Any = None, k_norm: Any = None) -> Any:
-    """k and v [n, kv_heads * head_dim] into the pool at the rows' places, nothing read: K and V of a source, or what attention
-    stores. Gives k."""
+    """Write k and v [n, kv_heads * head_dim] into the pool; nothing is read. Returns k."""

@@ -1,4 +1,4 @@
-"""What ops expect of the weights they are given: the layers package makes them, a recorder treats them as handles."""
+"""The weights that ops read: `models.layers` creates them, a recorder treats them as handles."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Multiplies(Protocol):
-    """The part of a LinearMethod (layers.linear) that ops use."""
+    """The part of a LinearMethod (models.layers.linear) that ops use."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, n_in] -> [n, n_out], in x's dtype."""
@@ -21,7 +21,7 @@ class HeadWeights(Protocol):
 
     @property
     def method(self) -> Multiplies | None:
-        """None: densely."""
+        """How the weights are multiplied; None: dense."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class LinearWeights(HeadWeights, Protocol):
 
     @property
     def split(self) -> bool:
-        """Whether the parts come back as separate values."""
+        """Whether the parts are separate values."""
         ...
 
 
@@ -68,7 +68,7 @@ class NormWeights(Protocol):
 class RopeWeights(Protocol):
     @property
     def dim(self) -> int:
-        """Values of a head that turn; the rest stay."""
+        """Values of a head that are rotated; the rest is not."""
         ...
 
     @property
@@ -85,15 +85,15 @@ class RopeWeights(Protocol):
 class RelativeWeights(Protocol):
     @property
     def weight(self) -> torch.Tensor:
-        """[buckets, heads]: what is added to a head's scores"""
+        """[buckets, heads], added to a head's scores"""
         ...
 
     @property
     def distance(self) -> int:
-        """From here on all distances are alike."""
+        """All distances from here on share a bucket."""
         ...
 
     @property
     def both(self) -> bool:
-        """Whether keys ahead have buckets of their own."""
+        """Whether keys ahead have their own buckets."""
         ...
