@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from headrace.cli import lines
+from headrace.cli import message_input as lines
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.workflows.conversation import Conversation, ConversationError, load

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headrace.bench.plots import draw
 from headrace.bench.speculation import SpeedUp, lines, theory
-from headrace.cli.origins import Origins
+from headrace.cli.token_colours import OriginPrinter
 from headrace.data.types import Delta
 from headrace.drafting.policy import expected_tokens
 from headrace.workflows.prompts import read_prompts
@@ -58,7 +58,7 @@ class Letters:
 
 def test_tokens_are_shown_by_where_they_came_from() -> None:
     out = io.StringIO()
-    origins = Origins(Letters(), Console(file=out, force_terminal=True, color_system="standard", highlight=False))
+    origins = OriginPrinter(Letters(), Console(file=out, force_terminal=True, color_system="standard", highlight=False))
     origins.write(Delta("r", 0, token_ids=[0]))
     origins.write(Delta("r", 0, token_ids=[1, 3, 4, 2], drafter="ngram", accepted=3, drafted=5))
     origins.write(Delta("r", 0, token_ids=[1, 0], drafter="ngram", accepted=1, drafted=1))

@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from headrace.cli.lines import Lines, Typed
+from headrace.cli.message_input import MessageReader, TypedMessage
 from headrace.cli.options import as_options
 from headrace.cli.terminal import AnswerWriter, Wrap, fold
 
@@ -103,21 +103,21 @@ def test_an_answer_ends_in_one_newline() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("hi\n", [Typed("hi", False)]),
+        ("hi\n", [TypedMessage("hi", False)]),
         ("", []),
-        ("no newline", [Typed("no newline", False)]),
-        ("a\\\nb\\\n\nc\n", [Typed("a\nb\n", False), Typed("c", False)]),
-        ("a\\", [Typed("a", False)]),
-        ('"""one line"""\n', [Typed("one line", False)]),
-        ('"""\nfirst\n\n/last"""\nx\n', [Typed("first\n\n/last", False), Typed("x", False)]),
-        ('"""/not a command"""\n', [Typed("/not a command", False)]),
-        ('"""never closed\nx\n', [Typed("never closed\nx", False)]),
-        ("/set x 1\n /x\n", [Typed("/set x 1", True), Typed(" /x", False)]),
+        ("no newline", [TypedMessage("no newline", False)]),
+        ("a\\\nb\\\n\nc\n", [TypedMessage("a\nb\n", False), TypedMessage("c", False)]),
+        ("a\\", [TypedMessage("a", False)]),
+        ('"""one line"""\n', [TypedMessage("one line", False)]),
+        ('"""\nfirst\n\n/last"""\nx\n', [TypedMessage("first\n\n/last", False), TypedMessage("x", False)]),
+        ('"""/not a command"""\n', [TypedMessage("/not a command", False)]),
+        ('"""never closed\nx\n', [TypedMessage("never closed\nx", False)]),
+        ("/set x 1\n /x\n", [TypedMessage("/set x 1", True), TypedMessage(" /x", False)]),
     ],
 )
-def test_messages_of_one_line_and_of_several(typed: str, expected: list[Typed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_one_line_and_of_several(typed: str, expected: list[TypedMessage], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    lines, found = Lines([]), []
+    lines, found = MessageReader([]), []
     while (message := lines.read()) is not None:
         found.append(message)
     assert found == expected

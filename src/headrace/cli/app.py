@@ -1,4 +1,4 @@
-"""The command `headrace`: the first line of what it does, its errors and its exit codes.
+"""Entry point of the command `headrace`: streams, errors and exit codes.
 
 Little is imported here, so that a person who waits is told at once. A command lives in its own module with `register(app)`, and
 is imported when it is asked for, or when all are listed; what is heavy (the engine, torch, the model hub's library) is imported
@@ -29,15 +29,18 @@ def main(
     build: makes the application of another `program` (a benchmark of the clone) from its arguments.
     """
     _open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # no answer may fail over a character that the terminal's encoding lacks
+    # An answer must not fail at a character that the terminal's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes of another encoding are an error, and never become surrogates
+    # Bytes of another encoding are an error, not surrogates.
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         begin(arguments if build is None else ["bench", *arguments])
         code = _run(arguments, program, build)
-    except KeyboardInterrupt:  # wherever it was, as while what a command needs is imported
+    # Also raised while a command's imports run.
+    except KeyboardInterrupt:
         code = INTERRUPTED
     finally:
         status().finish()
@@ -68,7 +71,8 @@ def _run(arguments: list[str], program: str, build: Callable[[Sequence[str]], An
     except typer.Abort:
         say("headrace: nothing done")
         return ERROR
-    except BrokenPipeError:  # whoever read our output has gone, as in `headrace list | head -1`
+    # The reader of the output has gone, as in `headrace list | head -1`.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except Exception as error:
@@ -110,7 +114,8 @@ def _failed(error: Exception) -> int:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename or 'the output'}: {error.strerror}"
-    if isinstance(error, ValueError | OSError) and text:  # meant for the person; others are our own mistakes
+    # These errors are messages for the user; others are defects of Headrace.
+    if isinstance(error, ValueError | OSError) and text:
         say(f"headrace: {text}")
     else:
         say(f"headrace: {type(error).__name__}: {text} (a bug in Headrace; HEADRACE_DEBUG=1 shows where)")

@@ -1,4 +1,4 @@
-"""arithmetic: what a model costs a token in several number formats: bytes, ceilings, error."""
+"""Command arithmetic: cost of a token in several number formats (bytes, speed limit, error)."""
 
 import json
 from dataclasses import asdict
@@ -51,14 +51,14 @@ def arithmetic(
     from headrace.compress.format_cost import format_costs
 
     status().start("measuring")
-    found = format_costs(path, number_format or list(FORMATS), kv_dtype, errors)
+    costs = format_costs(path, number_format or list(FORMATS), kv_dtype, errors)
     rate = (BandwidthProbe().gb_per_s() if bandwidth is None else bandwidth) * 1e9
     status().finish()
-    most = float("inf") if speed is None else speed * 1e12
+    peak = float("inf") if speed is None else speed * 1e12
     if as_json:
-        print(json.dumps([_record(one, context, batch, rate, most) for one in found], indent=2))
+        print(json.dumps([_record(format_cost, context, batch, rate, peak) for format_cost in costs], indent=2))
         return
-    cost = found[0].cost
+    cost = costs[0].cost
     operations = f"{cost.operations / 1e9:.3g} billion operations"
     say(f"{cost.weights:,} weights; a token takes {operations} and {cost.kv_bytes:,.0f} bytes of K and V")
     say(f"at a context of {context} and a batch of {batch}; memory read at {rate / 1e9:.1f} GB/s")
@@ -76,31 +76,32 @@ def arithmetic(
             "CLIPPING",
             "S²/12",
         ),
-        [_row(one, context, batch, rate, most) for one in found],
+        [_row(format_cost, context, batch, rate, peak) for format_cost in costs],
     )
 
 
-def _row(one: Any, context: int, batch: int, rate: float, most: float) -> tuple[str, ...]:
-    cost, step = one.cost, one.cost.step_bytes(context, batch)
-    limit = "" if most == float("inf") else f"{cost.critical_batch(rate, most):.1f}"
+def _row(format_cost: Any, context: int, batch: int, rate: float, peak: float) -> tuple[str, ...]:
+    cost, error = format_cost.cost, format_cost.error
+    step = cost.step_bytes(context, batch)
+    limit = "" if peak == float("inf") else f"{cost.critical_batch(rate, peak):.1f}"
     errors = ("", "", "", "")
-    if one.error is not None:
-        noise = f"{one.error.noise:.2e}" if one.error.noise else "–"
-        errors = (f"{one.error.sqnr:.1f} dB", f"{one.error.rounding:.2e}", f"{one.error.clipping:.2e}", noise)
+    if error is not None:
+        noise = f"{error.noise:.2e}" if error.noise else "–"
+        errors = (f"{error.sqnr:.1f} dB", f"{error.rounding:.2e}", f"{error.clipping:.2e}", noise)
     return (
-        *(one.format, f"{cost.bits:.2f}", human_size(cost.file_bytes), human_size(round(step))),
-        *(f"{1 - cost.read_bytes / step:.0%}", f"{cost.ceiling(rate, context, batch, most):.1f}", limit, *errors),
+        *(format_cost.format, f"{cost.bits:.2f}", human_size(cost.file_bytes), human_size(round(step))),
+        *(f"{1 - cost.read_bytes / step:.0%}", f"{cost.ceiling(rate, context, batch, peak):.1f}", limit, *errors),
     )
 
 
-def _record(one: Any, context: int, batch: int, rate: float, most: float) -> dict[str, Any]:
-    cost = one.cost
+def _record(format_cost: Any, context: int, batch: int, rate: float, peak: float) -> dict[str, Any]:
+    cost = format_cost.cost
     return {
-        "format": one.format,
+        "format": format_cost.format,
         "bits": cost.bits,
         **{name: getattr(cost, name) for name in ("weights", "file_bytes", "read_bytes", "kv_bytes", "operations")},
         "step_bytes": cost.step_bytes(context, batch),
-        "tokens_per_s_at_most": cost.ceiling(rate, context, batch, most),
-        "critical_batch": None if most == float("inf") else cost.critical_batch(rate, most),
-        "error": None if one.error is None else asdict(one.error),
+        "tokens_per_s_at_most": cost.ceiling(rate, context, batch, peak),
+        "critical_batch": None if peak == float("inf") else cost.critical_batch(rate, peak),
+        "error": None if format_cost.error is None else asdict(format_cost.error),
     }

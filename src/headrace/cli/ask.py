@@ -1,4 +1,4 @@
-"""ask: questions answered from a folder of documents."""
+"""Command ask: answer questions from a folder of documents."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +12,10 @@ from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
 from headrace.data.progress import counted
 
-SHOWN = 5  # names of files that were not read
-ANSWER = 256  # tokens of an answer, unless told otherwise
+# Most names in a note about skipped files.
+SHOWN = 5
+# Default of --max-tokens.
+ANSWER = 256
 DRAWN = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "mirostat_tau", "seed")
 
 
@@ -49,7 +51,7 @@ def ask(
     given = sampling.changes()
     own: dict[str, float] = {} if "max_tokens" in given else {"max_tokens": ANSWER}
     if sampling.preset is None and not any(name in given for name in DRAWN):
-        own["temperature"] = 0.0  # what a document says is no matter of chance
+        own["temperature"] = 0.0
     index = Index(read_folder(folder))
     _say_files("not read, because they are not text or larger than 2 MiB", left_out(folder))
     _say_files("not UTF-8, read with unreadable characters replaced", not_utf8(folder))
@@ -63,23 +65,23 @@ def ask(
             writer.write(text)
         writer.close()
         for passage in answer.cited:
-            print(_place(answer, passage))
+            print(_citation(answer, passage))
         print()
         if not answer.passages:
             say("(no passage fits the question and --budget: the answer is the model's alone)")
         elif not answer.cited:
-            places = ", ".join(_place(answer, passage) for passage in answer.passages)
+            places = ", ".join(_citation(answer, passage) for passage in answer.passages)
             say(f"(the answer cites none of its passages; they were {places})")
         if answer.output.outputs[0].finish_reason == "length":
             say("(the answer is cut off; --max-tokens allows more)")
     names = sorted({passage.source for answer in answers for passage in answer.passages})
     say(f"{counted(len(index.passages), 'passages')}; looked at {', '.join(names) or 'none'}")
-    prompts = sum(len(one.output.prompt_token_ids) for one in answers)
+    prompts = sum(len(answer.output.prompt_token_ids) for answer in answers)
     say(f"{asking.hit_rate(answers):.0%} of {prompts} prompt tokens were cached")
 
 
-def _place(answer: Any, passage: Any) -> str:
-    """A passage as its answer numbers it: "[1] mill.txt:3"."""
+def _citation(answer: Any, passage: Any) -> str:
+    """Return a passage with its number in the answer: "[1] mill.txt:3"."""
     return f"[{answer.passages.index(passage) + 1}] {passage.source}:{passage.line}"
 
 

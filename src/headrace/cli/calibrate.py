@@ -83,16 +83,16 @@ def calibrate(
     lost: Literal["text", "token"] = "text" if loss is Loss.TEXT else "token"
     cascade = options.cascade is not None
     config = CalibrationConfig(str(criterion), decay, max_tokens, lost, delta, epsilon, cascade)
-    rule, found = calibrate_threshold(
+    rule, result = calibrate_threshold(
         llm,
         [prompt_tokens(llm, prompt) for prompt in prompts],
         config,
         lambda threshold, mean: say(f"{criterion} {threshold:g}: {mean:.4f} lost"),
     )
-    rows = [(f"{one.threshold:g}", f"{one.risk:.4f}", f"{one.p_value:.2g}") for one in found.tried]
+    rows = [(f"{test.threshold:g}", f"{test.risk:.4f}", f"{test.p_value:.2g}") for test in result.tried]
     print_table(("threshold", "lost", "p-value"), rows)
     if rule is None:
-        say(f"no threshold can be shown to lose at most {delta:g} on {found.n} prompts: none is set, the full model writes")
+        say(f"no threshold can be shown to lose at most {delta:g} on {result.n} prompts: none is set, the full model writes")
         return
     rule = keep(rule, llm.opened, llm.settings, fetch(options.cascade) if cascade else None)
     say(rule.summary())

@@ -1,4 +1,4 @@
-"""chat: a conversation on the terminal, or through pipes."""
+"""Command chat: a conversation on the terminal, or through pipes."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
-from headrace.cli.lines import Lines, Typed
 from headrace.cli.markdown import Markdown
+from headrace.cli.message_input import MessageReader, TypedMessage
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, ShowExits, SystemPrompt, check, with_groups
-from headrace.cli.status import moving, reading
+from headrace.cli.status import moving, watch_prompt
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
 from headrace.data.outputs import RequestOutput
@@ -42,10 +42,11 @@ HELP = """\
 A line that ends in a backslash goes on in the next; three quotes (\"\"\") open a message of several lines, three close it.
 Ctrl-C stops an answer."""
 COMMANDS = ["/system", "/set", "/markdown", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
-# Settings a chat has no use for.
+# Settings without use in a chat.
 FIXED = frozenset({"n", "best_of", "beam", "logprobs", "logprobs_mode", "prompt_logprobs", "priority"})
 DRAW = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-USUAL = (*DRAW[:4], "repetition_penalty", "max_tokens", "seed", "stop")  # what a bare /set shows in any case
+# Settings that /set without a name always shows.
+USUAL = (*DRAW[:4], "repetition_penalty", "max_tokens", "seed", "stop")
 NEUTRAL = SamplingParams()
 SETTINGS = [name for name in SamplingParams.__struct_fields__ if name not in FIXED]
 
@@ -84,17 +85,20 @@ def chat(
         raise ValueError(f"{model} has no chat template, so it cannot chat; headrace run --raw continues a text")
     if system is not None or resume is None:
         conversation.system = llm.opened.system if system is None else system
-    lines = Lines(COMMANDS)
-    if lines.terminal:
+    reader = MessageReader(COMMANDS)
+    if reader.terminal:
         note("/help lists the commands, Ctrl-D leaves")
     try:
-        return Chat(llm, conversation, sampling.bind(llm)(), show_exits).run(lines)
+        return Chat(llm, conversation, sampling.bind(llm)(), show_exits).run(reader)
     finally:
-        lines.close()
+        reader.close()
 
 
 class Chat:
-    """Reads messages and commands, and answers them."""
+    """The loop of one chat: reads messages and commands, and answers them.
+
+    last: the last answer. tokens: of all answers.
+    """
 
     def __init__(self, llm: Any, conversation: Conversation, params: SamplingParams, show_exits: bool = False) -> None:
         self.llm = llm
@@ -102,22 +106,22 @@ class Chat:
         self.params = params
         self.show_exits = show_exits
         self.limit: int = llm.memory_plan.max_model_len
-        self.last: RequestOutput | None = None  # the last answer
-        self.tokens = 0  # of all answers
+        self.last: RequestOutput | None = None
+        self.tokens = 0
         self.markdown = not os.environ.get("NO_COLOR")
         self.interrupt = Interrupt()
 
-    def run(self, lines: Lines) -> int:
-        """Until the input ends or /exit. What goes wrong is said, and the chat goes on.
+    def run(self, reader: MessageReader) -> int:
+        """Run until the input ends or /exit. Returns the exit code. Prints errors and goes on.
 
-        On a terminal no Ctrl-C leaves the program, whenever and however often it is pressed.
+        On a terminal, Ctrl-C never ends the program.
         """
-        with Interrupt(second=not lines.terminal) as self.interrupt:
+        with Interrupt(second=not reader.terminal) as self.interrupt:
             while True:
                 try:
-                    typed = self.interrupt.wait(lines.read)
+                    typed = self.interrupt.wait(reader.read)
                 except KeyboardInterrupt:
-                    if not lines.terminal:
+                    if not reader.terminal:
                         return INTERRUPTED
                     note("\n(Ctrl-D or /exit leaves)")
                     continue
@@ -125,7 +129,7 @@ class Chat:
                     return 0
                 self._act(typed)
 
-    def _act(self, typed: Typed) -> None:
+    def _act(self, typed: TypedMessage) -> None:
         try:
             if typed.command:
                 self._command(*typed.text.split(maxsplit=1))
@@ -137,10 +141,11 @@ class Chat:
 
     # -- answering -----------------------------------------------------------------------------------------------------
     def _answer(self, otherwise: list[Message] | None = None) -> None:
-        """Answer the last message. Where nothing comes of it, it goes, and `otherwise` takes its place. Raises ValueError."""
+        """Answer the last message. Without an answer, `otherwise` replaces its turn, or it is dropped. Raises ValueError."""
         text = ""
         try:
-            moving().start("reading the prompt")  # its template runs in a process that has to start
+            # The template runs in a process that may have to start first.
+            moving().start("reading the prompt")
             text = self._stream(self._prompt())
         finally:
             moving().finish()
@@ -151,31 +156,31 @@ class Chat:
                 self.conversation.turns[-1:] = [otherwise] if otherwise else []
 
     def _prompt(self) -> list[int]:
-        """The conversation within the context, with room for an answer: a quarter of it, or max_tokens where that is less."""
+        """Return the token ids of the conversation, with room for an answer: a quarter of the context at most."""
         room = min(self.params.max_tokens or self.limit, max(self.limit // 4, 1))
-        prompt, gone = self.conversation.fit(self.llm.render, self.limit - room)
-        if gone:
-            which = "the oldest turn is" if len(gone) == 1 else f"the {len(gone)} oldest turns are"
-            first = " ".join(gone[0][0]["content"].split())
+        prompt, dropped = self.conversation.fit(self.llm.render, self.limit - room)
+        if dropped:
+            which = "the oldest turn is" if len(dropped) == 1 else f"the {len(dropped)} oldest turns are"
+            first = " ".join(dropped[0][0]["content"].split())
             note(_fit_line(f"(the context of {self.limit} tokens is full: {which} forgotten, from: {first}"[:2000], ")"))
         return prompt
 
     def _stream(self, prompt: list[int]) -> str:
-        """The answer's text, written as it comes; what Ctrl-C leaves of it, too."""
-        answer, depths = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None), self._depths()
-        made: list[RequestOutput] = []
+        """Write the answer as it grows. Returns its text, also after Ctrl-C."""
+        answer, exits = AnswerWriter(wrapped=True, form=Markdown if self.markdown else None), self._exit_printer()
+        outputs: list[RequestOutput] = []
         progress = moving()
         progress.start("reading the prompt")
         for delta in self.llm.stream(
-            prompt, self.params, output=made, cancelled=reading(self.llm, made, progress, self.interrupt)
+            prompt, self.params, output=outputs, cancelled=watch_prompt(self.llm, outputs, progress, self.interrupt)
         ):
-            if depths is None:
+            if exits is None:
                 answer.write(delta.text)
             else:
-                depths.write(delta)
+                exits.write(delta)
         progress.finish()
-        (answer if depths is None else depths).close()
-        (self.last,) = made
+        (answer if exits is None else exits).close()
+        (self.last,) = outputs
         if self.last.error is not None:
             raise ValueError(self.last.error)
         (output,) = self.last.outputs
@@ -189,13 +194,13 @@ class Chat:
             note("(an empty answer)")
         return output.text
 
-    def _depths(self) -> Any:
-        """What colours the tokens of an answer that may leave early; None where that is not asked for."""
+    def _exit_printer(self) -> Any:
+        """Return the printer of tokens with early exit, None if --show-exits is off or no token can exit."""
         if not self.show_exits or not self.params.leaves:
             return None
-        from headrace.cli.origins import Depths
+        from headrace.cli.token_colours import ExitPrinter
 
-        return Depths(self.llm.tokenizer, self.llm.model_config.num_layers)
+        return ExitPrinter(self.llm.tokenizer, self.llm.model_config.num_layers)
 
     # -- commands ------------------------------------------------------------------------------------------------------
     def _command(self, name: str, rest: str = "") -> None:
@@ -274,19 +279,19 @@ class Chat:
 
 
 def _fit_line(text: str, end: str) -> str:
-    """One line of the terminal, cut where it is too long."""
+    """Cut a text to one line of the terminal that ends with `end`."""
     return crop(text, shutil.get_terminal_size().columns - width(end)) + end
 
 
 def _table(params: SamplingParams, *, everything: bool = False, names: Sequence[str] = ()) -> str:
-    """Settings, a line each: name, value and what it does; of the rarer ones those that were changed."""
-    docs = {one.name: one.field.help for one in declared(SamplingParams)}
+    """Return one line for each setting: name, value, description; by default the usual and the changed settings."""
+    docs = {declaration.name: declaration.field.help for declaration in declared(SamplingParams)}
     rows = []
     for name in names or SETTINGS:
         value = getattr(params, name)
         if everything or names or name in USUAL or value != getattr(NEUTRAL, name):
             rows.append((name, "none" if value in ((), None) else _shown(value), docs.get(name, "")))
-    widths = [max(len(row[at]) for row in rows) for at in range(2)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
     room = max(shutil.get_terminal_size().columns - 1, 40)
     return "\n".join(crop(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {what}".rstrip(), room) for name, value, what in rows)
 
@@ -298,15 +303,15 @@ def _path(text: str, command: str) -> Path:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    """What a preset says of the draw; where answers end stays as it is."""
+    """Return the sampling settings of a preset, without those that end answers."""
     if name not in list(Preset):
         raise ValueError(f"unknown preset {name}; known: {', '.join(Preset)}")
     params = getattr(SamplingParams, name)()
-    return {one: getattr(params, one) for one in DRAW}
+    return {setting: getattr(params, setting) for setting in DRAW}
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON, nothing for none, else the text itself."""
+    """Parse a setting's value: "none", JSON, or otherwise the text itself."""
     if text.lower() == "none":
         return None
     try:

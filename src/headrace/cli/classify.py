@@ -1,4 +1,4 @@
-"""classify: the class of each text, one JSON line each."""
+"""Command classify: the class of each text, one JSON line each."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,8 @@ from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.data.progress import Silent
 
-BATCH = 64  # texts handed over at a time
+# Texts of one engine call.
+BATCH = 64
 
 ClassifierFolder = Annotated[
     Path, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="A folder that train-classifier wrote.")
@@ -57,7 +58,8 @@ def classify(
         raise typer.BadParameter(f"--pairs wants two texts with one tab between them, not {wrong[:60]!r}")
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
-    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    # On a terminal, the output lines themselves show the progress.
+    progress = Silent() if sys.stdout.isatty() else status()
     progress.start("classifying", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]

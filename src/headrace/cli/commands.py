@@ -1,4 +1,4 @@
-"""The application: its commands, what its help says of all of them, and its log."""
+"""The application: its commands, the list that its help shows, and its log."""
 
 import logging
 import os
@@ -62,8 +62,11 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 
 def build(arguments: Sequence[str] | None = None) -> typer.Typer:
-    """Build the application. With `arguments` it imports only the command that they name; if they name none it has all names
-    and descriptions, for the help and for suggestions. Without `arguments` it has all commands."""
+    """Build the application.
+
+    With `arguments` it imports only the command that they name; if they name none, it has all names and descriptions, for the
+    help and for suggestions. Without `arguments` it has all commands.
+    """
     app = App(help=HELP, epilog=EPILOG, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_start)
     _fill(app, COMMANDS, "", arguments)
@@ -71,7 +74,7 @@ def build(arguments: Sequence[str] | None = None) -> typer.Typer:
 
 
 def asked_for(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments; or what is typed so far, where a shell asks how it may go on."""
+    """Return the arguments, or the incomplete command line if a shell asks for completions."""
     if os.environ.get("_HEADRACE_COMPLETE") is None:
         return arguments
     return (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS") or "").split()[1:]

@@ -1,4 +1,4 @@
-"""compare: decoding methods side by side."""
+"""Command compare: decoding methods on the same prompts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +56,7 @@ def compare(
     counts; the methods decide the others, which are refused.
     """
     from headrace.bench import strategies
-    from headrace.cli.compare_lines import line_of, read_lines
+    from headrace.cli.compare_prompts import line_of, read_lines
     from headrace.data.params import SamplingParams
 
     options.check()
@@ -65,7 +65,8 @@ def compare(
     llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline", enable_prefix_caching=False)
     lines = [line_of(llm, job, raw) for job in jobs]
     ids, limits = [line.ids for line in lines], [line.max_tokens or max_tokens for line in lines]
-    llm.generate([ids[0]], SamplingParams(max_tokens=8))  # the first steps of a process are slow, and no method's fault
+    # Warm-up: the first steps of a process are slow.
+    llm.generate([ids[0]], SamplingParams(max_tokens=8))
     compared = []
     status().start("comparing", len(names) * len(ids), unit="answers")
     for name in names:
@@ -81,7 +82,7 @@ def compare(
 
 
 def _names(modes: str, amateur: str | None, max_tokens: int, seed: int) -> list[str]:
-    """The methods that were asked for; whatever is wrong with them must not wait for the model."""
+    """Return the names of the methods. Raises before the model is loaded if one is invalid."""
     from headrace.bench import strategies
 
     names = [name.strip() for name in modes.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""doctor: what a bug report needs to say of this installation."""
+"""Command doctor: facts of this installation for a bug report."""
 
 import os
 import shutil
@@ -18,7 +18,8 @@ from headrace.weights.store import find_home, installed
 
 LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())
 EXTRAS = {"serve": ("starlette", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
-OURS = ("HEADRACE_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES")  # variables that change a run
+# Prefixes of environment variables that change a run.
+VARIABLES = ("HEADRACE_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES")
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -60,7 +61,7 @@ def _facts() -> dict[str, str]:
 
 
 def _problems() -> list[str]:
-    """What would make a command fail or be slow here, each with what to do."""
+    """Return the problems that make commands fail or slow here, each with a remedy."""
     from headrace import core
 
     found = [core.reason()] if core.reason() else []
@@ -101,11 +102,11 @@ def _home() -> str:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest of its parents that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _environment() -> list[str]:
-    """Variables that change a run; of what may be a secret only that it is set."""
-    chosen = sorted((name, value) for name, value in os.environ.items() if name.startswith(OURS))
+    """Return the environment variables that change a run; possible secrets only as set."""
+    chosen = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
     return [f"{name}={'(set)' if any(word in name for word in SECRET) else value}" for name, value in chosen]

@@ -1,4 +1,4 @@
-"""embed: texts to vectors, one JSON line each."""
+"""Command embed: the vector of each text, one JSON line each."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,8 @@ from headrace.cli.output import json_text
 from headrace.cli.status import status
 from headrace.data.progress import Silent
 
-BATCH = 64  # texts handed over at a time
+# Texts of one engine call.
+BATCH = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +46,8 @@ def embed(
     given = texts_of(texts, file)
     llm = open_llm(model, options)
     status().finish()
-    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    # On a terminal, the output lines themselves show the progress.
+    progress = Silent() if sys.stdout.isatty() else status()
     progress.start("embedding", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]

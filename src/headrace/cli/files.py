@@ -1,4 +1,4 @@
-"""Callbacks of options that name a file or folder to write: they fail before any work if it cannot be written."""
+"""Callbacks of options that name an output. They fail before any work if it cannot be written."""
 
 import os
 from contextlib import suppress
@@ -9,14 +9,14 @@ import typer
 
 
 def writable(path: Path | None) -> Path | None:
-    """A file to write. Raises typer.BadParameter; never creates the file, so that a killed command leaves nothing."""
+    """Check a file to write. Creates nothing, so a killed command leaves no empty file. Raises typer.BadParameter."""
     if path is not None and writable_output(path) is not None and path.exists() and not path.is_file():
         raise typer.BadParameter(f"{path} is not a file; name a file")
     return path
 
 
 def writable_output(path: Path | None) -> Path | None:
-    """A file or a folder to write, which may exist. Raises typer.BadParameter."""
+    """Check a file or a folder to write, which may exist. Raises typer.BadParameter."""
     if path is None:
         return None
     folder = path.absolute().parent
@@ -34,7 +34,7 @@ def writable_output(path: Path | None) -> Path | None:
 
 
 def writable_folder(path: Path | None) -> Path | None:
-    """A folder to write into, which may be missing. Raises typer.BadParameter."""
+    """Check a folder to write into, which may be missing. Raises typer.BadParameter."""
     if path is None:
         return None
     new = [one for one in (path, *path.parents) if not one.exists()]

@@ -1,4 +1,4 @@
-"""generate: many requests from a file, through one engine."""
+"""Command generate: an offline batch of requests from a file."""
 
 import time
 from functools import partial
@@ -92,9 +92,9 @@ def generate(
             with Interrupt() as interrupt, Meter(output.total, len(output.done)) as meter:
                 answer(llm, read_requests(source), output, partial(sampling.bind(llm, stated), **more), meter, interrupt)
             if show_exits:
-                from headrace.cli.origins import say_exits
+                from headrace.cli.token_colours import print_exit_legend
 
-                say_exits(meter.exits, llm.model_config.num_layers)
+                print_exit_legend(meter.exits, llm.model_config.num_layers)
         finally:
             output.remove_if_empty()
             output.close()

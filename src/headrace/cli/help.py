@@ -1,4 +1,4 @@
-"""Help in plain text, by group, and in two lengths: `--help` has what most need, with examples, `--help-all` has everything."""
+"""Help in plain text, by group: `--help` shows common options with examples, `--help-all` all options."""
 
 import re
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from headrace.data.progress import counted
 
-ALL = "headrace.help-all"  # in a context: everything is to be shown
+# Key in a context: show all options.
+ALL = "headrace.help-all"
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class Quick:
-    """Makes values of what was typed. Texts, and what was not typed, are what they are; for others typer asks a library that
-    takes as long to import as all else of a help."""
+    """Converts typed values. Texts and defaults need no conversion; for other types typer imports a slow library."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The value, as typer would have it."""
+        """Return the value that typer would return."""
         kind = param.type_descriptor.annotation
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
@@ -37,30 +37,29 @@ def _quickly(params: list[Any]) -> list[Any]:
 
 
 class Help(TyperCommand):
-    """A command whose options are listed by their panel."""
+    """A command whose help lists options by panel."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Arguments and options."""
         return _quickly(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """As is usual: MODEL, and [PROMPT] where it may be left out."""
+        """Return the usage: MODEL, and [PROMPT] if it is optional."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments, options of no panel, then those of each panel."""
+        """Write arguments, options without a panel, then the options of each panel."""
         _sections(formatter, [(_panel(one), one.get_help_record(ctx)) for one in self.get_params(ctx)])
 
 
 class ShortHelp(Help):
-    """A command of which `--help` shows the options named `common` (none: all), and `examples`: (command line, what it
-    does)."""
+    """A command whose `--help` shows the options `common` (empty: all) and `examples`, pairs of command line and purpose."""
 
     common: frozenset[str]
     examples: tuple[tuple[str, str], ...]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """All of it, or the common part."""
+        """Return the full help, or the common part."""
         if ctx.meta.get(ALL):
             super().format_options(ctx, formatter)
             return
@@ -69,7 +68,7 @@ class ShortHelp(Help):
         _sections(formatter, rows)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Examples, and what was left out, go before it."""
+        """Write the examples and the note on hidden options first."""
         if not ctx.meta.get(ALL):
             with formatter.section("Examples"):
                 for line, what in self.examples:
@@ -85,27 +84,27 @@ class ShortHelp(Help):
 
 
 class Group(TyperGroup):
-    """A group whose commands are listed by their panel."""
+    """A group whose help lists commands by panel."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Arguments and options."""
         return _quickly(super().get_params(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Options, then the commands of each panel."""
+        """Write the options, then the commands of each panel."""
         _sections(formatter, [(_panel(one), one.get_help_record(ctx)) for one in self.get_params(ctx)])
         listed: list[Any] = list(self.commands.values())
         _sections(formatter, [(one.rich_help_panel, (one.name, one.get_short_help_str(1000))) for one in listed])
 
 
 class App(typer.Typer):
-    """Commands and groups whose help is ours: plain text needs no library that draws, so that it is there at once."""
+    """Typer application with plain-text help, which needs no slow drawing library."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(rich_markup_mode=None, cls=Group, context_settings=SETTINGS, **more)
 
     def command(self, name: str | None = None, *, cls: Any = Help, **more: Any) -> Callable[[Any], Any]:
-        """As of Typer."""
+        """Register a command as Typer does."""
         return super().command(name, cls=cls, **more)
 
 
@@ -114,7 +113,7 @@ def _panel(one: Any) -> str:
 
 
 def _sections(formatter: Any, rows: list[tuple[str, tuple[str, str] | None]]) -> None:
-    """Rows of (section, (names, what they are)), in the order of their sections; those of no section are options."""
+    """Group rows (section, (names, description)) by section, in order; rows without a section are options."""
     found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "": []}
     for section, row in rows:
         if row is not None:
@@ -140,7 +139,7 @@ HelpAll = Annotated[
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of the catalog and of what is installed, for the shell."""
+    """Return the names of catalog and installed models, for shell completion."""
     from headrace.weights import catalog, names
     from headrace.weights.store import installed
 
@@ -149,5 +148,5 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def short_help(common: str, *examples: tuple[str, str]) -> type[ShortHelp]:
-    """The class of a command, for typer. `common`: names of parameters, with blanks between; none: all."""
+    """Return a command class for typer. common: parameter names separated by spaces; empty for all."""
     return type("ShortHelp", (ShortHelp,), {"common": frozenset(common.split()), "examples": examples})

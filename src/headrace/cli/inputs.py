@@ -1,4 +1,4 @@
-"""Texts that a person hands to a command: arguments, files, pipes."""
+"""Input texts of commands: arguments, files, pipes."""
 
 import sys
 import threading
@@ -8,11 +8,12 @@ import typer
 
 from headrace.cli.output import say
 
-WAIT = 2.0  # seconds of silence on stdin before it is said what we wait for
+# Seconds of silence on stdin before a note says that the command waits for it.
+WAIT = 2.0
 
 
 def join_prompt(prompt: str | None, files: list[Path]) -> str:
-    """Argument, files and piped text, a blank line between them. Raises ValueError where nothing is left to answer."""
+    """Join argument, files and piped text with blank lines. Raises ValueError if the result is empty."""
     if prompt is not None and prompt != prompt.encode(errors="replace").decode():
         raise ValueError(f"the prompt is not {sys.getfilesystemencoding().upper()} text; convert it")
     parts = [prompt or "", *(read_text(path) for path in files), _piped()]
@@ -23,7 +24,10 @@ def join_prompt(prompt: str | None, files: list[Path]) -> str:
 
 
 def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) -> list[str]:
-    """Arguments, or the lines of a file or of stdin; some may be `blank`. Raises typer.BadParameter, ValueError."""
+    """Return the arguments, or the lines of a file or of stdin. blank: keep blank lines.
+
+    Raises typer.BadParameter, ValueError.
+    """
     if texts and file:
         raise typer.BadParameter("give texts or --file, not both")
     try:
@@ -38,13 +42,13 @@ def texts_of(texts: list[str] | None, file: Path | None, blank: bool = False) ->
 
 
 def not_text(source: str, error: UnicodeDecodeError) -> str:
-    """The message about bytes that are not text in the expected encoding."""
+    """Return the message for bytes that are not text in the expected encoding."""
     encoding = error.encoding.upper()
     return f"{source} is not {encoding} text (byte {error.start}); convert it, for example: iconv -f latin1 -t {encoding}"
 
 
 def layers_of(text: str | None, option: str) -> tuple[int, ...]:
-    """Numbers of layers, as in 10,20,25; none where nothing is given. Raises typer.BadParameter."""
+    """Parse layer numbers such as 10,20,25; empty for None. Raises typer.BadParameter."""
     try:
         return () if text is None else tuple(int(one) for one in text.split(","))
     except ValueError:
@@ -52,7 +56,7 @@ def layers_of(text: str | None, option: str) -> tuple[int, ...]:
 
 
 def read_text(path: Path) -> str:
-    """A text file, without the newline at its end. Raises ValueError for what is not UTF-8."""
+    """Read a text file without its last newline. Raises ValueError if it is not UTF-8."""
     try:
         return path.read_text("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -60,7 +64,7 @@ def read_text(path: Path) -> str:
 
 
 def _piped() -> str:
-    """What is piped in, without the newline at its end; nothing where a person types."""
+    """Read the piped text without its last newline; empty if stdin is a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     waiting = threading.Timer(WAIT, say, ["headrace: reading standard input until it ends (</dev/null gives none)"])

@@ -1,4 +1,4 @@
-"""Ctrl-C while the engine runs: noted, and acted on between two steps, so that the engine stays whole."""
+"""Ctrl-C handling: a request to stop between two engine steps, so the engine stays consistent."""
 
 import signal
 import threading
@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 from headrace.cli.output import say
 
-LOOK = 0.2  # seconds between two looks, while a line is read, for a Ctrl-C that did not end the wait for a key
+# Seconds between two checks for Ctrl-C while a line is read.
+CHECK_SECONDS = 0.2
 
 T = TypeVar("T")
 
 
 class Interrupt:
-    """While active, Ctrl-C sets `requested`. With `second` another one raises KeyboardInterrupt wherever the program is.
+    """While active, Ctrl-C sets `requested`. With `second`, another Ctrl-C raises KeyboardInterrupt at once.
 
     Where Ctrl-C is ignored (a job in the background), or outside the main thread, nothing changes.
     """
@@ -45,7 +46,7 @@ class Interrupt:
             signal.signal(signal.SIGALRM, self._alarm)
 
     def wait(self, read: Callable[[], T]) -> T:
-        """What `read` returns, while a person is waited for: Ctrl-C raises KeyboardInterrupt at once, and so does one that was
+        """Return the result of `read`, which waits for the user. Ctrl-C raises KeyboardInterrupt at once, also one that was
         noted before.
 
         A signal that comes just before the program waits for a key does not end the wait; a timer does.
@@ -57,7 +58,7 @@ class Interrupt:
             if self.requested:
                 self.requested = False
                 raise KeyboardInterrupt
-            signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
+            signal.setitimer(signal.ITIMER_REAL, CHECK_SECONDS, CHECK_SECONDS)
             return read()
         finally:
             self._waiting = False
@@ -65,7 +66,7 @@ class Interrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._waiting or (self.requested and self._second):
-            self._waiting = False  # what raises it deals with it first
+            self._waiting = False
             raise KeyboardInterrupt
         self.requested = True
 

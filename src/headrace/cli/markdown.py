@@ -8,7 +8,8 @@ import re
 
 from headrace.cli.terminal import Wrap
 
-BOLD, ITALIC, CODE, QUOTE = "1", "3", "36", "2"  # of SGR: bold, italic, cyan, dim
+# SGR codes: bold, italic, cyan, dim.
+BOLD, ITALIC, CODE, QUOTE = "1", "3", "36", "2"
 PLAIN = "\x1b[0m"
 FENCE = "```"
 # What a line may begin with, whole, and as long as more could make it so.
@@ -19,22 +20,24 @@ OPEN = re.compile(r" *| {0,3}#{1,6}| *[-*+]| {0,3}> ?| {0,3}`{1,2}")
 
 
 class Markdown:
-    """A text that comes in pieces, for a terminal that knows SGR. No more of it is held than its first marks and a word."""
+    """Formats a text that comes in pieces for a terminal with SGR. Holds back the first marks of a line, and one word."""
 
     def __init__(self, wrap: Wrap) -> None:
         self._wrap = wrap
-        self._line = ""  # the beginning of a line, until it is known what it begins
-        self._begun = False  # whether that is known
+        # Beginning of a line, until its kind is known (`_begun`).
+        self._line = ""
+        self._begun = False
         self._fenced = False
-        self._stars = 0  # asterisks that wait for what follows
-        self._before = " "  # the last character
+        # Held-back asterisks, and the last character.
+        self._stars = 0
+        self._before = " "
         self._styles: list[str] = []
 
     def write(self, text: str) -> str:
         return "".join(map(self._take, text))
 
     def close(self) -> str:
-        """What is held back, when nothing more will come."""
+        """Return the held-back text, at the end of the input."""
         return self._settle() + self._end() + self._wrap.close()
 
     def _take(self, char: str) -> str:
@@ -50,13 +53,14 @@ class Markdown:
     def _newline(self) -> str:
         if self._line.strip(" ").startswith(FENCE):
             self._fenced, self._line, self._begun = not self._fenced, "", False
-            return self._wrap.close()  # fences themselves are not shown
+            # Fences themselves are not shown.
+            return self._wrap.close()
         done = self._line + "\n" if self._fenced else self._settle() + self._end() + self._wrap.write("\n")
         self._line, self._begun, self._before = "", False, " "
         return self._shown(done) if self._fenced else done
 
     def _in_fence(self) -> str:
-        """Code goes out as soon as its line is known not to end it; what stands behind a fence names the language."""
+        """Return code as soon as its line cannot be the closing fence."""
         marks = self._line.lstrip(" ")
         if FENCE.startswith(marks) or marks.startswith(FENCE):
             return ""
@@ -67,7 +71,7 @@ class Markdown:
         return code.removesuffix("\n") + PLAIN + "\n"
 
     def _settle(self) -> str:
-        """What a line begins with is known."""
+        """Format the beginning of a line, now that its kind is known."""
         held, self._line, self._begun = self._line, "", True
         if found := HEADING.match(held):
             return self._set(BOLD) + self._inlines(held[found.end() :])
@@ -93,7 +97,7 @@ class Markdown:
         return done
 
     def _emphasis(self, after: str) -> str:
-        """Asterisks end what is emphasised behind a word, and begin it before one; else they are asterisks."""
+        """Handle asterisks: they end emphasis after a word, begin it before a word, otherwise they stay."""
         count, self._stars = self._stars, 0
         styles = {1: [ITALIC], 2: [BOLD], 3: [BOLD, ITALIC]}.get(count, [])
         if styles and not self._before.isspace() and all(one in self._styles for one in styles):
@@ -104,7 +108,7 @@ class Markdown:
         return self._wrap.write("*" * count)
 
     def _end(self) -> str:
-        """Of a line: of its emphasis, too."""
+        """Return the end of a line, which also ends its emphasis."""
         done = self._emphasis(" ") if self._stars else ""
         if self._fenced:
             return PLAIN if self._begun else ""

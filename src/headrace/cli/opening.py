@@ -1,4 +1,4 @@
-"""Opening a model for a command: pulled where it is missing; what happens is said on stderr."""
+"""Opening of a model for a command: downloads it if missing, and reports on stderr."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from headrace.data.progress_bar import Moving
 
 
 def fetch(model: str) -> Path:
-    """The model's file or folder on this machine, downloaded first where it is missing. Trained heads are what they are."""
+    """Return the model's local file or folder, downloaded if missing. A folder of trained heads is returned unchanged."""
     if (Path(model) / "heads.json").is_file():
         return Path(model)
     from headrace.weights import catalog
@@ -31,8 +31,10 @@ def fetch(model: str) -> Path:
 
 
 def look_at(model: str) -> Any:
-    """A model's open files, on this machine, so that what is wrong with them is said before anything heavy is loaded; None of
-    trained heads. Raises ValueErrors of one line."""
+    """Open a model's files, to find errors before anything heavy is loaded. Returns None for trained heads.
+
+    Raises ValueError.
+    """
     path = fetch(model)
     if (path / "heads.json").is_file():
         return None
@@ -50,8 +52,10 @@ def open_llm(
     given: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
-    """The opened `headrace.llm.LLM`. `sampling`, with what else was `given`: the settings in force are said first. `more`:
-    further arguments of it."""
+    """Open a `headrace.llm.LLM`.
+
+    sampling, given: prints the settings in force. more: further settings of the LLM.
+    """
     from headrace.startup.arguments import check_arguments
 
     settings = options.settings(**more)
@@ -77,7 +81,7 @@ def open_llm(
 
 
 def _say_calibrated(llm: Any, options: HelperOptions) -> None:
-    """The thresholds that were calibrated for the exits, or the smaller model, that it was opened with."""
+    """Print the calibrated thresholds of the model's exits, or of its smaller model."""
     from headrace.startup.thresholds import known
 
     smaller = None if options.cascade is None else fetch(options.cascade)

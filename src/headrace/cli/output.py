@@ -1,4 +1,4 @@
-"""How commands print: answers on stdout, everything else on stderr; tables for people, tab-separated lines for programs."""
+"""Output of commands: results on stdout, everything else on stderr; tables on a terminal, tab-separated lines elsewhere."""
 
 import json
 import shutil
@@ -11,12 +11,12 @@ from headrace.text.terminal_width import width, wrapped
 
 
 def say(line: str) -> None:
-    """A line about what happens, on stderr."""
+    """Print a line on stderr."""
     status().note(printable(line))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Rows of text; on a terminal the last column goes on in further lines where it must. Elsewhere tab-separated."""
+    """Print a table. On a terminal the last column wraps; elsewhere cells are separated by tabs."""
     status().finish()
     table = [[printable(cell) for cell in row] for row in (columns, *rows)]
     if not sys.stdout.isatty():
@@ -24,28 +24,28 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
             print("\t".join(cells))
         return
     widths = [max(width(cells[i]) for cells in table) for i in range(len(columns) - 1)]
-    room = max(shutil.get_terminal_size().columns - sum(one + 2 for one in widths), 16)
+    room = max(shutil.get_terminal_size().columns - sum(size + 2 for size in widths), 16)
     for cells in table:
         padded = [cell + " " * (size - width(cell)) for cell, size in zip(cells[:-1], widths, strict=True)]
         first, *more = wrapped(cells[-1], room)
         print("  ".join([*padded, first]))
         for line in more:
-            print(" " * sum(one + 2 for one in widths) + line)
+            print(" " * sum(size + 2 for size in widths) + line)
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON for stdout: ASCII escapes unless stdout is UTF-8, because the fallback for other encodings is not JSON."""
+    """Return JSON for stdout, with ASCII escapes unless stdout is UTF-8: its fallback for other characters is not JSON."""
     utf8 = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").replace("_", "") == "utf8"
     return json.dumps(value, ensure_ascii=not utf8, indent=indent)
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
-    """Name and value, one pair a line."""
+    """Print one pair of name and value a line."""
     status().finish()
     for name, value in fields:
         print(f"{name + ':':<16} {printable(value)}")
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text from a file that is not trusted, without what could steer a terminal. `keep`: characters to let through."""
+    """Escape non-printable characters of an untrusted text, which could control a terminal. keep: characters to allow."""
     return "".join(char if char.isprintable() or char in keep else f"\\x{ord(char):02x}" for char in text)

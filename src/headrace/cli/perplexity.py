@@ -1,4 +1,4 @@
-"""perplexity: how well a model predicts a text."""
+"""Command perplexity: how well a model predicts a text."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""run: one answer to one prompt."""
+"""Command run: one answer to one prompt."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from headrace.cli.options import (
     with_groups,
 )
 from headrace.cli.output import json_text
-from headrace.cli.status import moving, reading
+from headrace.cli.status import moving, watch_prompt
 from headrace.cli.terminal import AnswerWriter, note
 
 INTERRUPTED = 130
@@ -81,17 +81,19 @@ def run(
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
     llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
-    moving(quiet).start("reading the prompt")  # its template runs in a process that has to start
+    # The template runs in a process that may have to start first.
+    moving(quiet).start("reading the prompt")
     params = sampling.bind(llm)(**more)
-    origins: Any = None
+    printer: Any = None
     if show_speculation or show_exits:
-        from headrace.cli.origins import Depths, Origins
+        from headrace.cli.token_colours import ExitPrinter, OriginPrinter
 
-        origins = Depths(llm.tokenizer, llm.model_config.num_layers) if show_exits else Origins(llm.tokenizer)
+        printer = ExitPrinter(llm.tokenizer, llm.model_config.num_layers) if show_exits else OriginPrinter(llm.tokenizer)
     if llm.model_config.source is not None and system is not None:
         raise ValueError(f"{model} reads a text as it is, without roles; leave --system out")
-    raw = raw or llm.model_config.source is not None  # an encoder-decoder reads the text as it is
-    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, origins)
+    # An encoder-decoder has no chat template.
+    raw = raw or llm.model_config.source is not None
+    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, printer)
 
 
 def _conversation(llm: Any, text: str, system: str | None) -> Any:
@@ -102,8 +104,8 @@ def _conversation(llm: Any, text: str, system: str | None) -> Any:
     return llm.render([*roles, {"role": "user", "content": text}])
 
 
-def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, origins: Any) -> int:
-    """Stream, then report. What was said before a Ctrl-C or an error stays."""
+def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, printer: Any) -> int:
+    """Stream the answer, then report. The text before a Ctrl-C or an error stays on the screen."""
     from headrace.workflows.output_record import figures, record, speeds
 
     answer = AnswerWriter(wrapped=True)
@@ -111,9 +113,9 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
     with Interrupt() as interrupt:
         progress = moving(quiet)
         progress.start("reading the prompt")
-        for delta in llm.stream(prompt, params, output=made, cancelled=reading(llm, made, progress, interrupt)):
-            if origins is not None:
-                origins.write(delta)
+        for delta in llm.stream(prompt, params, output=made, cancelled=watch_prompt(llm, made, progress, interrupt)):
+            if printer is not None:
+                printer.write(delta)
             elif not as_json and params.n == 1:
                 answer.write(delta.text)
     progress.finish()
@@ -128,8 +130,8 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
         for one in output.outputs:
             answer.write(f"[{one.index + 1}/{params.n}]\n{one.text}")
             answer.close()
-    elif origins is not None:
-        origins.close()
+    elif printer is not None:
+        printer.close()
     else:
         answer.close()
     if not quiet:

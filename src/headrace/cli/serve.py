@@ -1,4 +1,4 @@
-"""serve: models behind an OpenAI-compatible server."""
+"""Command serve: an OpenAI-compatible server."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -63,7 +63,7 @@ def serve(
     Ctrl-C finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
     """
     _check(model, options)
-    from headrace.cli.cascades import read_cascade
+    from headrace.cli.cascade_files import read_cascade
     from headrace.server.http.proxies import Proxies
     from headrace.server.logs import use_json
     from headrace.server.settings import ServerSettings
@@ -117,8 +117,7 @@ def _check(model: str, options: ModelOptions) -> None:
 
 
 def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:
-    """Open the files of all models, and check that those loaded at the start have room together. Raises ValueError (one
-    line)."""
+    """Open the files of all models, and check that the models loaded at the start fit together. Raises ValueError."""
     from headrace.startup.arguments import check_arguments
     from headrace.startup.loading import pick_device
     from headrace.startup.supported import check_room

@@ -1,4 +1,4 @@
-"""The line on stderr that says what a command is at, from its first moment to its first answer."""
+"""The progress line of a command on stderr, from its start to its first output."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -8,42 +8,43 @@ from headrace.data.progress import Progress, Silent
 from headrace.data.progress_bar import Moving, for_stream
 
 STARTING = "starting"
-# Commands that open a model, or wait long for something else.
+# Commands that take long to start.
 LONG = {
     *("run", "chat", "ask", "generate", "embed", "classify", "serve", "perplexity", "arithmetic", "compare", "compress"),
     *("translate", "distil", "train-heads", "train-classifier", "bench"),
 }
 QUIET = {"-q", "--quiet", "-h", "--help", "--help-all"}
-READ_ALOUD = 512  # tokens of a prompt below which its reading is not counted
+# Shortest prompt, in tokens, whose prefill shows its progress.
+SHOWN_PROMPT = 512
 
 
 @cache
 def status() -> Progress:
-    """The process's own."""
+    """Return the progress display of the process."""
     return for_stream()
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Say at once that something happens, where a person waits: before anything is imported that takes a while."""
+    """Show "starting" on a terminal at once, before the slow imports."""
     status.cache_clear()
     if arguments and arguments[0] in LONG and not QUIET & set(arguments) and isinstance(status(), Moving):
         status().start(STARTING)
 
 
 def moving(quiet: bool = False) -> Progress:
-    """A line that moves where a person watches, and did not ask for silence; else nothing."""
+    """Return the progress bar on a terminal, otherwise, or with `quiet`, a silent one."""
     return status() if isinstance(status(), Moving) and not quiet else Silent()
 
 
-def reading(llm: Any, made: Sequence[Any], progress: Progress, cancelled: Callable[[], bool]) -> Callable[[], bool]:
-    """`cancelled`, for LLM.stream, which asks between steps; of a long prompt it is told on the way how much has been read."""
+def watch_prompt(llm: Any, outputs: Sequence[Any], progress: Progress, cancelled: Callable[[], bool]) -> Callable[[], bool]:
+    """Wrap `cancelled` for LLM.stream, which calls it between steps, to show the prefill of a long prompt."""
     seen = 0
 
-    def ask() -> bool:
+    def check() -> bool:
         nonlocal seen
-        if made and seen >= 0:
-            total, now = len(made[0].prompt_token_ids), llm.engine.tokens_read(made[0].request_id)
-            if now >= total or total < READ_ALOUD:
+        if outputs and seen >= 0:
+            total, now = len(outputs[0].prompt_token_ids), llm.engine.tokens_read(outputs[0].request_id)
+            if now >= total or total < SHOWN_PROMPT:
                 seen = -1
             elif now > seen:
                 if seen == 0:
@@ -53,4 +54,4 @@ def reading(llm: Any, made: Sequence[Any], progress: Progress, cancelled: Callab
                 seen = now
         return cancelled()
 
-    return ask
+    return check

@@ -1,4 +1,4 @@
-"""Text on a terminal: without what could steer it, broken between words, remarks set apart from answers."""
+"""Text on a terminal: escaped control characters, word wrap, dim notes."""
 
 import os
 import re
@@ -16,21 +16,23 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)
 
 CLOSING = frozenset("，。！？；：、）」』】》〉”’…,.!?;:)]}")
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-STYLE = re.compile(r"\x1b\[[0-9]*m")  # takes no cells
+# Sequences without a width.
+STYLE = re.compile(r"\x1b\[[0-9]*m")
 LISTED = re.compile(r"\S.*?\s{2,}(?=\S)")
-JOINER = "\u200d"  # makes one sign of two
+# Zero-width joiner: makes one sign of two.
+JOINER = "\u200d"
 
 
 def note(line: str) -> None:
-    """A remark on stderr: on a terminal dim and broken between words, plain elsewhere."""
+    """Print a note on stderr: dim and wrapped on a terminal, plain elsewhere."""
     text = printable(line, keep="\n")
     if sys.stderr.isatty():
-        text = "\n".join(fold(one, shutil.get_terminal_size().columns) for one in text.split("\n"))
+        text = "\n".join(fold(part, shutil.get_terminal_size().columns) for part in text.split("\n"))
     status().note(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text)
 
 
 def fold(line: str, columns: int) -> str:
-    """A line broken between words. In a list (name, two spaces or more, explanation) the explanation keeps its column."""
+    """Wrap a line between words. In a list (name, two spaces or more, explanation) the explanation keeps its column."""
     name = LISTED.match(line)
     indent = len(name[0]) if name is not None and len(name[0]) < columns // 2 else 0
     wrap = Wrap(columns - indent)
@@ -38,26 +40,28 @@ def fold(line: str, columns: int) -> str:
     return line[:indent] + text.replace("\n", "\n" + " " * indent)
 
 
-class Form(Protocol):
-    """What is made of a text that comes in pieces."""
+class TextFilter(Protocol):
+    """Transforms a text that comes in pieces."""
 
     def write(self, text: str) -> str: ...
 
     def close(self) -> str:
-        """What was held back, when nothing more will come."""
+        """Return the held-back text, at the end of the input."""
 
 
 class AnswerWriter:
-    """Writes an answer as it comes. A terminal gets it `wrapped` between words, or in a `form` that wraps, and without control
-    characters; a file or a pipe gets it as it is."""
+    """Writes an answer as it grows. A file or a pipe gets it unchanged.
+
+    On a terminal control characters are escaped. wrapped: wrap between words. form: makes a filter around the wrapping.
+    """
 
     def __init__(
-        self, out: TextIO | None = None, *, wrapped: bool = False, form: "Callable[[Wrap], Form] | None" = None
+        self, out: TextIO | None = None, *, wrapped: bool = False, form: "Callable[[Wrap], TextFilter] | None" = None
     ) -> None:
         self._out = out or sys.stdout
         self._terminal = self._out.isatty()
         wrap = Wrap(shutil.get_terminal_size().columns)
-        self._wrap: Form | None = (form(wrap) if form else wrap) if wrapped and self._terminal else None
+        self._wrap: TextFilter | None = (form(wrap) if form else wrap) if wrapped and self._terminal else None
         self._last = "\n"
 
     def write(self, text: str) -> None:
@@ -74,15 +78,17 @@ class AnswerWriter:
 
     def _put(self, text: str) -> None:
         if text:
-            status().finish()  # what was waited for is there
+            status().finish()
         self._out.write(text)
         self._out.flush()
 
 
 class Wrap:
-    """Breaks a text that comes in pieces into lines of at most `width` cells: between words, and anywhere between wide
-    characters (CJK has no spaces), but not before closing punctuation. A word is held back until it ends; one longer than
-    a line is left to the terminal."""
+    """Wraps a text that comes in pieces into lines of at most `width` cells.
+
+    Breaks between words, and between wide characters (CJK has no spaces), but not before closing punctuation. A word is held
+    back until it ends; the terminal breaks a word longer than a line.
+    """
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -93,7 +99,7 @@ class Wrap:
         return "".join(map(self._take, text))
 
     def close(self) -> str:
-        """The word held back, when nothing more will come."""
+        """Return the held-back word, at the end of the input."""
         word, self._word = self._word, ""
         cells = cell_len(STYLE.sub("", word))
         breaks = self._column > 0 and self._column + cells > self.width
@@ -115,7 +121,8 @@ class Wrap:
         self._column += cell_len(char) or 1
         if self._column <= self.width:
             return char
-        self._column = 0  # a space at the end of a line becomes its break
+        # A space at the end of a line becomes the line break.
+        self._column = 0
         return "\n"
 
     def _may_break_before(self, char: str) -> bool:

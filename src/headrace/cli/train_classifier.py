@@ -1,4 +1,4 @@
-"""train-classifier: exits for an encoder, learnt from labelled texts."""
+"""Command train-classifier: train exits of an encoder on labelled texts."""
 
 from contextlib import nullcontext
 from pathlib import Path

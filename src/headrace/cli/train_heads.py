@@ -1,4 +1,4 @@
-"""train-heads: small networks that draft for a model, learnt from what it writes."""
+"""Command train-heads: train draft heads on a model's own answers."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +16,7 @@ from headrace.cli.status import status
 
 
 class Kind(StrEnum):
-    """Of heads."""
+    """The kinds of heads."""
 
     HEADS = "heads"
     FEATURE = "feature"

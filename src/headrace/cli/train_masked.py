@@ -1,4 +1,4 @@
-"""train-masked: a small model that fills in blocks."""
+"""Command train-masked: train a small model that fills in blocks."""
 
 from pathlib import Path
 from typing import Annotated

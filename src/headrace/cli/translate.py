@@ -1,4 +1,4 @@
-"""translate: what an encoder-decoder writes from each text, a line each."""
+"""Command translate: the output of an encoder-decoder for each text, one line each."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,8 @@ from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.progress import Silent
 
-BATCH = 64  # texts handed over at a time
+# Texts of one engine call.
+BATCH = 64
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +54,8 @@ def translate(
     check_helpers(options, leaving.changes())
     if show_exits and options.exits is None and options.cascade is None:
         raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
-    _params(beams, max_tokens or 1, leaving)  # what does not go together is said before a model is loaded
+    # Refuses invalid options before the model is loaded.
+    _params(beams, max_tokens or 1, leaving)
     given = texts_of(texts, file, blank=True)
     opened = look_at(model)
     if opened is None or opened.config.source is None:
@@ -63,7 +65,8 @@ def translate(
     most = llm.memory_plan.max_model_len - 1
     params = _params(beams, most if max_tokens is None else min(max_tokens, most), leaving)
     exits: list[Any] = []
-    progress = Silent() if sys.stdout.isatty() else status()  # lines on the screen say enough
+    # On a terminal, the output lines themselves show the progress.
+    progress = Silent() if sys.stdout.isatty() else status()
     progress.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
@@ -75,14 +78,14 @@ def translate(
         progress.advance(len(part))
     progress.finish()
     if show_exits:
-        from headrace.cli.origins import say_exits
+        from headrace.cli.token_colours import print_exit_legend
 
-        say_exits(exits, llm.model_config.num_layers)
+        print_exit_legend(exits, llm.model_config.num_layers)
     return 0
 
 
 def _params(beams: int, max_tokens: int, leaving: LeavingOptions) -> SamplingParams:
-    """How translations are chosen. Raises typer.BadParameter for what does not go together."""
+    """Return the sampling parameters. Raises typer.BadParameter for options that exclude each other."""
     how: dict[str, Any] = {"temperature": 0.0} if beams == 1 else {"beam_width": beams}
     try:
         return params_of({**how, "max_tokens": max_tokens, **leaving.changes()})
@@ -91,8 +94,7 @@ def _params(beams: int, max_tokens: int, leaving: LeavingOptions) -> SamplingPar
 
 
 def _line(text: str, output: Any, tokenizer: Any) -> str:
-    """What is printed of a text and its output, None where it is blank; with a tokenizer as JSON. Raises ValueError for one
-    that failed."""
+    """Return the line to print, None for a blank text. With a tokenizer the line is JSON. Raises ValueError if it failed."""
     if output is not None and output.error is not None:
         raise ValueError(f"{text[:60]!r} cannot be translated: {output.error}")
     one = None if output is None else output.outputs[0]

@@ -1,5 +1,7 @@
-"""Tokens in colours. Where each came from: drafted and accepted, put in a rejected draft's place, a bonus after a draft that
-was right to its end, or decoded plainly. Or after how many layers it was written (none: by a smaller model)."""
+"""Coloured output of tokens, by origin or by exit layer.
+
+Origins: accepted from a draft, correction of a rejected draft, bonus after an accepted draft, or decoded without a draft.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,23 +24,24 @@ COLOURS = {
 CORRECTED, EARLY = "red", "green"
 
 
-class Coloured:
-    """Writes tokens as they come, each in a colour."""
+class TokenPrinter:
+    """Prints the text of tokens, each in a colour."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
         self._tokenizer = tokenizer
         self._console = console or Console(highlight=False)
-        self._held = b""  # bytes of a character that is not complete
+        # Bytes of an incomplete character.
+        self._held = b""
 
     def _print(self, token: int, style: str) -> None:
         if token in self._tokenizer.special_ids:
             return
-        text, self._held = _whole(self._held + self._tokenizer.token_bytes(token))
+        text, self._held = _complete_text(self._held + self._tokenizer.token_bytes(token))
         self._console.print(Text(text, style=style), end="")
 
 
-class Origins(Coloured):
-    """Each in the colour of whoever proposed it."""
+class OriginPrinter(TokenPrinter):
+    """Prints tokens in the colours of their origins."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None) -> None:
         super().__init__(tokenizer, console)
@@ -46,18 +49,18 @@ class Origins(Coloured):
         self._drafted: dict[str, int] = {}
 
     def write(self, delta: Any) -> None:
-        """The tokens of one delta: accepted ones in their drafter's colour, one in a wrong one's place in red."""
+        """Print the tokens of one delta: accepted ones in their drafter's colour, a correction in red."""
         after = "bonus" if delta.accepted == delta.drafted else "corrected"
         if delta.drafter:
             self._drafted[delta.drafter] = self._drafted.get(delta.drafter, 0) + delta.drafted
-        for place, token in enumerate(delta.token_ids):
-            accepted = place < delta.accepted
+        for position, token in enumerate(delta.token_ids):
+            accepted = position < delta.accepted
             origin = delta.drafter if accepted else after if delta.drafter else "plain"
             self._seen[origin] = self._seen.get(origin, 0) + 1
             self._print(token, COLOURS.get(origin, CORRECTED if origin == "corrected" else ""))
 
     def close(self) -> None:
-        """The legend: what the colours mean, and how many tokens each has."""
+        """Print the legend: token counts by origin."""
         self._console.print()
         for origin in self._drafted:
             self._seen.setdefault(origin, 0)
@@ -69,8 +72,8 @@ class Origins(Coloured):
             self._console.print("nothing was drafted: speculation is off, found nothing to propose, or would not have paid")
 
 
-class Depths(Coloured):
-    """Those that left early in green, the whole model's plain."""
+class ExitPrinter(TokenPrinter):
+    """Prints tokens of early exits in green, those of the full model without colour."""
 
     def __init__(self, tokenizer: Any, layers: int, console: Console | None = None) -> None:
         super().__init__(tokenizer, console)
@@ -78,21 +81,20 @@ class Depths(Coloured):
         self._exits: list[Any] = []
 
     def write(self, delta: Any) -> None:
-        """The tokens of one delta."""
+        """Print the tokens of one delta."""
         self._exits += delta.exits
         for token, exited in zip(delta.token_ids, delta.exits, strict=True):
             self._print(token, EARLY if exited.layers < self._layers else "")
 
     def close(self) -> None:
-        """The legend: how many tokens were written after how many layers, and what an audit found."""
+        """Print the legend: token counts by exit layer, and the result of an audit."""
         self._console.print()
         for layers, line in legend(self._exits, self._layers):
             self._console.print(Text(line, EARLY if layers is not None and layers < self._layers else ""))
 
 
 def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int | None, str]]:
-    """Of tokens that may have left a model of so many layers (`Exited`): lines that sum them up, and of which depth each is
-    (None: of all)."""
+    """Yield lines that summarize exits (`Exited`) of a model with `layers` layers, with their layer, None for all."""
     depths = [exited.layers for exited in exits]
     for depth in sorted(set(depths)):
         who = f"after {depth} of {layers} layers" if depth else "by the smaller model"
@@ -102,22 +104,22 @@ def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int | None, str]
         yield None, f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early"
     first = "the exit" if 0 not in depths else "the smaller model"
     audited = [exited for exited in exits if len(exited.votes) == 2]
-    for what, some in (("all", audited), ("those that left", [one for one in audited if one.layers < layers])):
-        if some:
-            same = sum(one.votes[0] == one.votes[1] for one in some)
-            yield None, f"audit: {first} says what the whole model does at {same / len(some):.0%} of {what}"
+    for what, group in (("all", audited), ("those that left", [exited for exited in audited if exited.layers < layers])):
+        if group:
+            same = sum(exited.votes[0] == exited.votes[1] for exited in group)
+            yield None, f"audit: {first} says what the whole model does at {same / len(group):.0%} of {what}"
 
 
-def say_exits(exits: Sequence[Any], layers: int) -> None:
-    """Those lines on stderr, of many answers; or that no token of them could leave."""
+def print_exit_legend(exits: Sequence[Any], layers: int) -> None:
+    """Print the legend of many answers on stderr, or a note if no token could exit early."""
     for _, line in legend(exits, layers):
         say(line)
     if not exits:
         say("no token could leave early, or be a smaller model's; set an exit_threshold or a cascade_threshold")
 
 
-def _whole(data: bytes) -> tuple[str, bytes]:
-    """The characters that are complete, and the bytes of one that is not."""
+def _complete_text(data: bytes) -> tuple[str, bytes]:
+    """Return the text of complete characters, and the bytes of an incomplete last one."""
     for held in range(min(4, len(data)) + 1):
         try:
             return data[: len(data) - held].decode("utf-8"), data[len(data) - held :]

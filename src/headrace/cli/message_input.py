@@ -1,4 +1,4 @@
-"""What a person types in a chat: one line, or several."""
+"""Messages typed in a chat: one line, or several."""
 
 import contextlib
 import os
@@ -11,21 +11,22 @@ from headrace.weights.store import StoreError, home
 
 PROMPT, MORE = ">>> ", "... "
 QUOTES = '"""'
-HISTORY = 1000  # lines kept
+# Lines of the stored history.
+HISTORY = 1000
 
 
-class Typed(NamedTuple):
-    """What was typed; `command`: it begins with a slash, and not inside quotes."""
+class TypedMessage(NamedTuple):
+    """One typed message. command: it begins with a slash, outside quotes."""
 
     text: str
     command: bool
 
 
-class Lines:
-    """Reads messages: from a terminal with editing and a history kept in `$HEADRACE_HOME/chat_history`, else from stdin.
+class MessageReader:
+    """Reads messages from a terminal, with editing and a history in `$HEADRACE_HOME/chat_history`, or from stdin.
 
-    A message is a line. It goes on in the next one after a backslash at its end, and up to the closing quotes after three
-    quotes at its beginning.
+    A message is one line. A backslash at the end continues it in the next line; three quotes at the beginning continue it up to
+    three closing quotes.
     """
 
     def __init__(self, commands: list[str]) -> None:
@@ -34,13 +35,13 @@ class Lines:
         if self._edits:
             _set_up_editing(commands)
 
-    def read(self) -> Typed | None:
-        """The next message, or None where the input ends. Raises KeyboardInterrupt."""
+    def read(self) -> TypedMessage | None:
+        """Return the next message, None at the end of the input. Raises KeyboardInterrupt."""
         line = self._line(PROMPT)
         if line is None:
             return None
         if line.startswith(QUOTES):
-            return Typed(self._quoted(line.removeprefix(QUOTES)), command=False)
+            return TypedMessage(self._quoted(line.removeprefix(QUOTES)), command=False)
         parts = [line]
         while parts[-1].endswith("\\"):
             parts[-1] = parts[-1][:-1]
@@ -48,7 +49,7 @@ class Lines:
             if following is None:
                 break
             parts.append(following)
-        return Typed("\n".join(parts), command=line.startswith("/"))
+        return TypedMessage("\n".join(parts), command=line.startswith("/"))
 
     def _quoted(self, first: str) -> str:
         parts: list[str] = []
@@ -75,14 +76,14 @@ class Lines:
         return line.removesuffix("\n") if line else None
 
     def close(self) -> None:
-        """Keep the history."""
+        """Save the history."""
         if self._edits:
             with contextlib.suppress(OSError, ImportError, StoreError):
                 _keep_history()
 
 
 def _set_up_editing(commands: list[str]) -> None:
-    """Line editing through readline, where Python has it: history, tab completes commands."""
+    """Set up readline, if Python has it: history, and completion of commands by tab."""
     try:
         import readline
     except ImportError:
@@ -106,7 +107,8 @@ def _keep_history() -> None:
 
     path = _history()
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # what is said is for the person's eyes only
+    # Only the user may read the history.
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     readline.write_history_file(path)
 
 

@@ -1,4 +1,4 @@
-"""Cascades of a file of settings, and what `bench cascade --json` wrote of them."""
+"""Cascades in a settings file, and the results of `bench cascade --json` that they name."""
 
 import json
 import math
@@ -10,8 +10,10 @@ from headrace.weights.store import expand
 
 
 def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
-    """A table of a file of settings: name, tiers, score, and threshold or calibration (each one, or a list of as many as
-    tiers but the last). Raises SettingsError."""
+    """Read one table of a settings file: name, tiers, score, and threshold or calibration.
+
+    Threshold and calibration are one value, or a list with one for each tier but the last. Raises SettingsError.
+    """
     given = dict(table)
     name, tiers, score = given.pop("name", ""), given.pop("tiers", []), given.pop("score", None)
     thresholds, files = _listed(given.pop("threshold", None)), _listed(given.pop("calibration", None))
@@ -41,7 +43,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _as_float(number: float) -> float:
-    """A number of a file, where integers may have any size: one that no float holds is infinite."""
+    """Return a number of a file as a float; an integer above the float range becomes infinite."""
     try:
         return float(number)
     except OverflowError:
@@ -49,13 +51,13 @@ def _as_float(number: float) -> float:
 
 
 def _calibrated(who: str, file: Any, score: Any) -> tuple[float, Any, str]:
-    """Threshold, score and promise of what `bench cascade --json` wrote. Raises SettingsError."""
+    """Return threshold, score and guarantee of a result of `bench cascade --json`. Raises SettingsError."""
     try:
         found = json.loads(expand(file).read_text("utf-8"))
         made, scored, models = found["calibration"], str(found["score"]), found.get("models", ())
         threshold, n = made["threshold"], made["n"]
         promise = f"loses at most {made['delta']:g} with probability {1 - made['epsilon']:g}, on inputs like the {n} of {file}"
-        promise += f" and of {' before '.join(models)}" if models else ""  # as who measured it called them
+        promise += f" and of {' before '.join(models)}" if models else ""
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SettingsError(f"{who}: {file} is not what bench cascade --json writes ({type(error).__name__})") from None
     if score is not None and score != scored:
