@@ -287,7 +287,7 @@ def test_the_log_probabilities_of_a_long_prompt_are_written_in_turns() -> None:
     entries = [None, *(TokenLogprob(token, -1.5, 0, top, values) for token in ids[1:])]
     writer = CompletionLogprobs(tokenizer, 20, ids, True)
     gc.freeze()  # what the collector walks through is not this work's
-    made = joined(asyncio.run(writer.written(ids, entries)))
+    made = joined(asyncio.run(writer.encode(ids, entries)))
     gc.unfreeze()
     seconds = time.thread_time()
     whole = CompletionLogprobs(tokenizer, 20, ids, True)._lists(ids, entries)

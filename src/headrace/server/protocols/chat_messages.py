@@ -1,4 +1,4 @@
-"""The messages of a chat: which keys they may have, and one spelling for those that other servers write in several ways."""
+"""Messages of a chat: their valid keys, and one form for what other servers write in several ways."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +9,8 @@ from headrace.server.http.api_error import ApiError, bad
 Message = dict[str, Any]
 CONTINUE = "continue_final_message"
 COMMON_KEYS = frozenset({"role", "content", "name"})
-# What an assistant's message has in the answers of this server, in the types of OpenAI's client (`parsed`: of its parse()), and
-# in the answers of reasoning models elsewhere.
+# Keys of assistant messages in the answers of this server, in the types of OpenAI's client (`parsed`: of its parse()), and in
+# the answers of reasoning models on other servers.
 ASSISTANT_KEYS = COMMON_KEYS | {"refusal", "annotations", "audio", "tool_calls", "function_call", "reasoning_content", "parsed"}
 KEYS = {
     "system": COMMON_KEYS,
@@ -20,19 +20,21 @@ KEYS = {
     "tool": COMMON_KEYS | {"tool_call_id"},
     "function": COMMON_KEYS,  # the earlier name of `tool`
 }
-CALL = frozenset({"id", "type", "function", "index"})  # `index`: a call put together from a stream
+# `index`: clients that collect a call from a stream send it back.
+CALL = frozenset({"id", "type", "function", "index"})
 FUNCTION = frozenset({"name", "arguments", "parsed_arguments"})
 PARTS = {
     "text": frozenset({"type", "text", "prompt_cache_breakpoint"}),
     "refusal": frozenset({"type", "refusal"}),
 }
-TEMPLATE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")  # what templates read
+# Keys that chat templates read.
+TEMPLATE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 AUDIO = frozenset({"id", "data", "expires_at", "transcript"})
 
 
 def read_messages(messages: list[Message]) -> list[Message]:
-    """Messages as chat templates take them. Raises ApiError that names a role, a part or a key that is not read here."""
-    made: list[Message] = []
+    """Messages in the form of chat templates. Raises ApiError that names an unknown role, part or key."""
+    result: list[Message] = []
     for number, given in enumerate(messages):
         message = without_nulls(given)
         role = message.get("role")
@@ -40,14 +42,14 @@ def read_messages(messages: list[Message]) -> list[Message]:
             if role not in KEYS:
                 raise bad(f"message {number} has the role {role[:40]!r}; use {', '.join(list(KEYS)[:-1])}", "messages")
             check_keys(f"message {number}", message, KEYS[role], "messages")
-        made.append(_read_message(number, message))
-    _pair_functions(made)
-    _check_results(made)
-    return [{name: message[name] for name in TEMPLATE if name in message} for message in made]
+        result.append(_read_message(number, message))
+    _pair_functions(result)
+    _check_results(result)
+    return [{name: message[name] for name in TEMPLATE if name in message} for message in result]
 
 
 def without_nulls(record: Message) -> Message:
-    """Null means absent."""
+    """A record without its null values, which count as missing."""
     return {name: value for name, value in record.items() if value is not None} if None in record.values() else record
 
 
@@ -89,17 +91,17 @@ def _read_message(number: int, message: Message) -> Message:
 
 
 def _text_of(number: int, message: Message) -> str:
-    """The text of an assistant's message without content: its refusal, or the transcript of its audio."""
+    """The text of an assistant message without content: its refusal, or the transcript of its audio."""
     if isinstance(refusal := message.get("refusal"), str):
         return refusal
     return _transcript(number, message["audio"]) if "audio" in message else ""
 
 
 def _read_part(number: int, part: Any) -> Any:
-    """A part of a content as text. Raises ApiError for other kinds."""
+    """A content part as text. Raises ApiError for parts of other types."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        return part  # the template's code says what is wrong
+        return part  # the check of the template refuses it
     if kind not in PARTS:
         message = f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts"
         raise bad(message, "messages")
@@ -123,7 +125,7 @@ def _read_call(number: int, call: Any) -> Any:
 
 
 def _transcript(number: int, audio: Any) -> str:
-    """The text of an answer in sound. Raises ApiError for one that is named by its id alone, which is kept elsewhere."""
+    """The transcript of an audio answer. Raises ApiError if there is only an id."""
     audio = without_nulls(audio) if isinstance(audio, dict) else {}
     check_keys(f"the audio of message {number}", audio, AUDIO, "messages")
     if not isinstance(transcript := audio.get("transcript"), str):
@@ -132,7 +134,7 @@ def _transcript(number: int, audio: Any) -> str:
 
 
 def _pair_functions(messages: list[Message]) -> None:
-    """`function_call` and the role `function` in their newer words, in place: a call with an id, and its result."""
+    """Rewrite the deprecated `function_call` and role `function` as a tool call with an id and its result, in place."""
     name = ""
     for number, message in enumerate(messages):
         if "function_call" in message and message.get("role") == "assistant":
@@ -145,7 +147,7 @@ def _pair_functions(messages: list[Message]) -> None:
 
 
 def _check_results(messages: list[Message]) -> None:
-    """Raises ApiError for the result of a call that no earlier message makes."""
+    """Raises ApiError for a result whose call is in no earlier message."""
     calls: set[str] = set()
     for number, message in enumerate(messages):
         calls.update(_ids(message))

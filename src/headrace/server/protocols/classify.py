@@ -1,4 +1,4 @@
-"""/v1/classify: texts or token ids to classes, by the exits of the model's classifier."""
+"""/v1/classify: classes of texts or token ids, by the classifier of the model."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ from headrace.server.protocols.stream import unless_disconnected
 from headrace.server.protocols.time_slices import slices
 from headrace.startup.classifier import Classifier
 
-MAX_PROBABILITIES = 1 << 20  # probabilities of an answer
-PROBABILITIES_PER_SLICE = 1 << 14  # of these that are made and written before others have their turn
+# In one answer.
+MAX_PROBABILITIES = 1 << 20
+# Encoded before the event loop runs other requests.
+PROBABILITIES_PER_SLICE = 1 << 14
 
 
 async def classify(service: Service, request: ClassifyRequest, http: Request, salt: bytes) -> dict[str, Any]:

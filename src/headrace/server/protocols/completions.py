@@ -47,7 +47,7 @@ class CompletionWriter(Writer):
         if event.index not in self._lists:
             prompt = self.generation.inflight[event.index // (self.sampling.n or 1)].prompt
             self._lists[event.index] = CompletionLogprobs(self.tokenizer, request.logprobs, prompt, request.echo)
-        return await self._lists[event.index].written(event.token_ids, event.logprobs)
+        return await self._lists[event.index].encode(event.token_ids, event.logprobs)
 
     def chunks(self, event: AnswerEvent, logprobs: EncodedLogprobs | None) -> Iterable[bytes]:
         exits, reason = self.exits(event), event.finish_reason

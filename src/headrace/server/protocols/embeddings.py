@@ -19,8 +19,10 @@ from headrace.server.protocols.sampling import priority_of
 from headrace.server.protocols.stream import unless_disconnected
 from headrace.server.protocols.time_slices import slices
 
-POLL_SECONDS = 0.02  # seconds between two looks for room in the queue
-GROUP_SIZE = 32  # texts of one request that are in the queue at a time, and are written in one turn
+# Between two checks for room in the queue.
+POLL_SECONDS = 0.02
+# Texts of one request that are in the queue at the same time, and that are encoded in one time slice.
+GROUP_SIZE = 32
 FORMATS = ("float", "base64")
 
 
@@ -41,7 +43,7 @@ async def embed(service: Service, request: EmbeddingRequest, http: Request, salt
 
 
 async def encode_inputs(service: Service, request: EmbeddingRequest | ClassifyRequest) -> list[list[int]]:
-    """Token ids of every input."""
+    """Token ids of each input. Raises ApiError."""
     given: list[Any] = request.input if isinstance(request.input, list) else [request.input]
     if given and isinstance(given[0], int):
         given = [given]
@@ -63,9 +65,10 @@ async def encode_inputs(service: Service, request: EmbeddingRequest | ClassifyRe
 async def run_in_groups(
     service: Service, request: EmbeddingRequest | ClassifyRequest, texts: list[list[int]], salt: bytes, **asked: Any
 ) -> list[InflightRequest]:
-    """Ended inflight of all texts, some of which are in the queue at a time; `asked`: what `submit` is to ask of them."""
+    """Run all texts, GROUP_SIZE at a time. `asked`: arguments of `submit`. Raises the errors that `as_api_error` knows."""
     priority = priority_of(request.priority, service.limits)
-    PRINCIPAL.get().check("tokens", sum(map(len, texts)))  # it is used as the texts are queued
+    # The quota itself is used as the texts are queued.
+    PRINCIPAL.get().check("tokens", sum(map(len, texts)))
     ended: list[InflightRequest] = []
     params = SamplingParams(max_tokens=1, priority=priority or 0)
     seconds = service.deadline(request.deadline)
@@ -90,7 +93,7 @@ async def run_in_groups(
 
 
 async def _wait_for_room(service: Service, texts: list[list[int]], ends: float | None, late: DeadlineError) -> None:
-    """Return when the queue has room: what was begun is not lost to others who came meanwhile. Raises `late` at the end."""
+    """Wait until the queue has room, so that a started request is not refused halfway. Raises `late` after `ends`."""
     while not service.llm.queue.has_room([len(ids) for ids in texts]):
         if ends is not None and time.monotonic() > ends:
             raise late

@@ -1,6 +1,6 @@
-"""What a request may say: the OpenAI protocol's fields, the sampling fields of other servers, and nothing else.
+"""Fields of request bodies: those of the OpenAI protocol, and the sampling fields of other servers. Others are refused.
 
-Every field may be null, which means that it was not given. Fields in `MEANINGLESS` are accepted and do nothing here.
+A null field counts as missing. The fields of `IgnoredFields` are accepted and have no effect.
 """
 
 from itertools import chain
@@ -35,11 +35,12 @@ from headrace.server.http.limits_check import (
     check_same_kind,
 )
 
-Object = dict[str, Any]  # looked at elsewhere, as a whole
+# A JSON object that is checked where it is used.
+Object = dict[str, Any]
 
 
 class Disguise(StrictStruct, kw_only=True):
-    """Stream options of /v1/responses. Sizes of events are not disguised here, so it may only be declined."""
+    """Stream options of /v1/responses. The server does not obfuscate event sizes, so the field may only be false."""
 
     include_obfuscation: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
 
@@ -51,20 +52,21 @@ class Disguise(StrictStruct, kw_only=True):
 class StreamOptions(Disguise, kw_only=True):
     """Stream options of both kinds of completion; `continuous_usage_stats` is vLLM's."""
 
-    include_usage: bool | None = None  # a last chunk with the usage
-    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
+    include_usage: bool | None = None  # one more chunk at the end, with the usage
+    continuous_usage_stats: bool | None = None  # every chunk has the usage so far
 
 
-# What `headrace generate` does otherwise than the server with the fields of a batch line; all others mean the same in both.
-OFFLINE_IGNORED = frozenset({"deadline", "cache_salt"})  # a file has no client that waits, and one owner
+# Fields of a batch line that `headrace generate` treats differently from the server. A file has one owner and no client, so it
+# ignores these.
+OFFLINE_IGNORED = frozenset({"deadline", "cache_salt"})
 OFFLINE_REFUSED = {
-    "stream": "a file of answers is not streamed",  # a batch of the server refuses it, too
+    "stream": "a file of answers is not streamed",
     "echo": "the record of an answer has no place for its prompt",
 }
 
 
 def http_type(one: Declared) -> Any:
-    """What a body may hold for a declared field; its bounds are looked at later, but for those of lists."""
+    """The type of a declared field in a request body. Bounds of numbers are checked later; those of lists here."""
     most, each = Meta(max_length=one.field.most), Meta(max_length=one.field.each)
     kinds = {
         int: Int32,
@@ -80,7 +82,7 @@ def http_type(one: Declared) -> Any:
 
 
 def http_fields(*structs: type[Struct]) -> dict[str, Any]:
-    """What a protocol has under the names of our own parameters, all of which may be left out: name -> type."""
+    """Fields with the names of the engine's own parameters, all optional: name -> type."""
     return {
         one.flat: http_type(one) | None
         for one in chain.from_iterable(map(declared, structs))
@@ -89,13 +91,13 @@ def http_fields(*structs: type[Struct]) -> dict[str, Any]:
 
 
 def struct_of(name: str, fields: dict[str, Any], base: type[StrictStruct]) -> Any:
-    """A base of requests with these fields, None where they are not given."""
+    """A base struct with these fields, all with the default None."""
     return defstruct(name, [(field, kind, None) for field, kind in fields.items()], bases=(base,), kw_only=True)
 
 
 SAMPLING_FIELDS = http_fields(SamplingParams, BeamSearchParams, RefineParams)
 SamplingFields: Any = struct_of("SamplingFields", SAMPLING_FIELDS, IgnoredFields)
-# Those of /v1/responses.
+# The subset of /v1/responses.
 RESPONSE_SAMPLING_FIELDS = (
     "temperature top_p top_k min_p stop presence_penalty frequency_penalty repetition_penalty priority".split()
 )
@@ -105,13 +107,13 @@ ResponseSampling: Any = struct_of(
 
 
 class Sampling(SamplingFields, kw_only=True):  # type: ignore[call-arg]
-    """How tokens are drawn, in both kinds of completion; what is not given is the model's own setting."""
+    """Sampling fields of text generation. A missing field has the model's own setting."""
 
     model: Word
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: Seed | None = None
-    # what other servers have as well
+    # from other servers
     use_beam_search: bool | None = None
     structured_outputs: Settings | None = None
     open_objects: bool | None = None  # an extension: JSON objects may have properties that their schema does not list
@@ -146,7 +148,7 @@ class ChatRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Settings | None = None
-    # known to the protocol, refused with a reason unless they say nothing
+    # checked by the parser of tools; or not supported, and refused unless they have no effect
     tools: Tools | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -178,7 +180,7 @@ class EmbeddingRequest(IgnoredFields, kw_only=True):
 
 
 class ClassifyRequest(IgnoredFields, kw_only=True):
-    """POST /v1/classify: texts or token ids, one or many; the model's own rule where none is given."""
+    """POST /v1/classify: texts or token ids, one or many. Without a criterion the model's own rule applies."""
 
     model: Word
     input: Prompts
@@ -213,19 +215,19 @@ class ResponseRequest(ResponseSampling, kw_only=True):  # type: ignore[call-arg]
     open_objects: bool | None = None
     include: Words | None = None
     metadata: Marks | None = None
-    # what other servers have as well
+    # from other servers
     seed: Seed | None = None
     chat_template_kwargs: Settings | None = None
     cache_salt: Salt | None = None
     deadline: Deadline | None = None
-    # known to the protocol, refused with a reason unless they say nothing
+    # not supported, refused unless they have no effect
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
     truncation: Word | None = None
     max_tool_calls: Int32 | None = None
-    # accepted for clients that send them; they change nothing here
+    # accepted without effect, but for reasoning.effort
     user: Word | None = None
     reasoning: Settings | None = None
     service_tier: Word | None = None
@@ -236,7 +238,7 @@ class ResponseRequest(ResponseSampling, kw_only=True):  # type: ignore[call-arg]
 
 
 class InputTokensRequest(StrictStruct, kw_only=True):
-    """POST /v1/responses/input_tokens: the fields of a response that its prompt depends on."""
+    """POST /v1/responses/input_tokens: the fields that the prompt of a response depends on."""
 
     model: Word
     input: str | Items
@@ -263,7 +265,7 @@ class BatchRequest(StrictStruct, kw_only=True):
 
 
 class TokenizeRequest(StrictStruct, kw_only=True):
-    """POST /tokenize: a text, or a conversation with what its prompt depends on."""
+    """POST /tokenize: a text, or a conversation with the fields that its prompt depends on."""
 
     model: Word | None = None
     prompt: str | None = None

@@ -125,7 +125,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Generation:
-    """A request in the engine. Its owner aborts `inflight` in the end."""
+    """A request in the engine. Its owner calls `abort` in the end, also after a complete answer."""
 
     service: Service
     request: GenerationRequest
@@ -307,7 +307,7 @@ async def start(
 
 
 async def answer(generation: Generation, write: Write, http: Request) -> Any:
-    """The response of a started generation, streamed or complete; its inflight are aborted in the end.
+    """The response of a started generation, streamed or complete. Aborts the generation in the end.
 
     Raises the errors that `as_api_error` knows, and ClientGoneError.
     """

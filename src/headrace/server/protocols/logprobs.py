@@ -1,4 +1,4 @@
-"""Log-probabilities as the two kinds of completion write them, and exits of tokens."""
+"""Log-probabilities in the formats of chats and completions, and early exits of tokens."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -12,8 +12,10 @@ from headrace.server.protocols.time_slices import slices
 from headrace.text.detokenizer import IncrementalDetokenizer
 from headrace.text.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
-TOKENS_PER_SLICE = 256  # tokens that are written in one turn
+# Stands for minus infinity, which JSON cannot write.
+MIN_LOGPROB = -9999.0
+# Encoded before the event loop runs other requests.
+TOKENS_PER_SLICE = 256
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 # Log-probabilities in JSON, which takes far less room than objects. By list: its entries, one or several in each element.
 EncodedLogprobs = dict[str, list[bytes]]
@@ -32,7 +34,7 @@ def _entry(tokenizer: Tokenizer, entry: TokenLogprob, top: int) -> dict[str, Any
 
 
 def token_exits(tokenizer: Tokenizer, exits: Iterable[Exited]) -> list[TokenExit]:
-    """Of each token the layers after which it was written; what was voted for as text."""
+    """The exit of each token. Votes, which are token ids in the engine, become texts."""
     return [
         TokenExit(one.layers, one.confidence, [_text(tokenizer.token_bytes(token)) for token in one.votes]) for one in exits
     ]
@@ -44,7 +46,7 @@ def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
 
 
 def _text(data: bytes) -> str:
-    """A token's text; bytes that are no whole characters are spelled out, as the protocol does."""
+    """The text of a token. Bytes that are not UTF-8 become "bytes:\\x…", as in the protocol."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -52,12 +54,12 @@ def _text(data: bytes) -> str:
 
 
 def joined(written: EncodedLogprobs) -> dict[str, msgspec.Raw]:
-    """The lists, as they are sent."""
+    """The lists as JSON."""
     return {name: msgspec.Raw(b"[" + b",".join(parts) + b"]") for name, parts in written.items()}
 
 
 class CompletionLogprobs:
-    """Lists over the tokens of one answer, the older form. `text_offset` counts characters of the text they make up."""
+    """Log-probabilities of one answer in the format of completions. `text_offset` counts characters from the first token."""
 
     def __init__(self, tokenizer: Tokenizer, top: int, prompt: list[int], echo: bool) -> None:
         self._tokenizer = tokenizer
@@ -65,27 +67,27 @@ class CompletionLogprobs:
         self._detokenizer = IncrementalDetokenizer(tokenizer, [] if echo else prompt)
         self._offset = 0
 
-    async def written(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> EncodedLogprobs:
-        """The next tokens' lists; a token without an entry (the first of a prompt) has null. A long prompt's are written in
-        turns, as they take a hundred times less room when they are."""
-        made: EncodedLogprobs = {name: [] for name in LISTS}
+    async def encode(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> EncodedLogprobs:
+        """Encode the next tokens; a token without an entry (the first of a prompt) gets null. A long prompt is encoded in time
+        slices: in JSON it takes a hundredth of the memory."""
+        result: EncodedLogprobs = {name: [] for name in LISTS}
         async for places in slices(range(len(tokens)), TOKENS_PER_SLICE):
             these = slice(places[0], places[-1] + 1)
             for name, values in self._lists(tokens[these], entries[these]).items():
-                made[name].append(msgspec.json.encode(values)[1:-1])
-        return made
+                result[name].append(msgspec.json.encode(values)[1:-1])
+        return result
 
     def _lists(self, tokens: list[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {name: [] for name in LISTS}
+        lists: dict[str, list[Any]] = {name: [] for name in LISTS}
         for token, entry in zip_longest(tokens, entries):
-            made["tokens"].append(_text(self._tokenizer.token_bytes(token)))
-            made["token_logprobs"].append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
-            made["top_logprobs"].append(None if entry is None else self._best(entry))
-            made["text_offset"].append(self._offset)
+            lists["tokens"].append(_text(self._tokenizer.token_bytes(token)))
+            lists["token_logprobs"].append(None if entry is None else max(entry.logprob, MIN_LOGPROB))
+            lists["top_logprobs"].append(None if entry is None else self._best(entry))
+            lists["text_offset"].append(self._offset)
             self._offset += len(self._detokenizer.append([token]))
-        return made
+        return lists
 
     def _best(self, entry: TokenLogprob) -> dict[str, float]:
-        """The best tokens and the drawn one, which may not be among them."""
+        """The best tokens, and the sampled token, which may not be among them."""
         pairs = [*zip(entry.top_ids[: self._top], entry.top_logprobs[: self._top], strict=True), (entry.token, entry.logprob)]
         return {_text(self._tokenizer.token_bytes(token)): max(value, MIN_LOGPROB) for token, value in reversed(pairs)}

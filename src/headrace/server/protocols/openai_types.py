@@ -1,4 +1,4 @@
-"""What goes out: the protocol's responses as structs, encoded by msgspec."""
+"""Response objects of the OpenAI protocol as structs, which msgspec encodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from headrace.text.dialects.call_parser import new_call_id
 
 
 class TierUsage(msgspec.Struct):
-    """What a model of a cascade read and wrote; `score`: how sure it was, null of the last, which is not asked."""
+    """Tokens of one tier of a cascade. `score`: confidence in its answer; null for the last tier, which is not scored."""
 
     model: str
     prompt_tokens: int
@@ -20,7 +20,7 @@ class TierUsage(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Of a cascade all tokens of all `tiers` that were asked, in their order; the last of them answered."""
+    """Token counts of a request. For a cascade: totals over the `tiers` that ran, in their order; the last one answered."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -30,14 +30,15 @@ class Usage(msgspec.Struct):
 
 
 class TokenExit(msgspec.Struct, omit_defaults=True):
-    """After how many layers a token was written, and how sure the exit was. `votes`: its and the whole model's, in an audit."""
+    """Layers that computed a token, and the confidence of its exit. `votes`, in an audit: the tokens of exit and full model."""
 
     layers: int
     confidence: float | None = None
     votes: list[str] = []
 
 
-Exits = list[TokenExit] | msgspec.UnsetType  # one a token; UNSET: not asked for
+# One for each token; UNSET if the client did not ask for them.
+Exits = list[TokenExit] | msgspec.UnsetType
 
 
 class CompletionChoice(msgspec.Struct):
@@ -50,7 +51,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, omit_defaults=False):
-    """Of /v1/completions, streamed or whole. `usage` UNSET: not sent."""
+    """Answer of /v1/completions, or one chunk of its stream. `usage` UNSET: not sent."""
 
     id: str
     created: int
@@ -67,7 +68,7 @@ class ToolFunction(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCall(msgspec.Struct, omit_defaults=True):
-    """A call in a message, or a piece of one in a stream (then with its `index`)."""
+    """A tool call in a message, or a part of one in a stream, then with its `index`."""
 
     function: ToolFunction
     id: str | None = None
@@ -97,7 +98,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class Chat(msgspec.Struct):
-    """A whole answer of /v1/chat/completions."""
+    """A complete answer of /v1/chat/completions."""
 
     id: str
     created: int
@@ -124,7 +125,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """A piece of a streamed answer of /v1/chat/completions."""
+    """One chunk of a streamed answer of /v1/chat/completions."""
 
     id: str
     created: int
@@ -136,7 +137,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class Calibrated(msgspec.Struct):
-    """A threshold that was calibrated, by what somebody is so sure, how it falls, and for which inputs that promises what."""
+    """A calibrated threshold: its criterion, its decay over tokens, and a summary of the guarantee."""
 
     criterion: str
     threshold: float
@@ -145,7 +146,7 @@ class Calibrated(msgspec.Struct):
 
 
 class Exit(msgspec.Struct):
-    """After how many of a model's layers tokens may leave."""
+    """The early exit of a model: after `after` of its `layers` layers."""
 
     after: int
     layers: int
@@ -153,7 +154,7 @@ class Exit(msgspec.Struct):
 
 
 class TokenCascade(msgspec.Struct):
-    """Who may write tokens in a model's place; its own are written after `layers` layers."""
+    """A smaller model whose tokens may be accepted without the full model, which has `layers` layers."""
 
     smaller: str
     layers: int
@@ -165,9 +166,9 @@ class Model(msgspec.Struct):
     created: int
     max_model_len: int | None
     status: str  # the state of its engine
-    defaults: dict[str, Any] | msgspec.UnsetType = {}  # by name the settings in force where a request says nothing
-    tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a cascade: its models, who is asked first before the others
-    exit: Exit | msgspec.UnsetType = msgspec.UNSET  # by which tokens may leave
+    defaults: dict[str, Any] | msgspec.UnsetType = {}  # settings of requests that give none
+    tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # models of a cascade, in the order in which they answer
+    exit: Exit | msgspec.UnsetType = msgspec.UNSET
     cascade: TokenCascade | msgspec.UnsetType = msgspec.UNSET  # a smaller model opened with it
     object: str = "model"
     owned_by: str = "headrace"
@@ -175,24 +176,24 @@ class Model(msgspec.Struct):
 
 @dataclass(slots=True)
 class CascadeAttempt:
-    """A tier's try at a request to a cascade, which clients know as `name`."""
+    """One tier's attempt at a request to the cascade `name`."""
 
     name: str
     model: str
-    scored: bool  # by its tokens, before it is known whether its answer stands
-    before: tuple[Usage, ...] = ()  # of those that were asked and not sure enough, each with itself as its only tier
+    scored: bool  # its answer is accepted or not by the log-probabilities of its tokens
+    before: tuple[Usage, ...] = ()  # of the earlier tiers, each with itself as its only tier
     score: float | None = None
 
     def usage(self, inflight: Sequence[InflightRequest], generated: int) -> Usage:
-        """What this tier took."""
+        """Token counts of this tier alone."""
         own = usage(inflight, generated)
         own.tiers = [TierUsage(self.model, own.prompt_tokens, own.completion_tokens, self.score)]
         return own
 
 
 def usage(inflight: Sequence[InflightRequest], generated: int, attempt: CascadeAttempt | None = None) -> Usage:
-    """Tokens of these prompts and of `generated` answer tokens, with those of the tiers before. Cached tokens are counted under
-    a salt only: without one the number would show what others have asked."""
+    """Token counts of these prompts and of `generated` answer tokens, with those of earlier tiers. Cached tokens are counted
+    only with a cache salt: without one the number would tell a client what other clients have asked."""
     if attempt is not None:
         return _add_usages([*attempt.before, attempt.usage(inflight, generated)])
     prompt = sum(len(submitted.prompt) for submitted in inflight)
@@ -201,8 +202,8 @@ def usage(inflight: Sequence[InflightRequest], generated: int, attempt: CascadeA
     return Usage(prompt, generated, prompt + generated, {"cached_tokens": min(cached, prompt) if own else 0})
 
 
-def _add_usages(each: Sequence[Usage]) -> Usage:
-    prompt, generated = sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
-    cached = {"cached_tokens": sum(one.prompt_tokens_details["cached_tokens"] for one in each)}
-    tiers = [tier for one in each for tier in one.tiers or []]
+def _add_usages(usages: Sequence[Usage]) -> Usage:
+    prompt, generated = sum(one.prompt_tokens for one in usages), sum(one.completion_tokens for one in usages)
+    cached = {"cached_tokens": sum(one.prompt_tokens_details["cached_tokens"] for one in usages)}
+    tiers = [tier for one in usages for tier in one.tiers or []]
     return Usage(prompt, generated, prompt + generated, cached, tiers)

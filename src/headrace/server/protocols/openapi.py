@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the endpoints and of the structs that they read and answer."""
+"""The OpenAPI document of the endpoints and of the structs in their requests and answers."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from headrace.server.protocols.schemas import ERROR, REF, content, ref
 
 
 def document(endpoints: list[Endpoint]) -> dict[str, Any]:
-    """Of everything that is served but for static files."""
+    """The document of all endpoints; static files are not in it."""
     paths: dict[str, dict[str, Any]] = {}
     for one in endpoints:
         paths.setdefault(one.path.replace(":path}", "}"), {})[one.method.lower()] = _operation(one)

@@ -1,4 +1,4 @@
-"""Prompts of generation requests: a conversation for the model's chat template, or texts and token ids as they are."""
+"""Prompts of generation requests: a conversation for the model's chat template, or texts and token ids without one."""
 
 import secrets
 from collections.abc import Mapping

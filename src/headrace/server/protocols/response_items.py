@@ -1,4 +1,4 @@
-"""Items of /v1/responses: what is said to the model as messages, and its answers as items again."""
+"""Items of /v1/responses: input items to messages of a chat, and answers to output items."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from headrace.server.protocols.openai_types import ToolCall
 
 ROLES = ("user", "assistant", "system", "developer")
 Item = dict[str, Any]
-# Keys by type: those of the API, of this server's own items, and of the types of OpenAI's client (`parsed`: of its parse()).
+# Valid keys by type: of the API, of this server's items, and of the types of OpenAI's client (`parsed`: of its parse()).
 KEYS = {
     "message": frozenset({"type", "id", "role", "content", "status", "phase"}),
     "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status", "parsed_arguments"}),
@@ -25,7 +25,7 @@ PARTS = {
 
 
 def as_items(given: str | list[Item]) -> list[Item]:
-    """A request's input as items without nulls. Raises ApiError that names an unknown type, part or key."""
+    """The input of a request as items without null values. Raises ApiError that names an unknown type, part or key."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return [_read_item(number, item) for number, item in enumerate(given)]
@@ -55,22 +55,22 @@ def _read_part(where: str, part: Any) -> Any:
 
 
 def messages(items: list[Item], instructions: str | None) -> list[Item]:
-    """The conversation as /v1/chat/completions has it. Raises ApiError."""
-    made: list[Item] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    """Items as messages of a chat. Raises ApiError."""
+    result: list[Item] = [] if instructions is None else [{"role": "system", "content": instructions}]
     calls: set[str] = set()
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            made.append(_message(number, item))
+            result.append(_message(number, item))
         elif kind == "function_call":
-            _add_call(made, number, item)
+            _add_call(result, number, item)
             calls.add(item["call_id"])
         elif (name := _text(number, item, "call_id")) not in calls:
             why = "no earlier item is such a function_call; send that item, or previous_response_id"
             raise bad(f"item {number} of input answers the call {name[:100]!r}: {why}", "input")
         else:
-            made.append({"role": "tool", "tool_call_id": name, "content": _output(number, item)})
-    return made
+            result.append({"role": "tool", "tool_call_id": name, "content": _output(number, item)})
+    return result
 
 
 def _message(number: int, item: Item) -> Item:
@@ -94,16 +94,16 @@ def _output(number: int, item: Item) -> str:
     return output if isinstance(output, str) else "".join(_parts(number, output))
 
 
-def _add_call(made: list[Item], number: int, item: Item) -> None:
-    """Calls that follow one another are one message with several."""
+def _add_call(result: list[Item], number: int, item: Item) -> None:
+    """Add a call to the messages. Consecutive calls become one message."""
     function = {"name": _text(number, item, "name"), "arguments": _text(number, item, "arguments")}
     call = {"id": _text(number, item, "call_id"), "type": "function", "function": function}
-    if made and made[-1].get("tool_calls"):
-        made[-1]["tool_calls"].append(call)
-    elif made and made[-1]["role"] == "assistant":
-        made[-1]["tool_calls"] = [call]
+    if result and result[-1].get("tool_calls"):
+        result[-1]["tool_calls"].append(call)
+    elif result and result[-1]["role"] == "assistant":
+        result[-1]["tool_calls"] = [call]
     else:
-        made.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        result.append({"role": "assistant", "content": "", "tool_calls": [call]})
 
 
 def _text(number: int, item: Item, name: str) -> str:
@@ -114,7 +114,7 @@ def _text(number: int, item: Item, name: str) -> str:
 
 
 def chat_tools(tools: list[Item] | None) -> list[Item] | None:
-    """Tools as /v1/chat/completions has them. Raises ApiError for those that are no functions."""
+    """Tools in the format of a chat. Raises ApiError for tools that are not functions."""
     for tool in tools or []:
         if tool.get("type") != "function":
             message = f"tools of type {str(tool.get('type'))[:40]!r} do not exist here; use functions"
@@ -125,12 +125,12 @@ def chat_tools(tools: list[Item] | None) -> list[Item] | None:
             raise ApiError(
                 400, f"unknown field {min(unknown)[:40]!r} of a tool; remove it", param="tools", code="unknown_field"
             )
-    made = [{"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}} for tool in tools or []]
-    return made or None
+    result = [{"type": "function", "function": {n: tool[n] for n in names if tool.get(n) is not None}} for tool in tools or []]
+    return result or None
 
 
 def chat_choice(choice: Any) -> Any:
-    """A tool_choice as /v1/chat/completions has it."""
+    """A tool_choice in the format of a chat."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function" and "function" not in choice:
@@ -141,7 +141,7 @@ def chat_choice(choice: Any) -> Any:
 
 
 def chat_format(text: Item | None) -> Any:
-    """`text.format` as the response_format of /v1/chat/completions. Raises ApiError."""
+    """The field `text.format` as the response_format of a chat. Raises ApiError."""
     if unknown := without_nulls(text or {}).keys() - {"format", "verbosity"}:
         raise bad(f"unknown field text.{min(unknown)[:40]}", "text")
     wanted = (text or {}).get("format")

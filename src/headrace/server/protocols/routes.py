@@ -1,4 +1,4 @@
-"""Routes: each is declared once, with what it reads and what it answers. The application and its document follow from that."""
+"""Endpoints, each declared once with its request and its answer. The routes and the OpenAPI document derive from that."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,30 +19,32 @@ class NoQuery(StrictStruct):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as its handler gets it."""
+    """One request for a handler."""
 
     http: Request
-    body: Any  # of the route's type; None where it has none
+    body: Any  # of the endpoint's type; None if it has none
     query: Any
 
     @property
     def name(self) -> str:
-        """What the path names."""
+        """The parameter {name} of the path."""
         name: str = self.http.path_params["name"]
         return name
 
 
-Handler = Callable[[Call], Awaitable[Any]]  # gives a Response, or what is encoded as one
-Content = dict[str, Any]  # media type -> {"schema"}, as the document has it
+# Returns a Response, or an object to encode as JSON.
+Handler = Callable[[Call], Awaitable[Any]]
+# Media type -> {"schema"}, as in the OpenAPI document.
+Content = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A method of a path. A `form` is a body that is no JSON, which its handler reads."""
+    """One method of a path. A `form` is a body other than JSON, which the handler reads itself."""
 
     method: str
-    path: str  # {name} is one part, {name:path} all that is left
-    answer: Content  # what a 200 holds
+    path: str  # {name} is one segment, {name:path} the rest
+    answer: Content  # of status 200
     handle: Handler
     body: type[StrictStruct] | None = None
     query: type[StrictStruct] = NoQuery
@@ -51,25 +53,25 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Api:
-    """The endpoints of a server, in the order in which they are tried."""
+    """The endpoints of a server. The first match answers."""
 
     endpoints: list[Endpoint] = field(default_factory=list)
 
     def get(self, path: str, answer: Content, query: type[StrictStruct] = NoQuery) -> Callable[[Handler], Handler]:
-        return self._adding("GET", path, answer, query=query)
+        return self._register("GET", path, answer, query=query)
 
     def post(
         self, path: str, answer: Content, body: type[StrictStruct] | None = None, form: Content | None = None
     ) -> Callable[[Handler], Handler]:
-        return self._adding("POST", path, answer, body=body, form=form)
+        return self._register("POST", path, answer, body=body, form=form)
 
     def delete(self, path: str, answer: Content) -> Callable[[Handler], Handler]:
-        return self._adding("DELETE", path, answer)
+        return self._register("DELETE", path, answer)
 
     def routes(self) -> list[Route]:
         return [Route(one.path, _handler(one), methods=[one.method]) for one in self.endpoints]
 
-    def _adding(self, method: str, path: str, answer: Content, **more: Any) -> Callable[[Handler], Handler]:
+    def _register(self, method: str, path: str, answer: Content, **more: Any) -> Callable[[Handler], Handler]:
         def add(handle: Handler) -> Handler:
             self.endpoints.append(Endpoint(method, path, answer, handle, **more))
             return handle
@@ -78,12 +80,12 @@ class Api:
 
 
 def as_response(result: Any) -> Response:
-    """What a handler gave, as it is sent."""
+    """The result of a handler as a response."""
     return result if isinstance(result, Response) else Response(msgspec.json.encode(result), media_type="application/json")
 
 
 def _handler(one: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Unknown parameters of a query are errors where the protocol speaks, and nothing's concern at probes."""
+    """The route function. Under /v1/ an unknown query parameter is an error; elsewhere, as at probes, it is ignored."""
     strict = one.path.startswith("/v1/")
 
     async def serve(request: Request) -> Response:

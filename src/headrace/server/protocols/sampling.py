@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams, within the server's limits."""
+"""SamplingParams from the fields of a request, within the limits of the server."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DEFAULT_BEAMS = 4
 
 
 def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
-    """Parameters of a request: the model's `own` settings, what was given, then `more`. Raises ApiError."""
+    """Parameters of a request. `more` overrides its fields, which override the model's `own` settings. Raises ApiError."""
     given = given_fields(request, limits)
     asked = {**given, **more}
     _check_limits(asked, limits)
@@ -34,7 +34,7 @@ def sampling_params(request: Sampling, own: dict[str, Any], limits: Limits, **mo
 
 
 def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
-    """The sampling fields that a request gives, as `params_of` takes them. Raises ApiError."""
+    """The sampling fields of a request as arguments of `params_of`. Raises ApiError."""
     given = {name: getattr(request, name) for name in SAMPLING_FIELDS if getattr(request, name) is not None}
     if request.top_k is not None:
         given["top_k"] = max(request.top_k, 0) if request.top_k >= -1 else request.top_k  # other servers switch it off with -1
@@ -53,7 +53,7 @@ def given_fields(request: Sampling, limits: Limits) -> dict[str, Any]:
 
 
 def _beam_fields(request: Sampling) -> dict[str, Any]:
-    """What `use_beam_search` means, as vLLM had it: as many beams as answers where no width is given, but a few."""
+    """Fields for `use_beam_search`, as in vLLM: without a width, as many beams as answers, at least DEFAULT_BEAMS."""
     if request.use_beam_search is None:
         return {}
     if not request.use_beam_search:
@@ -75,10 +75,7 @@ def _check_limits(settings: dict[str, Any], limits: Limits) -> None:
 
 
 def priority_of(given: int | None, limits: Limits) -> int | None:
-    """The priority of a request, None for the one that all have. Nobody goes before those whom the server lets go before him.
-
-    Raises ApiError.
-    """
+    """The priority of a request; None for the default. Raises ApiError if it is below the limit of the key or the server."""
     own = PRINCIPAL.get().priority
     least = limits.priority if own is None else own
     if given is None:
@@ -115,6 +112,6 @@ def check_top_logprobs(value: int | None) -> None:
 
 
 def refuse_unsupported(condition: bool, name: str, what: str) -> None:
-    """Raises ApiError for a field that says something this server cannot do."""
+    """Raises ApiError for the field `name` if `condition` holds: the server does not support its value."""
     if condition:
         raise ApiError(400, f"{name}: {what}; leave the field out", param=name, code="unsupported")

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers. Requests are described by their own fields."""
+"""Schemas of answers in the OpenAPI document. Those of requests derive from their structs."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ ERROR = {
 
 
 def _object(kind: str | None, required: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """An object of the protocol, whose `object` is `kind`."""
+    """The schema of an object of the protocol whose field `object` is `kind`."""
     fields = {**({"object": {"const": kind}} if kind else {}), **required}
     return {"type": "object", "required": list(fields), "properties": {**fields, **(more or {})}}
 
@@ -83,23 +83,23 @@ def _list(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def deleted(kind: str) -> dict[str, Any]:
-    """What says that something is gone."""
+    """The answer to a deletion."""
     return content(_object(kind, {"id": TEXT, "deleted": TRUTH}))
 
 
 def ref(kind: type) -> dict[str, Any]:
-    """A struct's schema, which is among the document's components."""
+    """A reference to the schema of a struct among the components."""
     return {"$ref": REF.format(name=kind.__name__)}
 
 
 def content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """Of an answer in JSON, and in events where it may be streamed."""
+    """An answer in JSON and, if it may be streamed, in events."""
     made: dict[str, Any] = {"application/json": {"schema": schema}}
     return made | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
 
 
 def plain(kind: str) -> dict[str, Any]:
-    """Of an answer of another type."""
+    """An answer of another media type."""
     return {kind: {"schema": {"type": "string"}}}
 
 

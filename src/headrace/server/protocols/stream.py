@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away."""
+"""Server-sent events, and requests whose client disconnects."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _encode = msgspec.json.encode
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected."""
 
 
 def sse_event(data: Any) -> bytes:
@@ -32,7 +32,7 @@ def sse_event(data: Any) -> bytes:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Raises ClientGoneError, and cancels it, when the client disconnects first."""
+    """The result of `work`. If the client disconnects first, cancels it and raises ClientGoneError."""
     return await _race(work, request.receive)
 
 
@@ -56,9 +56,9 @@ async def _until_disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come. The client's going ends them; an error of ours is sent as the last event.
+    """Sends events as they come. Ends if the client disconnects. An error is sent as the last event.
 
-    `first` was awaited before the response began, so that a request which fails at once has an honest status.
+    `first` is awaited before the response starts, so that a request that fails at once gets the status of its error.
     """
 
     media_type = "text/event-stream"
@@ -74,7 +74,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGoneError):
-                await _race(self._send(send, scope.get("state", {}).get(CHUNK, _no_short_way)), receive)
+                await _race(self._send(send, scope.get("state", {}).get(CHUNK, _send_slowly)), receive)
         finally:
             self.on_end()
 
@@ -86,12 +86,12 @@ class EventStream(Response):
                 if not short(data):
                     await _send_part(send, data)
         except Exception as error:
-            await _send_part(send, b"data: " + self._last_word(error) + b"\n\n")
+            await _send_part(send, b"data: " + self._error_body(error) + b"\n\n")
         if self._done:
             await _send_part(send, self._done)
         await send({"type": "http.response.body", "body": b""})
 
-    def _last_word(self, error: Exception) -> bytes:
+    def _error_body(self, error: Exception) -> bytes:
         known = as_api_error(error)
         if known is None:
             log.error("a stream failed", exc_info=error)
@@ -99,14 +99,14 @@ class EventStream(Response):
         return known.body()
 
 
-def _no_short_way(data: bytes) -> bool:
+def _send_slowly(data: bytes) -> bool:
     return False
 
 
 async def start_stream(
     events: AsyncIterator[bytes], http: Request, on_end: Callable[[], None], done: bytes = DONE
 ) -> EventStream:
-    """A stream whose first event is there. Raises what `events` raises before that, or ClientGoneError, after `on_end`."""
+    """A stream whose first event exists. If there is none, calls `on_end` and raises the error, or ClientGoneError."""
     try:
         first: bytes = await unless_disconnected(http, anext(events))  # type: ignore[arg-type]
     except BaseException:

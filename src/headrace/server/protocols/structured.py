@@ -1,4 +1,4 @@
-"""What a request says about the form of its answers, in OpenAI's words or in other servers'."""
+"""The format that a request asks of its answers, in the fields of OpenAI or of other servers."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def requested_format(
 
 
 def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
-    """The JSON schema of a form that is one. Raises ApiError."""
+    """The JSON schema of a format; None if the format is not JSON. Raises ApiError."""
     if form.json_object:
         return {"type": "object"}
     try:
@@ -64,14 +64,14 @@ def schema_of(form: StructuredOutputs) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
-    """A constraint that the engine can compile. `late`: keywords of its schema that are checked on the finished answer."""
+    """A format that the engine can enforce. `late`: keywords of its schema that are checked on the complete answer."""
 
     grammar: Grammar | None = None
     late: tuple[str, ...] = ()
 
 
 async def compile_format(service: Service, spec: StructuredOutputs, *, streams: bool, param: str) -> CompiledFormat:
-    """Rewrite and compile a constraint in a confined process. Raises ApiError if answers cannot be constrained by it."""
+    """Compile a format in a confined process. Raises ApiError if the engine cannot enforce it."""
     try:
         answer = await _inspect(service, {"spec": msgspec.to_builtins(spec)}, remembered=True)
     except ConstraintError as error:
@@ -88,7 +88,7 @@ async def compile_format(service: Service, spec: StructuredOutputs, *, streams: 
 
 
 async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, open_objects: bool) -> list[Prepared]:
-    """The schemas of tools, rewritten for masks. Raises ApiError, also if they are longer together than one schema may be."""
+    """Schemas of tools, rewritten for masks. Raises ApiError, also if together they are longer than the limit of one schema."""
     try:
         text = msgspec.json.encode(schemas).decode()
     except RecursionError:
@@ -105,14 +105,14 @@ async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, op
 
 
 async def _inspect(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:
-    """Raises ConstraintError, BusyError."""
+    """Ask a confined process. `remembered`: equal questions are answered once. Raises ConstraintError or BusyError."""
     task = compiling.task(service.llm.opened.path, remembered=remembered)
     with refuse_overruns():
         return raise_on_error(await shared_pool().ask(task, {**question, "model": task.argument}))
 
 
 async def check_answer(service: Service, spec: StructuredOutputs, text: str) -> None:
-    """The last look, which is counted. Raises ApiError where an answer does not fit."""
+    """Check a complete answer, and count the result in the metrics. Raises ApiError if it does not have the format."""
     try:
         broken = (await _inspect(service, {"spec": msgspec.to_builtins(spec), "text": text}, remembered=False))["broken"]
     except ConstraintError as error:
@@ -124,7 +124,7 @@ async def check_answer(service: Service, spec: StructuredOutputs, text: str) -> 
 
 
 async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -> bool:
-    """Whether the arguments of a call fit their schema. A check that is cut off is no."""
+    """Whether the arguments of a call fit their schema. False if the check takes too long."""
     try:
         question = {"spec": msgspec.to_builtins(spec), "text": arguments}
         return not (await _inspect(service, question, remembered=False))["broken"]
@@ -133,7 +133,7 @@ async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """OpenAI's field: text, json_object, json_schema."""
+    """The field response_format as a constraint; None for text. Raises ApiError."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""Work on the event loop that grows with what was asked for: piece by piece, others have their turn between two."""
+"""Long work on the event loop, cut into slices. Other requests run between two slices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,11 +7,12 @@ from typing import TypeVar
 from headrace.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-TOKENS_PER_SLICE = 4096  # that are spelled in one turn
+# Token ids that are decoded in one slice.
+TOKENS_PER_SLICE = 4096
 
 
 async def slices(items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
-    """`size` items at a time."""
+    """The items in slices of `size`, each but the first after the event loop ran other tasks."""
     for start in range(0, len(items), size):
         if start:
             await asyncio.sleep(0)
@@ -19,7 +20,7 @@ async def slices(items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
 
 
 async def decode_in_slices(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = True) -> str:
-    """`Tokenizer.decode`."""
+    """The text of token ids, as `Tokenizer.decode` returns it."""
     return tokenizer.text_of(
         b"".join([tokenizer.spelled(piece, skip_special) async for piece in slices(ids, TOKENS_PER_SLICE)])
     )

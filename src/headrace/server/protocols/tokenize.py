@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: text to token ids and back, and what clients need to render chats themselves."""
+"""/tokenize, /detokenize and /tokenizer_info: token ids of texts, texts of token ids, and settings of the tokenizer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "tools", "tool
 
 
 async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]:
-    """Token ids of a text or a conversation, their number, and the length of the context."""
+    """Token ids of a text or a conversation, their number, and the context length. Raises ApiError."""
     if (request.prompt is None) == (request.messages is None):
         raise bad("give either prompt or messages", "prompt")
     if request.messages is None:
@@ -27,16 +27,16 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         given = {name: getattr(request, name) for name in CHAT_FIELDS}
         body = ChatRequest(model=service.name, messages=request.messages, **given)
         tokens = await chat.read(body).prompt_tokens(service)
-    found: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
-    found["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
+    answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
+    answer["max_model_len"] = service.llm.loaded.max_model_len if service.llm.loaded is not None else None
     if request.return_token_strs:
         text = service.llm.opened.tokenizer.token_text
-        found["token_strs"] = [text(token) async for piece in slices(tokens, TOKENS_PER_SLICE) for token in piece]
-    return found
+        answer["token_strs"] = [text(token) async for piece in slices(tokens, TOKENS_PER_SLICE) for token in piece]
+    return answer
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """The tokenizer's settings under the names of tokenizer_config.json, as vLLM gives them."""
+    """Settings of the tokenizer under the names of tokenizer_config.json, as in vLLM."""
     tokenizer, template = service.llm.opened.tokenizer, service.llm.opened.template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -49,7 +49,7 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
-    """The text of token ids, with the control tokens."""
+    """The text of token ids, control tokens included. Raises ApiError."""
     tokenizer = service.llm.opened.tokenizer
     largest = max(request.tokens, default=0)
     if largest >= tokenizer.vocab_size:
