@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.compress.grids.codes import CODES
 from headrace.compress.grids.encode import encode
-from headrace.compress.grids.hessian import DAMPING, output_error, upper
+from headrace.compress.grids.hessian import DAMPING, inverse_factor, output_error
 from headrace.compress.grids.loop import Grids, Keep, Round, StoredGrids, reconstruct
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
@@ -58,7 +58,7 @@ def surgery(w: Tensor, hessian: Tensor, value: Callable[[int, Tensor, Tensor], T
 @pytest.mark.parametrize("what", ["round", "prune", "both"])
 def test_the_loop_is_optimal_brain_surgery(block: int, what: str) -> None:
     hessian, w = moments(24), weights(7, 24)
-    made = upper(hessian)
+    made = inverse_factor(hessian)
     assert made is not None
     damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(24, dtype=torch.float64)
     torch.testing.assert_close(made.factor.t() @ made.factor, torch.linalg.inv(damped), rtol=1e-9, atol=1e-12)
@@ -86,7 +86,7 @@ def test_the_loop_is_optimal_brain_surgery(block: int, what: str) -> None:
 def test_a_wrong_sign_is_found() -> None:
     """The control: an update that adds to the error instead of making it good."""
     hessian, w = moments(24), weights(7, 24)
-    made = upper(hessian)
+    made = inverse_factor(hessian)
     assert made is not None
     right, nearest = reconstruct(w, made.factor, grids=Halves(), keep=None), Halves().at(0, w)(w)
     flipped = 2 * made.factor.diag().diag() - made.factor  # the diagonal stays
@@ -99,7 +99,7 @@ def test_a_wrong_sign_is_found() -> None:
 def test_rounding_and_pruning_at_once_lose_about_what_both_lose() -> None:
     """The control: steps that are the mask's scores, which one name for both would make."""
     hessian, w = moments(64, rows=500), weights(16, 64)
-    made = upper(hessian)
+    made = inverse_factor(hessian)
     assert made is not None
     factor = made.factor
 
@@ -128,7 +128,7 @@ def test_as_many_rows_as_inputs_are_learned_by_heart() -> None:
 
     def errors(rows: int) -> tuple[float, float]:
         own = moment(rows)
-        made = upper(own)
+        made = inverse_factor(own)
         assert made is not None
         change = reconstruct(w, made.factor, grids=Halves(), keep=None) - w
         return output_error(change, own), output_error(change, others)
@@ -142,18 +142,18 @@ def test_as_many_rows_as_inputs_are_learned_by_heart() -> None:
 def test_an_order_is_that_of_the_sorted_matrix() -> None:
     hessian, w = moments(24), weights(7, 24)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
-    made, sorted_ = upper(hessian, order), upper(hessian[order][:, order])
+    made, sorted_ = inverse_factor(hessian, order), inverse_factor(hessian[order][:, order])
     assert made is not None
     assert sorted_ is not None
     found = reconstruct(w, made.factor, grids=Halves(), keep=None, order=order)
     torch.testing.assert_close(found[:, order], reconstruct(w[:, order], sorted_.factor, grids=Halves(), keep=None))
-    plain = upper(hessian)
+    plain = inverse_factor(hessian)
     assert plain is not None
     assert not torch.equal(found, reconstruct(w, plain.factor, grids=Halves(), keep=None))
 
 
 def test_nothing_to_do_is_nothing_done() -> None:
-    made = upper(moments(24))
+    made = inverse_factor(moments(24))
     assert made is not None
     w = weights(7, 24)
     assert torch.equal(reconstruct(w, made.factor, grids=None, keep=None), w)
@@ -167,7 +167,7 @@ def test_with_independent_inputs_it_is_rounding_to_nearest(kind: str, ordered: b
     w = weights(6, k, dtype=torch.float32)
     diagonal = torch.rand(k, generator=torch.Generator().manual_seed(3)) + 0.1
     order = diagonal.argsort(descending=True) if ordered else None
-    made = upper(diagonal.diag(), order)
+    made = inverse_factor(diagonal.diag(), order)
     assert made is not None
     grids = stored_grids(w, kind, diagonal.numpy(), order)
     rows, values = grids.rows(reconstruct(w, made.factor, grids=grids, keep=None, order=order))
@@ -201,7 +201,7 @@ def test_correlated_inputs_lose_less_than_by_rounding_to_nearest(kind: str, orde
     hessian, w = moments(k, rows=1000, dtype=torch.float32), weights(64, k, dtype=torch.float32)
     importance = hessian.diagonal().numpy()
     order = hessian.diagonal().argsort(descending=True, stable=True) if ordered else None
-    made = upper(hessian, order)
+    made = inverse_factor(hessian, order)
     assert made is not None
     grids = stored_grids(w, kind, importance, order)
     result = reconstruct(w, made.factor, grids=grids, keep=None, order=order)
@@ -214,16 +214,16 @@ def test_correlated_inputs_lose_less_than_by_rounding_to_nearest(kind: str, orde
 def test_moments_that_cannot_be_inverted_are_damped_or_refused() -> None:
     hessian = moments(16)
     hessian[3] = hessian[:, 3] = 0
-    made = upper(hessian)
+    made = inverse_factor(hessian)
     assert made is not None
     assert (made.damping, made.dead.nonzero().tolist()) == (DAMPING, [[3]])
     indefinite = torch.eye(16, dtype=torch.float64)
     indefinite[0, 0] = -0.05
-    again = upper(indefinite)
+    again = inverse_factor(indefinite)
     assert again is not None
     assert again.damping == pytest.approx(10 * DAMPING)
-    assert upper(-torch.eye(4)) is None
-    assert upper(torch.full((4, 4), torch.nan)) is None
+    assert inverse_factor(-torch.eye(4)) is None
+    assert inverse_factor(torch.full((4, 4), torch.nan)) is None
 
 
 def test_another_order_needs_scales() -> None:

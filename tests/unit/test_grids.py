@@ -11,7 +11,7 @@ from headrace.compress.grids import tables
 from headrace.compress.grids.codes import CODES
 from headrace.compress.grids.errors import measure, split
 from headrace.compress.grids.grid import Table, Uniform, fit, grouped
-from headrace.compress.grids.spec import Spec, parse
+from headrace.compress.grids.spec import NumberFormat, parse
 from headrace.weights.kinds import KINDS
 
 NAMES = "int4 int8-tensor-sym int3-g64 nf4-g64 e4m3-tensor e5m2 e2m1-g32 mxfp4 nvfp4 pow4-g64 lloyd4 Q4_K Q8_0 BF16".split()
@@ -165,7 +165,7 @@ def test_the_error_is_split_into_rounding_and_clipping() -> None:
 
 
 def test_each_bit_is_worth_six_decibels_and_the_noise_is_a_twelfth_of_the_square_of_a_step() -> None:
-    errors = [measure(EVEN, Spec("int", bits, None, True)) for bits in range(3, 9)]
+    errors = [measure(EVEN, NumberFormat("int", bits, None, True)) for bits in range(3, 9)]
     gains = np.diff([one.sqnr for one in errors])
     assert (np.diff(gains) < 0).all()  # 2^(b-1) - 1 steps, not 2^(b-1): at few bits another one is worth more
     assert abs(gains[-1] - 6.02) < 0.1

@@ -8,7 +8,7 @@ import torch
 
 from headrace.compress.grids.grid import fit as plain_grid
 from headrace.compress.grids.grid import grouped
-from headrace.compress.grids.hessian import output_error, upper
+from headrace.compress.grids.hessian import inverse_factor, output_error
 from headrace.compress.grids.loop import reconstruct
 from headrace.compress.grids.nvfp4 import Nvfp4
 from headrace.compress.grids.spec import parse
@@ -108,7 +108,7 @@ def test_the_column_loop_stays_on_the_grid(ordered: bool) -> None:
 
     def made(moment: torch.Tensor) -> torch.Tensor:
         order = torch.argsort(moment.diagonal(), descending=True, stable=True) if ordered else None
-        found = upper(moment, order)
+        found = inverse_factor(moment, order)
         assert found is not None
         grids = to.grids(w.numpy(), None, rows=rows if ordered else None, order=order, threads=1)
         result = reconstruct(w, found.factor, grids=grids, keep=None, order=order)

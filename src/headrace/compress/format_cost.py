@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
-from headrace.compress.grids.errors import Error, measure
-from headrace.compress.grids.spec import Spec, parse, unknown
+from headrace.compress.grids.errors import ErrorParts, measure
+from headrace.compress.grids.spec import NumberFormat, parse, unknown
 from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
 from headrace.data.config import ModelConfig
 from headrace.models import gguf_keys
@@ -30,7 +30,7 @@ class FormatCost:
 
     format: str
     cost: Cost
-    error: Error | None
+    error: ErrorParts | None
 
 
 def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat16", errors: bool = True) -> list[FormatCost]:
@@ -71,7 +71,7 @@ def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat1
     return costs
 
 
-def _chosen(name: str) -> str | Spec:
+def _chosen(name: str) -> str | NumberFormat:
     mix = SHORT.get(name.upper(), name.upper())
     if mix in MIXES and name not in GROUPS:
         return mix
@@ -83,13 +83,13 @@ def _chosen(name: str) -> str | Spec:
         ) from None
 
 
-def _spec(mix: str | Spec, name: str, shape: tuple[int, ...], config: ModelConfig) -> Spec:
+def _spec(mix: str | NumberFormat, name: str, shape: tuple[int, ...], config: ModelConfig) -> NumberFormat:
     """Format of a tensor: vectors stay float32; a grid is for all matrices but the token table and the head."""
     kind = tensor_kind(mix if isinstance(mix, str) else "F32", name, shape[-1], config)
     vector = tensor_kind("F16", name, shape[-1], config) == "F32"
     if isinstance(mix, str) or vector:
-        return Spec("kind", kind=kind)
-    return Spec("kind", kind="BF16") if name in (TABLE, HEAD) else mix
+        return NumberFormat("kind", kind=kind)
+    return NumberFormat("kind", kind="BF16") if name in (TABLE, HEAD) else mix
 
 
 def _samples(
@@ -103,7 +103,7 @@ def _samples(
                 source.release(read[part.target].source)
 
 
-def _error(samples: Iterator[tuple[Spec, np.ndarray, int]]) -> Error:
+def _error(samples: Iterator[tuple[NumberFormat, np.ndarray, int]]) -> ErrorParts:
     """Mean over all weights of errors relative to each matrix's mean square."""
     sums, count = np.zeros(3), 0
     for spec, rows, size in samples:
@@ -113,4 +113,4 @@ def _error(samples: Iterator[tuple[Spec, np.ndarray, int]]) -> Error:
         count += size
     rounding, clipping, noise = (sums / count).tolist()
     whole = rounding + clipping
-    return Error(rounding, clipping, noise, -10 * log10(whole) if whole else inf)
+    return ErrorParts(rounding, clipping, noise, -10 * log10(whole) if whole else inf)

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.compress.base import Inputs, Matrix, OutputReport, QuantizedRows, Visit
 from headrace.compress.grids.column_masks import KeptBlocks, KeptMask
 from headrace.compress.grids.errors import outside
-from headrace.compress.grids.hessian import DAMPING, output_error, upper
+from headrace.compress.grids.hessian import DAMPING, inverse_factor, output_error
 from headrace.compress.grids.keep import Sparsity
 from headrace.compress.grids.loop import BLOCK, Keep, reconstruct
 from headrace.compress.grids.targets import nearest, target
@@ -46,7 +46,7 @@ class Rounding:
         began, inputs, importance = time.perf_counter(), matrix.inputs, importance_of(matrix.inputs)
         diagonal = inputs.hessian.diagonal()
         order = torch.argsort(diagonal, descending=True, stable=True) if self._ordered else None
-        factor = upper(inputs.hessian, order) if self._gptq and importance is not None else None
+        factor = inverse_factor(inputs.hessian, order) if self._gptq and importance is not None else None
         if self._gptq and (factor is None or factor.damping > DAMPING):
             how = (
                 "not positive definite: rounded to nearest" if factor is None else f"damped by {factor.damping:.0%} of its mean"

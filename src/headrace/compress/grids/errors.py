@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.compress.grids.encode import encode
 from headrace.compress.grids.grid import Uniform, fit, grouped
-from headrace.compress.grids.spec import Spec
+from headrace.compress.grids.spec import NumberFormat
 from headrace.compress.grids.targets import Blocks, Target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS
@@ -17,7 +17,7 @@ Ends = np.ndarray | np.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
+class ErrorParts:
     """Mean squares over all numbers. rounding: inside their group's range; clipping: outside; noise: S²/12 for steps S (0 if
     uneven); sqnr: signal-to-noise ratio in dB.
     """
@@ -33,7 +33,7 @@ class Error:
         return self.rounding + self.clipping
 
 
-def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> Error:
+def measure(w: np.ndarray, spec: NumberFormat, importance: np.ndarray | None = None) -> ErrorParts:
     """Error of a format on a matrix float32 [n, k]. importance: as `encode` takes it."""
     if spec.family == "kind":
         return _of_kind(w, spec.kind, importance)
@@ -43,14 +43,14 @@ def measure(w: np.ndarray, spec: Spec, importance: np.ndarray | None = None) -> 
     return split(groups, grid.snap(groups), *grid.bounds(), step)
 
 
-def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> Error:
+def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> ErrorParts:
     """Error of numbers w that became `made`. low, high: ends of their ranges; step: their steps. Shapes broadcast."""
     squares = np.square(w.astype(np.float64) - made)
     outside = (w < low) | (w > high)
     clipping = float(np.where(outside, squares, 0).mean())
     whole, energy = float(squares.mean()), float(np.square(w.astype(np.float64)).mean())
     sqnr = 10 * math.log10(energy / whole) if whole and energy else math.inf
-    return Error(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
+    return ErrorParts(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
 
 
 def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
@@ -66,7 +66,7 @@ def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tu
     return clipping, noise
 
 
-def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> Error:
+def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> ErrorParts:
     rows = encode(w, kind, importance)
 
     def values(stored: np.ndarray) -> np.ndarray:

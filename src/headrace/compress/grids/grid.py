@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.compress.grids import tables
-from headrace.compress.grids.spec import E4M3, E8M0, FLOATS, Spec
+from headrace.compress.grids.spec import E4M3, E8M0, FLOATS, NumberFormat
 
 
 class Grid(Protocol):
@@ -85,7 +85,7 @@ def grouped(w: np.ndarray, group: int | None) -> np.ndarray:
     return w.reshape(-1, group or w.shape[1])
 
 
-def fit(w: np.ndarray, spec: Spec) -> Grid:
+def fit(w: np.ndarray, spec: NumberFormat) -> Grid:
     """The grid of a format for groups w [groups, size] that covers all numbers."""
     w = w.astype(np.float32, copy=False)
     if spec.family != "int":
@@ -120,7 +120,7 @@ def _scale(most: np.ndarray, last: float, scales: str) -> np.ndarray:
     return scale
 
 
-def _table(w: np.ndarray, most: np.ndarray, spec: Spec) -> np.ndarray:
+def _table(w: np.ndarray, most: np.ndarray, spec: NumberFormat) -> np.ndarray:
     if spec.family in FLOATS:
         return tables.minifloat(spec.family)
     if spec.family == "nf":

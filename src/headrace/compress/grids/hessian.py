@@ -13,7 +13,7 @@ TIMES, TRIES = 10, 3  # factor of the damping, and attempts, if H is not positiv
 
 
 @dataclass(frozen=True, slots=True)
-class Upper:
+class InverseFactor:
     """factor: U [k, k] for the columns in their new order. dead: [k], inputs that are always 0, in the old order. damping:
     share added.
     """
@@ -23,7 +23,7 @@ class Upper:
     damping: float
 
 
-def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING) -> Upper | None:
+def inverse_factor(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING) -> InverseFactor | None:
     """U of a symmetric matrix [k, k] with columns in `order`; None if it is not finite, or not positive definite with 100 times
     the damping.
 
@@ -45,7 +45,7 @@ def upper(hessian: Tensor, order: Tensor | None = None, damping: float = DAMPING
             reversed_factor = lower.flip(0, 1)  # upper
             del lower
             factor = torch.eye(len(reversed_factor), dtype=reversed_factor.dtype)
-            return Upper(torch.linalg.solve_triangular(reversed_factor, factor, upper=True, out=factor), dead, share)
+            return InverseFactor(torch.linalg.solve_triangular(reversed_factor, factor, upper=True, out=factor), dead, share)
     return None
 
 

@@ -42,7 +42,7 @@ def reconstruct(
 ) -> Tensor:
     """Round or prune the columns of a matrix [n, k] so that its outputs change little; rows are independent.
 
-    upper: [k, k], U of `hessian.upper` for the same order. order: int64 [k], columns in loop order (None: their own).
+    upper: [k, k], U of `hessian.inverse_factor` for the same order. order: int64 [k], columns in loop order (None: their own).
     A column's error over U[j, j] is applied to the columns after it by row j of U: at once within a block, behind the block
     when it is finished.
     """

@@ -20,7 +20,7 @@ _SHARING = re.compile(r"tensor|row|g([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class NumberFormat:
     """A number format. family: "kind" (then `kind` names it), a key of GRIDS, or of FLOATS.
 
     group: numbers of a row that share a scale; 0: the whole row; None: the whole tensor. symmetric: integers without zero
@@ -55,13 +55,13 @@ class Spec:
         return self.bits + (scale + zero) / shared + table + whole / (n * k)
 
 
-def parse(text: str) -> Spec:
+def parse(text: str) -> NumberFormat:
     """The format of a name, in any case. Raises ValueError with similar names if unknown."""
     if text.lower() in SCALED:
         family, size, scales = SCALED[text.lower()]
-        return Spec(family, FLOATS[family], size, scales=scales)
+        return NumberFormat(family, FLOATS[family], size, scales=scales)
     if text.upper() in WRITTEN:
-        return Spec("kind", kind=text.upper())
+        return NumberFormat("kind", kind=text.upper())
     words = text.lower().split("-")
     match = _GRID.fullmatch(words[0])
     if match is None:
@@ -76,7 +76,7 @@ def parse(text: str) -> Spec:
     if shared is None or rest not in ([], ["sym"]):
         raise ValueError(f"{text!r} is no format: after {words[0]} comes -tensor, -row or -g128, and then -sym where it is")
     group = None if sharing == "tensor" else int(shared[1] or 0)
-    return Spec(family, bits, group, family != "int" or rest == ["sym"])
+    return NumberFormat(family, bits, group, family != "int" or rest == ["sym"])
 
 
 def unknown(text: str, names: Iterable[str], more: str = "") -> str:
