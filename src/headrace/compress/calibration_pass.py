@@ -39,7 +39,8 @@ from headrace.startup.opening import Opened
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kv_settings import KVSettings, kv_settings
 
-ENOUGH, FEW = 4, 2  # tokens for each input of the widest matrix: the default, and the limit below which a warning is given
+# Calibration tokens for each input of the widest matrix: the default, and the limit below which a warning is given.
+ENOUGH, FEW = 4, 2
 
 
 @dataclass(slots=True)
@@ -239,7 +240,8 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "calibrate": calibrate,
         "tokens": pipeline.tokens or "auto",
         "seed": pipeline.seed,
-        "threads": pipeline.thread_count,  # the order of sums depends on it
+        # The order of sums depends on it.
+        "threads": pipeline.thread_count,
         "version": VERSION,
         **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
     }

@@ -138,7 +138,8 @@ class LayerPass:
             "cut": list(visit.cut or ()),
             "tokens": sum(len(text) for some, held in self._chunks if not held for text in some),
         }
-        for matrix in visit.matrices.values():  # frees them before the next layer is read
+        # Free the statistics before the next layer is read.
+        for matrix in visit.matrices.values():
             matrix.inputs, matrix.parts, matrix.coded = Inputs.empty(0), {}, {}
         self._through(visit.number + 1, lambda x, context: self.model.layer(visit.number, x, context))
         self._work.finish_layer(visit.number, tensors, about)
@@ -160,7 +161,8 @@ class LayerPass:
             raise self._work.damaged(path.name)
         with path.open("rb") as file:
             for some, held in self._chunks:
-                x = torch.empty(sum(map(len, some)), width)  # same alignment in every run: sums are the same bits
+                # The same alignment in every run: sums have the same bits.
+                x = torch.empty(sum(map(len, some)), width)
                 file.readinto(x.numpy().data)
                 yield x, self._pool.context(*some), held
 

@@ -59,7 +59,8 @@ class StringArray(Sequence[str]):
         first = self._starts[0] - 8
         data = np.array(self._data[first : self._starts[-1] - 8])
         lengths = np.array(self._starts[:-1], np.int64) - 8 - first
-        data[lengths] = 0  # the first of the 8 length bytes becomes a separator, the others are dropped
+        # The first of the 8 length bytes becomes a separator, the others are dropped.
+        data[lengths] = 0
         kept = np.ones(len(data), bool)
         for byte in range(1, 8):
             kept[lengths + byte] = False
@@ -67,7 +68,8 @@ class StringArray(Sequence[str]):
             _, *strings = data[kept].tobytes().decode().split("\0")
         except UnicodeDecodeError:
             raise self._not_text() from None
-        return strings if len(strings) == len(self) else [self[i] for i in range(len(self))]  # some string holds zeros
+        # If the counts differ, some string holds zeros.
+        return strings if len(strings) == len(self) else [self[i] for i in range(len(self))]
 
     def _not_text(self) -> WeightError:
         return WeightError(f"{self._where} holds text that is not UTF-8; the file is damaged")
@@ -168,7 +170,8 @@ class Cursor:
         try:
             for _ in range(count):
                 append(pos + 8)
-                pos += 8 + unpack(data, pos)[0]  # the next unpack fails if this is past the end
+                # The next unpack fails if this is past the end.
+                pos += 8 + unpack(data, pos)[0]
             append(pos + 8)
         except (struct.error, OverflowError):
             pos = len(data) + 1

@@ -67,7 +67,8 @@ def _of_gguf(path: Path) -> dict[str, np.ndarray]:
             if name + COUNTS not in names:
                 raise WeightError(f"{path}: has no {quoted(name + COUNTS)}; the file is damaged")
             sums, counts = (_floats(file, name + ending) for ending in (SUMS, COUNTS))
-            if counts.size == 1 and counts[0] > 0:  # experts have several, and no model of ours has experts
+            # Experts have several counts; no model with experts is built.
+            if counts.size == 1 and counts[0] > 0:
                 importance[name] = sums / counts[0]
     return importance
 

@@ -190,7 +190,8 @@ def _sizes(shape: tuple[int, ...]) -> str:
 
 
 def _refuse_surplus(stored: dict[str, str], used: set[str], names: NameMap, config: ModelConfig, source: WeightSource) -> None:
-    ignored = names.ignored + ((r"lm_head\.weight",) if config.tied_head else ())  # a tied head saved twice
+    # A tied head may be saved twice.
+    ignored = names.ignored + ((r"lm_head\.weight",) if config.tied_head else ())
     plain = {full.removeprefix(names.prefix): name for full, name in stored.items() if name not in used}
     surplus = [name for short, name in plain.items() if not any(re.fullmatch(pattern, short) for pattern in ignored)]
     if surplus:

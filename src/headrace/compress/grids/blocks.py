@@ -59,7 +59,8 @@ def q5_1(x: Array, weight: Array | None) -> Array:
 
 def iq4_nl(x: Array, weight: Array | None) -> Array:
     cells = np.searchsorted((IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2, np.arange(-256, 256) / 2, side="right")
-    table = IQ4_VALUES[cells]  # nearest value to every half step: no decision boundary lies inside one
+    # Nearest value to every half step: no decision boundary lies inside one.
+    table = IQ4_VALUES[cells]
 
     def nearest(v: Array) -> Array:
         return table[np.clip(np.floor(2 * v), -256, 255).astype(np.int16) + 256]

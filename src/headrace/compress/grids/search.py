@@ -110,7 +110,8 @@ def line(x: Array, q: Array, weight: Array | None, most: float = np.inf) -> tupl
     sq, sqq, sx, sxq = wq.sum(0, dtype=np.float32), total(None, wq, q), total(weight, x), total(None, wq, x)
     det = inverse(sw * sqq - sq * sq)
     s, m = (sw * sxq - sq * sx) * det, (sqq * sx - sq * sxq) * det
-    flat = (det == 0) | (s < 0)  # equal or falling codes: fit a constant
+    # Equal or falling codes: fit a constant.
+    flat = (det == 0) | (s < 0)
     s, m = np.where(flat, 0, s), np.where(flat, sx * inverse(sw + np.zeros_like(sx)), m)
     over = m > most
     s, m = np.where(over, np.maximum(sxq - np.float32(min(most, 0)) * sq, 0) * inverse(sqq), s), np.where(over, most, m)
