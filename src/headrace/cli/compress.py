@@ -246,18 +246,18 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
 
 def _kv(kv: Any) -> str:
     """Bytes of a token's K and V, compared with before if they differ."""
-    made = f"{kv.bytes:,} bytes a token in {kv.format}"
-    return made if kv.bytes == kv.before else f"{made}, {kv.bytes / kv.before:.0%} of {kv.before:,} in bfloat16"
+    size = f"{kv.bytes:,} bytes a token in {kv.format}"
+    return size if kv.bytes == kv.before else f"{size}, {kv.bytes / kv.before:.0%} of {kv.before:,} in bfloat16"
 
 
 def _cut(cut: Any) -> str:
     """Size after a cut, and dropped layers or output errors."""
-    made = f"{cut.after:,} of {cut.before:,}"
+    size = f"{cut.after:,} of {cut.before:,}"
     if cut.dropped:
-        return f"{made}, without {', '.join(map(str, cut.dropped))} (counted from 0)"
+        return f"{size}, without {', '.join(map(str, cut.dropped))} (counted from 0)"
     error, repaired, held = cut.mean("error"), cut.mean("repaired"), cut.mean("held_repaired")
     elsewhere = "" if held is None else f", {held:.1%} on texts held out"
-    return f"{made}, {error:.1%} of the squares of outputs lost, {repaired:.1%} after repair{elsewhere}"
+    return f"{size}, {error:.1%} of the squares of outputs lost, {repaired:.1%} after repair{elsewhere}"
 
 
 def _healed(healed: Any) -> str:
@@ -270,6 +270,6 @@ def _healed(healed: Any) -> str:
 
 def _outputs(reports: Any) -> str:
     """Output error over all matrices, compared with rounding to nearest on the same scales."""
-    whole = sum(one.weights for one in reports)
-    found, nearest = (sum(getattr(one, name) * one.weights for one in reports) / whole for name in ("error", "nearest"))
-    return f"{found:.3%} of the squares of the layers' outputs, {nearest:.3%} by rtn with the same importance"
+    weights = sum(one.weights for one in reports)
+    mean_error, nearest = (sum(getattr(one, name) * one.weights for one in reports) / weights for name in ("error", "nearest"))
+    return f"{mean_error:.3%} of the squares of the layers' outputs, {nearest:.3%} by rtn with the same importance"

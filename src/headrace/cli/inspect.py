@@ -30,22 +30,23 @@ def inspect(
     from headrace.startup.supported import missing
     from headrace.weights.describe import describe
 
-    found = describe(path)
-    found["missing"] = "" if template else missing(name)
-    found["encoder"] = not (template or found["missing"]) and open_files(name, download=False).config.encoder
-    if found["encoder"]:
-        found["kv_bytes_per_token"] = None
+    description = describe(path)
+    description["missing"] = "" if template else missing(name)
+    description["encoder"] = not (template or description["missing"]) and open_files(name, download=False).config.encoder
+    if description["encoder"]:
+        description["kv_bytes_per_token"] = None
     if template:
-        if found["chat_template"] is None:
-            raise ValueError(f"{found['path']} has no chat template")
-        print(printable(found["chat_template"], keep="\n\t"))
+        if description["chat_template"] is None:
+            raise ValueError(f"{description['path']} has no chat template")
+        print(printable(description["chat_template"], keep="\n\t"))
     elif as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        print_fields(_fields(found))
+        print_fields(_fields(description))
         if tensors:
             rows = [
-                (one["name"], one["type"], " × ".join(map(str, one["shape"])), str(one["bytes"])) for one in found["tensors"]
+                (one["name"], one["type"], " × ".join(map(str, one["shape"])), str(one["bytes"]))
+                for one in description["tensors"]
             ]
             print_table(("TENSOR", "TYPE", "SHAPE", "BYTES"), rows)
 
@@ -54,37 +55,46 @@ def _kv(kv: dict[str, int]) -> str:
     return f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit, {kv['int8']:,} in int8, {kv['int4']:,} in int4"
 
 
-def _fields(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _fields(description: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: int | None, unit: str = "") -> str:
         return "unknown" if value is None else f"{value:,}{unit}"
 
-    types = (f"{count:,} {kind}" for kind, count in found["types"].items())
-    kv, no_kv = found["kv_bytes_per_token"], "none: an encoder reads each text as a whole" if found["encoder"] else "unknown"
+    types = (f"{count:,} {kind}" for kind, count in description["types"].items())
+    kv, no_kv = (
+        description["kv_bytes_per_token"],
+        "none: an encoder reads each text as a whole" if description["encoder"] else "unknown",
+    )
     fields = [
-        ("file", found["path"]),
-        ("format", found["format"]),
-        ("name", found["name"] or "unnamed"),
-        ("architecture", found["architecture"] or "unknown"),
-        ("licence", found["licence"] or "not stated"),
-        ("parameters", f"{found['parameters']:,} in {human_size(found['bytes'])}, {found['bits']:.2f} bits each"),
-        ("tensors", f"{len(found['tensors'])}: {', '.join(types)}"),
-        ("layers", f"{number(found['layers'])}, hidden size {number(found['hidden_size'])}"),
-        ("heads", f"{number(found['heads'])}, KV heads {number(found['kv_heads'])}, head size {number(found['head_dim'])}"),
-        ("context", number(found["context_length"], " tokens")),
+        ("file", description["path"]),
+        ("format", description["format"]),
+        ("name", description["name"] or "unnamed"),
+        ("architecture", description["architecture"] or "unknown"),
+        ("licence", description["licence"] or "not stated"),
+        (
+            "parameters",
+            f"{description['parameters']:,} in {human_size(description['bytes'])}, {description['bits']:.2f} bits each",
+        ),
+        ("tensors", f"{len(description['tensors'])}: {', '.join(types)}"),
+        ("layers", f"{number(description['layers'])}, hidden size {number(description['hidden_size'])}"),
+        (
+            "heads",
+            f"{number(description['heads'])}, KV heads {number(description['kv_heads'])}, head size {number(description['head_dim'])}",
+        ),
+        ("context", number(description["context_length"], " tokens")),
         ("KV per token", _kv(kv) if kv else no_kv),
-        ("tokenizer", f"{found['tokenizer'] or 'unknown'}, {number(found['vocab_size'])} tokens"),
+        ("tokenizer", f"{description['tokenizer'] or 'unknown'}, {number(description['vocab_size'])} tokens"),
     ]
-    if found["kv"]:
-        fields.append(("K and V", f"{found['kv']}, unless another number format is asked for"))
-    if found["compress"]:
-        fields.insert(2, ("compressed", f"by headrace compress: {found['compress']}"))
-    if found["quantised"]:
-        asks = f", activations in 8 bits by {found['activations']}" if found["activations"] else ""
-        fields[2:2] = [("quantised", found["quantised"] + asks), ("in the core", found["core"])]
-    if found["sliding_window"]:
-        window = number(found["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
+    if description["kv"]:
+        fields.append(("K and V", f"{description['kv']}, unless another number format is asked for"))
+    if description["compress"]:
+        fields.insert(2, ("compressed", f"by headrace compress: {description['compress']}"))
+    if description["quantised"]:
+        asks = f", activations in 8 bits by {description['activations']}" if description["activations"] else ""
+        fields[2:2] = [("quantised", description["quantised"] + asks), ("in the core", description["core"])]
+    if description["sliding_window"]:
+        window = number(description["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
         fields.append(("window", window))
-    fields.append(("runs here", f"no: {found['missing']}" if found["missing"] else "yes"))
-    text = found["chat_template"]
+    fields.append(("runs here", f"no: {description['missing']}" if description["missing"] else "yes"))
+    text = description["chat_template"]
     fields.append(("chat template", "none" if text is None else f"{len(text):,} characters (--template prints it)"))
     return fields

@@ -73,8 +73,8 @@ def list_models(
     if folders:
         from headrace.startup.supported import runs_here
 
-        found = [path for folder in folders for path in _models_in(folder)]
-        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), runs_here(one)) for one in found])
+        paths = [path for folder in folders for path in _models_in(folder)]
+        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), runs_here(one)) for one in paths])
         return
     named = [(one.name, human_size(_size_of(one.model)), "", "named", one.model) for one in names.given()]
     print_table(("NAME", "SIZE", "LICENCE", "STATE", "DESCRIPTION"), [*named, *_stored_rows(catalogs)])
@@ -88,8 +88,8 @@ def _models_in(folder: Path) -> list[Path]:
     """GGUF files and folders with weights: `folder` itself, or its entries."""
     if folder.suffix == ".gguf" or any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         return [folder]
-    found = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("*/config.json"))]
-    return sorted({*found, *(file.parent for file in folder.glob("*/adapter_config.json"))})
+    paths = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("*/config.json"))]
+    return sorted({*paths, *(file.parent for file in folder.glob("*/adapter_config.json"))})
 
 
 def _size_of(model: str) -> int | None:
