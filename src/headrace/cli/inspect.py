@@ -30,23 +30,22 @@ def inspect(
     from headrace.startup.supported import missing
     from headrace.weights.describe import describe
 
-    description = describe(path)
-    description["missing"] = "" if template else missing(name)
-    description["encoder"] = not (template or description["missing"]) and open_files(name, download=False).config.encoder
-    if description["encoder"]:
-        description["kv_bytes_per_token"] = None
+    model = describe(path)
+    model["missing"] = "" if template else missing(name)
+    model["encoder"] = not (template or model["missing"]) and open_files(name, download=False).config.encoder
+    if model["encoder"]:
+        model["kv_bytes_per_token"] = None
     if template:
-        if description["chat_template"] is None:
-            raise ValueError(f"{description['path']} has no chat template")
-        print(printable(description["chat_template"], keep="\n\t"))
+        if model["chat_template"] is None:
+            raise ValueError(f"{model['path']} has no chat template")
+        print(printable(model["chat_template"], keep="\n\t"))
     elif as_json:
-        print(json.dumps(description, indent=2))
+        print(json.dumps(model, indent=2))
     else:
-        print_fields(_fields(description))
+        print_fields(_fields(model))
         if tensors:
             rows = [
-                (one["name"], one["type"], " × ".join(map(str, one["shape"])), str(one["bytes"]))
-                for one in description["tensors"]
+                (one["name"], one["type"], " × ".join(map(str, one["shape"])), str(one["bytes"])) for one in model["tensors"]
             ]
             print_table(("TENSOR", "TYPE", "SHAPE", "BYTES"), rows)
 
@@ -55,46 +54,44 @@ def _kv(kv: dict[str, int]) -> str:
     return f"{kv['float16']:,} bytes in 16 bit, {kv['float32']:,} in 32 bit, {kv['int8']:,} in int8, {kv['int4']:,} in int4"
 
 
-def _fields(description: dict[str, Any]) -> list[tuple[str, str]]:
+def _fields(model: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: int | None, unit: str = "") -> str:
         return "unknown" if value is None else f"{value:,}{unit}"
 
-    types = (f"{count:,} {kind}" for kind, count in description["types"].items())
-    kv, no_kv = (
-        description["kv_bytes_per_token"],
-        "none: an encoder reads each text as a whole" if description["encoder"] else "unknown",
-    )
+    types = (f"{count:,} {kind}" for kind, count in model["types"].items())
+    kv = model["kv_bytes_per_token"]
+    no_kv = "none: an encoder reads each text as a whole" if model["encoder"] else "unknown"
     fields = [
-        ("file", description["path"]),
-        ("format", description["format"]),
-        ("name", description["name"] or "unnamed"),
-        ("architecture", description["architecture"] or "unknown"),
-        ("licence", description["licence"] or "not stated"),
+        ("file", model["path"]),
+        ("format", model["format"]),
+        ("name", model["name"] or "unnamed"),
+        ("architecture", model["architecture"] or "unknown"),
+        ("licence", model["licence"] or "not stated"),
         (
             "parameters",
-            f"{description['parameters']:,} in {human_size(description['bytes'])}, {description['bits']:.2f} bits each",
+            f"{model['parameters']:,} in {human_size(model['bytes'])}, {model['bits']:.2f} bits each",
         ),
-        ("tensors", f"{len(description['tensors'])}: {', '.join(types)}"),
-        ("layers", f"{number(description['layers'])}, hidden size {number(description['hidden_size'])}"),
+        ("tensors", f"{len(model['tensors'])}: {', '.join(types)}"),
+        ("layers", f"{number(model['layers'])}, hidden size {number(model['hidden_size'])}"),
         (
             "heads",
-            f"{number(description['heads'])}, KV heads {number(description['kv_heads'])}, head size {number(description['head_dim'])}",
+            f"{number(model['heads'])}, KV heads {number(model['kv_heads'])}, head size {number(model['head_dim'])}",
         ),
-        ("context", number(description["context_length"], " tokens")),
+        ("context", number(model["context_length"], " tokens")),
         ("KV per token", _kv(kv) if kv else no_kv),
-        ("tokenizer", f"{description['tokenizer'] or 'unknown'}, {number(description['vocab_size'])} tokens"),
+        ("tokenizer", f"{model['tokenizer'] or 'unknown'}, {number(model['vocab_size'])} tokens"),
     ]
-    if description["kv"]:
-        fields.append(("K and V", f"{description['kv']}, unless another number format is asked for"))
-    if description["compress"]:
-        fields.insert(2, ("compressed", f"by headrace compress: {description['compress']}"))
-    if description["quantised"]:
-        asks = f", activations in 8 bits by {description['activations']}" if description["activations"] else ""
-        fields[2:2] = [("quantised", description["quantised"] + asks), ("in the core", description["core"])]
-    if description["sliding_window"]:
-        window = number(description["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
+    if model["kv"]:
+        fields.append(("K and V", f"{model['kv']}, unless another number format is asked for"))
+    if model["compress"]:
+        fields.insert(2, ("compressed", f"by headrace compress: {model['compress']}"))
+    if model["quantised"]:
+        asks = f", activations in 8 bits by {model['activations']}" if model["activations"] else ""
+        fields[2:2] = [("quantised", model["quantised"] + asks), ("in the core", model["core"])]
+    if model["sliding_window"]:
+        window = number(model["sliding_window"], " tokens in some or all layers; K and V are kept for the whole context")
         fields.append(("window", window))
-    fields.append(("runs here", f"no: {description['missing']}" if description["missing"] else "yes"))
-    text = description["chat_template"]
+    fields.append(("runs here", f"no: {model['missing']}" if model["missing"] else "yes"))
+    text = model["chat_template"]
     fields.append(("chat template", "none" if text is None else f"{len(text):,} characters (--template prints it)"))
     return fields
