@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from headrace.training.train import loss_of
 
 from headrace.backends.eager import step
 from headrace.backends.eager.heads import EagerHeads
@@ -29,6 +28,7 @@ from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from headrace.training.feature_layer import FeatureLayer, norm, shifted
 from headrace.training.head_kinds import initial_tensors
+from headrace.training.heads import loss_of
 from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
