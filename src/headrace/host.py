@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+IDLE_NICENESS = 19
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
 
@@ -161,6 +162,25 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             sys.exit(0)
+
+
+def lower_priority(pid: int) -> bool:
+    """Set the niceness of all threads of one process, and of its scheduling group, to 19. False if the group must be tried again.
+
+    Linux schedules each session as a group (autogroup, sched(7)), and a thread's niceness counts within its group alone.
+    The system limits how often groups may change.
+    """
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task") if sys.platform == "linux" else [pid]:
+            os.setpriority(os.PRIO_PROCESS, int(thread), IDLE_NICENESS)
+    try:
+        Path(f"/proc/{pid}/autogroup").write_text(str(IDLE_NICENESS))
+    except BlockingIOError:
+        return False
+    # Systems without such groups have no file to write.
+    except OSError:
+        pass
+    return True
 
 
 def leave_the_network() -> None:

@@ -1,6 +1,5 @@
 """One confined process, seen from its parent: start, question, answer, end, and the priority at which it runs."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,8 +20,6 @@ KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTE
 PATIENCE, PATIENCE_PER_SECOND = 180.0, 100.0
 LOOK = 0.1  # seconds between two looks at the CPU time of a process with a question
 EASY = 0.25  # seconds of CPU time after which a question goes on at idle priority
-NICENESS = 19  # idle priority
-LINUX = sys.platform == "linux"
 LIFE = 300.0  # seconds of CPU time after which a process is replaced
 # Bytes of memory that a process may keep beyond those it had when it was ready; a vocabulary may be large.
 KEPT = 256 << 20
@@ -162,23 +158,8 @@ class ConfinedProcess:
         self._lower_priority()
 
     def _lower_priority(self) -> None:
-        """Set the niceness of all threads, and of the process's scheduling group, to 19.
-
-        Linux schedules each session as a group (autogroup, sched(7)), and a thread's niceness counts within its group alone.
-        The system limits how often groups may change: until the group has changed, later calls try again.
-        """
-        if self._lowered:
-            return
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{self.pid}/task") if LINUX else [self.pid]:
-                os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
-        try:
-            Path(f"/proc/{self.pid}/autogroup").write_text(str(NICENESS))
-        except BlockingIOError:
-            return
-        except OSError:  # the system has no such groups
-            pass
-        self._lowered = True
+        """Run the process at idle priority. Later calls try again until the system has accepted all of it."""
+        self._lowered = self._lowered or host.lower_priority(self.pid)
 
 
 def environment() -> dict[str, str]:
