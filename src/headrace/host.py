@@ -165,10 +165,10 @@ def end_with(parent: int) -> None:
 
 
 def lower_priority(pid: int) -> bool:
-    """Set the niceness of all threads of one process, and of its scheduling group, to 19. False if the group must be tried again.
+    """Set the niceness of all threads of one process, and of its scheduling group, to 19. False if the group refused.
 
     Linux schedules each session as a group (autogroup, sched(7)), and a thread's niceness counts within its group alone.
-    The system limits how often groups may change.
+    The system limits how often groups may change: the caller tries again later.
     """
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task") if sys.platform == "linux" else [pid]:

@@ -61,7 +61,7 @@ def test_a_check_that_fails_costs_its_own_output(
     def broken() -> object:
         raise BlockingIOError("no process can be started")
 
-    monkeypatch.setattr(constraint_check, "shared", broken)
+    monkeypatch.setattr(constraint_check, "shared_pool", broken)
     outputs = run(tiny_llm, [[7, 8], [9, 10], [11, 12]])
     reasons = {one.outputs[0].finish_reason for one in outputs}
     assert reasons <= {"error", "length"}

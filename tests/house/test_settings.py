@@ -78,7 +78,7 @@ def test_a_setting_is_an_option_and_a_line_of_config(tmp_path: Path, monkeypatch
     config = tmp_path / "serve.toml"
     config.write_text('pinned_core = 3\n[[models]]\nmodel = "small"\npinned-core = 4\n')
     assert runner.invoke(app, ["--config", str(config)]).exit_code != 0  # a model of the file has the declared settings alone
-    monkeypatch.setattr(serve_options, "OF_A_MODEL", [one.name for one in option_settings(of=Pinned)])
+    monkeypatch.setattr(serve_options, "MODEL_OPTIONS", [one.name for one in option_settings(of=Pinned)])
     assert runner.invoke(app, ["--config", str(config)]).exit_code == 0
     ((options, (model,)),) = heard
     assert (options["pinned_core"], options["threads"], model.options) == (3, None, {"pinned_core": 4})

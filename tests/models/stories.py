@@ -67,7 +67,7 @@ def cut(source: MemorySource, wanted: Cut) -> Model:
     with TemporaryDirectory() as folder:
         work = WorkFolder(Path(folder) / "work")
         work.begin({})
-        left = cut_model(opened, [wanted], work, texts(0, MEASURED), Silent(), 1, words=False)
+        left = cut_model(opened, [wanted], work, texts(0, MEASURED), Silent(), 1, vocabulary=False)
         model = load_model(left.opened.source)
         left.opened.source.close()
     return model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.eager import rounded as inputs
-from headrace.bench.kv import VARIANTS, losses
+from headrace.bench.kv import FORMATS, measure_losses
 from headrace.compress import cutting
 from headrace.compress.base import Compressor, Matrix, Visit
 from headrace.compress.folding import AWQ, SmoothQuant
@@ -199,8 +199,8 @@ def test_outliers_that_were_planted(source: MemorySource, judge: Judge, monkeypa
 
 def test_keys_and_values_in_fewer_bits(source: MemorySource) -> None:
     names = ("int8", "int4, K as it is", "int4, one scale, K as it is")
-    wanted = [one for one in VARIANTS if one.name in names]
-    _, found = losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
+    wanted = [one for one in FORMATS if one.name in names]
+    _, found = measure_losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
     lost = {one.name: one.record()["nll"] for one in found}
     print({name: round(value, 4) for name, value in lost.items()})
     assert lost["int8"] <= 0.002
