@@ -10,7 +10,7 @@ from headrace import host
 SHARE = 0.03  # fraction of all processors for one client
 BURST = 1.0  # seconds of CPU time that a client may use ahead of its share
 FREE = 0.005  # seconds of each question that are not charged: templates of ordinary chats take less
-CLIENTS = 4096  # above so many clients, those without a debt are forgotten
+CLIENTS = 4096  # above this number, clients without a debt are forgotten
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,7 @@ RETRY_DOWN = 5  # seconds after which a restarted engine may be ready
 
 
 class RequestRefusedError(ValueError):
-    """A request that could never run; the message says what to change. `field` as of `data.fields.FieldError`."""
+    """A request that can never run; the message names the change that it needs. `field` as in `data.fields.FieldError`."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)

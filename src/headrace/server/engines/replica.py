@@ -17,7 +17,7 @@ Outcome = tuple[Event, str]  # the event that ended a process, and the reason
 
 
 class LoadError(ValueError):
-    """The model cannot be opened; one line that says what to change."""
+    """The model cannot be opened; the text is one line with what to change."""
 
 
 class Replica:

@@ -36,7 +36,7 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        # Clients repeat these requests by themselves; tell them when that cannot help.
+        # Clients repeat these requests by themselves; the header prevents it if that cannot help.
         if self.status in RETRIED or self.status >= 500:
             again = self.retry_after is not None and self.code != MODEL_UNUSABLE
             headers["x-should-retry"] = "true" if again else "false"
@@ -44,5 +44,5 @@ class ApiError(Exception):
 
 
 def bad(message: str, param: str | None = None) -> ApiError:
-    """Return a 400 for an invalid value; the message tells what to change."""
+    """Return a 400 for an invalid value; the message names the change that it needs."""
     return ApiError(400, message, param=param, code="invalid_value")

@@ -116,7 +116,7 @@ def read_query(given: dict[str, str], kind: type[T]) -> T:
 
 
 def check_size(data: bytes) -> None:
-    """Raises ApiError if a body holds so many values that decoding them would delay other requests.
+    """Raises ApiError if decoding all values of a body would delay other requests.
 
     The counts of its characters are upper bounds. If they are above a limit, the characters outside of strings are counted,
     until one count is above its limit.

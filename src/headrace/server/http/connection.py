@@ -26,7 +26,7 @@ HEAD = 64 << 10  # bytes of a request's head, by default
 HEADERS = 100  # of a request, and trailers of a body: each costs CPU time before the guard runs
 INVALID = "the request is not valid HTTP/1.1"
 MOST_DROPPED = 256 << 20  # bytes of a refused request that the server reads and drops
-FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # a body with more chunks must have so many bytes per chunk on average
+FREE_CHUNKS, MEAN_CHUNK = 1000, 64  # a body with more chunks must have MEAN_CHUNK bytes per chunk
 
 
 Refuse = Callable[[bytes, str, list[tuple[bytes, bytes]]], bytes | None]
