@@ -8,7 +8,7 @@ import typer
 from headrace.bench.figures import Column, Line, Measurement, Plot, Table
 from headrace.cli.measuring import add_measurement
 
-COLUMNS = (Column("prompt", "prompt"), Column("tokens", "tokens", "d"), Column("letters a token", "letters", ".2f"))
+COLUMNS = (Column("prompt", "{prompt}"), Column("tokens", "{tokens:d}"), Column("letters a token", "{letters:.2f}"))
 
 
 def prompt_lengths(model: str, source: Annotated[Path, typer.Option("--input", "-i", exists=True)]) -> Measurement:

@@ -64,7 +64,7 @@ def test_a_column_that_its_rows_lack_is_an_error(
     shell: Shell, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: the table reads the rows."""
-    monkeypatch.setattr(prompt_lengths, "COLUMNS", (prompt_lengths.Column("tokens", "count"),))
+    monkeypatch.setattr(prompt_lengths, "COLUMNS", (prompt_lengths.Column("tokens", "{count}"),))
     code, _, err = shell(*arguments)
     assert code == 1
     assert "KeyError: 'count'" in err

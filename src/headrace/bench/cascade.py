@@ -23,10 +23,10 @@ RESAMPLES = 2000
 # Share of deferred prompts at which deferring by score is compared with deferring at random.
 SHARE = 0.2
 COLUMNS = (
-    Column("deferred", "share", ".3f"),
-    Column("right", "accuracy", ".3f"),
-    Column("by chance", "by_chance", ".3f"),
-    Column("cost a question", "cost", ".3f"),
+    Column("deferred", "{share:.3f}"),
+    Column("right", "{accuracy:.3f}"),
+    Column("by chance", "{by_chance:.3f}"),
+    Column("cost a question", "{cost:.3f}"),
 )
 MATCHES: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda text, known: text.strip().casefold() == known.strip().casefold(),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -24,14 +25,14 @@ BINS = 15
 # Confusions of more labels than this are not printed.
 PRINTED_LABELS = 10
 BATCH_COLUMNS = (
-    Column("batch", "batch"),
-    Column("times as fast", "speedup", ".2f"),
-    Column("rounds", lambda row: f"{row['least']:.2f}..{row['most']:.2f}"),
+    Column("batch", "{batch}"),
+    Column("times as fast", "{speedup:.2f}"),
+    Column("rounds", "{least:.2f}..{most:.2f}"),
 )
 EXIT_COLUMNS = (
-    Column("after layer", lambda row: row[0]),
-    Column("right", lambda row: row[1], ".3f"),
-    Column("off its own word", lambda row: row[2], ".3f"),
+    Column("after layer", "{0[0]}"),
+    Column("right", "{0[1]:.3f}"),
+    Column("off its own word", "{0[2]:.3f}"),
 )
 
 
@@ -192,7 +193,7 @@ def printed(result: dict[str, Any]) -> list[Table | str]:
     parts: list[Table | str] = [Table(BATCH_COLUMNS, result["batches"]), Table(EXIT_COLUMNS, list(exits))]
     labels = result["labels"]
     if len(labels) <= PRINTED_LABELS:
-        columns = [Column("is, and said to be", "label"), *(Column(label, label) for label in labels)]
+        columns = [Column("is, and said to be", "{label}"), *(Column(label, itemgetter(label)) for label in labels)]
         rows = [
             {"label": label, **dict(zip(labels, row, strict=True))}
             for label, row in zip(labels, result["confusion"], strict=True)

@@ -22,13 +22,13 @@ PAIRS = 9
 # Least ratio to the other build's speed that is not called slower.
 FLOOR = 0.99
 COLUMNS = (
-    Column("cell", "cell"),
-    Column("this build", "tokens_per_s", ".1f"),
-    Column("other build", lambda row: row["peers"][OTHER]["tokens_per_s"], ".1f"),
-    Column("ratio", "ratio", ".3f"),
-    Column("interval", lambda row: "{:.3f} to {:.3f}".format(*row["interval"])),
-    Column("GB/s", "bandwidth_gb_s", ".1f"),
-    Column("other load", "others_cpu", ".0%"),
+    Column("cell", "{cell}"),
+    Column("this build", "{tokens_per_s:.1f}"),
+    Column("other build", "{peers[other][tokens_per_s]:.1f}"),
+    Column("ratio", "{ratio:.3f}"),
+    Column("interval", "{interval[0]:.3f} to {interval[1]:.3f}"),
+    Column("GB/s", "{bandwidth_gb_s:.1f}"),
+    Column("other load", "{others_cpu:.0%}"),
 )
 
 

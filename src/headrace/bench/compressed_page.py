@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from headrace.bench.figures import Column, Line, Table
+from headrace.bench.figures import Column, Line, Table, percent
 from headrace.bench.page import document, html_table
 from headrace.bench.plots import Axis, Point, about, scatter
 
@@ -29,15 +29,15 @@ def _quality_columns(first: dict[str, Any]) -> list[Column]:
         return loss and f"{loss['kl']:.4f}" + ("" if loss["kl_error"] is None else f" ± {loss['kl_error']:.4f}")
 
     return [
-        Column("#", "number"),
-        Column("model", "name"),
-        Column("how", "how"),
-        Column("MB", lambda row: row["bytes"] / 1e6, ".1f"),
-        Column("bits", "bits", ".2f"),
-        Column("perplexity", lambda row: f"{row['perplexity']:.3f} ± {row['perplexity_error']:.3f}"),
-        Column("of the first", lambda row: row["perplexity"] / first["perplexity"] - 1, "+.2%"),
+        Column("#", "{number}"),
+        Column("model", "{name}"),
+        Column("how", "{how}"),
+        Column("MB", lambda row: f"{row['bytes'] / 1e6:.1f}"),
+        Column("bits", "{bits:.2f}"),
+        Column("perplexity", "{perplexity:.3f} ± {perplexity_error:.3f}"),
+        Column("of the first", lambda row: f"{row['perplexity'] / first['perplexity'] - 1:+.2%}"),
         Column("KL", kl),
-        Column("same choice", lambda row: row.get("float32") and row["float32"]["same_choice"], ".1%"),
+        Column("same choice", lambda row: percent(row.get("float32", {}).get("same_choice"))),
         *(Column(task, partial(_task_cell, task)) for task in first.get("tasks", {})),
     ]
 
@@ -52,11 +52,11 @@ def _task_cell(task: str, row: dict[str, Any]) -> str:
 def _speed_columns(first: dict[str, Any]) -> list[Column]:
     """Tokens/s of each cell, its ratio to the first model in the same rounds, and memory."""
     return [
-        Column("#", "number"),
-        Column("model", "name"),
+        Column("#", "{number}"),
+        Column("model", "{name}"),
         *(column for cell in first.get("cells", {}) for column in _cell_columns(cell)),
-        Column("memory MiB", "peak_rss_mb", ".0f"),
-        Column("loaded in s", "load_s", ".1f"),
+        Column("memory MiB", "{peak_rss_mb:.0f}"),
+        Column("loaded in s", "{load_s:.1f}"),
     ]
 
 

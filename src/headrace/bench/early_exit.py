@@ -10,7 +10,7 @@ import torch
 
 from headrace.bench.classifier import interleaved_speedup, overthinking_of
 from headrace.bench.early_exit_audit import CRITERIA, ExitPredictions, Text, audit, criteria_of
-from headrace.bench.figures import Column, Line, Table
+from headrace.bench.figures import Column, Line, Table, percent
 from headrace.bench.machine import machine
 from headrace.data.outputs import RequestOutput, whole
 from headrace.data.params import SamplingParams
@@ -39,34 +39,37 @@ LONGEST = 128
 # Shares of early tokens in the printed table.
 PRINTED_SHARES = (0.1, 0.25, 0.5)
 EXIT_COLUMNS = (
-    Column("after layer", "layers"),
-    Column("agrees", "agreement", ".1%"),
-    Column("cost by bytes", "cost", ".2f"),
-    Column("calibration error", lambda row: row["calibration_error"].get("max_prob"), ".3f"),
-    Column("its classifier's", lambda row: row["calibration_error"].get("classifier"), ".3f"),
+    Column("after layer", "{layers}"),
+    Column("agrees", "{agreement:.1%}"),
+    Column("cost by bytes", "{cost:.2f}"),
+    Column("calibration error", "{calibration_error[max_prob]:.3f}"),
+    Column(
+        "its classifier's",
+        lambda row: f"{error:.3f}" if (error := row["calibration_error"].get("classifier")) is not None else "",
+    ),
 )
 CURVE_COLUMNS = (
-    Column("criterion", "criterion"),
-    Column("threshold", "threshold", ".4g"),
-    Column("leave", "share", ".1%"),
-    Column("agree", "agreement", ".1%"),
-    Column("layers", "layers", ".1f"),
-    Column("bytes", "bytes", ".2f"),
-    Column("falling: leave", lambda row: row["falling"]["share"], ".1%"),
-    Column("agree", lambda row: row["falling"]["agreement"], ".1%"),
+    Column("criterion", "{criterion}"),
+    Column("threshold", "{threshold:.4g}"),
+    Column("leave", "{share:.1%}"),
+    Column("agree", lambda row: percent(row["agreement"])),
+    Column("layers", "{layers:.1f}"),
+    Column("bytes", "{bytes:.2f}"),
+    Column("falling: leave", "{falling[share]:.1%}"),
+    Column("agree", lambda row: percent(row["falling"]["agreement"])),
 )
 BATCH_COLUMNS = (
-    Column("batch", "batch"),
-    Column("leave", "share", ".1%"),
-    Column("times as fast", "speedup", ".2f"),
-    Column("rounds", lambda row: f"{row['least']:.2f}..{row['most']:.2f}"),
-    Column("by bytes", "bytes", ".2f"),
+    Column("batch", "{batch}"),
+    Column("leave", "{share:.1%}"),
+    Column("times as fast", "{speedup:.2f}"),
+    Column("rounds", "{least:.2f}..{most:.2f}"),
+    Column("by bytes", "{bytes:.2f}"),
 )
 PERTURBED_COLUMNS = (
-    Column("another token after", "place", ".0%"),
-    Column("of the answer is lost", "lost", ".3f"),
-    Column("of what follows", "after", ".3f"),
-    Column("answers", "n"),
+    Column("another token after", "{place:.0%}"),
+    Column("of the answer is lost", "{lost:.3f}"),
+    Column("of what follows", "{after:.3f}"),
+    Column("answers", "{n}"),
 )
 
 

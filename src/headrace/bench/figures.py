@@ -9,20 +9,23 @@ from typing import Any
 class Column:
     """One column of a printed table.
 
-    value: key or attribute of a row, or a function of the row. form: format specification of the value.
+    value: format string of the row's keys, or of the row itself as {0}; or a function of the row, whose None is an empty cell.
     """
 
     head: str
     value: str | Callable[[Any], Any]
-    form: str = ""
 
     def cell(self, row: Any) -> str:
-        """Text of a row's cell; empty if its value is None."""
-        if callable(self.value):
-            value = self.value(row)
-        else:
-            value = row[self.value] if isinstance(row, Mapping) else getattr(row, self.value)
-        return "" if value is None else format(value, self.form)
+        """Text of a row's cell."""
+        if isinstance(self.value, str):
+            return self.value.format(row, **(row if isinstance(row, Mapping) else {}))
+        value = self.value(row)
+        return "" if value is None else str(value)
+
+
+def percent(share: float | None) -> str:
+    """Text of a share, 0 to 1; empty if it is None."""
+    return "" if share is None else f"{share:.1%}"
 
 
 @dataclass(frozen=True, slots=True)

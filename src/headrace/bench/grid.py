@@ -27,15 +27,15 @@ BATCHES = (1, 4, 8, 16, 32)
 RANDOM = "random"
 LEAST_TOKENS, MOST_TOKENS = 8, 96
 COLUMNS = (
-    Column("cell", "cell"),
-    Column("plain tokens/s", "plain_tokens_per_s", ".1f"),
-    Column("auto tokens/s", "auto_tokens_per_s", ".1f"),
+    Column("cell", "{cell}"),
+    Column("plain tokens/s", "{plain_tokens_per_s:.1f}"),
+    Column("auto tokens/s", "{auto_tokens_per_s:.1f}"),
     Column("ratio", lambda row: f"{row['ratio']:.3f}" + ("" if row["reached"] else " (slower)")),
-    Column("interval", lambda row: "{:.3f} to {:.3f}".format(*row["interval"])),
-    Column("pairs", "pairs"),
-    Column("accepted", "accepted"),
-    Column("of drafted", "drafted"),
-    Column("other load", "others_cpu", ".0%"),
+    Column("interval", "{interval[0]:.3f} to {interval[1]:.3f}"),
+    Column("pairs", "{pairs}"),
+    Column("accepted", "{accepted}"),
+    Column("of drafted", "{drafted}"),
+    Column("other load", "{others_cpu:.0%}"),
 )
 
 

@@ -36,11 +36,11 @@ from headrace.weights.source import WeightSource
 
 SPEEDS = ("bfloat16", "int8", "int4")
 COLUMNS = (
-    Column("K AND V", "name"),
-    Column("BYTES A TOKEN", "token_bytes", ",.0f"),
+    Column("K AND V", "{name}"),
+    Column("BYTES A TOKEN", "{token_bytes:,.0f}"),
     Column("NATS LOST", lambda row: f"{row['nll']:+.4f}" + ("" if row["nll_error"] is None else f" ± {row['nll_error']:.4f}")),
-    Column("KL", "kl", ".4f"),
-    Column("SAME CHOICE", "same_choice", ".1%"),
+    Column("KL", "{kl:.4f}"),
+    Column("SAME CHOICE", "{same_choice:.1%}"),
 )
 
 

@@ -25,12 +25,12 @@ LOCAL = {
     "v8": Cell("v8", 1, 128, 64, fed=8),
 }
 COLUMNS = (
-    Column("cell", "cell"),
-    Column("tokens/s", "tokens_per_s", ".1f"),
-    Column("least", "least", ".1f"),
-    Column("most", "most", ".1f"),
-    Column("GB/s", "bandwidth_gb_s", ".1f"),
-    Column("other load", "others_cpu", ".0%"),
+    Column("cell", "{cell}"),
+    Column("tokens/s", "{tokens_per_s:.1f}"),
+    Column("least", "{least:.1f}"),
+    Column("most", "{most:.1f}"),
+    Column("GB/s", "{bandwidth_gb_s:.1f}"),
+    Column("other load", "{others_cpu:.0%}"),
 )
 
 

@@ -23,15 +23,15 @@ CONTEXT = 128
 PRODUCTS = ("int8", "bf16", "f32")
 SUMS = ("seconds", "idle", "weight_bytes", "row_bytes", "macs")
 COLUMNS = (
-    Column("rows", "rows"),
-    Column("phase", "phase"),
-    Column("ms", "ms", ".3f"),
-    Column("idle", "idle_ms", ".3f"),
-    Column("weights MB", "weight_mb", ".2f"),
-    Column("rows MB", "row_mb", ".2f"),
-    Column("MMAC", "mmacs", ".1f"),
+    Column("rows", "{rows}"),
+    Column("phase", "{phase}"),
+    Column("ms", "{ms:.3f}"),
+    Column("idle", "{idle_ms:.3f}"),
+    Column("weights MB", "{weight_mb:.2f}"),
+    Column("rows MB", "{row_mb:.2f}"),
+    Column("MMAC", "{mmacs:.1f}"),
     Column("of limit", lambda row: None if row["share"] is None else f"{row['share']:.0%} {row['limit']}"),
-    Column("kernel", "kernel"),
+    Column("kernel", "{kernel}"),
 )
 
 

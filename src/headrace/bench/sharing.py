@@ -14,11 +14,11 @@ from headrace.llm import LLM
 
 WIDTHS = (2, 4, 6)
 COLUMNS = (
-    Column("method", "method"),
-    Column("width", "width"),
-    Column("blocks unshared", "unshared", ".1f"),
-    Column("blocks shared", "shared", ".1f"),
-    Column("saved", "saved", ".1%"),
+    Column("method", "{0.method}"),
+    Column("width", "{0.width}"),
+    Column("blocks unshared", "{0.unshared:.1f}"),
+    Column("blocks shared", "{0.shared:.1f}"),
+    Column("saved", "{0.saved:.1%}"),
 )
 
 

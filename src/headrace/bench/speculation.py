@@ -17,16 +17,16 @@ from headrace.llm import LLM
 # A gamma: the controller chooses the draft length for each step.
 AUTO = 0
 COLUMNS = (
-    Column("task", "task"),
-    Column("batch", "batch"),
+    Column("task", "{0.task}"),
+    Column("batch", "{0.batch}"),
     Column("gamma", lambda row: row.gamma or "auto"),
-    Column("accepted", "acceptance", ".0%"),
-    Column("tokens/step", "tokens", ".2f"),
-    Column("c", "c", ".2f"),
-    Column("v", "v", ".2f"),
-    Column("predicted", lambda row: f"{row.predicted:.2f}x"),
-    Column("measured", lambda row: f"{row.measured:.2f}x"),
-    Column("worst", lambda row: f"{row.worst:.2f}x"),
+    Column("accepted", "{0.acceptance:.0%}"),
+    Column("tokens/step", "{0.tokens:.2f}"),
+    Column("c", "{0.c:.2f}"),
+    Column("v", "{0.v:.2f}"),
+    Column("predicted", "{0.predicted:.2f}x"),
+    Column("measured", "{0.measured:.2f}x"),
+    Column("worst", "{0.worst:.2f}x"),
 )
 
 

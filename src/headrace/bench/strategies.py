@@ -33,12 +33,12 @@ MODES: dict[str, dict[str, Any]] = {
 WIDTHS = {"beam": "beam_width", "diverse": "beam_width", "best": "best_of"}
 CSV_COLUMNS = ("mode", "prompt", "text", "tokens", "tokens_per_s", "rep_4", "distinct_4", "blocks", "finish_reason")
 COLUMNS = (
-    Column("method", "mode"),
-    Column("tokens/s", "tokens_per_s", ".1f"),
-    Column("rep-4", "rep_4", ".3f"),
-    Column("distinct-4", "distinct_4", ".3f"),
-    Column("blocks", "blocks", ".1f"),
-    Column("saved by sharing", lambda result: result.usage.saved, ".1%"),
+    Column("method", "{0.mode}"),
+    Column("tokens/s", "{0.tokens_per_s:.1f}"),
+    Column("rep-4", "{0.rep_4:.3f}"),
+    Column("distinct-4", "{0.distinct_4:.3f}"),
+    Column("blocks", "{0.blocks:.1f}"),
+    Column("saved by sharing", "{0.usage.saved:.1%}"),
     Column("tokens", lambda result: sum(map(len, result.outputs))),
 )
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from headrace.bench.figures import Column, Line
+from headrace.bench.figures import Column, Line, percent
 from headrace.bench.machine import machine
 from headrace.bench.speculation import timed
 from headrace.data.outputs import CompletionOutput
@@ -26,13 +26,13 @@ DEFER = (0.1, 0.3, 0.5, 0.7)
 CRITERIA: tuple[Literal["max_prob", "margin"], ...] = ("max_prob", "margin")
 RULES: tuple[Literal["chow", "opt"], ...] = ("chow", "opt")
 COLUMNS = (
-    Column("way", "name"),
-    Column("by the smaller", "smaller", ".1%"),
-    Column("the larger's choice", "agrees", ".1%"),
-    Column("likeness", "likeness", ".3f"),
-    Column("passes a token", "passes", ".2f"),
-    Column("tokens/s", "speed", ".1f"),
-    Column("beside plain", lambda row: f"{row['ratio']:.2f}x"),
+    Column("way", "{name}"),
+    Column("by the smaller", lambda row: percent(row["smaller"])),
+    Column("the larger's choice", "{agrees:.1%}"),
+    Column("likeness", "{likeness:.3f}"),
+    Column("passes a token", "{passes:.2f}"),
+    Column("tokens/s", "{speed:.1f}"),
+    Column("beside plain", "{ratio:.2f}x"),
     Column("rounds", lambda row: f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}"),
 )
 

@@ -12,18 +12,18 @@ from headrace.bench.load.summary import times
 from headrace.bench.load.workload import ScheduledRequest
 
 FIRST_TOKEN_COLUMNS = (
-    Column("prompt tokens", "length"),
-    Column("first token ms", lambda row: row.ttft * 1000, ".2f"),
-    Column("ms a prompt token", lambda row: row.ttft / row.length * 1000, ".2f"),
-    Column("in tokens of the answer", "steps", ".1f"),
+    Column("prompt tokens", "{0.length}"),
+    Column("first token ms", lambda row: f"{row.ttft * 1000:.2f}"),
+    Column("ms a prompt token", lambda row: f"{row.ttft / row.length * 1000:.2f}"),
+    Column("in tokens of the answer", "{0.steps:.1f}"),
 )
 SAMPLING_COLUMNS = (
-    Column("at once", "at_once"),
-    Column("greedy ms a token", lambda row: row.greedy * 1000, ".2f"),
-    Column("sampled ms a token", lambda row: row.sampled * 1000, ".2f"),
-    Column("ratio", "ratio", ".3f"),
-    Column("least", lambda row: min(row.ratios), ".3f"),
-    Column("most", lambda row: max(row.ratios), ".3f"),
+    Column("at once", "{0.at_once}"),
+    Column("greedy ms a token", lambda row: f"{row.greedy * 1000:.2f}"),
+    Column("sampled ms a token", lambda row: f"{row.sampled * 1000:.2f}"),
+    Column("ratio", "{0.ratio:.3f}"),
+    Column("least", lambda row: f"{min(row.ratios):.3f}"),
+    Column("most", lambda row: f"{max(row.ratios):.3f}"),
 )
 GREEDY = {"temperature": 0.0}
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}

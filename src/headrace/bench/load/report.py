@@ -47,21 +47,21 @@ def table(made: LoadFigures) -> Table:
     summaries = {name: figures for name, (figures, _) in made.items()}
     first = next(iter(summaries.values()))
     columns = [
-        Column("", "load"),
-        Column("requests", "requests"),
-        Column("failed", "failed"),
-        Column("answer tokens", "output_tokens"),
-        Column("prompt tokens cached", lambda row: f"{row['cached_tokens']} of {row['prompt_tokens']}"),
-        Column("requests/s", "requests_per_s", ".2f"),
-        Column("tokens/s", "output_tokens_per_s", ".2f"),
-        Column("seconds", "seconds", ".2f"),
+        Column("", "{load}"),
+        Column("requests", "{requests}"),
+        Column("failed", "{failed}"),
+        Column("answer tokens", "{output_tokens}"),
+        Column("prompt tokens cached", "{cached_tokens} of {prompt_tokens}"),
+        Column("requests/s", "{requests_per_s:.2f}"),
+        Column("tokens/s", "{output_tokens_per_s:.2f}"),
+        Column("seconds", "{seconds:.2f}"),
         *(_latency(name, share) for name in ("ttft", "itl", "tpot", "e2e") for share in ("p50", "p90", "p99")),
     ]
     if any("slo" in figures for figures in summaries.values()):
-        columns.append(Column("goodput, requests/s", lambda row: row["slo"]["goodput_requests_per_s"], ".2f"))
-        columns.append(Column("within the limits", lambda row: row["slo"]["share"], ".1%"))
-    columns.append(Column("sent late by at most, ms", lambda row: row["sent_late_max"] * 1000, ".2f"))
-    columns.append(Column("CPU of this client, s", "client_cpu_s", ".2f"))
+        columns.append(Column("goodput, requests/s", "{slo[goodput_requests_per_s]:.2f}"))
+        columns.append(Column("within the limits", "{slo[share]:.1%}"))
+    columns.append(Column("sent late by at most, ms", lambda row: f"{row['sent_late_max'] * 1000:.2f}"))
+    columns.append(Column("CPU of this client, s", "{client_cpu_s:.2f}"))
     columns += [_cpu(pid) for pid in first["cpu_us_per_token"]]
     return Table(columns, named(summaries, "load"), transposed=True)
 
@@ -71,4 +71,4 @@ def _latency(name: str, share: str) -> Column:
 
 
 def _cpu(pid: str) -> Column:
-    return Column(f"CPU of {pid}, us a token", lambda row: row["cpu_us_per_token"][pid], ".1f")
+    return Column(f"CPU of {pid}, us a token", lambda row: f"{row['cpu_us_per_token'][pid]:.1f}")
