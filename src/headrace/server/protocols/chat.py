@@ -8,7 +8,7 @@ import msgspec
 from headrace.decoding.tools import ToolChoice
 from headrace.server.http.api_error import bad
 from headrace.server.http.ids import new_id, now
-from headrace.server.protocols.fields import ChatRequest, StreamOptions
+from headrace.server.protocols.fields import CHAT_UNSUPPORTED, ChatRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
 from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
 from headrace.server.protocols.openai_types import (
@@ -57,12 +57,7 @@ def read_conversation(body: ChatRequest) -> Conversation:
 
 
 def _check(body: ChatRequest) -> None:
-    refuse_unsupported(bool(body.functions), "functions", "they are called tools now; use tools")
-    refuse_unsupported(body.function_call not in (None, "none", "auto"), "function_call", "it is called tool_choice now")
-    refuse_unsupported(body.modalities not in (None, ["text"]), "modalities", "this server writes text alone")
-    refuse_unsupported(body.audio is not None, "audio", "this server writes text alone")
-    refuse_unsupported(body.web_search_options is not None, "web_search_options", "this server does not search")
-    refuse_unsupported(body.moderation is not None, "moderation", "this server does not moderate")
+    refuse_unsupported(body, CHAT_UNSUPPORTED)
     check_effort(body.reasoning_effort)
     check_stream_options(body)
     if body.top_logprobs is not None and not body.logprobs:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.server.http.ids import new_id, now
-from headrace.server.protocols.fields import CompletionRequest, StreamOptions
+from headrace.server.protocols.fields import COMPLETION_UNSUPPORTED, CompletionRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
 from headrace.server.protocols.logprobs import CompletionLogprobs, EncodedLogprobs, joined
 from headrace.server.protocols.openai_types import Completion, CompletionChoice
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 
 def read(body: CompletionRequest) -> GenerationRequest:
     """Raises ApiError for fields that contradict each other, or that ask for something not built."""
-    refuse_unsupported(bool(body.suffix), "suffix", "text cannot be inserted before a suffix")
+    refuse_unsupported(body, COMPLETION_UNSUPPORTED)
     check_stream_options(body)
     return GenerationRequest(
         body,

@@ -56,6 +56,28 @@ class StreamOptions(Disguise, kw_only=True):
     continuous_usage_stats: bool | None = None  # every chunk has the usage so far
 
 
+# Fields that the server does not support, by protocol: name -> values without an effect, and why others are refused.
+Unsupported = dict[str, tuple[tuple[Any, ...], str]]
+CHAT_UNSUPPORTED: Unsupported = {
+    "functions": ((None, []), "they are called tools now; use tools"),
+    "function_call": ((None, "none", "auto"), "it is called tool_choice now"),
+    "modalities": ((None, ["text"]), "this server writes text alone"),
+    "audio": ((None,), "this server writes text alone"),
+    "web_search_options": ((None,), "this server does not search"),
+    "moderation": ((None,), "this server does not moderate"),
+}
+COMPLETION_UNSUPPORTED: Unsupported = {"suffix": ((None, ""), "text cannot be inserted before a suffix")}
+RESPONSE_UNSUPPORTED: Unsupported = {
+    "background": ((None, False), "answers are given at once; a batch waits"),
+    "conversation": ((None,), "conversations are gone on with by previous_response_id"),
+    "prompt": ((None,), "there are no prompt templates here"),
+    "moderation": ((None,), "this server does not moderate"),
+    "max_tool_calls": (
+        (None,),
+        "there are no built-in tools, whose calls it would count; parallel_tool_calls: false allows one call",
+    ),
+    "truncation": ((None, "disabled"), "nothing is cut off silently"),
+}
 # Fields of a batch line that `headrace generate` treats differently from the server. A file has one owner and no client, so it
 # ignores these.
 OFFLINE_IGNORED = frozenset({"deadline", "cache_salt"})

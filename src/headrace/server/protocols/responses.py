@@ -10,7 +10,7 @@ from headrace.server.http.api_error import bad
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.chat_messages import without_nulls
-from headrace.server.protocols.fields import RESPONSE_SAMPLING_FIELDS, ResponseRequest, Sampling
+from headrace.server.protocols.fields import RESPONSE_SAMPLING_FIELDS, RESPONSE_UNSUPPORTED, ResponseRequest, Sampling
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, Writer
 from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
 from headrace.server.protocols.openai_types import Usage, new_call
@@ -43,13 +43,7 @@ REASONING = ("effort", "summary", "generate_summary")
 
 def check_fields(body: ResponseRequest) -> None:
     """Raises ApiError for fields that contradict each other, or that ask for something not built."""
-    refuse_unsupported(bool(body.background), "background", "answers are given at once; a batch waits")
-    refuse_unsupported(body.conversation is not None, "conversation", "conversations are gone on with by previous_response_id")
-    refuse_unsupported(body.prompt is not None, "prompt", "there are no prompt templates here")
-    refuse_unsupported(body.moderation is not None, "moderation", "this server does not moderate")
-    counted = "there are no built-in tools, whose calls it would count; parallel_tool_calls: false allows one call"
-    refuse_unsupported(body.max_tool_calls is not None, "max_tool_calls", counted)
-    refuse_unsupported(body.truncation not in (None, "disabled"), "truncation", "nothing is cut off silently")
+    refuse_unsupported(body, RESPONSE_UNSUPPORTED)
     for name in body.include or []:
         if name not in INCLUDES:
             raise bad(f"include must be of {', '.join(INCLUDES)}, not {name[:60]!r}", "include")

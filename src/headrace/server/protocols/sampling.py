@@ -7,7 +7,7 @@ from headrace.data.params import ParamError, SamplingParams
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import wrong_field
-from headrace.server.protocols.fields import SAMPLING_FIELDS, Sampling
+from headrace.server.protocols.fields import SAMPLING_FIELDS, Sampling, Unsupported
 from headrace.server.settings import Limits
 
 WIDTHS = ("n", "best_of", "beam_width")
@@ -111,7 +111,8 @@ def check_top_logprobs(value: int | None) -> None:
         raise bad(f"top_logprobs must be 0 or more, not {value}", "top_logprobs")
 
 
-def refuse_unsupported(condition: bool, name: str, what: str) -> None:
-    """Raises ApiError for the field `name` if `condition` holds: the server does not support its value."""
-    if condition:
-        raise ApiError(400, f"{name}: {what}; leave the field out", param=name, code="unsupported")
+def refuse_unsupported(body: Any, table: Unsupported) -> None:
+    """Raises ApiError for the first field of the table that has an effect in `body`."""
+    for name, (without_effect, why) in table.items():
+        if getattr(body, name) not in without_effect:
+            raise ApiError(400, f"{name}: {why}; leave the field out", param=name, code="unsupported")
