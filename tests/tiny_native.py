@@ -17,7 +17,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.models.base import Model
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.gguf import decoder
 from headrace.runner.runner import Runner
 from headrace.weights.origins import NameMap, Origin
@@ -56,7 +56,7 @@ class OwnNames(dict[str, Origin]):
 
 def family(name: str) -> Family:
     """A row for a model file of a test's own."""
-    return Family(name, name, Stored(decoder, NameMap(OwnNames())), "is made in memory")
+    return Family(name, name, FileFormat(decoder, NameMap(OwnNames())), "is made in memory")
 
 
 @lru_cache(maxsize=16)

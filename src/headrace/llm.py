@@ -19,14 +19,14 @@ from headrace.data.explicit import (
     PlainPrompt,
     Prompt,
     as_batch,
+    as_conversations,
     as_prompt,
-    as_talks,
-    each_of,
     only_known,
+    params_for_prompts,
     template_variables,
 )
 from headrace.data.fields import ParamError
-from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit, whole
+from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit_vector, whole
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress, Silent
 from headrace.data.progress_bar import Moving, on_terminal, waiting
@@ -43,7 +43,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.engine.lockstep import Inbox, Lockstep
 from headrace.startup.backend import start
-from headrace.startup.classifier import Pair, encoded, load, opened
+from headrace.startup.classifier import Pair, encode_texts, load, require_classifier
 from headrace.startup.loading import open_files, open_roles, pick_device
 from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
 from headrace.text.continued_message import check_continues, render_open
@@ -155,7 +155,7 @@ class LLM:
         runs, for one that could never run. Several threads may call at once; their requests run together.
         """
         batch = as_batch(prompts)
-        each = each_of(len(batch), params, sampling_params, settings)
+        each = params_for_prompts(len(batch), params, sampling_params, settings)
         progress = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
         return self._run(batch, each, tuple(processors), strategy, progress)
 
@@ -189,10 +189,10 @@ class LLM:
         source, template = chosen.source, template_variables(more, chosen.reads)
         settings = {name: value for name, value in more.items() if name not in template}
         template = {**given_to_template, **template, "continue_final_message": continue_final_message}
-        talks = [validate_messages(talk) for talk in as_talks(messages)]
+        talks = [validate_messages(talk) for talk in as_conversations(messages)]
         if continue_final_message:
             check_continues(talks)
-        each = each_of(len(talks), params, sampling_params, settings, self._own())
+        each = params_for_prompts(len(talks), params, sampling_params, settings, self._own())
         asked = ToolChoice(None if tools is None else [dict(tool) for tool in tools], tool_choice, parallel_tool_calls)
         given = tooling(asked, source, self.tokenizer.control_id)
         if given is not None:
@@ -222,7 +222,7 @@ class LLM:
         cancelled: called between steps; True ends the request with finish_reason "abort".
         """
         inbox: Inbox = deque()
-        each = each_of(1, params, sampling_params, settings)
+        each = params_for_prompts(1, params, sampling_params, settings)
         (made,) = self.callers.add_all([as_prompt(prompt)], each, tuple(processors), None, inbox=inbox)
         if output is not None:
             output.append(made)
@@ -239,7 +239,7 @@ class LLM:
         **settings: Any,
     ) -> RequestOutput:
         """Queue one prompt. Each `step` adds to the returned output."""
-        each = each_of(1, params, sampling_params, settings)
+        each = params_for_prompts(1, params, sampling_params, settings)
         return self.callers.add_all([as_prompt(prompt)], each, tuple(processors), strategy)[0]
 
     def step(self) -> list[RequestOutput]:
@@ -247,9 +247,11 @@ class LLM:
         return self.callers.step()
 
     def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0) -> list[Score]:
-        """Log-probability of every token of each text given those before it; or, of all texts or one by one, of the tokens from
-        `start` on, and those before it then come from the prefix cache where it has them. Raises ParamError and
-        AdmissionError."""
+        """Log-probability of every token of each text, given those before it.
+
+        start: score from this token on, one number for all texts or one each; earlier tokens may come from the prefix cache.
+        Raises ParamError and AdmissionError.
+        """
         batch = self._encode_running(texts)
         starts = [start] * len(batch) if isinstance(start, int) else list(start)
         if len(starts) != len(batch):
@@ -268,7 +270,7 @@ class LLM:
         if dimensions is not None and not 1 <= dimensions <= self.model_config.hidden_size:
             raise ValueError(f"dimensions must be 1 to {self.model_config.hidden_size} of this model, not {dimensions}")
         outputs = self._asked(texts, Pooling(pooling or self.opened.pooling))
-        return [Embedding(output.prompt_token_ids, unit(output.pooled, dimensions)) for output in outputs]
+        return [Embedding(output.prompt_token_ids, unit_vector(output.pooled, dimensions)) for output in outputs]
 
     def classify(
         self, texts: Prompt | Sequence[Prompt | Pair], *, criterion: str | None = None, threshold: float | None = None
@@ -279,8 +281,8 @@ class LLM:
         patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: default: the
         calibrated one of the criterion. Raises ValueError.
         """
-        known = opened(self.classifier)
-        ids = encoded(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
+        known = require_classifier(self.classifier)
+        ids = encode_texts(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
         outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.classification(output.prompt_token_ids, output.classified) for output in outputs]
 
@@ -321,7 +323,7 @@ class LLM:
         They come from the model, else its family, else temperature 0.8, top_k 40, top_p 0.95, min_p 0.05. The answer has no
         length limit but the context. Raises TypeError and ParamError.
         """
-        return each_of(1, None, None, changes, self._own())[0]
+        return params_for_prompts(1, None, None, changes, self._own())[0]
 
     def _own(self) -> dict[str, Any]:
         return {"max_tokens": None, **values(self.opened.defaults)}

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from headrace.cli.files import writable_folder
 from headrace.llm import LLM
-from headrace.startup.supported import missing
+from headrace.startup.supported import missing_requirement
 from headrace.workflows.batch_output import BatchOutput
 from tests.cli_shell import SECONDS, Shell
 from tests.tiny_bert import write_tiny_bert
@@ -85,11 +85,11 @@ def test_a_model_that_cannot_run_here(shell: Shell, tmp_path: Path, name: str) -
         assert code == 1 or "runs here:       no: " in out
     if name != "lora":
         assert expected in json.loads(shell("inspect", "--json", path)[1])["missing"]
-    assert expected in missing(path)
+    assert expected in missing_requirement(path)
 
 
 def test_a_model_that_runs_here(shell: Shell, tiny_gguf: Path) -> None:
-    assert missing(tiny_gguf) == ""
+    assert missing_requirement(tiny_gguf) == ""
     assert "runs here:       yes" in shell("inspect", tiny_gguf)[1]
     code, out, _ = shell("show", tiny_gguf)
     assert code == 0

@@ -18,7 +18,7 @@ from headrace.decoding.prompts import Classifying, Pooling
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, ClassifierRun, ExitClassifiers, _pool, first_exit, probabilities
-from headrace.startup.classifier import CALIBRATION, INFO, WEIGHTS, Rule, load, save
+from headrace.startup.classifier import CALIBRATION, INFO, WEIGHTS, ClassifierThreshold, load, save
 from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
@@ -41,7 +41,10 @@ def folder(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     weight, bias = rng.normal(size=(LAYERS, len(LABELS), HIDDEN)) * 0.3, rng.normal(size=(LAYERS, len(LABELS))) * 0.1
     place = tmp_path_factory.mktemp("classifier")
     with LLM(bert) as llm:
-        rules = [Rule("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0), Rule("margin", 0.9, 0.1, 0.05, "hb", 100, 0.0, 2.9)]
+        rules = [
+            ClassifierThreshold("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0),
+            ClassifierThreshold("margin", 0.9, 0.1, 0.05, "hb", 100, 0.0, 2.9),
+        ]
         save(place, ExitClassifiers((1, 2, 3), LABELS, "mean", weight, bias), llm.opened, {}, rules)
     return place
 

@@ -439,14 +439,26 @@ def test_a_rule_is_of_one_model_and_of_its_exits(
     own, place = open_files(model), tmp_path / "exits"
     shutil.copytree(exits, place)
     rule = thresholds.CalibratedThreshold(
-        "max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64, fits=thresholds.fits(own, place)
+        "max_prob",
+        0.5,
+        0.0,
+        8,
+        "text",
+        0.1,
+        0.05,
+        100,
+        0.01,
+        1.5,
+        0.25,
+        "0" * 64,
+        fits=thresholds.exits_fingerprint(own, place),
     )
     thresholds.save(place, rule)
     settings = ModelSettings(exits=place)
-    assert thresholds.known(own, settings, None) == (rule,)
+    assert thresholds.load_for(own, settings, None) == (rule,)
     compress(model, tmp_path / "other.gguf", Pipeline(format="Q8_0"))
-    assert thresholds.known(open_files(tmp_path / "other.gguf"), settings, None) == ()
+    assert thresholds.load_for(open_files(tmp_path / "other.gguf"), settings, None) == ()
     assert "calibration.json is of another model or of other exits and is not used" in caplog.text
     weights = place / "heads.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    assert thresholds.known(own, settings, None) == ()
+    assert thresholds.load_for(own, settings, None) == ()

@@ -51,7 +51,7 @@ def tokens(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = GREEDY
 def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other to begin."""
     reading, packing = threading.Event(), threading.Event()
-    read, pack = opening._read_words, PackedWeights.pack
+    read, pack = opening._load_text_processing, PackedWeights.pack
 
     def read_words(*found: Any) -> Any:
         reading.set()
@@ -63,7 +63,7 @@ def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch
         assert reading.wait(300)
         pack(weights, progress)
 
-    monkeypatch.setattr(opening, "_read_words", read_words)
+    monkeypatch.setattr(opening, "_load_text_processing", read_words)
     monkeypatch.setattr(PackedWeights, "pack", pack_weights)
     assert tokens(open_tiny(tiny))
 

@@ -10,7 +10,7 @@ import torch
 from headrace import core
 from headrace.backends.memory import DoesNotFit, check_weights_fit
 from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.weights import packed_bytes, weights_room
+from headrace.backends.native.weights import packed_bytes, total_packed_bytes
 from headrace.models.base import Model
 from headrace.models.layers.norm import Norm
 from headrace.models.registry import describe
@@ -136,8 +136,8 @@ def test_a_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
     norms = sum(-(-spec.elements // 16) * 64 for _, h in model.holders() if isinstance(h, Norm) for spec in h.params().values())
     assert estimate - norms == NativeProgram(model, source_of(model), quantize="int4", **SIZES).weights.bytes
     both = [(model, source_of(model), quantize) for quantize in ("", "int4")]
-    assert weights_room(both) == (sum(packed_bytes(*one) for one in both), "weights in fewer bits (quantize='int8')")
-    assert weights_room(both[1:]) == (estimate, "")  # nothing that they could become
+    assert total_packed_bytes(both) == (sum(packed_bytes(*one) for one in both), "weights in fewer bits (quantize='int8')")
+    assert total_packed_bytes(both[1:]) == (estimate, "")  # nothing that they could become
 
 
 def test_padding_counts() -> None:

@@ -151,7 +151,7 @@ def both_ways(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
 @pytest.mark.parametrize("wrong", [not_clamped, both_ways])
 def test_wrong_distances_are_caught(wrong: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference_of(held("t5")[0], program("t5").weights)
-    monkeypatch.setattr(lowering, "by_distance", wrong)
+    monkeypatch.setattr(lowering, "bias_by_distance", wrong)
     _, largest = distance("t5", right, kv_dtype="float32")
     assert largest > 5 * ROUNDED
 

@@ -355,11 +355,11 @@ def test_a_rule_is_of_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder.mkdir()
     (part := folder / "model.safetensors").write_bytes(b"12")
     file.write_bytes(b"1")
-    places = [thresholds.folder_of(file, folder), thresholds.folder_of(folder, file)]
-    assert thresholds.folder_of(file, folder) == places[0]
+    places = [thresholds.cascade_folder(file, folder), thresholds.cascade_folder(folder, file)]
+    assert thresholds.cascade_folder(file, folder) == places[0]
     for changed in (file, part):
         changed.write_bytes(b"123")
-        places.append(thresholds.folder_of(file, folder))
+        places.append(thresholds.cascade_folder(file, folder))
     assert len(set(places)) == 4
     assert all(place.parent == tmp_path / "home" / "cascades" for place in places)
 
@@ -373,15 +373,15 @@ def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     code, out, err = shell(*calibrate, "--cascade", model)
     assert code == 0, err
     assert "max_prob 0.05: text loss at most 0.1 with probability 0.95" in " ".join(f"{out} {err}".split())
-    (rule,) = thresholds.load(thresholds.folder_of(model, model))
+    (rule,) = thresholds.load(thresholds.cascade_folder(model, model))
     assert (rule.threshold, rule.n, rule.loss) == (0.05, 30, "text")
     assert 0 < rule.layers < LAYERS
     code, out, err = shell(*calibrate, "--cascade", small)
     assert code == 0, err
     assert "max_prob 0.05: text" not in " ".join(f"{out} {err}".split())
-    own = thresholds.load(thresholds.folder_of(model, small))
+    own = thresholds.load(thresholds.cascade_folder(model, small))
     assert all(one.threshold > 0.05 for one in own), "those of the other pair"
-    assert thresholds.load(thresholds.folder_of(small, model)) == ()
+    assert thresholds.load(thresholds.cascade_folder(small, model)) == ()
     ask = ("run", model, "The mill", "--raw", "-m", "2", "--threads", "1")
     assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--cascade", model)[2].split())
     assert rule.summary() not in " ".join(shell(*ask, "--cascade", small)[2].split())

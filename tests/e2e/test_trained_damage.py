@@ -42,7 +42,9 @@ def whole(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fact
         return Whole(place, model, heads.load, heads.HEADS_INFO, heads.WEIGHTS)
     rng, labels = np.random.default_rng(3), ("bad", "fine")
     made = ExitClassifiers((1, LAYERS), labels, "mean", rng.normal(size=(2, 2, HIDDEN)), np.zeros((2, 2)))
-    classifiers.save(place, made, open_model(model), {}, [classifiers.Rule("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0)])
+    classifiers.save(
+        place, made, open_model(model), {}, [classifiers.ClassifierThreshold("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0)]
+    )
     return Whole(place, model, classifiers.load, classifiers.INFO, classifiers.WEIGHTS)
 
 

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from headrace.cli.options import option_fields, with_groups
-from headrace.data.fields import Use, declared, unheeded, used
+from headrace.data.fields import Use, declared, fields_with_use, ignored_fields
 from headrace.data.params import DRAWN, ParamError, SamplingParams
 from headrace.data.plan import WANTS, AnyWant, Feed, Want
 from headrace.data.types import Draft, Request, Sequence
@@ -226,8 +226,8 @@ def test_a_sampling_field_is_declared_once() -> None:
     assert heard == [Dimming(dimming=0.5)]
     help_text = CliRunner(env={"COLUMNS": "200"}).invoke(command_of(Dimming, heard), ["--help"]).output
     assert re.search(r"--dimming +<float> +How much less each token counts \(0: off\)\.", help_text)
-    assert used(Dimming, Use.CORE) == (*used(SamplingParams, Use.CORE), "dimming")
-    assert unheeded(Dimming(dimming=0.5), DRAWN) == ["dimming"]
+    assert fields_with_use(Dimming, Use.CORE) == (*fields_with_use(SamplingParams, Use.CORE), "dimming")
+    assert ignored_fields(Dimming(dimming=0.5), DRAWN) == ["dimming"]
     *known, added = parameters.rows(Dimming)
     assert known == list(parameters.rows(SamplingParams))
     assert added == "| `dimming` | between 0 (off) and 1 | 0.0 | How much less each token counts |"

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import chi2
 
 from headrace import core
-from headrace.backends.native.sampling import sample_params
+from headrace.backends.native.live import sample_params
 from headrace.data.params import SamplingParams
 from headrace.ops.keys import Purpose, key
 from headrace.ops.processing import RowSpec

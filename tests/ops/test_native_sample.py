@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import core
-from headrace.backends.native.sampling import sample_params
+from headrace.backends.native.live import sample_params
 from headrace.data.params import SamplingParams
 from headrace.ops import keys, noise, sampling
 from headrace.ops.logprobs import token_logprobs

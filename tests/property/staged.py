@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw
 from headrace.backends.eager.live import EagerLive
-from headrace.backends.native.kept import NativeKept
+from headrace.backends.native.stored_rows import NativeStoredRows
 from headrace.data.config import EngineConfig
 from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Answers, Feed, KVGroup, NewSlot, Ranked, StepPlan
 from headrace.drafting.speculation import Speculation
@@ -92,8 +92,8 @@ class FakeProgram(FakeRunner):
         super().rearrange(plan)
         self.below.rearrange(plan)
 
-    def kept(self) -> NativeKept:
-        return NativeKept(self.num_blocks, self.block_size, 1)
+    def kept(self) -> NativeStoredRows:
+        return NativeStoredRows(self.num_blocks, self.block_size, 1)
 
 
 class AskedFirst(FakeProgram):

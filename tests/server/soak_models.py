@@ -9,7 +9,7 @@ import numpy as np
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.runner.classifier import ExitClassifiers
-from headrace.startup.classifier import Rule, save
+from headrace.startup.classifier import ClassifierThreshold, save
 from headrace.startup.opening import open_model
 from headrace.workflows.cascade import Tier, answer
 from tests.leaving import write_exits
@@ -101,7 +101,7 @@ def _classifier(folder: Path, bert: Path) -> Path:
     """Of random weights."""
     rng = np.random.default_rng(3)
     weight, bias = rng.normal(size=(LAYERS, 3, HIDDEN)) * 0.3, rng.normal(size=(LAYERS, 3)) * 0.1
-    rules = [Rule("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0)]
+    rules = [ClassifierThreshold("max_prob", 0.5, 0.1, 0.05, "hb", 100, 0.02, 2.0)]
     save(folder, ExitClassifiers((1, 2, 3), ("bad", "fine", "good"), "mean", weight, bias), open_model(bert), {}, rules)
     return folder
 

@@ -12,7 +12,7 @@ import pytest
 from headrace.llm import LLM
 from headrace.runner.classifier import ExitClassifiers
 from headrace.server.protocols import classify as classes
-from headrace.startup.classifier import Rule, save
+from headrace.startup.classifier import ClassifierThreshold, save
 from tests.server.harness import Running
 from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
 
@@ -30,7 +30,7 @@ def folder(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng, place = np.random.default_rng(3), tmp_path_factory.mktemp("classifier")
     exits = ExitClassifiers((1, 3), LABELS, "mean", rng.normal(size=(2, 2, HIDDEN)) * 0.3, np.zeros((2, 2)))
     with LLM(bert) as llm:
-        save(place, exits, llm.opened, {}, [Rule("max_prob", 0.7, 0.1, 0.05, "hb", 100, 0.02, 2.0)])
+        save(place, exits, llm.opened, {}, [ClassifierThreshold("max_prob", 0.7, 0.1, 0.05, "hb", 100, 0.02, 2.0)])
     return place
 
 

@@ -135,7 +135,7 @@ def test_a_slowdown_is_seen() -> None:
 def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
     """Of this model and these exits: one of others is nobody's promise here."""
     model, exits = folders
-    rule = msgspec.structs.replace(RULE, fits=thresholds.fits(open_files(model), exits))
+    rule = msgspec.structs.replace(RULE, fits=thresholds.exits_fingerprint(open_files(model), exits))
     thresholds.save(exits, rule)
     thresholds.save(exits, msgspec.structs.replace(RULE, threshold=0.1, fits="another"))
     with Running(model, exits=str(exits)) as running:

@@ -85,8 +85,8 @@ def test_the_card_says_who_may_write(
     assert server.http.get("/v1/models/tiny").json()["cascade"] == card
     assert "exit" not in server.http.get("/v1/models/tiny").json()
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
-    thresholds.save(thresholds.folder_of(tiny, smaller), RULE)
-    thresholds.save(thresholds.folder_of(smaller, tiny), msgspec.structs.replace(RULE, threshold=0.9))
+    thresholds.save(thresholds.cascade_folder(tiny, smaller), RULE)
+    thresholds.save(thresholds.cascade_folder(smaller, tiny), msgspec.structs.replace(RULE, threshold=0.9))
     with Running(tiny, cascade=str(smaller)) as running:
         assert running.llm.loaded is not None
         assert running.llm.loaded.rule == RULE

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data.explicit import as_batch, as_prompt, as_talks, template_variables
+from headrace.data.explicit import as_batch, as_conversations, as_prompt, template_variables
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams
 
 IDS = [5, 6, 7]
@@ -96,7 +96,7 @@ def test_other_prompts_are_refused_in_one_line(prompt: Any, says: str) -> None:
 @pytest.mark.parametrize("messages", [None, 5, b"hello", {"role": "user", "content": "hello"}])
 def test_other_conversations_are_refused_in_one_line(messages: Any) -> None:
     with pytest.raises(TypeError, match=r"messages must be a text, a list of \{role, content\}, or a list of these, not "):
-        as_talks(messages)
+        as_conversations(messages)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import headrace
 from headrace import LLM, RequestOutput, SamplingParams
-from headrace.data.outputs import Embedding, Score, unit
+from headrace.data.outputs import Embedding, Score, unit_vector
 from headrace.data.plan import TokenLogprob
 from headrace.text.chat import ChatTemplate
 from tests.tiny_files import write_tiny_gguf
@@ -102,7 +102,7 @@ def test_outputs_as_text_and_as_data(llm: LLM) -> None:
     assert isinstance(score, Score)
     assert "perplexity=" in repr(score)
     assert score.to_dict()["logprobs"] == score.logprobs
-    assert repr(Embedding([1], unit([3.0, 4.0]))) == "Embedding(2 numbers of 1 token)"
+    assert repr(Embedding([1], unit_vector([3.0, 4.0]))) == "Embedding(2 numbers of 1 token)"
     assert isinstance(output, RequestOutput)
 
 

@@ -68,7 +68,7 @@ def calibrate(
         raise typer.BadParameter("--delta and --epsilon lie between 0 and 1")
     options.check()
 
-    from headrace.startup.thresholds import keep
+    from headrace.startup.thresholds import save_for
     from headrace.stats.calibration import minimum_n
     from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
     from headrace.training.heads import prompt_tokens
@@ -94,7 +94,7 @@ def calibrate(
     if rule is None:
         say(f"no threshold can be shown to lose at most {delta:g} on {result.n} prompts: none is set, the full model writes")
         return
-    rule = keep(rule, llm.opened, llm.settings, fetch(options.cascade) if cascade else None)
+    rule = save_for(rule, llm.opened, llm.settings, fetch(options.cascade) if cascade else None)
     say(rule.summary())
     if not cascade and rule.layers >= (depth := llm.model_config.num_layers):
         say(f"no token exited early: all took {depth} of {depth} layers, so this rule saves nothing; try a larger --delta")

@@ -27,11 +27,11 @@ def inspect(
 
     path = resolve(name, download=False)
     from headrace.startup.opening import open_files
-    from headrace.startup.supported import missing
+    from headrace.startup.supported import missing_requirement
     from headrace.weights.describe import describe
 
     model = describe(path)
-    model["missing"] = "" if template else missing(name)
+    model["missing"] = "" if template else missing_requirement(name)
     model["encoder"] = not (template or model["missing"]) and open_files(name, download=False).config.encoder
     if model["encoder"]:
         model["kv_bytes_per_token"] = None

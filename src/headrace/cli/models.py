@@ -71,10 +71,10 @@ def list_models(
 ) -> None:
     """List the models that are here, by name and where they lie, and those of the catalog; or those in folders."""
     if folders:
-        from headrace.startup.supported import runs_here
+        from headrace.startup.supported import describe_support
 
         paths = [path for folder in folders for path in _models_in(folder)]
-        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), runs_here(one)) for one in paths])
+        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), describe_support(one)) for one in paths])
         return
     named = [(one.name, human_size(_size_of(one.model)), "", "named", one.model) for one in names.given()]
     print_table(("NAME", "SIZE", "LICENCE", "STATE", "DESCRIPTION"), [*named, *_stored_rows(catalogs)])
@@ -159,9 +159,9 @@ def _record(store: Store, name: str) -> Record | None:
 def _running(name: str) -> list[tuple[str, str]]:
     """Whether an installed model runs, and its default settings."""
     from headrace.startup.opening import open_files
-    from headrace.startup.supported import runs_here
+    from headrace.startup.supported import describe_support
 
-    runs = runs_here(name)
+    runs = describe_support(name)
     fields = [("runs here", runs)]
     if runs.startswith("no"):
         return fields

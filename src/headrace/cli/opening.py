@@ -56,7 +56,7 @@ def open_llm(
 
     sampling, given: prints the settings in force. more: further settings of the LLM.
     """
-    from headrace.startup.arguments import check_arguments
+    from headrace.startup.backend import check_arguments
 
     settings = options.settings(**more)
     opened, *_ = [look_at(str(name)) for name in (model, *settings.companions)]
@@ -85,5 +85,5 @@ def _say_calibrated(llm: Any, options: HelperOptions) -> None:
     from headrace.startup.thresholds import known
 
     smaller = None if options.cascade is None else fetch(options.cascade)
-    for rule in known(llm.opened, llm.settings, smaller):
+    for rule in load_for(llm.opened, llm.settings, smaller):
         note(f"calibrated: {rule.summary()}")

@@ -14,7 +14,7 @@ from msgspec import to_builtins
 from headrace import host
 from headrace.cli.help import HelpAll, complete_model
 from headrace.cli.output import say
-from headrace.data.explicit import heeded, params_of
+from headrace.data.explicit import applicable_settings, params_of
 from headrace.data.fields import Declared, Use, declared
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.settings import Group, ModelSettings, option_settings
@@ -266,7 +266,7 @@ class SamplingOptions(Drawing):
         defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else defaults
         if self.preset is not None:
             defaults = {name: Setting(value, "preset", str(self.preset)) for name, value in PRESETS[self.preset].items()}
-        heeds = SHOWN & set(heeded(values(defaults), given))
+        heeds = SHOWN & set(applicable_settings(values(defaults), given))
         defaults = {name: one for name, one in defaults.items() if name in heeds}
         shown = {name: value for name, value in given.items() if name in SHOWN}
         temperature = shown.get("temperature", values(defaults).get("temperature", 1.0))

@@ -118,7 +118,7 @@ def _check(model: str, options: ModelOptions) -> None:
 
 def _look(entries: list[tuple[str, ModelEntry, dict[str, Any]]], on_demand: bool) -> None:
     """Open the files of all models, and check that the models loaded at the start fit together. Raises ValueError."""
-    from headrace.startup.arguments import check_arguments
+    from headrace.startup.backend import check_arguments
     from headrace.startup.loading import pick_device
     from headrace.startup.supported import check_room
 

@@ -43,7 +43,7 @@ def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat1
     source, config = opened.source, opened.config
     if config.encoder:
         raise WeightError(f"{opened.path}: encoders ({config.architecture}) decode no tokens, of which this is the arithmetic")
-    target = gguf_keys.named(config)
+    target = gguf_keys.with_gguf_architecture(config)
     stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
     kv = kv_token_bytes(config, kv_dtype)

@@ -179,7 +179,7 @@ def _finish(plan: CompressionPlan, work: WorkFolder, path: Path) -> None:
 
 def _importance(plan: CompressionPlan, output: PassOutput) -> dict[str, np.ndarray]:
     """Measured importance of the layers' matrices, by GGUF names."""
-    stored = stored_as(describe(gguf_keys.named(plan.opened.config)), "gguf")
+    stored = stored_as(describe(gguf_keys.with_gguf_architecture(plan.opened.config)), "gguf")
     return {
         name: output.importance(parts[0].target)
         for name, parts in stored.items()

@@ -40,7 +40,7 @@ GOES_WITH = {
 }
 
 
-def heeded(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def applicable_settings(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The model's own settings that apply next to the `given` ones. Some methods choose tokens without sampling settings."""
     if any(given.get(name) is not None for name in ("beam_width", "refine_block", "refine")) or given.get("penalty_alpha"):
         return {name: value for name, value in own.items() if name in COMMON}
@@ -71,7 +71,7 @@ def params_of(given: Mapping[str, Any], own: Mapping[str, Any] | None = None) ->
             if fields.pop(name, None) is not None:
                 raise ParamError(FLAT_NAMES.get(name, name), f"{name} goes with beam_width; give that too, or leave it out")
         fields.pop("beam_width", None)
-        made = SamplingParams(**{**heeded(own or {}, fields), **fields})
+        made = SamplingParams(**{**applicable_settings(own or {}, fields), **fields})
         _check_alone(made)
         return made
     names = set(BeamSearchParams.__struct_fields__)
@@ -133,7 +133,7 @@ def _token_id(value: Any) -> int:
     return index(plain)
 
 
-def as_talks(messages: str | Messages | Sequence[str | Messages]) -> list[Messages]:
+def as_conversations(messages: str | Messages | Sequence[str | Messages]) -> list[Messages]:
     """One conversation or many; a text stands for a message of the user. Raises TypeError."""
     if isinstance(messages, (bytes, bytearray, Mapping)) or not isinstance(messages, (str, Sequence)):
         raise TypeError(f"messages must be a text, a list of {{role, content}}, or a list of these, not {messages!r:.80}")
@@ -141,7 +141,7 @@ def as_talks(messages: str | Messages | Sequence[str | Messages]) -> list[Messag
     return [[{"role": "user", "content": talk}] if isinstance(talk, str) else talk for talk in talks]
 
 
-def each_of(
+def params_for_prompts(
     count: int,
     params: Params | Sequence[Params] | None,
     sampling_params: Params | Sequence[Params] | None,

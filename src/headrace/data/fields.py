@@ -177,12 +177,12 @@ def check(params: msgspec.Struct) -> None:
             msgspec.structs.force_setattr(params, one.name, made)
 
 
-def used(params: type[msgspec.Struct], use: Use) -> tuple[str, ...]:
+def fields_with_use(params: type[msgspec.Struct], use: Use) -> tuple[str, ...]:
     """The names of the fields with this use."""
     return tuple(one.name for one in declared(params) if use in one.field.use)
 
 
-def unheeded(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
+def ignored_fields(params: msgspec.Struct, honours: frozenset[str]) -> list[str]:
     """The fields that are set but that neither a method with the fields `honours` nor the engine reads."""
     return [
         one.name

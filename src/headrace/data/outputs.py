@@ -12,7 +12,7 @@ from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Delta, Request, RequestMetrics
 
 
-class Plain:
+class JsonRecord:
     """Base of results that convert to plain JSON data."""
 
     __slots__ = ()
@@ -28,7 +28,7 @@ class Plain:
 
 
 @dataclass(slots=True)
-class CompletionOutput(Plain):
+class CompletionOutput(JsonRecord):
     """One of the n outputs of a request.
 
     logprobs: one entry per token if requested, else None. finish_reason: stop, length, tool_calls, abort or error.
@@ -53,7 +53,7 @@ class CompletionOutput(Plain):
 
 
 @dataclass(slots=True)
-class Embedding(Plain):
+class Embedding(JsonRecord):
     """The embedding of a text, a vector of length 1."""
 
     token_ids: list[int]
@@ -64,7 +64,7 @@ class Embedding(Plain):
 
 
 @dataclass(slots=True)
-class Vote(Plain):
+class Vote(JsonRecord):
     """The prediction of one exit: number of layers below it, most probable label, and its probability."""
 
     layers: int
@@ -73,7 +73,7 @@ class Vote(Plain):
 
 
 @dataclass(slots=True)
-class Classification(Plain):
+class Classification(JsonRecord):
     """The class of a text: label, probabilities of all labels, number of computed layers, and the votes of the computed exits.
 
     The last vote is the prediction.
@@ -95,7 +95,7 @@ class Classification(Plain):
 
 
 @dataclass(slots=True)
-class Score(Plain):
+class Score(JsonRecord):
     """Log-probabilities (natural log) of a text's last tokens, each given those before it. The text's first token has none."""
 
     token_ids: list[int]
@@ -119,7 +119,7 @@ class Score(Plain):
 
 
 @dataclass(slots=True)
-class RequestOutput(Plain):
+class RequestOutput(JsonRecord):
     """A prompt and its outputs.
 
     prompt_logprobs[i] scores prompt token i given those before it; the first entry is None. structured: the constraint of its
@@ -205,7 +205,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
     )
 
 
-def unit(values: Sequence[float], dimensions: int | None = None) -> list[float]:
+def unit_vector(values: Sequence[float], dimensions: int | None = None) -> list[float]:
     """The first `dimensions` numbers, scaled to length 1. Raises ValueError if their length is 0 or not finite."""
     kept = list(values[:dimensions])
     length = math.hypot(*kept)

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.data.fields import ParamError, Use, declared, unheeded
+from headrace.data.fields import ParamError, Use, declared, ignored_fields
 
 MAX_N = 64
 # Contrastive search verifies its candidates as nodes of a draft tree.
@@ -38,7 +38,7 @@ def check_refine(params: Any) -> None:
     """Check the fields next to `refine`, which samples nothing; limit `max_tokens` to its length."""
     if params.refine is None:
         return
-    if given := unheeded(params, REFINE):
+    if given := ignored_fields(params, REFINE):
         raise ParamError(
             "refine_block", f"refine takes the likeliest tokens of a block together; leave out {', '.join(given)}, or refine"
         )
@@ -81,7 +81,7 @@ def check_contrast(params: Any) -> None:
         )
     if params.n != 1:
         raise ParamError("n", "contrastive search has one answer; set n to 1, or penalty_alpha to 0")
-    if given := unheeded(params, SEARCH):
+    if given := ignored_fields(params, SEARCH):
         raise ParamError(
             given[0],
             f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
-from headrace.data.fields import Field, ParamError, Params, Use, check, declared, token_ids, unheeded, used
+from headrace.data.fields import Field, ParamError, Params, Use, check, declared, fields_with_use, ignored_fields, token_ids
 from headrace.data.pairing import BEAMS, MAX_N, check_together
 from headrace.data.refine import RefineParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
@@ -242,7 +242,7 @@ class SamplingParams(
 
     def _check_beam(self, beam: BeamSearchParams) -> None:
         """Nothing may be asked for that beam search would drop."""
-        given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + unheeded(self, BEAMS)
+        given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + ignored_fields(self, BEAMS)
         for name in given:
             raise ParamError(
                 name, f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"
@@ -332,7 +332,7 @@ BEAM_FIELDS = [
 ]
 BEAM_NAMES = {one.flat: one.name for one in declared(BeamSearchParams) if one.flat != one.name}
 FLAT_NAMES = {name: flat for flat, name in BEAM_NAMES.items()}
-COMMON = frozenset(used(SamplingParams, LOOP))  # heeded whatever the strategy
-DRAWN = frozenset(used(SamplingParams, DRAW))  # by every `Sample` want
+COMMON = frozenset(fields_with_use(SamplingParams, LOOP))  # heeded whatever the strategy
+DRAWN = frozenset(fields_with_use(SamplingParams, DRAW))  # by every `Sample` want
 FILTERS = {one.name: one.default for one in declared(SamplingParams) if FILTER in one.field.use}
 REFINE_NAMES = {one.flat: one.name for one in declared(RefineParams)}

@@ -1,7 +1,7 @@
 """Checks of requests before they enter the loop. A request that could never run is refused with what to change."""
 
 from headrace.data.config import EngineConfig
-from headrace.data.fields import PROMPT, FieldError, unheeded
+from headrace.data.fields import PROMPT, FieldError, ignored_fields
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.plan import AMATEUR, CASCADE, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
 from headrace.data.types import Request
@@ -138,7 +138,7 @@ def _check_ids(request: Request, limits: Limits) -> None:
 def _check_honours(request: Request) -> None:
     """Refuse parameters that the strategy would ignore."""
     honours: frozenset[str] = request.strategy.honours
-    given = unheeded(request.params, honours)
+    given = ignored_fields(request.params, honours)
     if request.processors and "processors" not in honours:
         given.append("processors")
     if given:

@@ -86,7 +86,7 @@ def _family(name: str, source: WeightSource) -> Family:
     return names[name]
 
 
-def unknown(architecture: str) -> str:
+def unknown_architecture(architecture: str) -> str:
     """Error text for an unknown architecture."""
     if architecture.lower() in WHOLE_TEXT:
         return (

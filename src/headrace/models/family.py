@@ -9,7 +9,7 @@ from headrace.weights.origins import NameMap
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FileFormat:
     """One file format of an architecture: reader of the config, and names of the tensors."""
 
     numbers: Callable[[Reader], ModelConfig]
@@ -26,6 +26,6 @@ class Family:
 
     architecture: str
     shape: str
-    hf: Stored
-    gguf: Stored | str
+    hf: FileFormat
+    gguf: FileFormat | str
     gguf_name: str = ""

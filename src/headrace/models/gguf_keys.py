@@ -22,10 +22,10 @@ def stored_config(config: ModelConfig) -> ModelConfig:
         )
     if any(layer.window for layer in config.layers):
         raise WeightError("sliding windows are not written as GGUF; begin with the model's own .gguf file")
-    return named(config)
+    return with_gguf_architecture(config)
 
 
-def named(config: ModelConfig) -> ModelConfig:
+def with_gguf_architecture(config: ModelConfig) -> ModelConfig:
     """The config with GGUF's name of the architecture; Mistral is llama."""
     return replace(config, architecture="llama") if config.architecture == "mistral" else config
 

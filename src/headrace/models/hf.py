@@ -80,7 +80,7 @@ def decoder(
     )
 
 
-def sharing(read: Reader, config: ModelConfig) -> ModelConfig:
+def with_shared_kv(read: Reader, config: ModelConfig) -> ModelConfig:
     """The config with cross-layer attention of `kv_share` layers (Headrace's own key)."""
     return config.sharing(read.size("kv_share", 1, most=MAX_LAYERS))
 

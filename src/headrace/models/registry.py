@@ -3,7 +3,7 @@
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
 from headrace.models.bert import Bert
-from headrace.models.configs import read_config, unknown
+from headrace.models.configs import read_config, unknown_architecture
 from headrace.models.families import FAMILIES
 from headrace.models.gemma3 import Gemma3
 from headrace.models.gpt2 import GPT2
@@ -20,5 +20,5 @@ MODELS: dict[str, type[Model]] = {"bert": Bert, "gemma3": Gemma3, "gpt2": GPT2, 
 def describe(config: ModelConfig) -> Model:
     """The model of a config, without tensors; weights.loader fills it. Raises WeightError for an unknown architecture."""
     if config.architecture not in FAMILIES:
-        raise WeightError(unknown(config.architecture))
+        raise WeightError(unknown_architecture(config.architecture))
     return MODELS[FAMILIES[config.architecture].shape](config)

@@ -13,12 +13,14 @@ from headrace.backends.recipe import EXITS, Recipe, Role
 from headrace.data.config import parse_bytes
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
+from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
 from headrace.runner.exit_head import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
+from headrace.startup.loading import pick_device
 from headrace.startup.opening import Opened
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import kv_settings
@@ -52,7 +54,7 @@ def start(recipe: Recipe) -> Started:
     With backend "auto" the first back end that supports the recipe is used, and the reason is logged if it is not the first.
     A named back end that does not support it is an error. Raises ValueError, DoesNotFit, WeightError, one line each.
     """
-    recipe = _as_asked(recipe)
+    recipe = _with_file_kv_dtype(recipe)
     settings = recipe.settings
     _check(recipe)
     asked = [offer for offer in BACKENDS if settings.backend in ("auto", offer.name)]
@@ -60,7 +62,7 @@ def start(recipe: Recipe) -> Started:
         problem, level = offer.unsupported_reason(recipe), logging.INFO
         if not problem:
             try:
-                return _started(offer, recipe)
+                return _start(offer, recipe)
             except RecordError as error:
                 problem, level = str(error), logging.WARNING
         if settings.backend != "auto":
@@ -70,7 +72,7 @@ def start(recipe: Recipe) -> Started:
     raise ValueError(f"no back end can run this: {problem}")
 
 
-def _as_asked(recipe: Recipe) -> Recipe:
+def _with_file_kv_dtype(recipe: Recipe) -> Recipe:
     """The recipe with the KV format of the target's file, if the caller gave none."""
     target = recipe.target
     settings = None if target.config.encoder else kv_settings(target.source, kv_shape(target.config))
@@ -98,6 +100,16 @@ def check_settings(settings: ModelSettings, target: Opened | None = None) -> Non
         parse_bytes(settings.kv_cache_memory)
     if target is not None:
         memory.check_context(settings.max_model_len, target.config)
+
+
+def check_arguments(settings: ModelSettings, target: Opened | None) -> None:
+    """Check the settings of a model before its weights are read. target: its open files, None if not known yet.
+
+    Raises ValueError.
+    """
+    pick_device(settings.device)
+    check_settings(settings, target)
+    check_speculation(settings.speculate, settings.draft_tokens)
 
 
 def _check(recipe: Recipe) -> None:
@@ -131,7 +143,7 @@ def _check(recipe: Recipe) -> None:
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 
 
-def _started(offer: Backend, recipe: Recipe) -> Started:
+def _start(offer: Backend, recipe: Recipe) -> Started:
     """Load all programs into one runner. Memory for the hidden states of contrastive search is checked at their first use."""
     loaded = offer.load(recipe)
     target, *beside = recipe.roles

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from headrace.data.outputs import Classification, Vote
 from headrace.decoding.prompts import POOLS
 from headrace.runner.classifier import BOTH, ExitClassifiers, probabilities
-from headrace.startup.opening import Opened, absent
+from headrace.startup.opening import Opened, missing_heads_error
 from headrace.weights.atomic_file import atomic_write
 from headrace.weights.dequant import read_floats
 from headrace.weights.source import CLASSIFIER_INFO
@@ -44,7 +44,7 @@ class Info(msgspec.Struct, frozen=True):
     version: Size = VERSION
 
 
-class Rule(msgspec.Struct, frozen=True):
+class ClassifierThreshold(msgspec.Struct, frozen=True):
     """A threshold with a guarantee from `n` held-out texts: with probability 1 - epsilon, at most a share `delta` of texts like
     them is lost, that is, the exit is wrong and the full model is right. risk, mean_layers: values on the n texts.
     """
@@ -64,7 +64,7 @@ class Classifier:
     """Exits with their calibrated thresholds, the one with the fewest layers first."""
 
     exits: ExitClassifiers
-    rules: tuple[Rule, ...] = field(default=())
+    rules: tuple[ClassifierThreshold, ...] = field(default=())
 
     def rule(self, criterion: str | None, threshold: float | None) -> tuple[str, float]:
         """Criterion and threshold of a request; None selects a calibrated one, "off" disables early exit. Raises ValueError."""
@@ -91,7 +91,7 @@ class Classifier:
         return Classification(token_ids, votes[-1].label, each, votes[-1].layers, votes)
 
 
-def encoded(read: Callable[[str], list[int]], texts: Any) -> Any:
+def encode_texts(read: Callable[[str], list[int]], texts: Any) -> Any:
     """Encode texts for `LLM.classify`. A pair (a, b) becomes [CLS] a [SEP] b [SEP], with one token type."""
     if isinstance(texts, str) or not all(isinstance(one, str | tuple | list) for one in texts):
         return texts
@@ -105,7 +105,7 @@ def _ids(read: Callable[[str], list[int]], text: Any) -> Any:
     return read(text) if isinstance(text, str) else text
 
 
-def opened(classifier: Classifier | None) -> Classifier:
+def require_classifier(classifier: Classifier | None) -> Classifier:
     """Return the classifier. Raises ValueError if None."""
     if classifier is None:
         raise ValueError("no classifier was opened; train one (headrace train-classifier), and give it as classifier=FOLDER")
@@ -122,7 +122,9 @@ def fingerprint(model: Opened) -> str:
     return sign.hexdigest()[:32]
 
 
-def save(folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str, float | str], rules: Sequence[Rule]) -> None:
+def save(
+    folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str, float | str], rules: Sequence[ClassifierThreshold]
+) -> None:
     """Write all three files. classifier.json comes last, so that an incomplete folder is not a classifier."""
     info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
     """Load a classifier. Raises ValueError, one line, if it cannot be read or belongs to another model."""
     place, c = Path(folder), model.config
     if not (place / INFO).is_file():
-        raise ValueError(f"{absent(place, 'classifier', INFO)}; train one: headrace train-classifier {model.name}")
+        raise ValueError(f"{missing_heads_error(place, 'classifier', INFO)}; train one: headrace train-classifier {model.name}")
     try:
         info = msgspec.json.decode((place / INFO).read_bytes(), type=Info)
         # numpy lacks some types that a file may have.
@@ -146,7 +148,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
             kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
             tensors = {name: file.get_tensor(name) for name, kind in kinds.items() if kind == "F32"}
         found = place / CALIBRATION
-        rules = msgspec.json.decode(found.read_bytes(), type=tuple[Rule, ...]) if found.is_file() else ()
+        rules = msgspec.json.decode(found.read_bytes(), type=tuple[ClassifierThreshold, ...]) if found.is_file() else ()
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
     if not c.encoder:

@@ -8,7 +8,7 @@ from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
 from headrace.runner.span import WHOLE
 from headrace.startup import selfdraft
-from headrace.startup.opening import Opened, absent, is_heads, open_companion, open_files, open_model
+from headrace.startup.opening import Opened, is_heads, missing_heads_error, open_companion, open_files, open_model
 from headrace.weights.source import HEADS_INFO
 
 __all__ = ["Opened", "open_files", "open_model", "open_roles", "pick_device"]
@@ -45,7 +45,7 @@ def open_roles(target: Opened, settings: ModelSettings, progress: Progress | Non
             )
         train = f"train some: headrace train-heads {target.name} --kind exit"
         if not is_heads(exits):
-            raise ValueError(f"{absent(exits, 'exits', HEADS_INFO)}; {train}")
+            raise ValueError(f"{missing_heads_error(exits, 'exits', HEADS_INFO)}; {train}")
         roles.append(_heads_role(EXITS, exits, target))
         if roles[-1].span is None:
             raise ValueError(f"{exits}: these heads are no exits; {train}")
@@ -69,10 +69,10 @@ def pick_device(device: str) -> str:
 
     Raises ValueError for a device that torch does not support.
     """
-    absent = not any(Path(gpu).exists() for gpu in GPUS)
-    if device == "cpu" or (device == "auto" and absent):
+    missing_heads_error = not any(Path(gpu).exists() for gpu in GPUS)
+    if device == "cpu" or (device == "auto" and missing_heads_error):
         return "cpu"
-    if absent and device.partition(":")[0] == "cuda":
+    if missing_heads_error and device.partition(":")[0] == "cuda":
         raise ValueError("device cuda was asked for and this machine has no GPU; use device='cpu'")
     from headrace.backends.eager import loading
 

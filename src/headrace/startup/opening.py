@@ -12,8 +12,7 @@ from headrace.data.progress import Progress
 from headrace.models.configs import read_config
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights import catalog, hub, names
-from headrace.weights import fingerprints as known
+from headrace.weights import catalog, fingerprints, hub, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
@@ -22,7 +21,7 @@ from headrace.weights.source import HEADS_INFO, trained
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class TextProcessing:
     """Tokenizer, chat template and end tokens of a model."""
 
     tokenizer: Tokenizer
@@ -34,8 +33,8 @@ class Words:
 class Opened:
     """A model's open files, before its weights are read.
 
-    `tokenizer`, `template` and `eos_ids` load the vocabulary at the first access, and raise its errors; `read_words` starts
-    that in a thread.
+    `tokenizer`, `template` and `eos_ids` load the vocabulary at the first access, and raise its errors; `load_tokenizer`
+    starts that in a thread.
     generation: generation_config.json. defaults: sampling settings for requests without any. system: default system prompt.
     own_template: replaces the file's. pooling: first, last or mean, of embeddings. parse_special: control tokens inside
     messages are parsed.
@@ -51,7 +50,7 @@ class Opened:
     own_template: str | None = None
     pooling: str = "last"
     parse_special: bool = False
-    _words: Future[Words] | None = None
+    _words: Future[TextProcessing] | None = None
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, with the model's system prompt in front if they have none."""
@@ -72,21 +71,21 @@ class Opened:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.read_words().result().tokenizer
+        return self.load_tokenizer().result().tokenizer
 
     @property
     def template(self) -> ChatTemplate:
-        return self.read_words().result().template
+        return self.load_tokenizer().result().template
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        return self.read_words().result().eos_ids
+        return self.load_tokenizer().result().eos_ids
 
-    def read_words(self) -> Future[Words]:
+    def load_tokenizer(self) -> Future[TextProcessing]:
         """Start loading the vocabulary in a thread, once. Returns its future."""
         if self._words is None:
             reader = ThreadPoolExecutor(1, "vocabulary")
-            self._words = reader.submit(_read_words, self)
+            self._words = reader.submit(_load_text_processing, self)
             reader.shutdown(wait=False)
         return self._words
 
@@ -99,7 +98,7 @@ def open_model(
     Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
     """
     opened = open_files(model, progress, download=download, parse_special=parse_special)
-    opened.read_words().result()
+    opened.load_tokenizer().result()
     return opened
 
 
@@ -110,7 +109,7 @@ def open_files(
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
-    entry = entries.get(target) or known.catalog_entry(path, entries)
+    entry = entries.get(target) or fingerprints.catalog_entry(path, entries)
     source = open_folder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
@@ -149,12 +148,12 @@ def _defaults(
     return found if named is None else {**found, **from_name(named.sampling)}
 
 
-def _read_words(opened: Opened) -> Words:
+def _load_text_processing(opened: Opened) -> TextProcessing:
     source = opened.source
     tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
     template = ChatTemplate.of(tokenizer, opened.own_template)
     eos_ids = frozenset(tokenizer.eos_ids) | _ids(opened.generation.get("eos_token_id"))
-    return Words(tokenizer, template.trusting() if opened.parse_special else template, eos_ids)
+    return TextProcessing(tokenizer, template.trusting() if opened.parse_special else template, eos_ids)
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
@@ -173,7 +172,7 @@ def is_heads(folder: str | Path | None) -> bool:
     return folder is not None and (Path(folder) / HEADS_INFO).is_file()
 
 
-def absent(folder: str | Path, what: str, info: str) -> str:
+def missing_heads_error(folder: str | Path, what: str, info: str) -> str:
     """Error text for a folder without the file `info` of the expected kind (`what`)."""
     place = Path(folder)
     if not place.is_dir():

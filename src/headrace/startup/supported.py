@@ -5,18 +5,18 @@ from pathlib import Path
 
 from headrace import core, host
 from headrace.backends.memory import check_weights_fit, gib
-from headrace.backends.native.weights import weights_room
+from headrace.backends.native.weights import total_packed_bytes
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.schemes.folder import QuantizedFolder
 
 
-def missing(model: str | Path) -> str:
+def missing_requirement(model: str | Path) -> str:
     """Why a local model cannot run here, one line; empty if it can."""
     try:
         opened = open_files(model, download=False)
-        opened.read_words().result()
+        opened.load_tokenizer().result()
     except (ValueError, OSError) as error:
         return " ".join(str(error).split())
     infos = [opened.source.info(name) for name in opened.source.names()]
@@ -43,12 +43,12 @@ def check_room(models: Sequence[tuple[Opened, str]]) -> None:
     """
     if core.reason() or not models:
         return
-    need, narrower = weights_room([(describe(each.config), each.source, quantize) for each, quantize in models])
+    need, narrower = total_packed_bytes([(describe(each.config), each.source, quantize) for each, quantize in models])
     check_weights_fit(need, host.free_memory(), *(each.name for each, _ in models), narrower=narrower)
 
 
-def runs_here(model: str | Path) -> str:
+def describe_support(model: str | Path) -> str:
     """A line for the user: yes with the back end, or no with the reason."""
-    if problem := missing(model):
+    if problem := missing_requirement(model):
         return f"no: {problem}"
     return f"yes, in torch ({core.reason()})" if core.reason() else "yes"

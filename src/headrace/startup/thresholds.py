@@ -25,7 +25,7 @@ Depth = Annotated[float, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-def fits(model: Opened, exits: str | Path) -> str:
+def exits_fingerprint(model: Opened, exits: str | Path) -> str:
     """Fingerprint of a model's norms, biases and size together with the weights of its exits.
 
     A calibrated threshold is valid for this model and these exits alone, while exits may draft for any model of the same shape.
@@ -36,7 +36,7 @@ def fits(model: Opened, exits: str | Path) -> str:
     return sign.hexdigest()[:32]
 
 
-def folder_of(model: Path, smaller: Path) -> Path:
+def cascade_folder(model: Path, smaller: Path) -> Path:
     """The folder of the thresholds of a cascade, by paths and sizes of both models' files."""
     signs = [f"{one.resolve()}:{_size(one)}" for one in (model, smaller)]
     return home() / "cascades" / hashlib.sha256("\n".join(signs).encode()).hexdigest()[:24]
@@ -109,31 +109,31 @@ def load(folder: str | Path, state: str = "") -> tuple[CalibratedThreshold, ...]
         raise ValueError(f"{place} cannot be read ({' '.join(str(error).split())[:200]}); remove it") from None
 
 
-def known(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple[CalibratedThreshold, ...]:
+def load_for(model: Opened, settings: ModelSettings, smaller: Path | None) -> tuple[CalibratedThreshold, ...]:
     """The calibrated thresholds, newest first, of a model that was opened with `settings`; `smaller`: its cascade's model.
 
     Thresholds of another model or of other exits are left out, with a warning in the log. Raises ValueError as `load` does.
     """
     if settings.exits is None:
-        return () if smaller is None or find_home() is None else load(folder_of(model.path, smaller), settings.exit_state)
+        return () if smaller is None or find_home() is None else load(cascade_folder(model.path, smaller), settings.exit_state)
     if not (found := load(settings.exits, settings.exit_state)):
         return ()
-    sign = fits(model, settings.exits)
+    sign = exits_fingerprint(model, settings.exits)
     if not (own := tuple(rule for rule in found if rule.fits == sign)):
         place = Path(settings.exits) / CALIBRATION
         log.warning("%s is of another model or of other exits and is not used; run headrace calibrate", place)
     return own
 
 
-def keep(rule: CalibratedThreshold, model: Opened, settings: ModelSettings, smaller: Path | None) -> CalibratedThreshold:
+def save_for(rule: CalibratedThreshold, model: Opened, settings: ModelSettings, smaller: Path | None) -> CalibratedThreshold:
     """Save a threshold that was calibrated on a model opened with `settings`. Returns it as saved.
 
     smaller: the smaller model of a cascade. The file is in the folder of the exits, or in Headrace's own folder for a cascade.
     """
     if settings.exits is None:
         assert smaller is not None
-        save(folder_of(model.path, smaller), rule)
+        save(cascade_folder(model.path, smaller), rule)
         return rule
-    rule = msgspec.structs.replace(rule, fits=fits(model, settings.exits), state=settings.exit_state)
+    rule = msgspec.structs.replace(rule, fits=exits_fingerprint(model, settings.exits), state=settings.exit_state)
     save(Path(settings.exits), rule)
     return rule

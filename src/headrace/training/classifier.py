@@ -23,7 +23,7 @@ from headrace.data.progress import Progress, Silent
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.classifier import BOTH, CRITERIA, ExitClassifiers, first_exit, probabilities
-from headrace.startup.classifier import Pair, Rule, encoded, save
+from headrace.startup.classifier import ClassifierThreshold, Pair, encode_texts, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
 from headrace.training.joint_classifier import WORK, JointConfig, check_new, learn, save_model
@@ -124,7 +124,7 @@ def pooled_rows(llm: LLM, texts: Sequence[str | Pair], layers: tuple[int, ...], 
 def exit_logits(llm: LLM, texts: Sequence[str | Pair]) -> list[list[tuple[float, ...]]]:
     """Return for each text the logits of all exits, [exits, classes]; no text exits early."""
     read = partial(llm.tokenizer.encode, parse_special=False)
-    outputs = whole(llm.generate(encoded(read, texts), SamplingParams(max_tokens=1), strategy=Classifying()))
+    outputs = whole(llm.generate(encode_texts(read, texts), SamplingParams(max_tokens=1), strategy=Classifying()))
     return [output.classified for output in outputs]
 
 
@@ -168,7 +168,7 @@ def calibrated(
     delta: float,
     epsilon: float,
     criteria: Iterable[str] = CRITERIA,
-) -> list[Rule]:
+) -> list[ClassifierThreshold]:
     """Calibrate one threshold for each criterion; a criterion without a valid threshold has no rule.
 
     probs: [exits, texts, classes] of texts that trained nothing.
@@ -190,7 +190,9 @@ def calibrated(
         if result.threshold is not None and result.risk is not None:
             exit_of = first_exit(criterion, result.threshold, probs)
             layers = float(np.array(exits.layers)[exit_of].mean())
-            rules.append(Rule(criterion, result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers))
+            rules.append(
+                ClassifierThreshold(criterion, result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers)
+            )
     return rules
 
 
@@ -218,7 +220,7 @@ class ClassifierReport:
 
     exits: ExitClassifiers
     accuracy: list[float]
-    rules: list[Rule]
+    rules: list[ClassifierThreshold]
     notes: list[str]
 
 
@@ -343,7 +345,7 @@ def _train_jointly(
     interrupt: Interrupt | None,
 ) -> ExitWeights:
     """Train all exits together with the encoder, and write the encoder to `out`."""
-    texts = encoded(partial(opened.tokenizer.encode, parse_special=False), data.texts)
+    texts = encode_texts(partial(opened.tokenizer.encode, parse_special=False), data.texts)
     classes = _classes(labels, data).tolist()
     trained = learn(opened, texts, classes, len(labels), layers, pooling, joint, progress, out / WORK, interrupt)
     save_model(out, trained.model, opened)

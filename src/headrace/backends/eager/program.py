@@ -6,10 +6,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from headrace.backends.eager.kept import EagerKept
 from headrace.backends.eager.live import EagerLive
 from headrace.backends.eager.play import play
 from headrace.backends.eager.step import EagerStep
+from headrace.backends.eager.stored_rows import EagerStoredRows
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -116,9 +116,9 @@ class EagerProgram:
         self.pool.move([(source, to) for _, source, to in plan.moves])
         self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
 
-    def kept(self) -> EagerKept:
+    def kept(self) -> EagerStoredRows:
         sizes = self.pool.num_blocks, self.pool.block_size, self.config.hidden_size
-        return EagerKept(*sizes, self._weight.dtype, self._weight.device)
+        return EagerStoredRows(*sizes, self._weight.dtype, self._weight.device)
 
     def kv_bytes(self) -> int:
         return self.pool.bytes

@@ -17,8 +17,8 @@ import numpy as np
 
 from headrace import core
 from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
-from headrace.backends.native.relative import by_distance
-from headrace.backends.native.values import Values
+from headrace.backends.native.relative import bias_by_distance
+from headrace.backends.native.value_places import Values
 from headrace.backends.native.weights import PackedPart, PackedWeights
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -238,7 +238,7 @@ class Lowering:
         """What distances add to scores that are then scaled by `unit`."""
         if relative is None:
             return None
-        return by_distance(self.weights.numbers(relative), relative.distance, relative.both) / np.float32(unit)
+        return bias_by_distance(self.weights.numbers(relative), relative.distance, relative.both) / np.float32(unit)
 
     def _store(self, index: int, node: Node) -> None:
         if node.settings["rope"] is not None or node.settings["k_norm"] is not None:

@@ -5,7 +5,7 @@ from typing import Any
 from headrace import core, host
 from headrace.backends import memory
 from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.backends.native.weights import weights_room
+from headrace.backends.native.weights import total_packed_bytes
 from headrace.backends.protocol import LoadedPrograms
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.plan import MAX_NODES, TARGET
@@ -38,7 +38,7 @@ class NativeBackend:
         settings, models = recipe.settings, recipe.models
         quantize, owners = settings.quantize or "", recipe.owners
         described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
-        need, narrower = weights_room([(model, models[role].source, quantize) for role, model in described.items()])
+        need, narrower = total_packed_bytes([(model, models[role].source, quantize) for role, model in described.items()])
         free = host.free_memory()
         memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
@@ -66,7 +66,7 @@ class NativeBackend:
                 **{**shared, "activations": recipe.activations(models[owner])},
             )
         # In a thread of its own: packing mostly runs without the GIL.
-        recipe.target.read_words()
+        recipe.target.load_tokenizer()
         for program in programs.values():
             program.weights.pack(recipe.progress)
         if recipe.headed:

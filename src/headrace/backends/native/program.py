@@ -10,10 +10,10 @@ import numpy as np
 from headrace import core
 from headrace.backends.native.buffers import Buffers, Ropes
 from headrace.backends.native.encoder import NativeEncoder, scratch_blocks
-from headrace.backends.native.kept import NativeKept
 from headrace.backends.native.live import NativeLive
 from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
+from headrace.backends.native.stored_rows import NativeStoredRows
 from headrace.backends.native.threads import thread_pool
 from headrace.backends.native.weights import PackedWeights
 from headrace.data.plan import NewSlot, StepPlan
@@ -158,8 +158,8 @@ class NativeProgram:
         if plan.copies:
             self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
 
-    def kept(self) -> NativeKept:
-        return NativeKept(*self._sizes, self.config.hidden_size)
+    def kept(self) -> NativeStoredRows:
+        return NativeStoredRows(*self._sizes, self.config.hidden_size)
 
     def kv_bytes(self) -> int:
         return int(self.kv.bytes)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 
-def by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
+def bias_by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
     """Attention bias by distance (key - query) from -most to most, [heads, 2 * most + 1] float32. Farther keys have the last.
 
     weight: [buckets, heads].

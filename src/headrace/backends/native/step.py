@@ -32,7 +32,7 @@ from headrace.ops.keys import round_key
 from headrace.runner.wants import append_live, logit_rows, named_rows
 
 # A want, the number of its answer in the core's step, and the number of its second answer (of a Top with `live`).
-Asked = tuple[AnyWant, Any, Any]
+PendingWant = tuple[AnyWant, Any, Any]
 
 
 class NativeStep:
@@ -41,7 +41,7 @@ class NativeStep:
     def __init__(self, vocab_size: int) -> None:
         self.core = core.module().Step()
         self.vocab_size = vocab_size
-        self._asked: list[tuple[NativeLive, list[Asked]]] = []
+        self._asked: list[tuple[NativeLive, list[PendingWant]]] = []
         # By slot: the numbers of its whole rows of logits.
         self._kept: dict[int, list[int]] = {}
 
@@ -91,7 +91,7 @@ class NativeStep:
             step.feed(live.sequence, feed.start, feed.count, rows)
         if feed.allowed:
             step.mask(feed.allowed)
-        asked: list[Asked] = [(want, self._ask(live, want, last, feed), None) for want in feed.wants]
+        asked: list[PendingWant] = [(want, self._ask(live, want, last, feed), None) for want in feed.wants]
         if any(isinstance(want, Top) and want.live for want in feed.wants):
             # Applies to all later requests of this step.
             step.mask(live.live_masks(feed, self.vocab_size))

@@ -67,7 +67,7 @@ def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
     return total
 
 
-def weights_room(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:
+def total_packed_bytes(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:
     """Bytes of the packed weights of models, each with its `quantize`, and the setting with which they take fewer bytes.
 
     The setting is empty if no float weights could become integers. Raises ValueError as `packed_bytes` does.

@@ -2,7 +2,7 @@
 
 from headrace.data.config import ModelConfig
 from headrace.models import hf
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap, origins
 
@@ -45,6 +45,6 @@ def from_hf(read: Reader) -> ModelConfig:
 FAMILY = Family(
     architecture="bert",
     shape="bert",
-    hf=Stored(from_hf, NameMap(origins(NAMES), "bert.", TRAINED_WITH)),
+    hf=FileFormat(from_hf, NameMap(origins(NAMES), "bert.", TRAINED_WITH)),
     gguf="BERT is read from safetensors; take the folder the model is published as",
 )

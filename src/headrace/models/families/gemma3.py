@@ -7,7 +7,7 @@ from typing import Any
 from headrace.data.config import ModelConfig, RopeConfig
 from headrace.models import gguf, hf
 from headrace.models.families import llama
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader, windowed
 from headrace.weights.origins import NameMap, laid_out, origins
 
@@ -61,10 +61,10 @@ def from_gguf(read: Reader) -> ModelConfig:
 FAMILY = Family(
     architecture="gemma3_text",
     shape="gemma3",
-    hf=Stored(
+    hf=FileFormat(
         from_hf,
         NameMap(laid_out(llama.HF_NAMES | origins(POST_NORMS), "minus_one", "norm.weight"), "model.", llama.INV_FREQ),
     ),
-    gguf=Stored(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS)),
+    gguf=FileFormat(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS)),
     gguf_name="gemma3",
 )

@@ -3,7 +3,7 @@
 from headrace.data.config import ModelConfig
 from headrace.models import gguf, hf
 from headrace.models.families import llama
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap, laid_out, origins, thirds
 
@@ -47,11 +47,11 @@ def from_gguf(read: Reader) -> ModelConfig:
 FAMILY = Family(
     architecture="gpt2",
     shape="gpt2",
-    hf=Stored(
+    hf=FileFormat(
         from_hf,
         NameMap(
             laid_out(origins(HF_NAMES) | thirds("h.{i}.attn.c_attn"), "transposed", *TRANSPOSED), "transformer.", CAUSAL_MASK
         ),
     ),
-    gguf=Stored(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_NAMES) | thirds("blk.{i}.attn_qkv"))),
+    gguf=FileFormat(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_NAMES) | thirds("blk.{i}.attn_qkv"))),
 )

@@ -2,7 +2,7 @@
 
 from headrace.data.config import ModelConfig
 from headrace.models import gguf, hf
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap, laid_out, origins
 
@@ -52,12 +52,12 @@ PAIRED = ("qkv.q.weight", "qkv.k.weight", "qkv.q.bias", "qkv.k.bias")
 def from_hf(read: Reader) -> ModelConfig:
     if read.get("sliding_window") is not None:
         raise read.error("asks for sliding_window, which llama does not have; is it a mistral?")
-    return hf.sharing(read, hf.decoder(read))
+    return hf.with_shared_kv(read, hf.decoder(read))
 
 
 FAMILY = Family(
     architecture="llama",
     shape="llama",
-    hf=Stored(from_hf, HF),
-    gguf=Stored(gguf.decoder, NameMap(laid_out(GGUF_NAMES, "rope_pairs", *PAIRED), ignored=DIVISORS)),
+    hf=FileFormat(from_hf, HF),
+    gguf=FileFormat(gguf.decoder, NameMap(laid_out(GGUF_NAMES, "rope_pairs", *PAIRED), ignored=DIVISORS)),
 )

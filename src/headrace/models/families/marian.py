@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models import hf
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import MAX_LAYERS, Reader
 from headrace.weights.origins import NameMap, Origin, origins
 
@@ -83,6 +83,6 @@ def _layers(read: Reader, half: str) -> tuple[LayerConfig, ...]:
 FAMILY = Family(
     architecture="marian",
     shape="marian",
-    hf=Stored(from_hf, NameMap(origins(NAMES) | {"output.bias": Origin("final_logits_bias")}, "model.", SAVED_TWICE)),
+    hf=FileFormat(from_hf, NameMap(origins(NAMES) | {"output.bias": Origin("final_logits_bias")}, "model.", SAVED_TWICE)),
     gguf="Marian is read from safetensors; take or convert the folder the model is published as",
 )

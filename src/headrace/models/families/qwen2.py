@@ -5,7 +5,7 @@ from dataclasses import replace
 from headrace.data.config import ModelConfig
 from headrace.models import gguf, hf
 from headrace.models.families import llama
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader, windowed
 
 
@@ -22,11 +22,11 @@ def _biased(config: ModelConfig) -> ModelConfig:
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    return _biased(windowed(hf.sharing(read, hf.decoder(read)), windows(read)))
+    return _biased(windowed(hf.with_shared_kv(read, hf.decoder(read)), windows(read)))
 
 
 def from_gguf(read: Reader) -> ModelConfig:
     return _biased(gguf.decoder(read))
 
 
-FAMILY = Family(architecture="qwen2", shape="llama", hf=Stored(from_hf, llama.HF), gguf=Stored(from_gguf, llama.GGUF))
+FAMILY = Family(architecture="qwen2", shape="llama", hf=FileFormat(from_hf, llama.HF), gguf=FileFormat(from_gguf, llama.GGUF))

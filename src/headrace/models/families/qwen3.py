@@ -5,16 +5,16 @@ from dataclasses import replace
 from headrace.data.config import ModelConfig
 from headrace.models import gguf, hf
 from headrace.models.families import llama, qwen2
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader, windowed
 
 
 def from_hf(read: Reader) -> ModelConfig:
-    return replace(windowed(hf.sharing(read, hf.decoder(read)), qwen2.windows(read)), qk_norm=True, mlp_bias=False)
+    return replace(windowed(hf.with_shared_kv(read, hf.decoder(read)), qwen2.windows(read)), qk_norm=True, mlp_bias=False)
 
 
 def from_gguf(read: Reader) -> ModelConfig:
     return replace(gguf.decoder(read), qk_norm=True, mlp_bias=False)
 
 
-FAMILY = Family(architecture="qwen3", shape="llama", hf=Stored(from_hf, llama.HF), gguf=Stored(from_gguf, llama.GGUF))
+FAMILY = Family(architecture="qwen3", shape="llama", hf=FileFormat(from_hf, llama.HF), gguf=FileFormat(from_gguf, llama.GGUF))

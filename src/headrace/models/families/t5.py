@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models import hf
-from headrace.models.family import Family, Stored
+from headrace.models.family import Family, FileFormat
 from headrace.models.reader import MAX_LAYERS, Reader
 from headrace.weights.origins import NameMap, origins
 
@@ -113,6 +113,6 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     architecture="t5",
     shape="t5",
-    hf=Stored(from_hf, NameMap(origins(NAMES), "", NOT_USED)),
+    hf=FileFormat(from_hf, NameMap(origins(NAMES), "", NOT_USED)),
     gguf="T5 is read from safetensors; take the folder the model is published as",
 )

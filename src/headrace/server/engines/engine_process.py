@@ -203,7 +203,7 @@ def _calibrated(llm: LLM) -> thresholds.CalibratedThreshold | None:
     """The newest calibrated threshold of the model's exits or of its cascade; None if there is none. Raises ValueError."""
     cascade = llm.settings.cascade
     smaller = None if cascade is None else hub.resolve(str(cascade), download=False)
-    return next(iter(thresholds.known(llm.opened, llm.settings, smaller)), None)
+    return next(iter(thresholds.load_for(llm.opened, llm.settings, smaller)), None)
 
 
 def load(message: Load, channel: Channel) -> LLM | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from headrace.data.outputs import unit
+from headrace.data.outputs import unit_vector
 from headrace.data.params import SamplingParams
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.engines.inflight import DeadlineError, InflightRequest, stream_deltas
@@ -101,7 +101,7 @@ async def _wait_for_room(service: Service, texts: list[list[int]], ends: float |
 
 
 def _entry(index: int, submitted: InflightRequest, request: EmbeddingRequest) -> dict[str, Any]:
-    values: list[float] | str = unit(submitted.pooled, request.dimensions)
+    values: list[float] | str = unit_vector(submitted.pooled, request.dimensions)
     if request.encoding_format == "base64":
         values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")
     return {"object": "embedding", "index": index, "embedding": values}

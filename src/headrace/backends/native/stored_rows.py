@@ -8,7 +8,7 @@ from headrace.runner.stored_rows import StoredRows
 SHORTEST = 1e-12
 
 
-class NativeKept(StoredRows):
+class NativeStoredRows(StoredRows):
     """Stored rows in float32."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int) -> None:

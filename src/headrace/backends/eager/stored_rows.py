@@ -5,7 +5,7 @@ import torch
 from headrace.runner.stored_rows import StoredRows
 
 
-class EagerKept(StoredRows):
+class EagerStoredRows(StoredRows):
     """Stored rows in the model's dtype, on its device."""
 
     def __init__(self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
