@@ -82,7 +82,7 @@ def _family(name: str, source: WeightSource) -> Family:
     """The family with this architecture name in files of this format. Raises WeightError for an unknown name."""
     names = {family.gguf_name: family for family in FAMILIES.values() if source.format == "gguf"} | FAMILIES
     if name not in names or not name:
-        raise WeightError(f"{source.path}: {unknown(name)}")
+        raise WeightError(f"{source.path}: {unknown_architecture(name)}")
     return names[name]
 
 
