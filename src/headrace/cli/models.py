@@ -74,7 +74,9 @@ def list_models(
         from headrace.startup.supported import describe_support
 
         paths = [path for folder in folders for path in _models_in(folder)]
-        print_table(("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), describe_support(one)) for one in paths])
+        print_table(
+            ("PATH", "SIZE", "RUNS HERE"), [(str(one), human_size(folder_size(one)), describe_support(one)) for one in paths]
+        )
         return
     named = [(one.name, human_size(_size_of(one.model)), "", "named", one.model) for one in names.given()]
     print_table(("NAME", "SIZE", "LICENCE", "STATE", "DESCRIPTION"), [*named, *_stored_rows(catalogs)])

@@ -82,7 +82,7 @@ def open_llm(
 
 def _say_calibrated(llm: Any, options: HelperOptions) -> None:
     """Print the calibrated thresholds of the model's exits, or of its smaller model."""
-    from headrace.startup.thresholds import known
+    from headrace.startup.thresholds import load_for
 
     smaller = None if options.cascade is None else fetch(options.cascade)
     for rule in load_for(llm.opened, llm.settings, smaller):
