@@ -58,7 +58,9 @@ def test_killed_while_it_is_judged_the_same_command_goes_on(
     """OUT exists and is whole at that moment, also as a folder; another command still refuses to replace it."""
     model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / name, tmp_path / "text.txt"
     text.write_text(" ".join(f"{number}" for number in range(1500)))
-    start = ("compress", model, "-o", out, "-f", number_format, "--method", "gptq", "--calibrate", text, "--tokens", 1024)
+    # Tests see one core, the killed process all: the same number of threads for both.
+    method = ("--method", "gptq", "--calibrate", text, "--tokens", 1024, "--threads", 1)
+    start = ("compress", model, "-o", out, "-f", number_format, *method)
     kill = """
 import os, signal
 from headrace.compress import write
