@@ -1,8 +1,8 @@
 """Entry point of the command `headrace`: streams, errors and exit codes.
 
-Little is imported here, so that a person who waits is told at once. A command lives in its own module with `register(app)`, and
-is imported when it is asked for, or when all are listed; what is heavy (the engine, torch, the model hub's library) is imported
-inside its function, so that `headrace --help` and `headrace list` stay instant.
+Imports little, so the first progress line appears at once. Each command has a module with `register(app)`, imported when the
+command line names it. Heavy modules (the engine, torch, the hub's library) are imported inside the command's function, so
+`headrace --help` and `headrace list` stay fast.
 """
 
 import io

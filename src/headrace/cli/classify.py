@@ -64,8 +64,8 @@ def classify(
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
-        for text, made in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
-            line = {"text": text, "tokens": len(made.token_ids), **made.record(votes=show_exits)}
+        for text, output in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
+            line = {"text": text, "tokens": len(output.token_ids), **output.record(votes=show_exits)}
             print(json_text(line), flush=True)
         progress.advance(len(part))
     progress.finish()

@@ -35,11 +35,11 @@ def doctor(
 
     Nothing is sent anywhere, and no keys are shown.
     """
-    found, problems = _facts(), _problems()
+    facts, problems = _facts(), _problems()
     if as_json:
-        print(json_text({**found, "problems": problems}, indent=2))
+        print(json_text({**facts, "problems": problems}, indent=2))
     else:
-        print_fields([*found.items(), *(("problem", one) for one in problems or ["none found"])])
+        print_fields([*facts.items(), *(("problem", problem) for problem in problems or ["none found"])])
     return 1 if problems else 0
 
 
@@ -64,16 +64,16 @@ def _problems() -> list[str]:
     """Return the problems that make commands fail or slow here, each with a remedy."""
     from headrace import core
 
-    found = [core.reason()] if core.reason() else []
+    problems = [core.reason()] if core.reason() else []
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
-        found.append(f"{', '.join(missing)} not installed; install headrace again")
+        problems.append(f"{', '.join(missing)} not installed; install headrace again")
     folder = find_home()
     if folder is None:
-        found.append("this user has no home directory; set HEADRACE_HOME to a folder of yours")
+        problems.append("this user has no home directory; set HEADRACE_HOME to a folder of yours")
     elif not os.access(_nearest(folder), os.W_OK):
-        found.append(f"{folder} cannot be written; set HEADRACE_HOME to a folder of yours")
-    return found
+        problems.append(f"{folder} cannot be written; set HEADRACE_HOME to a folder of yours")
+    return problems
 
 
 def _core() -> str:

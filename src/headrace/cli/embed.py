@@ -51,8 +51,8 @@ def embed(
     progress.start("embedding", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
-        for text, made in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
-            line = {"text": text, "tokens": len(made.token_ids), "embedding": made.values}
+        for text, output in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
+            line = {"text": text, "tokens": len(output.token_ids), "embedding": output.values}
             print(json_text(line), flush=True)
         progress.advance(len(part))
     progress.finish()

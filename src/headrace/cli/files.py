@@ -37,7 +37,7 @@ def writable_folder(path: Path | None) -> Path | None:
     """Check a folder to write into, which may be missing. Raises typer.BadParameter."""
     if path is None:
         return None
-    new = [one for one in (path, *path.parents) if not one.exists()]
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
@@ -45,7 +45,7 @@ def writable_folder(path: Path | None) -> Path | None:
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be written into ({error.strerror}); name another folder") from None
     finally:
-        for one in new:
+        for folder in new:
             with suppress(OSError):
-                one.rmdir()
+                folder.rmdir()
     return path

@@ -50,7 +50,7 @@ def not_text(source: str, error: UnicodeDecodeError) -> str:
 def layers_of(text: str | None, option: str) -> tuple[int, ...]:
     """Parse layer numbers such as 10,20,25; empty for None. Raises typer.BadParameter."""
     try:
-        return () if text is None else tuple(int(one) for one in text.split(","))
+        return () if text is None else tuple(int(number) for number in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{option} takes numbers, as in 10,20,25, not {text!r}") from None
 

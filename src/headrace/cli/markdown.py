@@ -1,7 +1,7 @@
-"""Markdown on a terminal, as it comes: headings, lists, quotes, emphasis and code get a look of their own, words are wrapped.
+"""Streaming Markdown for a terminal: formats headings, lists, quotes, emphasis and code, and wraps words.
 
-What a mark means is known at the latest a character after it, so that a text is never held back longer than a word is; what is
-still open at the end of a line ends there. Code in fences is neither wrapped nor changed.
+A mark is understood at the latest one character after it, so text is held back no longer than a word. Open emphasis ends with
+its line. Fenced code is neither wrapped nor changed.
 """
 
 import re

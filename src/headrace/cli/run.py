@@ -109,26 +109,26 @@ def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet
     from headrace.workflows.output_record import figures, record, speeds
 
     answer = AnswerWriter(wrapped=True)
-    made: list[Any] = []
+    outputs: list[Any] = []
     with Interrupt() as interrupt:
         progress = moving(quiet)
         progress.start("reading the prompt")
-        for delta in llm.stream(prompt, params, output=made, cancelled=watch_prompt(llm, made, progress, interrupt)):
+        for delta in llm.stream(prompt, params, output=outputs, cancelled=watch_prompt(llm, outputs, progress, interrupt)):
             if printer is not None:
                 printer.write(delta)
             elif not as_json and params.n == 1:
                 answer.write(delta.text)
     progress.finish()
-    (output,) = made
+    (output,) = outputs
     if output.error is not None:
         answer.close()
         raise ValueError(output.error)
     if as_json:
-        found = {"model": llm.opened.name, **record(output, llm.tokenizer), "speed": speeds(output)}
-        print(json_text(found, indent=2))
+        report = {"model": llm.opened.name, **record(output, llm.tokenizer), "speed": speeds(output)}
+        print(json_text(report, indent=2))
     elif params.n > 1:
-        for one in output.outputs:
-            answer.write(f"[{one.index + 1}/{params.n}]\n{one.text}")
+        for choice in output.outputs:
+            answer.write(f"[{choice.index + 1}/{params.n}]\n{choice.text}")
             answer.close()
     elif printer is not None:
         printer.close()

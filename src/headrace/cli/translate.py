@@ -70,9 +70,9 @@ def translate(
     progress.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
-        made = iter(llm.generate([text for text in part if text.strip()], params))
+        outputs = iter(llm.generate([text for text in part if text.strip()], params))
         for text in part:
-            output = next(made) if text.strip() else None
+            output = next(outputs) if text.strip() else None
             print(_line(text, output, llm.tokenizer if as_json else None), flush=True)
             exits += [] if output is None else output.outputs[0].exits or []
         progress.advance(len(part))
@@ -97,13 +97,13 @@ def _line(text: str, output: Any, tokenizer: Any) -> str:
     """Return the line to print, None for a blank text. With a tokenizer the line is JSON. Raises ValueError if it failed."""
     if output is not None and output.error is not None:
         raise ValueError(f"{text[:60]!r} cannot be translated: {output.error}")
-    one = None if output is None else output.outputs[0]
-    translation = "" if one is None else one.text.strip().replace("\n", " ")
+    answer = None if output is None else output.outputs[0]
+    translation = "" if answer is None else answer.text.strip().replace("\n", " ")
     if tokenizer is None:
         return translation
     from headrace.workflows.output_record import choice
 
-    known = {} if one is None else choice(one, tokenizer)
-    more = {"tokens": 0 if one is None else len(one.token_ids), "finish_reason": known.get("finish_reason")}
+    known = {} if answer is None else choice(answer, tokenizer)
+    more = {"tokens": 0 if answer is None else len(answer.token_ids), "finish_reason": known.get("finish_reason")}
     more |= {name: known[name] for name in ("score", "exits") if name in known}
     return json_text({"text": text, "translation": translation, **more})

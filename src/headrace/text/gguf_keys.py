@@ -74,7 +74,7 @@ def _end_keys(vocabulary: Vocabulary, texts: list[str]) -> dict[str, Any]:
 
 
 def split_name(state: dict[str, Any], folder: Path) -> str:
-    """Return GGUF's name for the splitting of a tokenizer.json. Raises TokenizerError if there is no name."""
+    """Return GGUF's name for the splitting of a tokenizer.json. Raises TokenizerError if GGUF has none."""
     patterns: list[str] = []
     # Patterns applied to the byte alphabet, once the text is spelled in it.
     spelled: list[str] | None = None
@@ -118,7 +118,8 @@ def _check_same(folder: Vocabulary, file: Vocabulary, path: Path) -> None:
     same = (folder.prefix, folder.suffix, folder.bos_id, folder.eos_id, folder.eos_ids) == (
         *(file.prefix, file.suffix, file.bos_id, file.eos_id, file.eos_ids),
     )
-    ids = [[one.encode(text, add_special_tokens=False).ids for text in PROBES] for one in (folder.backend, file.backend)]
+    backends = folder.backend, file.backend
+    ids = [[backend.encode(text, add_special_tokens=False).ids for text in PROBES] for backend in backends]
     if not same or ids[0] != ids[1]:
         what = "texts are split otherwise" if same else "other tokens begin or end texts"
         raise TokenizerError(
