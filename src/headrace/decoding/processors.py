@@ -30,7 +30,7 @@ class History(NamedTuple):
 class Processor(Protocol):
     """Changes the logits of one request's sequences.
 
-    `scope` says what the result depends on, and so where it may be used:
+    `scope` is what the result depends on, which decides where the processor may be used:
     * pointwise: on the logits alone;
     * path: also on history and path. Both are right at every node of a draft;
     * stateful: on what the processor itself remembers from call to call. It needs the tokens one at a time, in order:
@@ -42,7 +42,7 @@ class Processor(Protocol):
     def apply(self, logits: Any, history: History, paths: Sequence[Sequence[int]]) -> Any:
         """logits, a torch tensor [n, V] float32 on the CPU and a copy that may be changed in place -> logits [n, V].
 
-        Row i is what follows prompt, output and then the draft tokens paths[i] (empty where there is no draft). -inf
+        Row i has the logits after prompt, output and the draft tokens paths[i] (empty without a draft). -inf
         makes a token impossible. numpy users: `logits.numpy()` shares the memory, and an array may be returned.
         """
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """What drafts for a target: a draft model (role `draft`), trained heads (`heads`), a part of the target (`self`), or the
-    full target, which fills in masks (`blocks`).
+    """The source of drafts for a target: a draft model (role `draft`), trained heads (`heads`), a part of the target (`self`),
+    or the full target, which fills in masks (`blocks`).
 
     model: its number in plans (StepPlan.model). group: its own KV group, if it has one. kind, count: of trained heads, and how
     many tokens they draft at once. mask: id of the mask token (`blocks`).

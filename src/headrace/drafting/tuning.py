@@ -29,7 +29,7 @@ class Tuning:
     # Requests without a draft of one kind, after which one request tries it again: nothing else would show that it pays now.
     retry_requests: int = 16
     # -- times ---------------------------------------------------------------------------------------------------------
-    # The least of so many measurements counts: a step that shared the core with another process took longer.
+    # Of this many measurements the least counts: a step that shared the core with another process took longer.
     samples: int = 8
     # Plain steps measured before drafts are compared with them.
     plain_samples: int = 2
@@ -52,7 +52,7 @@ class Tuning:
     max_lag: int = 16
     # Steps over which the reading of a few tokens is spread.
     lag_steps: int = 4
-    # A whole text is read if the rest of the output pays it back so many times.
+    # A whole text is read if the rest of the output saves this many times its reading time.
     payback: float = 3.0
     # Tokens of an output before one has ended, the weight of one that ends, and the fewest it may still have.
     output_tokens: float = 256.0
@@ -67,7 +67,7 @@ class Tuning:
     # -- asking drafters -----------------------------------------------------------------------------------------------
     # Share of all time that asking drafters may take while nothing comes of it.
     ask_share: float = 0.01
-    # From this batch size on a sequence without a promising draft is left out for so many steps.
+    # From this batch size on a sequence without a promising draft is left out for this many steps.
     crowd: int = 4
     rest_steps: int = 3
     # Steps for which a sequence is left out whose tree does not pay: building the tree takes time too.

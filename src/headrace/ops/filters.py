@@ -57,7 +57,7 @@ def typical(z: torch.Tensor, p: Setting) -> torch.Tensor:
     """
     logit = z.double().sub_(_best(z))
     weight = logit.exp()
-    total = _fixed(weight * logit.clamp_min(-1e3)).sum(-1, keepdim=True)  # -inf weighs 0, and 0 * -inf is no number
+    total = _fixed(weight * logit.clamp_min(-1e3)).sum(-1, keepdim=True)  # -inf weighs 0, and 0 * -inf is NaN
     shares = _fixed(weight)
     mean = total.double() / shares.sum(-1, keepdim=True).clamp_(min=1).double()
     nearness = logit.sub_(mean).abs_().neg_()

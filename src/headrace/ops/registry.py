@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Case:
-    """One generated call of an op. The values are the same at every dtype, as they are exact in bfloat16."""
+    """One generated call of an op. The values are the same at every dtype, being exact in bfloat16."""
 
     name: str
     args: tuple[Any, ...]

@@ -4,9 +4,9 @@ The output follows p exactly for any q, but it is another sample than plain deco
 temperature, filters, penalties. The block rule accepts a chain as a whole: the same distribution, and on average never fewer
 tokens.
 
-The loop uses `draw_draft` and `verify`; `row_spec` says how a row of either model is processed. The noise is that of a round, a
-draft and its verification: under the block rule a rejection reveals something about the tokens drafted behind it, so no other
-round may use that noise.
+The loop uses `draw_draft` and `verify`; `row_spec` describes the processing of a row, for both models. The noise is that of a
+round, a draft and its verification: under the block rule a rejection reveals something about the tokens drafted behind it, so
+no other round may use that noise.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Sun et al., "Block Verification", arXiv 2403.10444.
 """

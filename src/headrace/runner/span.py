@@ -9,9 +9,9 @@ ATTENTION, MLP = 1, 2  # sublayers, as bits
 class Span:
     """The part of a model that a step runs.
 
-    layers: the first so many layers (0: all). skips: per layer the bits of sublayers to leave out. first: the layer to start
-    from, with hidden rows as input. fill: compute only K/V of each layer from unchanged rows; attention reads nothing and no
-    want is answered.
+    layers: number of layers from the first one (0: all). skips: per layer the bits of sublayers to leave out. first: the layer
+    to start from, with hidden rows as input. fill: compute only K/V of each layer from unchanged rows; attention reads nothing
+    and no want is answered.
 
     A span may draft for its model. It reads the model's K/V and writes approximate K/V of its chain there, which the model's
     own step overwrites before anything else reads them.

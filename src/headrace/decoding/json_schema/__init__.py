@@ -1,1 +1,2 @@
-"""JSON schemas made ready for a mask: what the grammar compiler does not know is said in words it knows, exactly."""
+"""JSON schemas prepared for masks: keywords that the grammar compiler does not know are rewritten into ones it knows,
+exactly."""

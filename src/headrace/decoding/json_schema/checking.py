@@ -1,15 +1,15 @@
-"""Values beside schemas, as jsonschema has them. Loaded where one is checked: its libraries take long to import."""
+"""Validators of finished values, by the jsonschema library. Imported when needed, as its libraries take long to import."""
 
 from typing import Any
 
 import jsonschema
 from referencing import Registry
 
-# What a schema refers to is in it, or nowhere. The default would fetch it, be it a file.
+# References stay within the schema. The default would fetch them, even from files.
 NOWHERE: Registry[Any] = Registry()
 
 
 def validator(schema: Any, of: Any = None) -> Any:
-    """What checks values against a schema, in the draft that it, or the schema it is a part `of`, names."""
+    """A validator for a schema, in the draft that it, or the schema `of` that contains it, names."""
     kind = jsonschema.validators.validator_for(schema if of is None else of, jsonschema.Draft202012Validator)
     return kind(schema, registry=NOWHERE)

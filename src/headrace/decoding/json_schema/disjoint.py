@@ -1,4 +1,4 @@
-"""Whether two schemas can have a value in common: "no" is proved, "perhaps" is the answer to all else."""
+"""Whether two schemas can share a value. True means proved disjoint; False means undecided or not disjoint."""
 
 import math
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from typing import Any
 from headrace.decoding.json_schema.document import Document, is_local
 from headrace.decoding.json_schema.literals import types_of
 
-DEPTH = 12  # references, properties and alternatives followed from the schemas asked about
+DEPTH = 12  # references, properties and alternatives followed
 MAX_VALUES = 200  # of an enum that are tried one by one
-# lower bound, upper bound, whether equal bounds leave something, the types they speak of
+# lower bound, upper bound, type
 RANGES = (("minLength", "maxLength", "string"), ("minItems", "maxItems", "array"), ("minProperties", "maxProperties", "object"))
 
 
 @dataclass(slots=True)
 class Facts:
-    """What a set of schemas says together, as far as it is plain."""
+    """What a set of schemas requires together, as far as it is simple to read."""
 
     types: frozenset[str]
     required: set[str] = field(default_factory=set)
@@ -85,7 +85,7 @@ def _flat(document: Document, schemas: list[Any], depth: int) -> Iterator[Any]:
 
 
 def _values_apart(document: Document, facts: Facts, others: list[Any]) -> bool:
-    """Whether each of a few values fails the other side, asked one by one."""
+    """Whether each of a few values fails the other side, tried one by one."""
     if facts.values is None or len(facts.values) > MAX_VALUES:
         return False
     base: dict[str, Any] = {key: document.root[key] for key in ("$schema", "$defs", "definitions") if key in document.root}
@@ -97,7 +97,7 @@ def _values_apart(document: Document, facts: Facts, others: list[Any]) -> bool:
 
 
 def _fails(document: Document, base: dict[str, Any], schema: Any, value: Any) -> bool:
-    """Whether a value does not fit; false where that cannot be told here."""
+    """Whether a value does not fit a schema; False if that cannot be decided here."""
     if schema is False:
         return True
     if not isinstance(schema, dict) or _far(schema):
@@ -106,12 +106,13 @@ def _fails(document: Document, base: dict[str, Any], schema: Any, value: Any) ->
 
     try:
         return not validator({**base, **schema}, base).is_valid(value)
-    except Exception:  # references beyond the base, patterns of another dialect: it cannot be told
+    except Exception:
+        # References outside the base, or patterns of another dialect: undecided.
         return False
 
 
 def _far(schema: Any) -> bool:
-    """Whether patterns are in it, whose dialect and cost are not ours to try."""
+    """Whether a schema has patterns, whose dialect and cost are unknown here."""
     return '"pattern' in repr(schema).replace("'", '"')
 
 
@@ -134,7 +135,7 @@ def _numbers(rules: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def _objects_apart(document: Document, left: Facts, right: Facts, depth: int) -> bool:
-    """Objects that must have a property which the other side forbids, or which the two sides see differently."""
+    """Whether the objects must have a property that the other side forbids, or that the two sides require differently."""
     for name in sorted(left.required | right.required):
         rules = [*left.properties.get(name, []), *right.properties.get(name, [])]
         if any(rule is False for rule in rules) or any(name not in names for names in [*left.closed, *right.closed]):

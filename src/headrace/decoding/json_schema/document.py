@@ -1,36 +1,36 @@
-"""One JSON schema as a document: its draft, what its references point at, and a bound on the work it may cause."""
+"""One JSON schema as a document: its draft, its references, and a bound on the work it may cause."""
 
 from typing import Any
 from urllib.parse import unquote
 
 from headrace.data.structured import ConstraintError
 
-MAX_WORK = 20_000  # subschemas looked at
+MAX_WORK = 20_000  # subschemas visited
 
 
 class InexpressibleError(Exception):
-    """No schema without the keyword says this exactly."""
+    """No schema without the keyword expresses this exactly."""
 
 
 class Document:
-    """A schema and its local references. Raises ConstraintError where it is too much, or a reference leads nowhere."""
+    """A schema and its local references. Raises ConstraintError if it is too large, or if a reference leads nowhere."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
         draft = str(root.get("$schema", ""))
-        self.old_refs = any(f"draft-0{n}" in draft for n in (3, 4, 6, 7))  # nothing beside a $ref counts
+        self.old_refs = any(f"draft-0{n}" in draft for n in (3, 4, 6, 7))  # keywords next to a $ref are ignored
         old_places = self.old_refs or "2019-09" in draft
-        self.places = "items" if old_places else "prefixItems"  # the keyword of schemas place by place
+        self.places = "items" if old_places else "prefixItems"  # keyword of the schemas by position
         self._work = 0
 
     def count(self) -> None:
-        """One more piece of work."""
+        """Count one visited subschema."""
         self._work += 1
         if self._work > MAX_WORK:
             raise ConstraintError("the JSON schema is too complex to be held to; make it smaller or say less of it at once")
 
     def resolve(self, ref: Any) -> Any:
-        """What a local reference (`#`, `#/a/b`) points at. Raises ConstraintError."""
+        """The target of a local reference (`#`, `#/a/b`). Raises ConstraintError."""
         if not is_local(ref):
             raise ConstraintError(f"the JSON schema refers to {str(ref)[:80]!r}; only references within it (#/…) are followed")
         target: Any = self.root
@@ -47,7 +47,7 @@ class Document:
         return target
 
     def own(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """What counts of a schema: in old drafts nothing beside a reference does."""
+        """The keywords that count: in old drafts a reference alone."""
         return {"$ref": schema["$ref"]} if self.old_refs and "$ref" in schema else schema
 
 

@@ -1,12 +1,12 @@
-"""Values and types of JSON as schemas see them, and regexes about plain texts."""
+"""JSON values and types as schemas see them, and regexes of plain strings."""
 
 from collections.abc import Iterable
 from typing import Any
 
 TYPES = frozenset({"null", "boolean", "object", "array", "string", "number"})  # an integer is a number
 ANY_TEXT = "(?s:.)*"
-MAX_TEXT = 4000  # characters of texts in one complement
-MOST_WHOLE = 1e15  # beyond it a quarter more is the same float
+MAX_TEXT = 4000  # characters of strings in one complement
+MAX_WHOLE = 1e15  # beyond it adding 0.25 does not change a float
 
 
 def type_of(value: Any) -> str:
@@ -21,33 +21,33 @@ def type_of(value: Any) -> str:
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The types that `type`, `enum` and `const` of a schema leave; "integer" counts as number."""
+    """The types that `type`, `enum` and `const` of a schema allow; "integer" counts as number."""
     if schema is False:
         return frozenset()
     if not isinstance(schema, dict):
         return TYPES
-    found = TYPES
+    types = TYPES
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        found &= {"number" if name == "integer" else name for name in named if isinstance(name, str)}
+        types &= {"number" if name == "integer" else name for name in named if isinstance(name, str)}
     if "const" in schema:
-        found &= {type_of(schema["const"])}
+        types &= {type_of(schema["const"])}
     if isinstance(schema.get("enum"), list):
-        found &= {type_of(value) for value in schema["enum"]}
-    return found
+        types &= {type_of(value) for value in schema["enum"]}
+    return types
 
 
 def has_fraction(value: Any) -> bool:
-    """Whether a number is in it that is whole, and written with a fraction (1.0)."""
+    """Whether a value contains a whole number written with a fraction (1.0)."""
     if isinstance(value, float):
-        return value.is_integer() and abs(value) < MOST_WHOLE
+        return value.is_integer() and abs(value) < MAX_WHOLE
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(map(has_fraction, inside))
 
 
 def either_spelling(value: Any, places: str) -> dict[str, Any]:
-    """A schema of just this value, whose numbers written as 1.0 may be written as 1 and as 1.0: the compiler knows one spelling
-    of a single number, and several of a multiple of 0.5 within a range. `places`: the keyword of schemas place by place."""
+    """A schema of this value alone, in which a number written as 1.0 may be spelled 1 or 1.0. The compiler knows one spelling
+    of a single number, and several of a multiple of 0.5 within a range. places: the keyword of the schemas by position."""
     if not has_fraction(value):
         return {"const": value}
     if isinstance(value, float):
@@ -60,12 +60,12 @@ def either_spelling(value: Any, places: str) -> dict[str, Any]:
 
 
 def literally(text: str) -> str:
-    """A regex of just this text."""
+    """A regex of exactly this string."""
     return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def other_than(texts: Iterable[str]) -> str:
-    """A regex (Rust's syntax, to be matched whole) of every text but these."""
+    """A regex (Rust's syntax, for a whole match) of every string but these."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie

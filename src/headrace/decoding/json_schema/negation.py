@@ -1,4 +1,4 @@
-"""The complement of a schema as a schema without `not`: what does not fit A is what breaks one of A's keywords."""
+"""The complement of a schema as a schema without `not`: a value does not fit A if it breaks one of A's keywords."""
 
 import itertools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from headrace.decoding.json_schema.document import Document, InexpressibleError
 from headrace.decoding.json_schema.literals import MAX_TEXT, TYPES, other_than, type_of
 
 Types = frozenset[str]
-# keywords that allow or forbid nothing
+# Keywords that restrict nothing.
 SILENT = frozenset(
     "$schema $id id $comment $anchor $defs definitions title description default examples example deprecated readOnly "
     "writeOnly contentEncoding contentMediaType contentSchema x-guidance".split()
@@ -17,7 +17,7 @@ HARD = frozenset(
     "multipleOf pattern format patternProperties additionalProperties additionalItems unevaluatedProperties unevaluatedItems "
     "propertyNames minContains maxContains $dynamicRef $recursiveRef".split()
 )
-# keyword -> type, the keyword that says the opposite, and how much is added to its value
+# keyword -> type, the opposite keyword, and the number to add to its value
 OPPOSITE: dict[str, tuple[str, str, int]] = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -33,8 +33,8 @@ OPPOSITE: dict[str, tuple[str, str, int]] = {
 
 
 class Negation:
-    """Complements of the schemas of one document. `refer` names the complement of what a reference points at; `plain`
-    says conditions and dependencies in other words."""
+    """Complements of the schemas of one document. refer: returns the name of the complement of a reference's target. plain:
+    rewrites conditions and dependencies."""
 
     def __init__(self, document: Document, refer: Callable[[str], Any], plain: Callable[[dict[str, Any]], list[Any]]) -> None:
         self._document = document
@@ -42,7 +42,7 @@ class Negation:
         self._plain = plain
 
     def of(self, schema: Any, within: Types = TYPES) -> Any:
-        """A schema that, among values of the types `within`, holds exactly what `schema` does not. Raises
+        """A schema that, among values of the types `within`, accepts exactly what `schema` does not. Raises
         InexpressibleError."""
         self._document.count()
         if isinstance(schema, bool) or not schema:
@@ -58,7 +58,7 @@ class Negation:
         return any_of(ways)
 
     def _way(self, keyword: str, value: Any, schema: dict[str, Any], within: Types) -> list[Any]:
-        """How a value may break one keyword."""
+        """The schemas of the values that break one keyword."""
         if keyword in OPPOSITE:
             return _beyond(keyword, value, within)
         match keyword:
@@ -84,7 +84,7 @@ class Negation:
                 return []
         if keyword in HARD or keyword == "uniqueItems":
             raise InexpressibleError(keyword)
-        return []  # unknown words say nothing
+        return []  # unknown keywords restrict nothing
 
     def _none_or_several(self, branches: list[Any], within: Types) -> list[Any]:
         if len(branches) > 5:
@@ -119,7 +119,7 @@ class Negation:
 
 
 def any_of(ways: list[Any]) -> Any:
-    """Their union, as short as it can be said."""
+    """The union of schemas, simplified."""
     ways = [way for way in ways if way is not False]
     if any(way is True or way == {} for way in ways):
         return True
@@ -129,7 +129,7 @@ def any_of(ways: list[Any]) -> Any:
 
 
 def all_of(rules: list[Any]) -> Any:
-    """Their intersection, as short as it can be said."""
+    """The intersection of schemas, simplified."""
     rules = [rule for rule in rules if rule is not True and rule != {}]
     if any(rule is False for rule in rules):
         return False

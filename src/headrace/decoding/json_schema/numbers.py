@@ -1,5 +1,5 @@
-"""Numbers of a JSON schema that the grammar compiler keeps exactly. It reads numbers as 64-bit floats, sometimes as the one
-next to them if they have more than 15 digits, and writes ranges with about as many."""
+"""Rewrites the numbers of a JSON schema so that the grammar compiler keeps them exactly. It reads numbers as 64-bit floats,
+those with more than 15 digits sometimes as a neighbouring float, and writes ranges with about as many digits."""
 
 import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from headrace.data.structured import ConstraintError
 
-MAX_MULTIPLE = 65_536  # an automaton of so many states takes 30 MB
+MAX_MULTIPLE = 65_536  # states of an automaton, which take 30 MB
 MAX_DIGITS = 15  # significant digits that a float always holds
 MAX_EXPONENT = 22  # powers of ten that are floats
 SMALL = 2**53 - 1  # below it floats hold whole numbers and their neighbours
@@ -18,9 +18,9 @@ BOUNDS = ("minimum", "exclusiveMinimum", *UPPER)
 
 
 def check_multiple(value: Any) -> None:
-    """Raises ConstraintError if the automaton of a `multipleOf` would be too large: it has a state for each remainder."""
+    """Raise ConstraintError if the automaton of a `multipleOf` would be too large: it has a state per remainder."""
     if not is_number(value):
-        return  # the compiler refuses it
+        return
     digits = int("".join(map(str, _decimal(value).normalize().as_tuple().digits)))
     if digits > MAX_MULTIPLE:
         raise ConstraintError(
@@ -30,7 +30,7 @@ def check_multiple(value: Any) -> None:
 
 
 def check_values(value: Any) -> None:
-    """Raises ConstraintError for a number in a `const` or `enum` that the compiler would replace by another."""
+    """Raise ConstraintError for a number in a `const` or `enum` that the compiler would replace by another."""
     todo = [value]
     while todo:
         one = todo.pop()
@@ -46,7 +46,7 @@ def check_values(value: Any) -> None:
 
 
 def kept_bound(keyword: str, value: Any) -> Any:
-    """The bound itself, or one close to it and within it that the compiler keeps. Raises ConstraintError if there is none."""
+    """The bound itself, or a close one within it that the compiler keeps. Raises ConstraintError if there is none."""
     if not is_number(value) or (abs(value) < SMALL and (isinstance(value, int) or _is_short(value))):
         return value
     upper = keyword in UPPER
@@ -57,7 +57,7 @@ def kept_bound(keyword: str, value: Any) -> Any:
         return WIDEST if upper else -WIDEST
     if abs(value) < SMALL:
         return float(Context(prec=MAX_DIGITS, rounding=ROUND_FLOOR if upper else ROUND_CEILING).plus(_decimal(value)))
-    kept = float(value)  # of large numbers the compiler sees the float, and writes its shortest spelling
+    kept = float(value)  # the compiler reads a large number as a float and writes its shortest spelling
     inclusive = keyword in ("minimum", "maximum")
     while any(
         (each > value if upper else each < value) or (each == value and not inclusive) for each in (int(kept), _decimal(kept))
@@ -67,8 +67,8 @@ def kept_bound(keyword: str, value: Any) -> Any:
 
 
 def kept_range(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema. Between neighbouring whole numbers the compiler lets the whole number of an exclusive bound pass, so the
-    next decimal within it becomes the bound."""
+    """The same schema with bounds that hold. Between neighbouring whole numbers the compiler accepts the whole number of an
+    exclusive bound, so the next decimal within it becomes the bound."""
     made = dict(schema)
     low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     tops = [value for value in (high, schema.get("maximum")) if is_number(value)]
@@ -93,14 +93,14 @@ def _next(value: int | float, *, up: bool) -> float:
 
 def with_digits(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of an integer, bounded to 15 digits if it has no bounds: a small model may write digits until its tokens run
-    out. Numbers stay unbounded, because bounds would exclude exponents (1e-09)."""
+    out. Numbers stay unbounded, as bounds would exclude exponents (1e-09)."""
     kinds = schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
     limits = {keyword: schema[keyword] for keyword in BOUNDS if keyword in schema}
     if "integer" not in kinds or "number" in kinds or {"const", "enum"} & set(schema):
         return schema
     if not all(map(is_number, limits.values())):
-        return schema  # draft 4 has flags there
+        return schema  # flags, in draft 4
     lows = [limits[keyword] for keyword in BOUNDS if keyword in limits and keyword not in UPPER]
     highs = [limits[keyword] for keyword in UPPER if keyword in limits]
     made = dict(schema)
@@ -112,7 +112,7 @@ def with_digits(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_all(schema: dict[str, Any]) -> None:
-    """Raises ConstraintError for any number in a schema that is not rewritten and that the compiler would not keep."""
+    """Raise ConstraintError for a number in a schema that is not rewritten and that the compiler would not keep."""
     todo: list[Any] = [schema]
     while todo:
         node = todo.pop()
@@ -135,7 +135,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_exact(value: int | float) -> bool:
-    """Whether the compiler writes a single number as it is."""
+    """Whether the compiler writes a single number unchanged."""
     return _is_short(value) or (isinstance(value, int) and abs(value) <= WIDEST and int(float(value)) == value)
 
 

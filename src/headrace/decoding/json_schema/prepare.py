@@ -1,5 +1,5 @@
-"""A JSON schema as the grammar compiler knows it: what it does not know is said in other words, exactly where that can be;
-what cannot is left out and named, and has to be checked when the output is whole."""
+"""Rewrites a JSON schema for the grammar compiler. Keywords it does not know are expressed exactly by others where possible.
+The rest is left out and named, to be checked when the output is complete."""
 
 import re
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from headrace.decoding.json_schema.numbers import (
     with_digits,
 )
 
-MAX_DEPTH = 64  # schemas within schemas
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # those a mask knows
-# other formats of the standard, as regexes
+MAX_DEPTH = 64  # of nested schemas
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())  # known to the compiler
+# Other formats of the standard, as regexes.
 SPELLED = {
     "uri-reference": r"^(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?:[^\x00-\x20\"<>\\^`{|}#:/?]*(?:[/?][^\x00-\x20\"<>\\^`{|}#]*)?)"
     r"(?:#[^\x00-\x20\"<>\\^`{|}#]*)?$",
@@ -50,7 +50,7 @@ MERGED, BRANCH, ALONE = 0, 1, 2  # a schema among others for its value; a branch
 
 
 def place_of(key: str, own: dict[str, Any], place: int) -> int:
-    """The place of the schemas under one keyword of a schema that stands at `place`."""
+    """The place of the schemas under one keyword of a schema at `place`."""
     if list(own) == ["$ref"] and key == "$ref":
         return place
     if list(own) == ["anyOf"] and key == "anyOf":
@@ -71,37 +71,37 @@ def is_closable(own: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`schema` allows all that the original does, and nothing else but for the keywords in `late`."""
+    """schema: accepts all values of the original, and no others except through the keywords in `late`."""
 
     schema: dict[str, Any]
     late: tuple[str, ...] = ()
 
 
 def prepare(schema: dict[str, Any], *, closed: bool = False) -> Prepared:
-    """The schema in the compiler's words. Raises ConstraintError for what is too much, and for references that lead nowhere.
+    """Rewrite a schema for the compiler. Raises ConstraintError if it is too large, or if a reference leads nowhere.
 
-    `closed`: objects that list their properties get no others, and integers and numbers get bounds of their digits; all that is
-    generated still fits the original schema. A schema whose references are names stays open.
+    closed: objects that list their properties get no others, and integers get bounds of their digits; all generated values
+    still fit the original schema. A schema with named references stays open.
     """
-    if _foreign(schema):
+    if _has_named_references(schema):
         check_all(schema)
         return Prepared(schema)
-    return _Preparation(schema, closed).run()
+    return _Rewriter(schema, closed).run()
 
 
-def _foreign(schema: dict[str, Any]) -> bool:
-    """Whether references in it are more than paths: those are the compiler's to follow. Raises ConstraintError for those that
-    lead out of the schema: nothing is fetched."""
+def _has_named_references(schema: dict[str, Any]) -> bool:
+    """Whether references are more than paths, so that the compiler has to follow them. Raises ConstraintError for references
+    outside the schema: nothing is fetched."""
     todo: list[tuple[Any, int]] = [(schema, 0)]
-    found = named = False
+    has_names = named = False
     outside = ""
     while todo:
         node, depth = todo.pop()
         if depth > 4 * MAX_DEPTH:
             raise ConstraintError(f"the JSON schema is nested more than {MAX_DEPTH} deep; flatten it")
         if isinstance(node, dict):
-            found |= "$ref" in node and isinstance(node["$ref"], str) and not is_local(node["$ref"])
-            found |= node is not schema and any(isinstance(node.get(name), str) for name in ("$id", "$anchor"))
+            has_names |= "$ref" in node and isinstance(node["$ref"], str) and not is_local(node["$ref"])
+            has_names |= node is not schema and any(isinstance(node.get(name), str) for name in ("$id", "$anchor"))
             named |= isinstance(node.get("$id"), str)
             for name in REFERENCES:
                 if isinstance(node.get(name), str) and not node[name].startswith("#"):
@@ -109,20 +109,21 @@ def _foreign(schema: dict[str, Any]) -> bool:
             todo += [(value, depth + 1) for value in node.values()]
         elif isinstance(node, list):
             todo += [(value, depth + 1) for value in node]
-    if outside and not named:  # else it may be the name of a part of this schema
+    # With names in the schema the reference may be one of them.
+    if outside and not named:
         raise ConstraintError(f"the JSON schema refers to {outside[:80]!r}; only references within it (#/…) are followed")
-    return found
+    return has_names
 
 
-class _Preparation:
-    """One schema on its way."""
+class _Rewriter:
+    """Rewrites one schema."""
 
     def __init__(self, root: dict[str, Any], closed: bool) -> None:
         self.document = Document(root)
         self.place = ALONE if closed else MERGED
-        self.placed: dict[tuple[str, int], str] = {}  # likewise, of references that stand in other places
+        self.placed: dict[tuple[str, int], str] = {}  # by reference and place: name in $defs
         self.late: set[str] = set()
-        self.names: dict[tuple[str, bool], str] = {}  # what a reference points at, or its complement -> its name
+        self.names: dict[tuple[str, bool], str] = {}  # by reference and whether complemented: name in $defs
         self.defs: dict[str, Any] = {}
         self.todo: list[tuple[str, Callable[[], Any]]] = []
         self.negation = Negation(self.document, self.complement, self.conditions)
@@ -152,7 +153,7 @@ class _Preparation:
         return {"$ref": f"#/$defs/{self.names[ref, True]}"}
 
     def complement(self, ref: str) -> dict[str, str]:
-        """What does not fit the target of a reference; `NOT` and a name, because it is no part of the document."""
+        """The complement of a reference's target; named `NOT` and a name, as it is not part of the document."""
         if ref.startswith(NOT):
             return {"$ref": next(key for (key, _), name in self.names.items() if name == ref.removeprefix(NOT))}
         target = self.document.resolve(ref)
@@ -171,7 +172,7 @@ class _Preparation:
 
     # -- schemas -------------------------------------------------------------------------------------------------------
     def positive(self, schema: Any, depth: int, place: int = MERGED) -> Any:
-        """The same schema in the compiler's words; `place` says whether other schemas hold for the same value."""
+        """The same schema rewritten. place: whether other schemas apply to the same value."""
         self.document.count()
         if depth > MAX_DEPTH:
             raise ConstraintError(f"the JSON schema is nested more than {MAX_DEPTH} deep; flatten it")
@@ -198,7 +199,7 @@ class _Preparation:
         return made
 
     def inside(self, key: str, value: Any, depth: int, place: int) -> Any:
-        """The value of one keyword, with the schemas in it in the compiler's words."""
+        """The value of one keyword, with its schemas rewritten."""
         if key == "$ref":
             known = isinstance(value, str) and value.startswith(NOT)
             return f"#/$defs/{value.removeprefix(NOT)}" if known else self.reference(value, place)["$ref"]
@@ -215,7 +216,7 @@ class _Preparation:
         return kept_bound(key, value) if key in BOUNDS else value
 
     def rules(self, schema: dict[str, Any]) -> list[Any]:
-        """What is to hold beside the keywords that stay: the others in other words."""
+        """Schemas that express the keywords which the compiler does not know."""
         rules = self.conditions(schema)
         for key in VALUES:
             if key in schema and has_fraction(schema[key]):
@@ -230,7 +231,7 @@ class _Preparation:
         return rules
 
     def conditions(self, schema: dict[str, Any]) -> list[Any]:
-        """if, then, else and the dependencies as choices."""
+        """if, then, else and the dependencies as alternatives."""
         rules: list[Any] = []
         if "if" in schema and ("then" in schema or "else" in schema):
             test = schema["if"]
@@ -304,7 +305,7 @@ class _Preparation:
         raise InexpressibleError
 
     def _unevaluatedProperties(self, value: Any, schema: dict[str, Any]) -> list[Any]:  # noqa: N802
-        """Where nothing else speaks of properties, it is additionalProperties."""
+        """Without other keywords about properties it equals additionalProperties."""
         others = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "$dynamicRef"}
         if others & set(schema):
             raise InexpressibleError

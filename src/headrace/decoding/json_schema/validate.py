@@ -1,4 +1,4 @@
-"""The last look at a finished text, for what no mask can hold an output to."""
+"""Checks finished texts against JSON schemas, for the keywords that masks do not enforce."""
 
 import json
 
@@ -12,8 +12,8 @@ def late_keywords(spec: StructuredOutputs) -> tuple[str, ...]:
 
 
 def why_broken(spec: StructuredOutputs, text: str) -> str:
-    """Why a finished text does not fit its JSON schema; empty where it does. Patterns are searched in Python's dialect, and
-    may take long: where schemas come from strangers, call it where it can be stopped."""
+    """Why a finished text does not fit its JSON schema; empty if it does. Patterns use Python's dialect and may take long: for
+    clients' schemas call it in a process that can be stopped."""
     if spec.json is None:
         return ""
     from headrace.decoding.json_schema.checking import validator  # jsonschema
@@ -30,7 +30,7 @@ def why_broken(spec: StructuredOutputs, text: str) -> str:
 
 
 def read_schema(text: str) -> dict[str, object]:
-    """The JSON of a schema. Raises ConstraintError."""
+    """The parsed JSON of a schema. Raises ConstraintError."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
