@@ -7,7 +7,7 @@ import torch
 
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.types import Request
-from headrace.decoding.beam import BeamSearch, BeamSearchParams, Candidate
+from headrace.decoding.beam import BeamCandidate, BeamSearch, BeamSearchParams
 from tests.beams import (
     CASES,
     EOS,
@@ -56,7 +56,7 @@ def test_three_beams_make_nine_candidates_and_keep_three(monkeypatch: pytest.Mon
     seen: list[tuple[int, int]] = []
     keep = BeamSearch._keep
 
-    def counting(self: BeamSearch, request: Request, seq: object, candidates: list[Candidate]) -> list[Candidate]:
+    def counting(self: BeamSearch, request: Request, seq: object, candidates: list[BeamCandidate]) -> list[BeamCandidate]:
         kept = keep(self, request, seq, candidates)  # type: ignore[arg-type]
         seen.append((len(candidates), len(kept)))
         return kept
