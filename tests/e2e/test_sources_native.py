@@ -141,7 +141,7 @@ def not_clamped(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
     return np.pad(right, ((0, 0), (9, 9)), mode="wrap")
 
 
-lowering_by_distance = lowering.by_distance
+lowering_by_distance = lowering.bias_by_distance
 
 
 def both_ways(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
