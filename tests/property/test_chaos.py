@@ -130,7 +130,7 @@ def a_flight_known_too_late(engine: Engine) -> None:
             raise
 
     engine._launch = late  # type: ignore[method-assign]
-    unguarded("_want")(engine)
+    unguarded("_set_wants")(engine)
 
 
 def a_failed_step_ends_its_requests(engine: Engine) -> None:
@@ -164,7 +164,7 @@ def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "tamper",
     [
-        unguarded("_want"),
+        unguarded("_set_wants"),
         unguarded("_commit"),
         a_flight_known_too_late,
         a_failed_step_ends_its_requests,

@@ -11,13 +11,15 @@ import pytest
 from typer import TyperException
 from typer.main import get_command
 
-from headrace.cli.commands import build
+from headrace.cli.commands import MOVED, build
 from headrace.cli.serve_options import read_config
 from headrace.server.access.keys import read_key_file
 from headrace.weights import catalog, hub
 from tests.server.harness import Running
 
 ROOT = Path(__file__).parents[2]
+# Records of what was run at the time; they may name commands that have moved since.
+RECORDS = ("CHANGELOG.md", "performance-log.md")
 README = (ROOT / "README.md").read_text("utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -73,6 +75,9 @@ def test_every_command_that_is_printed_parses() -> None:
     assert len(lines) > 40
     wrong = []
     for page, line in lines:
+        _, first, second = (*line.split(), "", "")[:3]
+        if page in RECORDS and first == "bench" and second in MOVED:
+            continue
         try:
             parse(line)
         except (KeyError, TyperException) as error:
