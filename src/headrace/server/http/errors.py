@@ -26,6 +26,8 @@ ENGINE_LOST = "engine_lost"
 QUARANTINED = "request_quarantined"
 CONSTRAINT_FAILED = "constraint_failed"
 UNFIT = "answer_unfit"  # the answer does not match its schema
+# Fields that requests hold inside another one.
+PARENTS = {"chat_template": "chat_template_kwargs"}
 TOO_LONG = "context_length_exceeded"  # clients read the code, some also the message
 
 
@@ -35,7 +37,8 @@ def wrong_field(error: Exception, fields: Collection[str], text_field: str | Non
         case TokenizerError() | TooLongError():
             return text_field
         case ParamError() | RequestRefusedError() | TemplateError():
-            return text_field if error.field == PROMPT else error.field if error.field in fields else None
+            field = PARENTS.get(error.field, error.field)
+            return text_field if field == PROMPT else field if field in fields else None
     return None
 
 
