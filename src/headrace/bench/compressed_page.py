@@ -22,7 +22,8 @@ def tables(result: dict[str, Any]) -> tuple[Table, Table]:
 
 
 def _quality_columns(first: dict[str, Any]) -> list[Column]:
-    """Size and losses. `float32`: losses compared with the first model, of the weights alone; the first model has none."""
+    """Columns of size and losses. KL and equal choices compare with the first model in float32, so they show the loss of the
+    weights alone; the first model has neither."""
 
     def kl(row: dict[str, Any]) -> str | None:
         loss = row.get("float32")
@@ -50,7 +51,7 @@ def _task_cell(task: str, row: dict[str, Any]) -> str:
 
 
 def _speed_columns(first: dict[str, Any]) -> list[Column]:
-    """Tokens/s of each cell, its ratio to the first model in the same rounds, and memory."""
+    """Columns of tokens/s of each cell, their ratio to the first model in the same rounds, and memory."""
     return [
         Column("#", "{number}"),
         Column("model", "{name}"),
@@ -74,28 +75,27 @@ def pictures(result: dict[str, Any]) -> list[str]:
     sizes = [model["bytes"] / 1e6 for model in models]
     values = [model["perplexity"] for model in models]
     size = Axis.of("MB", sizes)
-    high = max(values) > LOG_SCALE_RANGE * min(values)
-    drawn = [scatter("Size and perplexity", size, Axis.of("perplexity", values, high), _points(sizes, values))]
+    logarithmic = max(values) > LOG_SCALE_RANGE * min(values)
+    drawn = [scatter("Size and perplexity", size, Axis.of("perplexity", values, logarithmic), _points(sizes, values))]
     cell = "b1" if "b1" in models[0]["cells"] else next(iter(models[0]["cells"]), None)
     if cell is None:
         return drawn
     speeds = [model["cells"][cell]["tokens_per_s"] for model in models]
     read = [model["read_bytes"] / 1e6 for model in models]
-    # MB/s
-    bandwidth = 1e3 * result["bandwidth_gb_s"]
+    bandwidth = 1e3 * result["bandwidth_gb_s"]  # MB/s
     ceilings = [bandwidth / size for size in read] if cell == "b1" else []
     name = f"tokens/s ({cell})"
-    rate = Axis.of(name, [*speeds, *ceilings])
+    rate_axis = Axis.of(name, [*speeds, *ceilings])
     largest = max(read)
     curve = [largest * (1 + step / CURVE_POINTS) / 2 for step in range(CURVE_POINTS + 1)] if ceilings else []
-    curve = [size for size in curve if bandwidth / size <= rate.high] or curve[-1:]
+    curve = [size for size in curve if bandwidth / size <= rate_axis.high] or curve[-1:]
     at_most = [Line("memory read", curve, [bandwidth / size for size in curve], True)] if ceilings else []
-    width = Axis.of("MB of weights that a step reads", read)
-    drawn.append(scatter("Size and speed", width, rate, _points(read, speeds), at_most))
+    read_axis = Axis.of("MB of weights that a step reads", read)
+    drawn.append(scatter("Size and speed", read_axis, rate_axis, _points(read, speeds), at_most))
     lost = [model.get("float32", {"kl": 0.0})["kl"] for model in models]
     reach = [Line("", [speeds[at], ceiling], [lost[at]] * 2, True) for at, ceiling in enumerate(ceilings)]
-    further = Axis(f"{name}; dashed: as far as memory allows" if reach else name, rate.low, rate.high)
-    drawn.append(scatter("Speed and what is lost", further, Axis.of("KL, nats", lost), _points(speeds, lost), reach))
+    reach_axis = Axis(f"{name}; dashed: as far as memory allows" if reach else name, rate_axis.low, rate_axis.high)
+    drawn.append(scatter("Speed and what is lost", reach_axis, Axis.of("KL, nats", lost), _points(speeds, lost), reach))
     return drawn
 
 

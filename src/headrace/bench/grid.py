@@ -18,14 +18,14 @@ from headrace.host import busy_seconds
 from headrace.llm import LLM
 from headrace.stats.paired_ratio import ratio
 
-# Least ratio to plain decoding's speed that is not called slower.
+# Least ratio of speculative to plain speed that does not count as slower.
 LIMIT = 0.97
 # Cells whose ratio is this close to the limit need MANY pairs.
 NEAR = 0.05
-FEW, MANY = 5, 15
+FEW, MANY = 5, 15  # pairs
 BATCHES = (1, 4, 8, 16, 32)
 RANDOM = "random"
-LEAST_TOKENS, MOST_TOKENS = 8, 96
+LEAST_TOKENS, MOST_TOKENS = 8, 96  # of each sequence in a run
 COLUMNS = (
     Column("cell", "{cell}"),
     Column("plain tokens/s", "{plain_tokens_per_s:.1f}"),
@@ -140,10 +140,10 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     done: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Measure each cell by pairs of a plain and a speculative run of about `seconds`.
+    """Measure each cell by `few` to `many` pairs of a plain and a speculative run of about `seconds` each.
 
-    done: called with the result so far after each cell. The engine's speculation is restored at the end. Raises ValueError if
-    the LLM has no drafter, and RuntimeError if speculation changes an output.
+    say: receives a line for each cell. done: called with the result so far after each cell. The engine's speculation is
+    restored at the end. Raises ValueError if the LLM has no drafter, and RuntimeError if speculation changes an output.
     """
     ours = llm.engine.speculation
     if ours is None:

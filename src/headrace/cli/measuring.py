@@ -84,7 +84,10 @@ def _svg(plot: Plot) -> str:
 
 
 def report_cell(line: Callable[[str, dict[str, Any]], str], save: Callable[[Any], None]) -> Callable[[dict[str, Any]], None]:
-    """Callback after each cell of a measurement: prints `line(name, figures)` of the newest cell, saves, advances the bar."""
+    """Return the callback after each cell of a measurement.
+
+    It prints `line(name, figures)` of the newest cell, saves all figures, and advances the bar.
+    """
 
     def done(result: dict[str, Any]) -> None:
         name, figures = list(result["cells"].items())[-1]

@@ -47,7 +47,8 @@ ENOUGH, FEW = 4, 2
 class PassOutput:
     """Results of a finished pass, read from its work folder.
 
-    kinds: of the parts that are rounded, by target. folds: other parameters of the layers have changed, too.
+    kinds: kind of each rounded part, by target. folds: the other parameters of the layers have changed, too.
+    tokens: calibration tokens.
     """
 
     work: WorkFolder
@@ -116,9 +117,9 @@ def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
 def start_work(
     opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, progress: Progress
 ) -> tuple[WorkFolder, Texts]:
-    """Start or resume the work folder; returns it with the calibration texts, drawn if missing. None of them is in `judged`.
+    """Start or resume the work folder; returns it with the calibration texts, drawn if missing.
 
-    Raises ValueError as WorkFolder and texts do.
+    judged: evaluation texts. Raises ValueError if one holds a calibration passage, and as WorkFolder and `draw_texts` do.
     """
     work = WorkFolder(folder)
     work.begin(plan_of(opened, pipeline, mix))

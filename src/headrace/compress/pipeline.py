@@ -43,7 +43,7 @@ class Pipeline:
     calibrate: a text file, or "self" (the model writes them). tokens: calibration tokens; None: four for each input of the
     widest matrix. act_order: GPTQ takes important columns first. judge: a text file, "self", or None. write_imatrix: file for
     the measured importance. kv: K/V format that OUT asks for (weights.kv_settings.FORMATS), with key means over the same texts.
-    threads: 0: one for each core.
+    keep_work: the work folder stays after the run. threads: 0: one for each core.
     """
 
     method: tuple[str, ...] = ("rtn",)
@@ -88,7 +88,8 @@ class Pipeline:
 
     @property
     def heal(self) -> Heal | None:
-        """Training after the cuts, or None. Raises ValueError if only one of method and steps is given."""
+        """Training after the cuts, or None. Raises ValueError if the method, its steps and rate do not go together, or a number
+        is out of range."""
         if (HEAL in self.method) != (self.heal_steps is not None):
             raise ValueError(f"the method {HEAL} and its steps go together: --method neurons,{HEAL},gptq --heal-steps 200")
         if self.heal_steps is None:
@@ -102,12 +103,12 @@ class Pipeline:
 
     @property
     def reads(self) -> bool:
-        """True if texts are read."""
+        """True if calibration texts are read: by a cut, or after all cuts (`walks`)."""
         return self.walks or bool(self.cuts)
 
     @property
     def walks(self) -> bool:
-        """True if texts are read after all cuts."""
+        """True if a layer pass reads texts after all cuts: for a method, the importance file or the budget."""
         reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
         return reads or self.write_imatrix is not None or self.budget is not None
 

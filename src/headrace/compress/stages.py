@@ -56,7 +56,10 @@ class PrunedModel:
 
 
 def copy_report(report: Report, before: Report, model: PrunedModel) -> None:
-    """Copy warnings and results of the cuts into the report of the plan for what they have left."""
+    """Copy warnings and results of the cuts into `report`, which covers what is done to the cut model.
+
+    before: report made before the cuts.
+    """
     report.warnings, report.largest, report.kv = before.warnings, max(before.largest, report.largest), before.kv
     report.cuts, report.healed, report.tokens = model.cuts, model.healed, model.tokens
     report.passages = [*before.passages, *model.passages]
@@ -71,19 +74,19 @@ def cut_model(
     threads: int,
     vocabulary: bool = True,
 ) -> PrunedModel:
-    """Run cuts, or resume them. Each replaces the file of the one before.
+    """Run cuts, or resume them. The file of each replaces that of the one before.
 
-    vocabulary: write it into the file, too. Raises ValueError as `pruned_config` and WorkFolder do, and OSError.
+    vocabulary: the file holds the tokenizer, too. Raises ValueError as `pruned_config` and WorkFolder do, and OSError.
     """
     names = [f"{index}-{cut.method}" for index, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((index for index, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)
     if done >= 0:
-        opened = _left(work, f"{names[done]}.json", files[done])
+        opened = _open_checked(work, f"{names[done]}.json", files[done])
     for index in range(done + 1, len(cuts)):
         own = WorkFolder(work.folder / names[index])
         _cut(opened, cuts[index], work, own, files[index], texts, progress, threads, vocabulary)
-        opened = _left(work, f"{names[index]}.json", files[index])
+        opened = _open_checked(work, f"{names[index]}.json", files[index])
         own.remove()
         if index:
             files[index - 1].unlink()
@@ -124,10 +127,10 @@ def heal_model(
     metadata = work.read(HEALED)
     before, after = (Judgement(**metadata[name]) for name in ("before", "after"))
     healed = HealReport(metadata["steps"], metadata["tokens"], metadata["different"], before, after)
-    return replace(cut, opened=_left(work, HEALED, file), healed=healed, passages=passage_hashes(texts))
+    return replace(cut, opened=_open_checked(work, HEALED, file), healed=healed, passages=passage_hashes(texts))
 
 
-def _left(work: WorkFolder, about: str, file: Path) -> Opened:
+def _open_checked(work: WorkFolder, about: str, file: Path) -> Opened:
     """Open a model of the work folder. Raises WeightError unless it has the SHA-256 in the JSON file `about`."""
     work.check(file.name, work.read(about).get("sha256"))
     return open_files(file)
@@ -148,7 +151,7 @@ def _cut(
     config = opened.config
     target = pruned_config(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
-    run_pass(LayerPass(opened.source, texts, own, {}), [_step(cut, config, target)], own, progress, threads)
+    run_pass(LayerPass(opened.source, texts, own, {}), [_compressor_of(cut, config, target)], own, progress, threads)
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
     dropped_layers = (
@@ -170,7 +173,8 @@ def _cut(
     work.write(f"{own.folder.name}.json", about)
 
 
-def _step(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
+def _compressor_of(cut: Cut, config: ModelConfig, target: ModelConfig) -> Compressor:
+    """Method that measures and makes a cut in the layer pass; whole layers are only measured there."""
     if cut.method == LAYERS:
         return Distances()
     if cut.method == NEURONS:
@@ -189,7 +193,10 @@ def _write(
     path: Path,
     vocabulary: bool,
 ) -> None:
-    """Write a model with the shapes of `target`: layer i of it was layer kept[i]; parts in `changed` come from `new_values`."""
+    """Write a model with the shapes of `target` as GGUF.
+
+    Its layer i was layer kept[i]. Parts in `changed` come from `new_values`. Both name parts as before the cut.
+    """
     source = opened.source
     whole, smaller = opened.config, target
     if not isinstance(source, GGUFFile):
@@ -200,7 +207,7 @@ def _write(
     copied: dict[str, str] = {}  # tensor of the file read whose bytes are copied
     tensors: list[TensorInfo] = [info for info, _ in extra.values()]
     for name, parts in stored.items():
-        origins = [_before(part.target, kept) for part in parts]
+        origins = [_name_before(part.target, kept) for part in parts]
         info = source.info(read[origins[0]].source)
         if isinstance(source, GGUFFile) and not changed & set(origins):
             copied[name] = info.name
@@ -209,7 +216,7 @@ def _write(
             tensors.append(tensor_info(name, parts[0].stored, "F32"))
 
     def values(target: str) -> torch.Tensor:
-        before = _before(target, kept)
+        before = _name_before(target, kept)
         if before in changed:
             return new_values(before)
         return read_part(read[before], source, torch.float32)
@@ -227,7 +234,7 @@ def _write(
     write_gguf(path, entries(opened, smaller, {}, vocabulary), tensors, chunks(), alignment_of(opened))
 
 
-def _before(target: str, kept: list[int]) -> str:
-    """Name of a parameter part ("layers.2.down.weight") in the model before the cut."""
+def _name_before(target: str, kept: list[int]) -> str:
+    """Name in the model before the cut of a parameter part ("layers.2.down.weight") of the cut one."""
     first, number, *rest = target.split(".")
     return ".".join((first, str(kept[int(number)]), *rest)) if first == "layers" else target

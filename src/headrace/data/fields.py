@@ -18,14 +18,18 @@ import msgspec
 from headrace.data.spelling import did_you_mean
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
-PROMPT = "prompt"
+PROMPT = "prompt"  # `FieldError.field` of an error about a prompt
 # Default bound of a whole number.
 LARGEST = 2**31 - 1
 SPELLED: dict[float, str] = {LARGEST: "2**31 - 1", 2**64 - 1: "2**64 - 1"}
 
 
 class FieldError(ValueError):
-    """An error about one field of a request. `field`: its flat name; `PROMPT`: the text or tokens, whatever they are called."""
+    """An error about one field of a request.
+
+    field: the field's flat name (`Declared.flat`). For the prompt it is PROMPT, although protocols call that field prompt,
+    messages or input.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -70,10 +74,10 @@ class Use(Flag):
 class Field:
     """Declaration of a field, next to its type and default.
 
-    doc: help text without a full stop. ge, gt, le, lt: bounds of a number. most: entries of a list or mapping; each: entries
-    of the lists in it. means: a value and its meaning, such as (0, "off"). neutral: values with the meaning of the default.
-    name: its flat name, if different. http: protocols have it under its name. option: more names on the command line; None:
-    it is not an option.
+    doc: help text without a full stop. ge, gt, le, lt: bounds of a number. most: largest number of entries of a
+    list or mapping; each: of the lists in it. means: a value and its meaning, such as (0, "off"). neutral: values that mean the
+    same as the default. name: the flat name (`Declared.flat`), if it is not the field's. http: protocols of the server accept
+    the field. option: more names on the command line; None: the field is no option there.
     """
 
     doc: str
@@ -116,7 +120,7 @@ class Field:
         return f"{text} ({self.means[1]})" if self.means is not None and self.means[0] == bound else text
 
     def holds(self, value: Any) -> bool:
-        """Whether a real number is in range; NaN never is."""
+        """Whether a real number is within the bounds; NaN never is."""
         return bool(self.ge <= value <= self.le and self.gt < value < self.lt)
 
 
@@ -136,11 +140,11 @@ class Declared:
 
     @property
     def flat(self) -> str:
-        """Its name in protocols and on the command line, where the fields of all methods are in one list."""
+        """Name in protocols and on the command line, where all fields are in one list, also those of nested structs."""
         return self.field.name or self.name
 
 
-UNSAID = Field("")
+UNSAID = Field("")  # of a field without a declaration
 
 
 @cache
@@ -155,10 +159,10 @@ def declared(params: type[msgspec.Struct]) -> tuple[Declared, ...]:
 
 def _declared(name: str, hint: Any, default: Any) -> Declared:
     kind, field = get_args(hint) if get_origin(hint) is Annotated else (hint, UNSAID)
-    ways = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    optional = NoneType in ways
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    optional = NoneType in members
     if optional:
-        kind = Union[tuple(way for way in ways if way is not NoneType)]  # noqa: UP007 - of one type it is that type
+        kind = Union[tuple(member for member in members if member is not NoneType)]  # noqa: UP007 - of one type it is that type
     check = _choice if get_origin(kind) is Literal else CHECKS.get(kind, lambda one, value: value)
     return Declared(name, kind, optional, default, field, check)
 
@@ -234,9 +238,9 @@ def _whole(one: Declared, value: object) -> object:
 
 
 def _choice(one: Declared, value: object) -> object:
-    ways = get_args(one.kind)
-    if value not in ways:
-        choices = " or ".join(ways) if len(ways) < 3 else f"one of {', '.join(ways)}"
+    allowed = get_args(one.kind)
+    if value not in allowed:
+        choices = " or ".join(allowed) if len(allowed) < 3 else f"one of {', '.join(allowed)}"
         raise ParamError(one.flat, f"{one.name} must be {choices}, not {value!r}")
     return value
 

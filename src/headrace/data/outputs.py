@@ -18,7 +18,7 @@ class JsonRecord:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; log-probabilities and exits become objects."""
+        """The fields by name. Log-probabilities and exits, which msgspec encodes as arrays, become dicts."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         for name in ("logprobs", "prompt_logprobs", "exits"):
             entries = getattr(self, name, None)
@@ -34,7 +34,7 @@ class CompletionOutput(JsonRecord):
     logprobs: one entry per token if requested, else None. finish_reason: stop, length, tool_calls, abort or error.
     tool_calls: as in OpenAI's protocol; `text` is the rest of the answer.
     exits: one record per token if the request may exit early or cascades, else None.
-    score: rank in beam search, the length-normalised log-probability.
+    score: what beam search ranks by, the length-normalised log-probability.
     """
 
     index: int
@@ -168,7 +168,7 @@ class RequestOutput(JsonRecord):
             self._drop_unborn()
 
     def _drop_unborn(self) -> None:
-        """Beam search may end with fewer hypotheses than requested."""
+        """Drop outputs that never got a hypothesis: beam search may end with fewer than requested."""
         born = [output for output in self.outputs if output.finish_reason is not None]
         self.outputs = born or self.outputs[:1]
 

@@ -19,7 +19,7 @@ TOKEN_BYTES = 768  # most bytes of an automaton per token of its text; the memor
 class SuffixAutomaton:
     """All substrings of a growing text. A state is a set of substrings with the same end positions.
 
-    ends[s]: the index after a known occurrence of state s, the latest one that was looked at.
+    ends[s]: index of the token after one occurrence of the substrings of state s, which `repeated` replaces by the latest.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,11 @@ class SuffixAutomaton:
         return match
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Extend a match by a token: from the longest suffix of another text that occurs here (state, length) to the next
-        one."""
+        """Extend a match with another text by that text's next token.
+
+        state, length: of the longest suffix of the other text that occurs in this one. Returns those with the token appended;
+        (0, 0) if no suffix occurs.
+        """
         # The state may have been split since the last call.
         while state > 0 and length <= self._length[self._link[state]]:
             state = self._link[state]
@@ -104,14 +107,14 @@ class Follower:
 
 
 class SequenceIndex:
-    """Of one sequence: its own automaton, and its matches in the tenant's finished outputs."""
+    """Automaton of one sequence's tokens, and the matches of their suffix in the tenant's finished outputs."""
 
     def __init__(self) -> None:
         self.own = SuffixAutomaton()
         self.pasts: list[Follower] = []
 
     def match_against(self, pasts: list[SuffixAutomaton]) -> None:
-        """Match against these automata. A new one starts with the last READ_EACH tokens."""
+        """Match against these automata. The match against a new one begins with the sequence's last READ_EACH tokens."""
         if [one.past for one in self.pasts] != pasts:
             known = {id(one.past): one for one in self.pasts}
             self.pasts = [known.get(id(past)) or self._begin(past) for past in pasts]
@@ -145,9 +148,9 @@ class SequenceIndex:
 class SuffixTree:
     """Proposes the tokens after the longest match of a sequence's suffix: `factor` tokens for each token of the match.
 
-    It remembers finished outputs with their prompts, up to `memory` tokens. A tenant has two automata; when the younger one is
-    full, the older one is dropped. If all tenants together exceed `memory`, the tenant idle longest is dropped. Drafts for one
-    tenant never depend on another tenant's texts, not even by speed. A long text is read over several steps.
+    It remembers finished outputs with their prompts, up to `memory` tokens. A tenant has up to two automata; when the younger
+    one is full, the older one is dropped. If all tenants together exceed `memory`, the tenant idle longest is dropped. Drafts
+    for one tenant never depend on another tenant's texts, not even by speed. A long text is read over several steps.
     """
 
     name = "suffix"
@@ -159,7 +162,7 @@ class SuffixTree:
         self._pasts: OrderedDict[bytes, list[SuffixAutomaton]] = OrderedDict()  # by tenant; the younger automaton first
         self._ended: deque[tuple[bytes, deque[int]]] = deque()  # finished outputs, not read yet
         self._unread = 0  # tokens of `_ended`
-        self._room = READ_TOKENS
+        self._room = READ_TOKENS  # tokens that this step may still read
 
     def begin(self) -> None:
         self._room = READ_TOKENS
@@ -224,5 +227,5 @@ class SuffixTree:
 
 
 def _confidence(length: int) -> int:
-    """Matches of 1, 2 to 3, 4 to 7 and more tokens have acceptance averages of their own."""
+    """Class 1 to 4 of a match by its length: 1, 2 to 3, 4 to 7, or more tokens. Acceptance is averaged for each class."""
     return min(length.bit_length(), 4)

@@ -16,8 +16,11 @@ class AdmissionError(FieldError):
 
 
 class Limits:
-    """The bounds of one engine: context, vocabulary, slots, token budget, blocks. mask_id: mask token, if the model fills in
-    masks. start: first output token if prompts are sources. judges: the exits have classifiers."""
+    """The bounds of one engine: context, vocabulary, slots, token budget, blocks.
+
+    mask_id: mask token of a model that fills in masks. start: token before the first output token of an encoder-decoder, whose
+    prompts are sources; None for other models. judges: the exits have confidence classifiers.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ def _check_vocabulary(request: Request, limits: Limits) -> None:
 
 
 def _least_answer(request: Request) -> int:
-    """The fewest tokens a request outputs: 0 for scores, embeddings and classes."""
+    """Least number of tokens that a request outputs: 0 for scores, embeddings and classes, otherwise 1."""
     return int(request.strategy.generates)
 
 
@@ -161,7 +164,7 @@ def _check_processors(request: Request) -> None:
 
 def groups_filled(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bool = False) -> int:
     """Bit mask of the KV groups that a request's feeds fill. Raises AdmissionError if the engine lacks one. judges: the exits
-    have classifiers."""
+    have confidence classifiers."""
     # Heads may draft for any request, and any request may find another's prefix.
     needed = {TARGET.name, FEATURES, UPPER}
     if params.exit_threshold is not None:
@@ -211,8 +214,8 @@ def _check_width(request: Request, limits: Limits) -> None:
 
 
 def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int, source: int = 0) -> int:
-    """The most blocks a request can hold. Its sequences share the full prompt blocks and the source's blocks, and nothing
-    else."""
+    """Largest number of blocks that a request can hold. Its sequences share the full blocks of the prompt and the blocks of
+    the source, and nothing else."""
     shared = prompt_len // block_size
     each = -(-(prompt_len + output_len - 1) // block_size) - shared
     return shared + width * max(each, 0) + -(-source // block_size)

@@ -27,7 +27,7 @@ class Flight:
     """A plan on its way through the executor, with the feeds that its result belongs to."""
 
     plan: StepPlan
-    room: int  # tokens the budget still allows
+    room: int  # tokens that the step's budget still allows
     works: list[FeedWork] = field(default_factory=list)
     promises: set[bytes] = field(default_factory=set)  # hashes of the full blocks and of the sources this step computes
     ticket: Any = None  # None: not submitted yet
@@ -37,11 +37,13 @@ class Flight:
 class Feeding:
     """Puts feeds into plans.
 
-    flights: plans under way; blocks that they compute are not computed again. upper: the KV group above an exit, which may lag.
-    exit: layers below the exit if K/V above it are propagated (0: none).
+    upper: index of the KV group of the layers above an exit (in a cascade: of all layers of the target); None without one. It
+    may lag: it lacks K/V of tokens that exited, until a later feed computes them.
+    exit: number of layers below the exit if K/V above it are propagated, that is, computed from the row at the exit; else 0.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, flights: list[Flight]) -> None:
+        """flights: plans under way; the blocks that they compute are not computed again."""
         self.config = config
         self.blocks = blocks
         self.upper = next((g for g, group in enumerate(blocks.groups) if group.name == UPPER), None)
@@ -151,7 +153,7 @@ class Feeding:
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
-        # Lagging rows run through the upper layers, unless the token exits again.
+        # Lagging rows run through the layers above the exit, unless the token of this feed exits, too.
         flight.room -= end - start + feed.lag
         flight.works.append(FeedWork(request, seq, feed, end == goal(seq)))
         if known // self.blocks.block_size > start // self.blocks.block_size:
@@ -202,7 +204,7 @@ class Feeding:
 
 
 def goal(seq: Sequence) -> int:
-    """The tokens a sequence must be fed to be caught up: known tokens and the required draft."""
+    """Number of tokens, known ones and a required draft, up to which a sequence must be fed to be caught up."""
     draft = seq.decode.draft
     return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
 
@@ -214,8 +216,11 @@ def was_propagated(seq: Sequence, index: int) -> bool:
 
 
 def end_of_depth(seq: Sequence, start: int) -> int:
-    """The end of the rows from KV index `start` on that have one depth: propagated rows, rows through all layers, and the last
-    known token behind the prompt, which may exit now."""
+    """KV index at which the rows of equal depth from `start` on end.
+
+    There are three kinds: rows whose K/V above the exit are propagated, rows that run through all layers, and the last known
+    token behind the prompt, which may exit in this step.
+    """
     left, tip = seq.kv.left, len(seq.tokens) - 1
     at = bisect_left(left, start)
     if at < len(left) and left[at] == start:

@@ -1,12 +1,13 @@
-"""Verification by rejection: accept a drafted token with probability min(1, p/q), else draw from the rest of p.
+"""Verification by rejection: a token drafted from q is accepted with probability min(1, p/q); otherwise the token is drawn from
+max(0, p − q), normalised.
 
 The output follows p exactly for any q, but it is another sample than plain decoding gives. p and q must be processed alike:
-temperature, filters, penalties. The block rule accepts a chain as a whole: the same distribution, and on average never fewer
-tokens.
+temperature, filters, penalties. The block rule accepts a chain as a whole; the output has the same distribution, and on average
+never fewer tokens are accepted.
 
-The loop uses `draw_draft` and `verify`; `row_spec` describes the processing of a row, for both models. The noise is that of a
-round, a draft and its verification: under the block rule a rejection reveals something about the tokens drafted behind it, so
-no other round may use that noise.
+The loop uses `draw_draft` and `verify`; `row_spec` describes the processing of a row, for both models. A round is a draft with
+its verification, and each round has noise of its own: under the block rule a rejection reveals something about the tokens
+drafted behind it, so no other round may use the same noise.
 
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Sun et al., "Block Verification", arXiv 2403.10444.
 """
@@ -24,7 +25,7 @@ from headrace.ops.sampling import draw, process
 
 
 def row_spec(request: Request, seq: Sequence, path: list[int], mask: bytes = b"") -> RowSpec:
-    """How a row behind `path` is processed in this round, for p and q alike."""
+    """Processing of the row behind the drafted tokens `path`, in this round, for p and q alike."""
     return RowSpec(
         params=request.params,
         keys=[round_key(request.seed, len(seq.tokens), seq.decode.index)],
@@ -48,7 +49,7 @@ def draw_draft(logits: torch.Tensor, spec: RowSpec) -> tuple[int, torch.Tensor] 
 
 
 def verify(logits: torch.Tensor, specs: list[RowSpec], chain: list[int], q: list[bytes] | None) -> tuple[int, int | None]:
-    """How many tokens of `chain` [gamma] are accepted, and the token after them; None if its row cannot be drawn from.
+    """Number of accepted tokens of `chain` [gamma], and the token after them; None if its row cannot be drawn from.
 
     logits [gamma + 1, V]: the target's before each drafted token and after the last. specs: how to process them. q: the
     distributions as float32 bytes; None: the chain was not sampled, and each q is 1 at its token. A row that cannot be drawn
@@ -74,7 +75,7 @@ def verify(logits: torch.Tensor, specs: list[RowSpec], chain: list[int], q: list
 
 
 def _rows(q: list[bytes] | None, drafted: torch.Tensor, size: int) -> torch.Tensor:
-    """The distributions of a chain's tokens [gamma, size] float64."""
+    """The distributions q of a chain's tokens: float64 [gamma, size]. q is None: 1 at the token."""
     if q is None:
         return torch.nn.functional.one_hot(drafted, size).double()
     rows = torch.zeros(len(drafted), size, dtype=torch.float64)
@@ -87,7 +88,7 @@ def _rows(q: list[bytes] | None, drafted: torch.Tensor, size: int) -> torch.Tens
 def verify_tokens(
     p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, coins: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token by token: how many of each chain are accepted [n], and the token after them [n].
+    """Verify token by token. Returns the number of accepted tokens of each chain [n], and the token after them [n].
 
     p [n, gamma + 1, V] and q [n, gamma, V]: probabilities before each drafted token (and after the last). drafted [n, gamma]:
     drawn from q. coins [n, gamma]: uniform in [0, 1). noise [n, gamma + 1, V]: Gumbel.
@@ -100,9 +101,9 @@ def verify_tokens(
 def verify_block(
     p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, coins: torch.Tensor, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chain as a whole, by the block rule; arguments and result as `verify_tokens`."""
+    """Verify chains as wholes, by the block rule. Arguments and result as those of `verify_tokens`."""
     n, gamma = drafted.shape
-    share = torch.ones(n, dtype=p.dtype)  # min over the chain so far of the product of p / q, cut at 1
+    share = torch.ones(n, dtype=p.dtype)  # product of p / q over the chain so far, cut at 1 after each token
     shares = [share]
     accepted = torch.zeros(n, dtype=torch.int64)
     for place in range(gamma):
@@ -120,11 +121,12 @@ def verify_block(
 
 
 def _of(probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Probabilities [n, gamma] of tokens [n, gamma] in distributions [n, gamma, V]."""
     return probabilities.gather(-1, tokens[..., None])[..., 0]
 
 
 def _left(p: torch.Tensor, q: torch.Tensor, accepted: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The weights [n, V] of the next token, not normalised: max(0, share p - q), and p after a whole chain."""
+    """The weights [n, V] of the token after the accepted ones, not normalised: max(0, share p − q); p after a whole chain."""
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     mine = p.gather(1, at)[:, 0]
     whole = accepted == q.shape[1]

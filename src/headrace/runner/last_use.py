@@ -7,7 +7,10 @@ from headrace.runner.span import ATTENTION, MLP
 
 
 class ValueUses:
-    """The readers of a segment's values. A norm or tap may return its input, so its readers count as readers of the input."""
+    """The readers of a segment's values.
+
+    A norm or tap may return its input, so in `last` and `free_for` readers of its output count as readers of the input.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -19,7 +22,7 @@ class ValueUses:
         return [i for i, node in enumerate(self.segment.nodes) if value in node.inputs.values()]
 
     def only(self, value: int) -> int | None:
-        """The only node that reads a value; None if there are several, or if it is the segment's result."""
+        """Index of the only node that reads a value; None if none or several read it, or if it is the segment's result."""
         users = self.of(value)
         return users[0] if len(users) == 1 and value != self.segment.result else None
 

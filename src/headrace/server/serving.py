@@ -145,7 +145,10 @@ def allow_files(settings: ServerSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to serve: its name for clients, its name or path, and the arguments of its AsyncLLM."""
+    """A model to serve. name: the one that clients use. model: catalog name or path. arguments: of its AsyncLLM.
+
+    preload: load it at the start also if others are loaded on demand.
+    """
 
     name: str
     model: str
@@ -159,7 +162,10 @@ def open_models(
     memory: str | int | None = None,
     cascades: Sequence[CascadeSettings] = (),
 ) -> Models:
-    """Return the models of a server. With `memory` (bytes or "8GiB") they are loaded on demand. Raises ValueError."""
+    """Return the models of a server. With `memory` (bytes or "8GiB") those without `preload` are loaded on demand.
+
+    Raises ValueError.
+    """
     budget = parse_bytes(memory) if memory is not None else None
     figures = ServerMetrics()
     entries = []

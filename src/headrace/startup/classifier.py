@@ -1,5 +1,8 @@
-"""Files of a trained classifier: classifier.json (description and model), classifier.safetensors (weights), calibration.json
-(calibrated thresholds). Needs no torch."""
+"""A trained classifier with early exits: its files, the threshold of a request, the encoding of texts and pairs of texts.
+
+Files: classifier.json (description and model), classifier.safetensors (weights), calibration.json (calibrated thresholds).
+Needs no torch.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,7 +27,7 @@ INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibra
 VERSION = 1
 MOST_LABELS, LONGEST_LABEL = 4096, 1024
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-# Two texts that are classified as one.
+# Two texts with one class, such as a premise and a hypothesis.
 Pair = tuple[str, str]
 
 
@@ -61,7 +64,7 @@ class ClassifierThreshold(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Exits with their calibrated thresholds, the one with the fewest layers first."""
+    """Exits with calibrated thresholds (`rules`); the one with the least `mean_layers` comes first."""
 
     exits: ExitClassifiers
     rules: tuple[ClassifierThreshold, ...] = field(default=())
@@ -92,7 +95,10 @@ class Classifier:
 
 
 def encode_texts(read: Callable[[str], list[int]], texts: Any) -> Any:
-    """Encode texts for `LLM.classify`. A pair (a, b) becomes [CLS] a [SEP] b [SEP], with one token type."""
+    """Encode texts for `LLM.classify` with `read`; token ids stay.
+
+    A pair (a, b) becomes [CLS] a [SEP] b [SEP], all of one token type.
+    """
     if isinstance(texts, str) or not all(isinstance(one, str | tuple | list) for one in texts):
         return texts
     return [_ids(read, one) for one in texts]

@@ -1,4 +1,4 @@
-"""Thresholds with a guarantee: Learn then Test with a fixed sequence of hypotheses.
+"""Thresholds with a guarantee (Learn then Test with a fixed sequence of hypotheses), and the expected calibration error.
 
 One threshold controls early exits, deferrals or skipped checks. The calibration tests a list of thresholds from the safest on,
 on inputs set aside for it, and stops at the first whose mean loss it cannot show to be at most `delta`. With probability

@@ -24,9 +24,9 @@ from headrace.training.teacher import Batch, Teacher
 from headrace.training.texts import Text, open_writer, write_texts
 from headrace.weights.parts import plan
 
-# Held-out prompts that are answered once more for the report, since the training texts hold their first answers.
+# Most held-out prompts that are answered once more for the report.
 FRESH_PROMPTS = 64
-# Temperature of these answers: greedy ones repeat themselves, which flatters a drafter.
+# Temperature of these answers; greedy answers repeat themselves, which flatters a drafter.
 TEMPERATURE = 0.8
 # Length of the n-grams that are looked for in the training texts.
 GRAM = 8
@@ -264,7 +264,7 @@ def unchecked_exit(threshold: float, exited: torch.Tensor, agrees: torch.Tensor,
 
 
 def _fresh_texts(opened: Opened, held: Sequence[Text], config: HeadsConfig) -> list[Text]:
-    """Sample new answers to held-out prompts."""
+    """Sample new answers to the first FRESH_PROMPTS held-out prompts, and read the hidden rows along them."""
     llm = open_writer(opened, config.threads)
     prompts = [text.prompt for text in held[:FRESH_PROMPTS]]
     texts = write_texts(llm, prompts, config.max_tokens, config.seed + 7, config.exits, (TEMPERATURE,))

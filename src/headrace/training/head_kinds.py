@@ -45,7 +45,10 @@ class Kind(ABC):
 
 
 class Blockwise(Kind):
-    """One head for each drafted token."""
+    """One head for each drafted token, all on the target's last hidden row.
+
+    Source: Stern et al., "Blockwise Parallel Decoding", arXiv 1811.03115; Cai et al., "Medusa", arXiv 2401.10774.
+    """
 
     def tensor(self, name: str, shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
         """Zero the down projections: an untrained head predicts what the target predicts now."""

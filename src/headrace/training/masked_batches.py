@@ -38,19 +38,19 @@ class Batch:
 
 
 def whole(ids: torch.Tensor) -> Batch:
-    """Return texts [texts, rows] with bidirectional attention and nothing to predict."""
+    """Return the batch of an encoder: ids [texts, rows] with bidirectional attention and nothing to predict."""
     texts, rows = ids.shape
     none = torch.full((texts * rows,), -1)
     return Batch(ids.flatten(), torch.arange(rows).repeat(texts), none, texts, torch.ones(rows, rows, dtype=torch.bool))
 
 
 def answer_tokens(task: Task, block: int) -> int:
-    """Return the tokens of an answer with its end token, rounded up to whole blocks."""
+    """Return the number of tokens of the longest answer with its end token, rounded up to whole blocks."""
     return -(-(task.longest + 1) // block) * block
 
 
 def rows_of(task: Task, block: int) -> int:
-    """Return the most rows of a text: its prompt, its answer, and the copies of the answer's blocks."""
+    """Return the largest number of rows of a text: its prompt, its answer, and the copies of the answer's blocks."""
     return max(task.sizes) + 2 * answer_tokens(task, block)
 
 

@@ -52,7 +52,7 @@ class Text:
     """One prompt with its answer.
 
     tokens: token ids of both; the answer begins at index `answer`.
-    hidden: [tokens, width] bfloat16, rows after the last layer; for exits the rows after their layers are concatenated before.
+    hidden: [tokens, width] bfloat16, rows after the last layer; for exits, the rows after each exit's layers come first.
     source: prompt of an encoder-decoder; `tokens` is then the start token and the answer.
     """
 

@@ -78,7 +78,7 @@ class GGUFFile:
         return self._bytes[start:end].tobytes()
 
     def columns(self, name: str) -> None:
-        """None: columns are in order."""
+        """None: the columns of a row are in the order of the inputs (no act-order)."""
 
     def mapped(self, name: str) -> bool:
         """True: all tensors are in the mapped file."""

@@ -98,7 +98,7 @@ class SafetensorsFolder:
         return data[start : start + info.nbytes].view(NUMPY[info.kind]).reshape(info.shape)
 
     def columns(self, name: str) -> None:
-        """None: columns are in order."""
+        """None: the columns of a row are in the order of the inputs (no act-order)."""
 
     def mapped(self, name: str) -> bool:
         """True: all tensors are in mapped files."""

@@ -24,7 +24,7 @@ from headrace.workflows.batch_output import BatchOutput
 from headrace.workflows.batch_requests import BatchRequest, InvalidLine, read_requests
 from headrace.workflows.output_record import record
 
-# Requests read ahead for each that can run: the engine never waits for the file, and memory stays bounded.
+# Requests in the engine for each sequence that can run: the engine never waits for the file, and memory stays bounded.
 READ_AHEAD = 4
 
 
@@ -32,13 +32,13 @@ class BatchObserver(Protocol):
     """Receives the events of a batch run."""
 
     def note(self, line: str) -> None:
-        """A remark for the user."""
+        """Show one line to the user, such as fields of a request that have no effect."""
 
     def finished(self, output: RequestOutput) -> None:
-        """One request is finished, with or without an error."""
+        """A request has finished, with or without an error."""
 
     def stepped(self, done: int, running: list[RequestOutput]) -> None:
-        """One engine step is done. done: requests with a record in the file."""
+        """An engine step has run. done: number of requests with a record in the file. running: outputs so far of the others."""
 
 
 class SilentObserver:

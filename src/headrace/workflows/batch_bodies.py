@@ -21,7 +21,7 @@ from headrace.server.protocols.sampling import given_fields
 from headrace.server.protocols.structured import requested_format, schema_of
 from headrace.server.settings import Limits
 
-# The engine's own limits hold; those of a server protect it from its clients.
+# Limits of a server protect it from its clients. Stop strings of a file get wide ones; the engine's own limits still hold.
 LIMITS = Limits(stop=4096, stop_chars=4096)
 
 

@@ -36,10 +36,9 @@ class BatchOutput:
     total: int = 0
     done: set[RequestId] = field(default_factory=set)
     failed: int = 0
-    # Bytes of whole lines, bytes of the file when it was read, file descriptor.
-    _size: int = 0
-    _seen: int = 0
-    _file: int = -1
+    _size: int = 0  # bytes of the whole lines that are kept
+    _seen: int = 0  # bytes of the file when it was read
+    _file: int = -1  # file descriptor
 
     @classmethod
     def of(cls, source: Path, target: Path, model: Path, settings: Mapping[str, Any]) -> "BatchOutput":
@@ -58,7 +57,10 @@ class BatchOutput:
         return len(self.done) >= self.total
 
     def read_existing(self, overwrite: bool = False) -> None:
-        """Read the records that exist; changes nothing. Raises OutputError if the file has another origin."""
+        """Read the records that exist, or with `overwrite` none, so that `start` empties the file; changes nothing yet.
+
+        Raises OutputError if the file has another origin.
+        """
         if self.path.exists() and not self.path.is_file():
             raise OutputError(f"{self.path} is no file; name one for the output")
         if not self.path.parent.is_dir():
@@ -76,7 +78,8 @@ class BatchOutput:
                 self._size += len(line)
 
     def lock(self) -> None:
-        """Open the file for appending, for this process alone; changes nothing in it. Raises OutputError."""
+        """Open the file for appending, for this process alone, and create it if missing; changes nothing in it. Raises
+        OutputError."""
         if not os.access(self._state if self._state.exists() else self.path.parent, os.W_OK):
             raise OutputError(f"{self._state} cannot be written; name an output elsewhere")
         try:
@@ -92,7 +95,10 @@ class BatchOutput:
             raise OutputError(f"another process is writing {self.path}; wait for it, or name another output")
 
     def start(self) -> None:
-        """Write OUT.state and cut off a torn last line. Raises OutputError."""
+        """Truncate the file to the lines that were read, and write OUT.state. Raises OutputError.
+
+        This drops a line that a kill has torn, and with `overwrite` all lines.
+        """
         try:
             os.ftruncate(self._file, self._size)
             self._write_state()

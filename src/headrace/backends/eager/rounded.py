@@ -1,4 +1,4 @@
-"""Rounding of activations to int8 in torch, as in the native core: it shows the loss on any device."""
+"""Rounding of activations to int8 and back in torch, as the native core rounds: its loss can be measured on any device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +14,21 @@ from headrace.models.layers.linear import Linear
 
 # Absolute value from which an input is an outlier (LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339).
 THRESHOLD = 6.0
-# Outliers of a row at most.
+# Most outliers of a row.
 MOST = 64
-GROUP = 32
+GROUP = 32  # columns
 
 
 def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: float = 0.0) -> Tensor:
-    """What rows x [n, k] become, in x's dtype. token: int8 with one scale for a row (largest / 127). group: with one for 32
-    columns. split: so, but for those at or beyond the threshold, at most the 64 largest of a row, which stay. tensor: int8 with
-    the scale that is given, what is beyond cut off; 0: as token."""
+    """Rows x [n, k] rounded to int8 and converted back, in x's dtype.
+
+    activations: what shares a scale (largest absolute value / 127).
+    token: a row.
+    group: 32 columns of a row.
+    split: as group, but outliers (absolute value at least `threshold`, at most the 64 largest of a row) stay as they are and do
+    not enlarge a scale.
+    tensor: all rows share the static `scale`, and values beyond ±127 times it are clipped; scale 0: as token.
+    """
     wide = x.float()
     if activations == "tensor" and scale:
         return ((wide / scale).clamp(-127, 127).round() * scale).to(x.dtype)
@@ -38,16 +44,19 @@ def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: fl
 
 
 def _int8(x: Tensor) -> Tensor:
-    """Round the last axis to int8 with the scale largest / 127, and convert back."""
+    """Round to int8 and convert back, with one scale (largest absolute value / 127) for the last axis."""
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (x / scale).round() * scale, x * 0)
 
 
 class RoundedInputs:
-    """A LinearMethod: dense products of rounded inputs, for the outputs of parts that are stored as integers."""
+    """LinearMethod over dense weights that rounds the inputs of integer parts; float parts read the inputs as they are."""
 
     def __init__(self, activations: str, parts: Sequence[tuple[int, bool]], scale: float = 0.0) -> None:
-        """parts: number of outputs, and whether their weights are integers. scale: static scale of the file, 0 for none."""
+        """parts: of each its number of outputs, and whether its weights are stored as integers.
+
+        scale: static scale of the inputs in the file; 0: none.
+        """
         self.activations, self.parts, self.scale = activations, tuple(parts), scale
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
@@ -66,8 +75,11 @@ class RoundedInputs:
 
 
 def round_inputs(model: Model, integers: dict[str, tuple[bool, ...]], activations: str, scales: dict[str, float]) -> None:
-    """Round the inputs of a model's integer weights. By path: of each holder's parts whether they are stored so, and the scales
-    that inputs have in the file."""
+    """Make a model round the inputs of its integer weights.
+
+    integers: by path of a holder, whether each of its parts is stored as integers. scales: static scale of a holder's inputs,
+    by path, if the file has one.
+    """
     for path, holder in model.holders():
         if isinstance(holder, Linear | Embedding) and any(flags := integers.get(path, ())):
             sizes = [rows for _, rows in holder.params()["weight"].parts]

@@ -10,7 +10,7 @@ from headrace.bench.load.drive import LoadRun, drive
 from headrace.bench.load.server import cached_so_far
 from headrace.bench.load.workload import ScheduledRequest
 
-SHARES = (50, 75, 90, 95, 99)
+SHARES = (50, 75, 90, 95, 99)  # percent
 SLO = ("ttft", "tpot", "e2e")
 
 
@@ -101,7 +101,10 @@ def measure(
     limits: dict[str, float],
     done: Callable[[int], None],
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Send a load; returns its figures and the latencies of all complete answers."""
+    """Send a load; returns its figures and the latencies of all complete answers in seconds.
+
+    at_once, watch, done: see `drive`. limits: seconds by name, as `parse_slo` returns them.
+    """
     before = cached_so_far(target)
     run = drive(target, requests, at_once, watch, done=done)
     figures = summary(run, limits)

@@ -1,6 +1,7 @@
-"""NVFP4: E2M1 numbers with an E4M3 scale for each 16 of a row, times a power of two of the matrix; as float32 rows.
+"""NVFP4 as a grid: a number is E2M1 times the E4M3 scale of its group (16 columns of a row) times a power of two, which the
+matrix has once.
 
-weights.schemes.small_floats stores them as codes.
+Results are float32 rows of such numbers; weights.schemes.small_floats stores them as codes and scales.
 """
 
 import numpy as np
@@ -14,9 +15,9 @@ from headrace.weights.schemes.small_floats import E4M3, GROUPS, NVFP4, nvfp4_par
 
 GROUP = GROUPS[NVFP4]
 VALUES = TABLES["MXFP4"] / 2  # E2M1, ascending
-MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2
-BETWEEN = (E4M3[1:] + E4M3[:-1]) / 2
-ENDS = (6.0, 5.0, 4.0, 7.0, 8.0)  # values tried for a group's largest number; above 6 it is clipped
+MIDDLES = (VALUES[1:] + VALUES[:-1]) / 2  # where rounding to E2M1 changes
+BETWEEN = (E4M3[1:] + E4M3[:-1]) / 2  # where rounding to E4M3 changes
+ENDS = (6.0, 5.0, 4.0, 7.0, 8.0)  # tried: largest number of a group over its scale; numbers beyond 6 are clipped
 
 
 class Nvfp4:
@@ -77,7 +78,7 @@ class Nvfp4Grids:
 
 
 class _Nearest:
-    """Rounds a column [n] to the nearest values."""
+    """Rounds a column [n] to the nearest numbers of its groups' scales [n]."""
 
     def __init__(self, scale: Tensor, values: Tensor, middles: Tensor) -> None:
         self._scale, self._values, self._middles = scale, values, middles
@@ -93,7 +94,8 @@ def unit_of(w: Array) -> np.float32:
 
 
 def fit(w: Array, unit: np.float32, importance: Array | None = None, threads: int = 1) -> Array:
-    """Scale of each group, float32 [n, groups], E4M3 * unit, above 0: the tried one with the least squared error.
+    """Scale of each group, float32 [n, groups], E4M3 * unit, above 0: of those tried the one with the least squared error,
+    weighted by the importance [k] of the columns.
 
     Raises ValueError if rows are not whole groups, or numbers are not finite.
     """

@@ -1,4 +1,7 @@
-"""Schemas of answers in the OpenAPI document. Those of requests derive from their structs."""
+"""Answers in the OpenAPI document: a JSON schema, or a reference to the one that msgspec derives from a struct.
+
+Schemas of requests all derive from structs.
+"""
 
 from typing import Any
 
@@ -83,23 +86,23 @@ def _list(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def deleted(kind: str) -> dict[str, Any]:
-    """The answer to a deletion."""
+    """Content of the answer to a deletion of an object of this kind."""
     return content(_object(kind, {"id": TEXT, "deleted": TRUTH}))
 
 
 def ref(kind: type) -> dict[str, Any]:
-    """A reference to the schema of a struct among the components."""
+    """Reference ("$ref") to the schema of a struct, which the OpenAPI document lists under "components"."""
     return {"$ref": REF.format(name=kind.__name__)}
 
 
 def content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
-    """An answer in JSON and, if it may be streamed, in events."""
+    """Content of an answer by media type: JSON with this schema and, if it may be streamed, server-sent events."""
     made: dict[str, Any] = {"application/json": {"schema": schema}}
     return made | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
 
 
 def plain(kind: str) -> dict[str, Any]:
-    """An answer of another media type."""
+    """Content of an answer that is text of the media type `kind`, not JSON."""
     return {kind: {"schema": {"type": "string"}}}
 
 

@@ -84,7 +84,7 @@ class InputCheck:
 
 
 def add_rows(db: sqlite3.Connection, batch: int, file: files.StoredFile, limits: Limits) -> None:
-    """Insert the rows of a file that passed `InputCheck`."""
+    """Insert one pending row for each line of a file that passed `InputCheck`."""
     query = "INSERT INTO rows (batch, custom_id, state, body) VALUES (?, ?, 'pending', ?)"
     db.executemany(query, ((batch, line.custom_id, bytes(line.body)) for line in _lines(db, file, limits)))
 

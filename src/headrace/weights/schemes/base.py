@@ -39,12 +39,12 @@ class Scheme(Protocol):
 
     @property
     def matrices(self) -> Mapping[str, QuantizedTensor]:
-        """By name: "model.layers.0.mlp.up_proj.weight"."""
+        """The quantized matrices by name ("model.layers.0.mlp.up_proj.weight")."""
         ...
 
     @property
     def summary(self) -> str:
-        """For people: "GPTQ, 4 bits, groups of 128"."""
+        """The scheme and its settings for the user: "GPTQ, 4 bits, groups of 128"."""
         ...
 
     def rows(self, name: str) -> np.ndarray:
@@ -52,7 +52,7 @@ class Scheme(Protocol):
         ...
 
     def columns(self, name: str) -> np.ndarray | None:
-        """As WeightSource.columns."""
+        """Order of a matrix's columns, as `WeightSource.columns`."""
         ...
 
 
@@ -181,14 +181,15 @@ class SchemeWriter(Protocol):
         ...
 
     def tensors(self, rows: np.ndarray, largest: float = 0.0) -> Tensors:
-        """Values of `fields`, in that order, for rows uint8 [n, row bytes]. largest: |x| over the inputs, 0 if unknown.
+        """Values of `fields`, in that order, for rows uint8 [n, row bytes].
 
+        largest: largest absolute value of the matrix's inputs, for a static scale; 0 if unknown.
         Raises ValueError for rows that the format cannot hold.
         """
         ...
 
     def settings(self, whole: Sequence[str]) -> dict[str, Any]:
-        """quantization_config of a folder whose modules `whole` are not quantized."""
+        """quantization_config for the config.json of a folder. whole: names of the modules that are not quantized."""
         ...
 
 
@@ -241,24 +242,25 @@ class IntegerWriter:
         return self.integers.fits(k)
 
     def split(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Rows as integers less their zero points int8 [n, k], the same with zero points (codes) uint8 [n, k], scales float16
-        [n, groups], and zero points uint8 [n, groups].
+        """Split rows into integers int8 [n, k], codes uint8 [n, k], scales float16 [n, groups] and zero points uint8
+        [n, groups]. A code is an integer plus the zero point of its group.
 
-        A zero point is the least with which no code of its group is negative. Raises ValueError for rows without these groups.
+        A zero point is the least with which no code of its group is negative; of a symmetric format it is half the number of
+        codes. Raises ValueError if rows have other groups, or integers that the codes do not hold.
         """
-        of = self.integers
-        values, scales = row_integers(of.kind, rows)
+        form = self.integers
+        values, scales = row_integers(form.kind, rows)
         n, k = values.shape
-        groups = of.groups(k)
+        groups = form.groups(k)
         shared = scales.reshape(n, groups, -1)
         if (shared.view(np.uint16) != shared[:, :, :1].view(np.uint16)).any():
             raise ValueError(f"scales differ within a group of {k // groups}")
         grouped = values.reshape(n, groups, -1)
-        if of.symmetric:
-            zeros = np.full((n, groups), 1 << of.bits - 1, np.uint8)
+        if form.symmetric:
+            zeros = np.full((n, groups), 1 << form.bits - 1, np.uint8)
         else:
             zeros = np.maximum(-grouped.min(2), 0).astype(np.uint8)
-            if (grouped.max(2) + zeros.astype(np.int16) >= 1 << of.bits).any():
-                raise ValueError(f"a group has integers that {of.bits} bits do not hold")
+            if (grouped.max(2) + zeros.astype(np.int16) >= 1 << form.bits).any():
+                raise ValueError(f"a group has integers that {form.bits} bits do not hold")
         codes = (grouped.view(np.uint8) + zeros[:, :, None]).reshape(n, k)
         return values, codes, np.ascontiguousarray(shared[:, :, 0]), zeros

@@ -8,7 +8,7 @@ from pathlib import Path
 SUFFIXES = frozenset(".md .txt .rst .html .csv .json .toml .yaml .yml .py .c .cpp .h .js .ts .rs .go .java .sh .sql".split())
 # Largest file, in bytes.
 LARGEST = 2 << 20
-# Characters of a passage.
+# Most characters of a passage.
 PASSAGE = 900
 
 
@@ -80,7 +80,7 @@ def split(source: str, text: str, size: int = PASSAGE) -> list[Passage]:
 
 
 def _pieces(text: str, size: int) -> Iterator[tuple[int, str]]:
-    """Yield first line and text of paragraphs, none longer than `size`."""
+    """Yield the number of the first line, and the text, of each paragraph; longer ones than `size` are cut as `split` says."""
     line = 1
     for block in re.split(r"(\n[ \t]*\n\s*)", text):
         at, part = line, block.strip("\n")
