@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# Of the back end that runs the model.
+# A tensor of the back end that runs the model.
 Tensor = Any
 
 
@@ -26,8 +26,8 @@ class ParamSpec:
     """Description of a parameter: named parts stacked along the first axis, each filled from its own source tensor.
 
     parts: (name, rows); the name of a single part is "". tail: sizes of the other axes. exact: float32 or wider, whatever the
-    compute dtype. rows: axis that ranks of a parallel run split, heads, ffn or vocab; None: every rank has all rows. columns:
-    the same for the second axis.
+    compute dtype. rows: what the first axis counts (heads, ffn or vocab) if the ranks of a parallel run split it; None: every
+    rank has all rows. columns: the same for the second axis.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -91,4 +91,4 @@ class Holder(Group):
             setattr(self, name, allocator.empty(spec.shape, spec.exact))
 
     def finish(self) -> None:
-        """Called once, after every parameter is filled."""
+        """End loading: called once, after every parameter is filled."""

@@ -122,7 +122,7 @@ class Replica:
                 action = self._on(Event.RESUME).action
 
     async def _run(self) -> Outcome:
-        """Start a process and pass on its messages; returns the event that ended that."""
+        """Start a process and pass on its messages; returns the event that ended the process."""
         try:
             async with asyncio.timeout(self.load_timeout):
                 loaded = await self._load()
@@ -148,7 +148,7 @@ class Replica:
         return message
 
     async def _listen(self) -> Outcome:
-        """Pass on messages until the process ends, fails or is silent."""
+        """Pass on messages until the process ends, fails FAILURES steps in a row, or is silent for `stuck_after` seconds."""
         tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._wait_for_silence())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

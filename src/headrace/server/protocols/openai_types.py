@@ -146,7 +146,7 @@ class Calibrated(msgspec.Struct):
 
 
 class Exit(msgspec.Struct):
-    """The early exit of a model: after `after` of its `layers` layers."""
+    """The early exit of a model with `layers` layers. after: number of layers below the exit."""
 
     after: int
     layers: int
@@ -192,8 +192,10 @@ class CascadeAttempt:
 
 
 def usage(inflight: Sequence[InflightRequest], generated: int, attempt: CascadeAttempt | None = None) -> Usage:
-    """Token counts of these prompts and of `generated` answer tokens, with those of earlier tiers. Cached tokens are counted
-    only with a cache salt: without one the number would tell a client what other clients have asked."""
+    """Token counts of these prompts and of `generated` answer tokens, with those of earlier tiers.
+
+    Cached tokens are counted only with a cache salt: without one the number would tell a client what others have asked.
+    """
     if attempt is not None:
         return _add_usages([*attempt.before, attempt.usage(inflight, generated)])
     prompt = sum(len(submitted.prompt) for submitted in inflight)
