@@ -184,7 +184,7 @@ def open_models(
 
 
 def single_model(llm: AsyncLLM, settings: ServerSettings) -> Models:
-    """Return the models of a server with one model."""
+    """Return the models of a server with this model alone; the command uses `open_models` for one model, too."""
     figures = ServerMetrics()
     return Models([LoadedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 

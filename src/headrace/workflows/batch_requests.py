@@ -43,7 +43,8 @@ class LineError(ValueError):
 class BatchRequest:
     """One request of a file: line number, id, exactly one of three prompts, arguments of `LLM.render`, sampling fields.
 
-    ignored: names of given fields that have no effect in a file. labels: notes of the reader about the line.
+    ignored: names of given fields that have no effect in a file. labels: {"text"} if the
+    line was plain text (`cli.compare_prompts`), otherwise empty.
     """
 
     line: int
