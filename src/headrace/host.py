@@ -170,8 +170,12 @@ def lower_priority(pid: int) -> bool:
     Linux schedules each session as a group (autogroup, sched(7)), and a thread's niceness counts within its group alone.
     The system limits how often groups may change: the caller tries again later.
     """
+    threads: list[str] = [str(pid)]
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task") if sys.platform == "linux" else [pid]:
+        threads = os.listdir(f"/proc/{pid}/task") if sys.platform == "linux" else threads
+    for thread in threads:
+        # A thread that has just ended must not keep the others at their priority.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, int(thread), IDLE_NICENESS)
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(IDLE_NICENESS))

@@ -81,3 +81,13 @@ def test_an_open_file_is_locked_for_one(tmp_path: Path) -> None:
         assert not host.lock(two.fileno())
     with (tmp_path / "a").open("wb") as three:
         assert host.lock(three.fileno())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priority of threads, and no /proc")
+def test_a_thread_that_has_ended_keeps_no_other_at_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        never = str(2**30)  # above the largest thread id of Linux
+        monkeypatch.setattr(os, "listdir", lambda path: [never, str(process.pid)])
+        host.lower_priority(process.pid)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == host.IDLE_NICENESS
+        process.kill()

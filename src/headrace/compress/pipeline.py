@@ -30,7 +30,7 @@ class Heal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """What is done to a model.
+    """Settings of one compression: methods, formats and cuts.
 
     method: names of recipe.METHODS in order; without a rounding method, rounding to nearest. format: a mix of GGUF
     (mixes.MIXES), or integers of a folder (grids.targets.integers_named). layout: scheme of a folder, one of LAYOUTS; None: 2:4

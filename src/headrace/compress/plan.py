@@ -124,7 +124,7 @@ class CompressionPlan(ABC):
 
     @property
     def summary(self) -> str:
-        """What was done to the model, in one line: "awq,gptq int4-g128"."""
+        """The methods and the format in one line: "awq,gptq int4-g128"."""
         sparsity = f" {self.pipeline.prunes[1]}" if self.pipeline.prunes else ""
         return f"{','.join(self.pipeline.method)}{sparsity} {self.format_name(self.pipeline)}"
 

@@ -57,8 +57,9 @@ def kv_report(before: ModelConfig, after: ModelConfig, format: str | None) -> KV
 
 @dataclass(slots=True)
 class Report:
-    """What was written, or will be. largest: peak memory in bytes, besides the mapped model and the program itself.
+    """Result of one compression, or with `--dry-run` its estimate.
 
+    largest: peak memory in bytes, besides the mapped model and the program itself.
     outputs: by parameter part ("layers.3.qkv.q.weight"), if texts were read. tokens: calibration tokens without held-out ones.
     passages: hashes of the calibration texts (texts.passage_hashes). cuts, healed, judged: reports of these steps.
     """

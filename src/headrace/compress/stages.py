@@ -56,7 +56,7 @@ class PrunedModel:
 
 
 def copy_report(report: Report, before: Report, model: PrunedModel) -> None:
-    """Copy warnings and results of the cuts into `report`, which covers what is done to the cut model.
+    """Copy warnings and results of the cuts into `report`, the report of compressing the cut model.
 
     before: report made before the cuts.
     """

@@ -25,7 +25,7 @@ def rounded(x: Tensor, activations: str, threshold: float = THRESHOLD, scale: fl
     activations: what shares a scale (largest absolute value / 127).
     token: a row.
     group: 32 columns of a row.
-    split: as group, but outliers (absolute value at least `threshold`, at most the 64 largest of a row) stay as they are and do
+    split: as group, but outliers (absolute value at least `threshold`, at most the 64 largest of a row) are not rounded and do
     not enlarge a scale.
     tensor: all rows share the static `scale`, and values beyond ±127 times it are clipped; scale 0: as token.
     """
@@ -50,7 +50,7 @@ def _int8(x: Tensor) -> Tensor:
 
 
 class RoundedInputs:
-    """LinearMethod over dense weights that rounds the inputs of integer parts; float parts read the inputs as they are."""
+    """LinearMethod over dense weights that rounds the inputs of integer parts; float parts read unrounded inputs."""
 
     def __init__(self, activations: str, parts: Sequence[tuple[int, bool]], scale: float = 0.0) -> None:
         """parts: of each its number of outputs, and whether its weights are stored as integers.
