@@ -93,7 +93,7 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::stop() {
-    stop_ = true;
+    stop_.store(true, std::memory_order_relaxed);
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
     for (std::thread& worker : *workers_) worker.join();
@@ -150,7 +150,7 @@ void ThreadPool::barrier(int thread) {
 void ThreadPool::work(int thread) {
     for (uint32_t seen = 0, joined = 0;;) {
         seen = next_epoch(seen);
-        if (stop_) return;
+        if (stop_.load(std::memory_order_relaxed)) return;
         if (!join(joined)) continue;
         call(thread);
         finished_.fetch_add(1, std::memory_order_release);

@@ -89,7 +89,7 @@ private:
     Crew crew_ = Crew::kAll;
     std::mutex failure_turn_;
     std::exception_ptr failure_;  // first exception of the job
-    bool stop_ = false;
+    std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};  // number of jobs started
     // The job that workers can join: its number in the high half, kOpen, and the number of workers that joined. 0:
     // none.
