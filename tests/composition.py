@@ -1,4 +1,4 @@
-"""Which decoding method goes with which feature: found by asking for every pair, and written into docs/decoding.md.
+"""Table of decoding methods and features in docs/en/understand/decoding.md: each pair is tried with tiny models.
 
 PYTHONPATH=src python -m tests.composition
 """

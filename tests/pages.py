@@ -3,7 +3,7 @@
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "decoding.md"
+PAGE = DOCS / "en/understand/decoding.md"
 
 
 def marks(part: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Tables made from declarations: a request's parameters in docs/decoding.md, a model's settings in docs/commands.md.
+"""Tables of a request's parameters (docs/en/understand/decoding.md) and a model's settings (docs/en/reference/commands.md).
 
 PYTHONPATH=src python -m tests.parameters
 """
@@ -15,7 +15,7 @@ from headrace.data.settings import Group, ModelSettings, Setting
 from tests.pages import DOCS, write
 
 PART = "parameters"
-SETTINGS, COMMANDS = "settings", DOCS / "commands.md"
+SETTINGS, COMMANDS = "settings", DOCS / "en/reference/commands.md"
 
 
 def rows(params: type[msgspec.Struct]) -> Iterator[str]:

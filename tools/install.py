@@ -3,8 +3,8 @@
 
     python3 tools/install.py [EXTRA]...     extras of pyproject.toml: serve, ground, dev, peers
 
-Environment: VENV (.venv), TORCH_INDEX (where torch comes from; docs/environment.md). The install is editable: a change to a
-Python file counts at once, a change to the C++ core after this has run again. Needs the standard library alone.
+Environment: VENV (.venv), TORCH_INDEX (source of torch; docs/en/reference/environment.md). The install is editable: changing a
+Python file takes effect at once, changing the C++ core after the next run. Needs the standard library alone.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The walk through the command line in docs/terminal-walk.md, recorded on a terminal: tools/terminal_walk.py FILE.gguf
+"""The walk through the command line in docs/log/terminal-walk.md, recorded on a terminal: tools/terminal_walk.py FILE.gguf
 
 FILE.gguf: SmolLM2-135M-Instruct of the catalog, which is also asked by its path and under another name.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-OUT = Path(__file__).parents[1] / "docs" / "terminal-walk.md"
+OUT = Path(__file__).parents[1] / "docs/log/terminal-walk.md"
 COLUMNS, SECONDS = 100, 300
 ERASE = "\r\x1b[2K"  # before the line that says what a command is at
 TYPED = ("What is a headrace?", "/set", "/set temprature 1", "/set temperature 0", "/stats", "/exit")

@@ -1,7 +1,7 @@
 """Speculation is exact: every drafter gives the tokens that no speculation gives, greedy and at temperature 0.8 with seeds.
 
 On stories260K in float64, where no sum is near a tie, and on real weights on the native core, whose rows are bitwise invariant.
-In full, with every count printed (see docs/exactness.md):
+In full, with every count printed (see docs/en/understand/exactness.md):
     pytest tests/e2e/test_exactness.py -m slow -s
 """
 

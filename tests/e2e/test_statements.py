@@ -1,4 +1,4 @@
-"""Statements of the seed documents about batching, made precise (docs/seeds.md)."""
+"""Statements of the seed documents about batching, made precise (docs/en/understand/seeds.md)."""
 
 import torch
 

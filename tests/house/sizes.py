@@ -66,8 +66,8 @@ def package_of(path: Path) -> str:
 
 
 def pages(root: Path) -> Iterator[Path]:
-    """The pages that people read. The performance log is a record and stays as it was written."""
-    yield from (path for path in sorted((root / "docs").rglob("*.md")) if path.name != "performance-log.md")
+    """The pages that people read. The log is a record and stays as it was written."""
+    yield from (path for path in sorted((root / "docs").rglob("*.md")) if path.parent.name != "log")
     yield from (root / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md"))
 
 

@@ -1,4 +1,4 @@
-"""A setting of a model is declared once: an example setting appears in `LLM`, --help, `serve --config` and docs/commands.md."""
+"""A setting of a model is declared once: an example appears in `LLM`, --help, `serve --config` and the reference."""
 
 import inspect
 from dataclasses import make_dataclass

@@ -1,6 +1,6 @@
 """The gates of the native core on real weights: float32 torch, llama.cpp, and the core's own arithmetic said in torch.
 
-In full, with every figure printed (needs the models and data of docs/environment.md, and HEADRACE_PEER_PYTHON):
+In full, with every figure printed (needs the models and data of docs/en/reference/environment.md, and HEADRACE_PEER_PYTHON):
     OMP_NUM_THREADS=2 pytest tests/models/test_gates.py -m weights -s
 """
 

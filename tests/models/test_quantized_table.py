@@ -1,4 +1,4 @@
-"""The table of docs/compression.md that says how folders of others are told and held is what `inspect` says of them."""
+"""The table of quantized folders in docs/en/understand/compression.md equals the output of `inspect`."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from headrace.weights.describe import describe
 from tests.models.test_quantized import BOUNDED, FORMATS, KEPT
 from tests.quantized import DATA
 
-PAGE = Path(__file__).parents[2] / "docs" / "compression.md"
+PAGE = Path(__file__).parents[2] / "docs/en/understand/compression.md"
 ROW = re.compile(r"^\| `([\w.-]+)` \| ([^|]+?) \| ([^|]+) \|$", re.MULTILINE)
 Row = tuple[str, str]  # quant_method, and what inspect says of the scheme
 

@@ -1,4 +1,4 @@
-"""Each row of docs/security.md without its defence: the row's test fails in a copy of the project that lacks the defence.
+"""Each defence in docs/en/understand/security.md is needed: without it the row's test fails in a copy of the project.
 
 tests/defences.toml lists the lines to remove. The short ones run in every test run, all of them with `pytest -m slow`.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.harness import ROOT
 
-PAGE = (ROOT / "docs/security.md").read_text("utf-8").partition("## Complaints")[0]
+PAGE = (ROOT / "docs/en/understand/security.md").read_text("utf-8").partition("## Complaints")[0]
 ROWS = {
     cells[1].strip(): cells[3] for line in PAGE.splitlines() if len(cells := line.split("|")) == 5 and "`tests/" in cells[3]
 }

@@ -19,20 +19,20 @@ from tests.server.harness import Running
 
 ROOT = Path(__file__).parents[2]
 # Records of what was run at the time; they may name commands that have moved since.
-RECORDS = ("CHANGELOG.md", "performance-log.md")
+RECORDS = ("CHANGELOG.md", "2026-11.md")
 README = (ROOT / "README.md").read_text("utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OF_DOCS = [
     pytest.param(code, id=f"{page.stem}-{number}")
     for page in PAGES
-    if page.parent.name == "docs"
+    if "docs" in page.relative_to(ROOT).parts
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
 ]
 
 
 def test_the_commands_are_there() -> None:
-    page = (ROOT / "docs/commands.md").read_text("utf-8").partition("\n## ")[0]
+    page = (ROOT / "docs/en/reference/commands.md").read_text("utf-8").partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(?:headrace )?([\w-]+)", row)}
     assert named == set(whole().commands)
@@ -120,7 +120,7 @@ def tables(page: str) -> list[str]:
 
 
 def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
-    table, keys = tables("server.md")
+    table, keys = tables("en/reference/http.md")
     for secret in ("a" * 40, "b" * 40):
         keys = keys.replace('key = "…"', f'key = "{secret}"', 1)
     (tmp_path / "keys.toml").write_text(keys.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
@@ -130,6 +130,6 @@ def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
     context: Any = SimpleNamespace(command=whole().commands["serve"], default_map=None, meta={})
     read_config(context, tmp_path / "serve.toml")
     assert context.default_map["model"] == "smollm2-135m"
-    (table,) = tables("models.md")
+    (table,) = tables("en/reference/models.md")
     (tmp_path / "mine.toml").write_text(table.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
     assert catalog.load([tmp_path / "mine.toml"])["my-model"].sampling == {"temperature": 0.7}

@@ -141,4 +141,4 @@ def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
 
 
 def test_the_dashboard_is_where_the_pages_say() -> None:
-    assert "examples/grafana.json" in Path(ROOT / "docs/server.md").read_text("utf-8")
+    assert "examples/grafana.json" in Path(ROOT / "docs/en/reference/http.md").read_text("utf-8")

@@ -127,7 +127,7 @@ def test_the_more_it_ends_the_longer_are_the_pauses() -> None:
 
 
 def test_the_page_says_these_numbers() -> None:
-    page = (ROOT / "docs" / "server.md").read_text("utf-8")
+    page = (ROOT / "docs/en/reference/http.md").read_text("utf-8")
     pauses = ", ".join(f"{pause:g}" for pause in PAUSES[1:-1])
     for text in (
         f"{FAILURES} steps in a row fail",

@@ -83,7 +83,7 @@ def test_the_examples_are_commands_that_parse() -> None:
 
 
 def test_the_recorded_help_is_what_help_says(shell: Shell) -> None:
-    walk = (Path(__file__).parents[2] / "docs/terminal-walk.md").read_text("utf-8")
+    walk = (Path(__file__).parents[2] / "docs/log/terminal-walk.md").read_text("utf-8")
     recorded = walk.partition("$ headrace embed --help\n")[2].partition("```")[0]
     assert recorded.strip() == shell("embed", "--help")[1].strip()
 

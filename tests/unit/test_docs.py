@@ -20,7 +20,7 @@ from tests.unit.test_imports import FLOORS, MAX_FUNCTION, MAX_LINES, SOURCES
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -37,7 +37,7 @@ def test_the_tests_that_pages_name_exist() -> None:
 
 
 def test_every_case_of_the_first_quarter_names_its_test() -> None:
-    page = (ROOT / "docs/first-quarter.md").read_text("utf-8")
+    page = (ROOT / "docs/log/first-quarter.md").read_text("utf-8")
     tables = page.partition("## Why one may")[0]
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| ")]
     cases = [row for row in rows if row[0] != "case"]
@@ -61,7 +61,8 @@ def functions(file: Path) -> set[str]:
 
 
 def test_every_statement_of_the_seeds_is_answered_once() -> None:
-    numbers = [int(number) for number in re.findall(r"^\*\*W(\d+)", (ROOT / "docs/seeds.md").read_text("utf-8"), re.MULTILINE)]
+    page = (ROOT / "docs/en/understand/seeds.md").read_text("utf-8")
+    numbers = [int(number) for number in re.findall(r"^\*\*W(\d+)", page, re.MULTILINE)]
     assert sorted(numbers) == list(range(1, 59))
 
 
@@ -75,12 +76,12 @@ def test_every_environment_variable_is_documented() -> None:
     pattern = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[))"(\w+)"(?!\] = )""")
     read = {name for path in sources for name in pattern.findall(path.read_text("utf-8"))}
     assert {"HEADRACE_HOME", "HEADRACE_LOG", "HEADRACE_ISA", "SOAK_SECONDS"} <= read
-    page = (ROOT / "docs/environment.md").read_text("utf-8")
+    page = (ROOT / "docs/en/reference/environment.md").read_text("utf-8")
     assert [name for name in sorted(read) if f"`{name}`" not in page] == []
 
 
 def test_the_architecture_page_shows_every_package_at_its_level() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    page = (ROOT / "docs/en/understand/architecture.md").read_text("utf-8")
     assert len(page.splitlines()) <= 250
     entries = {
         path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] not in "._" and path.suffix in ("", ".py")
@@ -98,7 +99,7 @@ def test_the_architecture_page_shows_every_package_at_its_level() -> None:
 
 
 def test_the_methods_that_the_architecture_page_names_exist() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    page = (ROOT / "docs/en/understand/architecture.md").read_text("utf-8")
     named = set(re.findall(r"`([A-Z][A-Za-z]+)\.(\w+)", page))
     missing = [
         f"{a}.{b}" for a, b in sorted(named) if not any(f"class {a}" in s and f"def {b}(" in s for s in SOURCES.values())
@@ -117,9 +118,9 @@ def test_the_methods_that_the_architecture_page_names_exist() -> None:
 
 
 def test_the_table_of_parameters_is_what_is_declared() -> None:
-    assert parameters.table() == written(parameters.PART), "docs/decoding.md is stale: python -m tests.parameters"
+    assert parameters.table() == written(parameters.PART), "docs/en/understand/decoding.md is stale: python -m tests.parameters"
     assert "| `top_k` | 0 (off) or more | 0 | Only the K likeliest tokens |" in parameters.table().splitlines()
-    stale = "docs/commands.md is stale: python -m tests.parameters"
+    stale = "docs/en/reference/commands.md is stale: python -m tests.parameters"
     assert parameters.settings_table() == written(parameters.SETTINGS, parameters.COMMANDS), stale
     row = "| `threads` | `--threads` | commands that open a model | – | CPU threads |"
     assert row in parameters.settings_table().splitlines()
@@ -131,7 +132,7 @@ def test_both_readmes_show_the_same_code() -> None:
 
 
 def test_the_pages_name_the_limits_of_files_and_functions() -> None:
-    for name in ("docs/architecture.md", "CONTRIBUTING.md"):
+    for name in ("docs/en/understand/architecture.md", "CONTRIBUTING.md"):
         page = " ".join((ROOT / name).read_text("utf-8").split())
         limits = re.search(r"at most (\d+) lines\)?, functions at most (\d+)", page)
         assert limits, name
@@ -233,7 +234,7 @@ def summary(ratios: Ratios, machine: str, model: str, cell: str) -> str:
 
 def test_the_speeds_of_the_pages_are_those_of_the_log() -> None:
     """Each range is that of all runs on a machine. The READMEs have a part of the cells."""
-    log = (ROOT / "docs/performance-log.md").read_text("utf-8")
+    log = (ROOT / "docs/log/2026-11.md").read_text("utf-8")
     ratios, speeds = logged(log)
     expected = {
         (machine, model, cell): summary(ratios, machine, model, cell)
@@ -241,7 +242,7 @@ def test_the_speeds_of_the_pages_are_those_of_the_log() -> None:
         for model in ("SmolLM2", "1.5B")
         for cell in CELLS
     }
-    page = (ROOT / "docs/speed.md").read_text("utf-8")
+    page = (ROOT / "docs/en/understand/speed.md").read_text("utf-8")
     assert printed(page) == (expected, speeds)
     assert printed(page.replace("1.01–1.32", "1.32")) != (expected, speeds)  # the best of three runs
     cells = [(model, cell) for model in ("SmolLM2", "1.5B") for cell in ("pp512", "b1", "b8")]
@@ -277,13 +278,13 @@ def test_the_files_that_contributing_names_exist() -> None:
 
 def prompts_elsewhere() -> dict[str, str]:
     """Prompt files that are not in the repository, and their SHA-256, as the log names them."""
-    log = (ROOT / "docs/performance-log.md").read_text("utf-8")
+    log = (ROOT / "docs/log/2026-11.md").read_text("utf-8")
     return dict(re.findall(r"^\| `([\w]+\.jsonl)` \|.*\| `([0-9a-f]{64})` \|$", log, re.MULTILINE))
 
 
 def test_the_prompts_of_measurements_are_here_or_named_by_their_hash() -> None:
     here = {path.name for path in (ROOT / "benchmarks/prompts").iterdir()}
-    for name in ("docs/performance-log.md", "docs/speculation.md"):
+    for name in ("docs/log/2026-11.md", "docs/en/understand/speculation.md"):
         page = (ROOT / name).read_text("utf-8")
         used = {Path(path).name for path in re.findall(r"(?:-i |`)([\w/.]+\.jsonl)\b", page)}
         assert "code.jsonl" in used
@@ -297,7 +298,7 @@ def test_the_hash_is_that_of_the_file(name: str) -> None:
 
 def test_every_attack_has_its_row_and_every_row_a_test() -> None:
     """A row: the attack, its request, before, now, and tests, which `test_the_tests_that_pages_name_exist` looks for."""
-    page = (ROOT / "docs/attacks.md").read_text("utf-8")
+    page = (ROOT / "docs/log/attacks.md").read_text("utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 30
     assert [row for row in rows if len(row) != 5 or not all(cell.strip("| ") for cell in row)] == []

@@ -91,6 +91,6 @@ def unknown_architecture(architecture: str) -> str:
     if architecture.lower() in WHOLE_TEXT:
         return (
             f"{architecture} reads its whole text in both directions, so it has no cache to keep and every pass would feed the "
-            "whole text; take a model that fills in blocks (docs/decoding.md), or one that writes token by token"
+            "whole text; take a model that fills in blocks (docs/en/understand/decoding.md), or one that writes token by token"
         )
     return f"unknown architecture {architecture!r}; known are {', '.join(sorted(FAMILIES))}"
