@@ -35,6 +35,7 @@ from headrace.server.http.api_error import ApiError
 from headrace.server.http.errors import as_api_error, wrong_field
 from headrace.server.http.guard import Guard
 from headrace.server.http.limits_check import StrictStruct
+from headrace.server.http.refusal_pace import RefusalPace
 from headrace.server.page import files as page_files
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.protocols import classify as classes
@@ -144,7 +145,8 @@ def make_app(models: Models, store: Store, keys: KeyRing) -> Application:
     add_responses(api, models, cascades, store)
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
-    return Application(Guard(app, models.settings, keys, models.figures.count, page_files.PATHS), worker)
+    pace = RefusalPace(busy=lambda: models.open > 0)
+    return Application(Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, pace), worker)
 
 
 def _document_route(api: Api) -> Route:

@@ -54,6 +54,7 @@ class Server(uvicorn.Server):
                     ConnectionTable(limits.connections + SPARE, limits.anonymous),
                     settings.proxies,
                     application.guard.refuse_early,
+                    application.guard.pace,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,

@@ -1,13 +1,14 @@
 """Client connections: uvicorn's HTTP/1.1 protocol with limits on connections, times, heads and bodies."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import h11
 import uvicorn
-from h11._receivebuffer import ReceiveBuffer, blank_line_regex
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
@@ -15,6 +16,7 @@ from uvicorn.server import ServerState
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.connection_limits import ConnectionTable
 from headrace.server.http.proxies import Proxies, client_group
+from headrace.server.http.refusal_pace import RefusalPace
 from headrace.server.logs import BurstLog
 
 log = logging.getLogger("headrace.server")
@@ -88,6 +90,13 @@ class RefusedError(h11.RemoteProtocolError):
     """A request that this server reads no further; the text is for the client."""
 
 
+def has_many_lines(data: bytes | bytearray) -> bool:
+    """Return whether a head, or trailers, at the start of `data` have more than HEADERS lines between the first line and the
+    blank one. Looks at no more lines than that: h11 makes objects of all, which costs a hundred times as much."""
+    lines = data.split(b"\n", HEADERS + 2)
+    return len(lines) > HEADERS + 2 and not any(line in (b"", b"\r") for line in lines[1 : HEADERS + 2])
+
+
 class LimitedReceiveBuffer(ReceiveBuffer):
     """h11's receive buffer. Raises RefusedError for a head, or trailers, of too many lines or bytes before h11 parses them."""
 
@@ -96,13 +105,7 @@ class LimitedReceiveBuffer(ReceiveBuffer):
         self._most = most  # bytes
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        # h11 makes an object of each line, which costs a hundred times as much as counting it.
-        if self._data.count(b"\n") > HEADERS + 2:
-            blank = blank_line_regex.search(self._data)
-            count = self._data.count(b"\n", 0, len(self._data) if blank is None else blank.end())
-        else:
-            count = 0
-        if count > HEADERS + 2:  # the request line and the blank line count too
+        if has_many_lines(self._data):
             raise RefusedError(f"a request may have {HEADERS} headers; send fewer", error_status_hint=431)
         lines = super().maybe_extract_lines()
         if lines is not None and sum(map(len, lines)) > self._most:
@@ -173,9 +176,11 @@ class Connection(H11Protocol):
     writes = WriteBatch()
     table = ConnectionTable(1 << 20, 1 << 20)
     proxies = Proxies()
+    pace = RefusalPace()
     invalid = BurstLog(log, logging.WARNING, "requests that are not valid HTTP")
     refuse: Refuse = staticmethod(lambda data, peer, default_headers: None)
     address = ""
+    principal = ""  # name of the owner of its last valid key
     _parses = False  # has a parser
     _dropped: int | None = None  # bytes dropped after a refusal; None: no refusal
     _read_timer: asyncio.TimerHandle | None = None  # closes the connection if the client does not send in time
@@ -203,8 +208,9 @@ class Connection(H11Protocol):
         self.conn: LimitedParser = LimitedParser(self.config.h11_max_incomplete_event_size or HEAD)
         super().connection_made(BatchedTransport(transport, self.writes, self._linger))  # type: ignore[arg-type]
 
-    def admit(self) -> None:
-        """Mark the connection as admitted: its current request passed the guard."""
+    def admit(self, principal: str) -> None:
+        """Mark the connection as admitted: its current request passed the guard, with a key of `principal`."""
+        self.principal = principal
         self.table.admit(self)
 
     def abort(self) -> None:
@@ -229,11 +235,12 @@ class Connection(H11Protocol):
                 return
             peer = self.client[0] if self.client else ""
             if (refusal := self.refuse(data, peer, self.server_state.default_headers)) is not None:
-                self.transport.write(refusal)
-                self.transport.close()
+                self._answer_refused(functools.partial(self._write_last, refusal))
                 return
             self._parse()
         super().data_received(data)
+        if self._dropped is not None:
+            return
         if self.conn.their_state is h11.IDLE:  # a part of a head, or nothing
             self._start_timer()
         else:
@@ -243,8 +250,11 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.conn.problem is not None and not self.transport.is_closing():
-            self._refuse(self.conn.problem)
+        if self.conn.problem is not None and self._dropped is None and not self.transport.is_closing():
+            # h11 appends the bytes of the request, which may hold a key.
+            reason, *_ = str(self.conn.problem).partition(":")
+            self.invalid.add(self.client[0] if self.client else "", reason)
+            self._answer_refused(functools.partial(self._refuse, self.conn.problem))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -253,11 +263,21 @@ class Connection(H11Protocol):
         if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
             self._start_timer()
 
+    def _answer_refused(self, answer: Callable[[], None]) -> None:
+        """Drop what the client sends from now on, and call `answer`, which also closes, at the pace of refusals."""
+        self._dropped = 0
+        self._stop_timer()
+        self.pace.answer(self.principal, answer)
+
+    def _write_last(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(data)
+            self.transport.close()
+
     def _refuse(self, problem: h11.RemoteProtocolError) -> None:
         """Answer an invalid request, if its answer has not begun, and close the connection."""
-        # h11 appends the bytes of the request, which may hold a key.
-        reason, *_ = str(problem).partition(":")
-        self.invalid.add(self.client[0] if self.client else "", reason)
+        if self.transport.is_closing():
+            return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             message = str(problem) if isinstance(problem, RefusedError) else INVALID
             error = ApiError(problem.error_status_hint, message, code="invalid_http")
@@ -337,13 +357,18 @@ class Connection(H11Protocol):
 
 
 def make_protocol(
-    table: ConnectionTable | None = None, proxies: Proxies | None = None, refuse: Refuse | None = None, **seconds: float
+    table: ConnectionTable | None = None,
+    proxies: Proxies | None = None,
+    refuse: Refuse | None = None,
+    pace: RefusalPace | None = None,
+    **seconds: float,
 ) -> Callable[..., Any]:
-    """Return the protocol class of one server. `refuse`: Guard.refuse_early. `seconds`: head_seconds, send_seconds and
-    body_seconds of Connection."""
+    """Return the protocol class of one server. `refuse`: Guard.refuse_early. `pace`: Guard.pace. `seconds`: head_seconds,
+    send_seconds and body_seconds of Connection."""
     own: dict[str, Any] = {
         "table": table or ConnectionTable(1 << 20, 1 << 20),
         "proxies": proxies or Proxies(),
+        "pace": pace or RefusalPace(),
         "writes": WriteBatch(),
         "invalid": BurstLog(log, logging.WARNING, "requests that are not valid HTTP"),
     }

@@ -17,6 +17,7 @@ from headrace.server.http.connection import ADMIT
 from headrace.server.http.early_refusal import RawHeaders, error_headers, read_head, render
 from headrace.server.http.errors import as_api_error
 from headrace.server.http.ids import new_id
+from headrace.server.http.refusal_pace import RefusalPace
 from headrace.server.logs import HTTP_REQUEST, REQUESTS, BurstLog, log_response
 from headrace.server.settings import ServerSettings, is_loopback
 
@@ -38,14 +39,21 @@ BROWSER = (b"origin", b"sec-fetch-site", b"referer")
 class Guard:
     """Checks source, key, content type and size of each request, and reads its body.
 
-    A request without a valid key is refused at once and its connection closes. It never waits, and counts for no limit of
-    requests with a key. A server without keys serves programs of this machine and its own page: it accepts only loopback names
-    as Host, and refuses requests from pages of other sites. Probes and the paths in `public` need no key, and are answered
-    however many requests are open. `count` receives the status of each response and the name of its principal.
+    A request without a valid key is refused and its connection closes; it counts for no limit of requests with a key. A server
+    without keys serves programs of this machine and its own page: it accepts only loopback names as Host, and refuses requests
+    from pages of other sites. Probes and the paths in `public` need no key, and are answered however many requests are open.
+    `count` receives the status of each response and the name of its principal. `pace` delays refusals of clients that repeat
+    them.
     """
 
     def __init__(
-        self, app: App, settings: ServerSettings, keys: KeyRing, count: Callable[[int, str], None], public: Iterable[str] = ()
+        self,
+        app: App,
+        settings: ServerSettings,
+        keys: KeyRing,
+        count: Callable[[int, str], None],
+        public: Iterable[str] = (),
+        pace: RefusalPace | None = None,
     ) -> None:
         self._open_paths = PROBES.union(public)
         self._app = app
@@ -56,6 +64,7 @@ class Guard:
         self._open: Counter[str] = Counter()  # admitted requests by principal
         self._bodies = BodyMemory(settings.limits.bodies)
         self._refused = BurstLog(REQUESTS, logging.INFO, "refused")
+        self.pace = pace or RefusalPace()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -105,15 +114,18 @@ class Guard:
 
     async def _admit(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         began = time.perf_counter()
+        refusal = Refusal(send)
         if (error := self._refusal(scope["method"], scope["path"], headers)) is not None:
-            await send_error(self._counted(send), error, close=True)
+            await send_error(self._counted(refusal.send), error, close=True)
+            await refusal.end(self.pace, NO_KEY.name)
             return
-        send = self._logged(scope, self._counted(send), began)
+        sending = self._logged(scope, self._counted(refusal.send), began)
         if scope["path"] in self._open_paths:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, sending)
         else:
-            scope.get("state", {}).get(ADMIT, bool)()
-            await self._serve(scope, headers, receive, send)
+            scope.get("state", {}).get(ADMIT, bool)(PRINCIPAL.get().name)
+            await self._serve(scope, headers, receive, sending)
+        await refusal.end(self.pace, PRINCIPAL.get().name)
 
     async def _serve(self, scope: Message, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         """Pass an admitted request to the application, if its principal may have one more open and has quota left."""
@@ -200,6 +212,28 @@ class Guard:
         if upload:
             return limited_receive(receive, limit, seconds)
         return replay_body(await self._bodies.read(receive, limit, seconds), receive)
+
+
+class Refusal:
+    """The response to one request, if it is a refusal (4xx): kept until the application has returned, so that a refusal that
+    waits holds neither a body nor a place among the open requests. Every other response is sent as it comes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._kept: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        if self._kept or (message["type"] == "http.response.start" and 400 <= message["status"] < 500):
+            self._kept.append(message)
+        else:
+            await self._send(message)
+
+    async def end(self, pace: RefusalPace, client: str) -> None:
+        """Send a refusal when the pace of `client` allows it."""
+        if self._kept:
+            await pace.turn(client)
+        for message in self._kept:
+            await self._send(message)
 
 
 def _as_routed(scope: Message) -> Message:

@@ -1,0 +1,156 @@
+"""Clients that repeat refused requests wait for the answers while models generate; other requests never do."""
+
+import asyncio
+import contextlib
+import select
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from headrace.server.http import refusal_pace
+from headrace.server.http.refusal_pace import BURST, LONGEST, MOST, RATE, RefusalPace
+from headrace.server.settings import Limits
+from tests.server.harness import PATIENCE, Running
+from tests.server.test_connection_limits import Clock
+
+KEY = "a-long-enough-key"
+WRONG_KEY = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer wrong-wrong\r\n\r\n"
+SPLIT_KEY = [WRONG_KEY[:30], WRONG_KEY[30:]]  # reaches the parser
+RIGHT_KEY = WRONG_KEY.replace(b"wrong-wrong", KEY.encode())
+MANY_HEADERS = b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 15_000 + b"\r\n"
+MISTAKE = RIGHT_KEY.replace(b"GET /v1/models", b"GET /no/such/path")
+BAD_BODY = RIGHT_KEY.replace(b"GET /v1/models", b"POST /tokenize")[:-2] + b"Content-Length: 1\r\n\r\n{"
+# Packets of a refused request, its status, and whether its client has a valid key.
+REFUSED: dict[str, tuple[list[bytes], bytes, bool]] = {
+    "wrong key": ([WRONG_KEY], b"401", False),
+    "wrong key in two packets": (SPLIT_KEY, b"401", False),
+    "headers": ([MANY_HEADERS], b"431", False),
+    "no HTTP": ([b"\x16\x03\x01\r\n\r\n"], b"400", False),
+    "mistake": ([MISTAKE], b"404", True),
+    "bad body": ([BAD_BODY], b"400", True),
+}
+
+
+def waits(pace: RefusalPace, client: str, count: int) -> list[float]:
+    return [max(0.0, round(pace._wait(client), 6)) for _ in range(count)]
+
+
+def test_above_the_burst_refusals_leave_at_the_rate() -> None:
+    clock = Clock()
+    pace = RefusalPace(lambda: True, clock)
+    assert waits(pace, "a", BURST) == [0.0] * BURST
+    assert waits(pace, "a", 3) == pytest.approx([1 / RATE, 2 / RATE, 3 / RATE])
+    assert waits(pace, "b", 1) == [0.0]
+    clock.now += 3 / RATE
+    assert waits(pace, "a", 1) == pytest.approx([1 / RATE])
+    clock.now += 1 / RATE + BURST / RATE
+    assert waits(pace, "a", BURST + 1)[-2:] == pytest.approx([0.0, 1 / RATE])
+
+
+def test_no_refusal_waits_longer_than_the_limit() -> None:
+    """Nor does a client that was far over its rate owe more than that."""
+    clock = Clock()
+    pace = RefusalPace(lambda: True, clock)
+    assert max(waits(pace, "a", 1000)) == LONGEST
+    clock.now += LONGEST + 1 / RATE
+    assert waits(pace, "a", 1) == [0.0]
+
+
+def test_nothing_waits_while_the_engines_are_idle_and_only_so_many_at_once() -> None:
+    async def main() -> None:
+        answered: list[int] = []
+        busy = False
+        pace = RefusalPace(lambda: busy)
+        for number in range(1000):
+            pace.answer("a", lambda number=number: answered.append(number))  # type: ignore[misc]
+        assert len(answered) == 1000
+        busy = True
+        for number in range(BURST + MOST + 7):
+            pace.answer("a", lambda number=number: answered.append(number))  # type: ignore[misc]
+        assert len(answered) == 1000 + BURST + 7
+        await asyncio.sleep(LONGEST + 0.1)
+        assert len(answered) == 1000 + BURST + MOST + 7
+        assert pace._waiting == 0
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server whose refusals above the burst wait longer than the test."""
+    for name, value in {"BURST": 1, "RATE": 1 / PATIENCE, "LONGEST": PATIENCE}.items():
+        monkeypatch.setattr(refusal_pace, name, value)
+    limits = Limits(header_seconds=PATIENCE, body_seconds=PATIENCE)
+    with Running("no-model", begin=False, key=KEY, limits=limits) as running:
+        guard: Any = running.server.config.app
+        guard.pace.busy = lambda: True
+        yield running
+
+
+def connect(server: Running, packets: list[bytes]) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for packet in packets:
+        client.sendall(packet)
+        server.on_loop(lambda: None)
+    return client
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_valid_key_does_not_wait_behind_refusals(server: Running, name: str) -> None:
+    """They wait after the first; requests that the server accepts, of the same client too, are answered meanwhile."""
+    packets, status, keyed = REFUSED[name]
+    guard: Any = server.server.config.app
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(server, packets)) for _ in range(40)]
+        assert clients[0].recv(12) == b"HTTP/1.1 " + status
+        for _ in range(20):
+            assert server.http.get("/v1/models").status_code == 200
+            assert server.http.get("/live").status_code == 200
+        assert select.select(clients[1:], [], [], 0)[0] == []
+        assert server.on_loop(lambda: guard.pace._waiting) == 39
+        assert server.on_loop(guard._open.total) == 0
+        # The other kind of client has a pace of its own.
+        other = stack.enter_context(connect(server, [WRONG_KEY if keyed else MISTAKE]))
+        assert other.recv(12) == b"HTTP/1.1 " + (b"401" if keyed else b"404")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_if_the_engines_are_idle_all_are_answered(server: Running, name: str) -> None:
+    packets, status, _ = REFUSED[name]
+    guard: Any = server.server.config.app
+    guard.pace.busy = lambda: False
+    with contextlib.ExitStack() as stack:
+        for client in [stack.enter_context(connect(server, packets)) for _ in range(40)]:
+            assert client.recv(12) == b"HTTP/1.1 " + status
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_that_waits_is_whole_and_a_client_may_leave(
+    server: Running, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    packets, status, _ = REFUSED[name]
+    guard: Any = server.server.config.app
+    with connect(server, packets) as first:
+        at_once = first.recv(65536)
+    for setting, value in {"RATE": 10.0, "LONGEST": 0.2}.items():
+        monkeypatch.setattr(refusal_pace, setting, value)
+    server.on_loop(guard.pace._paid.clear)
+    with connect(server, packets) as second, connect(server, packets) as third, connect(server, packets) as gone:
+        gone.close()
+        answers = [second.recv(65536), third.recv(65536)]
+    assert {len(answer) for answer in answers} == {len(at_once)}
+    assert all(answer.startswith(b"HTTP/1.1 " + status) for answer in answers)
+    while server.on_loop(lambda: guard.pace._waiting):
+        pass
+    assert server.http.get("/live").status_code == 200
+
+
+def test_without_the_pace_the_control_answers_all(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test of a valid key sees comes from the pace."""
+    monkeypatch.setattr(RefusalPace, "_wait", lambda self, client: 0.0)
+    with contextlib.ExitStack() as stack:
+        for client in [stack.enter_context(connect(server, [WRONG_KEY])) for _ in range(40)]:
+            assert client.recv(12) == b"HTTP/1.1 401"
