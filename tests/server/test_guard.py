@@ -21,7 +21,7 @@ from headrace.server.http.connection import CHUNK, BatchedTransport, WriteBatch,
 from headrace.server.http.guard import Guard
 from headrace.server.serving import SPARE, allow_files
 from headrace.server.settings import Limits, ServerSettings, SettingsError, is_loopback
-from tests.server.harness import PATIENCE, Running
+from tests.server.harness import PATIENCE, Running, until
 
 KEY = "a-long-enough-key"
 ROUTES = [
@@ -332,6 +332,16 @@ def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: p
         sock.sendall(f"{head}Content-Length: {1 << 40}\r\n\r\n".encode())
         with pytest.raises(OSError, match="reset|pipe"):
             sock.sendall(bytes(256 << 20))
+
+
+def test_a_connection_ends_after_an_invalid_request() -> None:
+    """Also if its client neither sends nor closes it."""
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(Running("no-model", begin=False, limits=Limits(body_seconds=0.2)))
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE))
+        sock.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 200 + b"\r\n")
+        assert b"".join(iter(lambda: sock.recv(65536), b"")).startswith(b"HTTP/1.1 431")
+        until(lambda: not running.on_loop(lambda: running.server.server_state.connections))
 
 
 def test_a_body_in_crumbs_is_refused(locked: Running) -> None:

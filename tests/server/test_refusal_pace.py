@@ -12,7 +12,7 @@ import pytest
 from headrace.server.http import refusal_pace
 from headrace.server.http.refusal_pace import BURST, LONGEST, MOST, RATE, RefusalPace
 from headrace.server.settings import Limits
-from tests.server.harness import PATIENCE, Running
+from tests.server.harness import PATIENCE, Running, until
 from tests.server.test_connection_limits import Clock
 
 KEY = "a-long-enough-key"
@@ -104,13 +104,14 @@ def test_a_valid_key_does_not_wait_behind_refusals(server: Running, name: str) -
     packets, status, keyed = REFUSED[name]
     guard: Any = server.server.config.app
     with contextlib.ExitStack() as stack:
+        first = stack.enter_context(connect(server, packets))
+        assert first.recv(12) == b"HTTP/1.1 " + status
         clients = [stack.enter_context(connect(server, packets)) for _ in range(40)]
-        assert clients[0].recv(12) == b"HTTP/1.1 " + status
+        until(lambda: server.on_loop(lambda: guard.pace._waiting) == 40)
         for _ in range(20):
             assert server.http.get("/v1/models").status_code == 200
             assert server.http.get("/live").status_code == 200
-        assert select.select(clients[1:], [], [], 0)[0] == []
-        assert server.on_loop(lambda: guard.pace._waiting) == 39
+        assert select.select(clients, [], [], 0)[0] == []
         assert server.on_loop(guard._open.total) == 0
         # The other kind of client has a pace of its own.
         other = stack.enter_context(connect(server, [WRONG_KEY if keyed else MISTAKE]))
@@ -143,8 +144,7 @@ def test_a_refusal_that_waits_is_whole_and_a_client_may_leave(
         answers = [second.recv(65536), third.recv(65536)]
     assert {len(answer) for answer in answers} == {len(at_once)}
     assert all(answer.startswith(b"HTTP/1.1 " + status) for answer in answers)
-    while server.on_loop(lambda: guard.pace._waiting):
-        pass
+    until(lambda: server.on_loop(lambda: guard.pace._waiting) == 0)
     assert server.http.get("/live").status_code == 200
 
 
