@@ -10,11 +10,13 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run test test-isa test-weights test-slow test-peers test-clients soak bench lint clang arm sanitize sanitize-short format native clean
+.PHONY: help run docs pages test test-isa test-weights test-slow test-peers test-clients soak bench lint clang arm sanitize sanitize-short format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
 	@echo "                    $(VENV)/bin/headrace is then the command, with serve, chat and all others"
+	@echo "make docs           the documentation site in build/docs, without a network; warnings are errors"
+	@echo "make pages          write the parts of the pages that are generated from the code"
 	@echo "make test           the tests, six to ten minutes on two cores; those without their model or data say so"
 	@echo "make test-isa       tests of kernels, beams, engine and random loads on every instruction set this CPU has"
 	@echo "make test-weights   only the tests on real weights"
@@ -36,6 +38,13 @@ help:
 
 run: $(VENV)/.run
 	@$(VENV)/bin/headrace run $(MODEL) "$$PROMPT" </dev/null  # a pipe that make was given would join the prompt
+
+docs: $(VENV)/.dev
+	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
+	@echo "build/docs/index.html"
+
+pages: $(VENV)/.dev
+	$(VENV)/bin/python -m tests.pages
 
 # Hundreds of processes are started: what they import is compiled once, also where the environment says otherwise.
 test: $(VENV)/.dev

@@ -1,7 +1,4 @@
-"""Table of decoding methods and features in docs/en/understand/decoding.md: each pair is tried with tiny models.
-
-PYTHONPATH=src python -m tests.composition
-"""
+"""Tables of decoding methods and features in docs/en/reference/composition.md: each pair is tried with tiny models."""
 
 import json
 import tempfile
@@ -20,11 +17,11 @@ from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.workflows.cascade import Tier, answer
 from tests.leaving import write_exits
-from tests.pages import write
+from tests.pages import wrapped
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 
-PART = "composition"
+COLUMNS = 5  # methods of one table
 MASK = 3
 PROPAGATED, QUERY = "early exit, propagated", "query cascade"
 
@@ -93,7 +90,7 @@ class Models:
 
 
 def table(decoders: Models, sources: Models) -> str:
-    """The table and the reasons under it, in Markdown, of models as `opened` has them."""
+    """The tables and the reasons under them, in Markdown, of models that `opened` returns."""
     reasons: dict[str, int] = {}
 
     def cell(name: str, llm: LLM, feature: dict[str, Any]) -> str:
@@ -104,16 +101,20 @@ def table(decoders: Models, sources: Models) -> str:
         general = found.replace(field, "…") if "_" in field else found  # one reason for all fields
         return f"no {reasons.setdefault(general, len(reasons) + 1)}" if found else "yes"
 
-    lines = [f"| | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 1) + "|"]
-    streamed = {name: name != QUERY and strategy_for(params_of(one)).streams for name, one in METHODS.items()}
-    lines.append(_row("streamed", [_yes(streams) for streams in streamed.values()]))
-    lines.append(_row("optional drafts", [_yes(speculates(params_of(one))) for one in METHODS.values()]))
+    rows: dict[str, list[str]] = {
+        "streamed": [_yes(name != QUERY and strategy_for(params_of(one)).streams) for name, one in METHODS.items()],
+        "optional drafts": [_yes(speculates(params_of(one))) for one in METHODS.values()],
+    }
     for title, feature in FEATURES.items():
-        cells = [cell(name, decoders.of(name, {**method, **feature}), feature) for name, method in METHODS.items()]
-        lines.append(_row(title, cells))
-    lines.append(_row("from a source", [cell(name, sources.of(name, method), {}) for name, method in METHODS.items()]))
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, "", *notes])
+        rows[title] = [cell(name, decoders.of(name, {**method, **feature}), feature) for name, method in METHODS.items()]
+    rows["from a source"] = [cell(name, sources.of(name, method), {}) for name, method in METHODS.items()]
+    parts = []
+    for first in range(0, len(METHODS), COLUMNS):
+        some = slice(first, first + COLUMNS)
+        head = [_row("", list(METHODS)[some]), "|---" * (len(list(METHODS)[some]) + 1) + "|"]
+        parts.append("\n".join([*head, *(_row(title, cells[some]) for title, cells in rows.items())]))
+    notes = "\n".join(wrapped(f"{number}. {reason}") for reason, number in reasons.items())
+    return "\n\n".join([*parts, notes])
 
 
 def speculates(params: SamplingParams) -> bool:
@@ -172,10 +173,6 @@ def _models(path: Path, **settings: Any) -> Models:
     )
 
 
-def main() -> None:
+def text() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        write(PART, table(*opened(Path(folder), backend="torch", dtype="float64")))
-
-
-if __name__ == "__main__":
-    main()
+        return table(*opened(Path(folder), backend="torch", dtype="float64"))

@@ -1,23 +1,74 @@
-"""Parts of pages that commands write, each between two marks with its name."""
+"""Generated parts of pages. Each part stands between two marks with its name, and one function writes it.
 
+PYTHONPATH=src python -m tests.pages            write all parts
+PYTHONPATH=src python -m tests.pages PART...    write these parts
+"""
+
+import sys
+import textwrap
+from importlib import import_module
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "en/understand/decoding.md"
+COLUMNS = 100
+# (page below docs, module and function that return its text) of each part.
+PARTS = {
+    "commands": ("en/reference/commands.md", "tests.reference.commands:text"),
+    "sampling": ("en/reference/sampling.md", "tests.reference.params:sampling"),
+    "settings": ("en/reference/settings.md", "tests.reference.params:settings"),
+    "http": ("en/reference/http-fields.md", "tests.reference.http:text"),
+    "metrics": ("en/reference/metrics.md", "tests.reference.metrics:text"),
+    "python": ("en/reference/python.md", "tests.reference.python:text"),
+    "composition": ("en/reference/composition.md", "tests.composition:text"),
+}
+
+
+def page_of(part: str) -> Path:
+    return DOCS / PARTS[part][0]
+
+
+def generated(part: str) -> str:
+    """The text that a part must have, from the code."""
+    module, _, function = PARTS[part][1].partition(":")
+    text: str = getattr(import_module(module), function)()
+    return text.strip()
+
+
+def stale(part: str) -> str:
+    """The message for a part that differs from the code."""
+    return f"docs/{PARTS[part][0]} differs from the code; write it with: PYTHONPATH=src python -m tests.pages {part}"
+
+
+def written(part: str) -> str:
+    """The text of a part, as its page has it."""
+    begin, end = marks(part)
+    return page_of(part).read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
 
 
 def marks(part: str) -> tuple[str, str]:
     return f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
 
 
-def written(part: str, page: Path = PAGE) -> str:
-    """The text of a part of a page."""
+def write(part: str) -> None:
+    """Replace a part of its page."""
     begin, end = marks(part)
-    return page.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
+    before, found, rest = page_of(part).read_text("utf-8").partition(begin)
+    assert found, f"{page_of(part)} lacks {begin}"
+    page_of(part).write_text(f"{before}{begin}\n\n{generated(part)}\n\n{end}{rest.partition(end)[2]}", "utf-8")
 
 
-def write(part: str, text: str, page: Path = PAGE) -> None:
-    """Replace a part of a page by `text`."""
-    begin, end = marks(part)
-    before, _, rest = page.read_text("utf-8").partition(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}", "utf-8")
+def wrapped(text: str, indent: str = "") -> str:
+    """Text in lines of at most COLUMNS columns; a word that is longer keeps its own line."""
+    return textwrap.fill(
+        text, COLUMNS, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def item(name: str, text: str) -> str:
+    """An entry of a list."""
+    return "* " + wrapped(f"{name}: {text}" if text else name, "  ").lstrip()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PARTS:
+        write(name)

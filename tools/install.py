@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Install Headrace from this folder into its own virtual environment: what `make run` and `make test` do first.
 
-    python3 tools/install.py [EXTRA]...     extras of pyproject.toml: serve, ground, dev, peers
+    python3 tools/install.py [EXTRA]...     extras of pyproject.toml: serve, ground, docs, dev, peers
 
 Environment: VENV (.venv), TORCH_INDEX (source of torch; docs/en/reference/environment.md). The install is editable: changing a
 Python file takes effect at once, changing the C++ core after the next run. Needs the standard library alone.

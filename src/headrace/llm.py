@@ -58,7 +58,7 @@ class LLM:
     """An open model in this process, with its tokenizer, KV cache and engine.
 
     model: catalog name, .gguf file, folder with safetensors, or hub id. The keywords are the fields of
-    `headrace.data.settings.ModelSettings`; docs/en/reference/commands.md lists them.
+    `headrace.data.settings.ModelSettings`; docs/en/reference/settings.md lists them.
     - Numbers: `dtype` (any but auto and bfloat16 runs in torch), `kv_dtype` of the KV cache, `quantize` (int8 or int4 of float
       weights at load, native back end) and `activations` (rounding of the inputs of integer weights).
     - Memory: `kv_cache_memory` in bytes or as "2GiB", `max_model_len` in tokens.

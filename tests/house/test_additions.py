@@ -26,7 +26,6 @@ from headrace.ops.registry import OPS, Op, declare
 from headrace.runner.record import RecordError, record
 from headrace.server.http.limits_check import StrictStruct
 from headrace.server.protocols.fields import http_fields, struct_of
-from tests import parameters
 from tests.e2e.test_verification import BACKENDS, Make
 from tests.house.dimming import Dimming
 from tests.house.line_trainer import LineConfig, train_line
@@ -35,6 +34,7 @@ from tests.house.scale import scale, scale_cases
 from tests.house.scaled_llama import scaled_llama
 from tests.house.second_best import SecondBest
 from tests.killed import each_step, forgetful, killed_at
+from tests.reference.params import entries
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_model, tokens_of
 from tests.tiny_native import native_model, native_program
 from tests.unit.test_imports import SOURCES, late_imports, wrong_imports
@@ -228,9 +228,9 @@ def test_a_sampling_field_is_declared_once() -> None:
     assert re.search(r"--dimming +<float> +How much less each token counts \(0: off\)\.", help_text)
     assert fields_with_use(Dimming, Use.CORE) == (*fields_with_use(SamplingParams, Use.CORE), "dimming")
     assert ignored_fields(Dimming(dimming=0.5), DRAWN) == ["dimming"]
-    *known, added = parameters.rows(Dimming)
-    assert known == list(parameters.rows(SamplingParams))
-    assert added == "| `dimming` | between 0 (off) and 1 | 0.0 | How much less each token counts |"
+    *known, added = entries(Dimming)
+    assert known == list(entries(SamplingParams))
+    assert added == "* `dimming`: How much less each token counts. *Between 0 (off) and 1; default 0.0.*"
 
 
 def test_a_field_that_is_not_declared_is_refused_by_its_name() -> None:
@@ -240,7 +240,7 @@ def test_a_field_that_is_not_declared_is_refused_by_its_name() -> None:
         body_of(SamplingParams, b'{"dimming": 0.5}')
     refused = CliRunner().invoke(command_of(SamplingParams, []), ["--dimming", "0.5"])
     assert (refused.exit_code, "No such option: --dimming" in refused.output) == (2, True)
-    assert not any("dimming" in row for row in parameters.rows(SamplingParams))
+    assert not any("dimming" in row for row in entries(SamplingParams))
 
 
 # -- a trainer: a config and a step on `training.run.Run` --------------------------------------------------------------------

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from headrace.cli import serve_options
 from headrace.cli.options import WeightOptions, setting_fields, with_groups
 from headrace.cli.serve_options import MODELS, read_config
+from headrace.data import fields
 from headrace.data.settings import Group, ModelSettings, Setting, option_settings
 from headrace.llm import LLM
-from tests import parameters
+from tests.reference.params import setting
 from tests.tiny_files import write_tiny_gguf
 
 
@@ -85,7 +86,7 @@ def test_a_setting_is_an_option_and_a_line_of_config(tmp_path: Path, monkeypatch
     assert runner.invoke(plain, ["--config", str(config)]).exit_code != 0
 
 
-def test_a_setting_is_a_row_of_the_table() -> None:
-    *known, added = parameters.setting_rows(Pinned)
-    assert known == list(parameters.setting_rows(ModelSettings))
-    assert added == "| `pinned_core` | `--pinned-core` | commands that open a model | – | The core that runs the engine |"
+def test_a_setting_is_an_entry_of_the_reference() -> None:
+    *known, added = map(setting, fields.declared(Pinned))
+    assert known == list(map(setting, fields.declared(ModelSettings)))
+    assert added == "* `pinned_core`, `--pinned-core`: The core that runs the engine."

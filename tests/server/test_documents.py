@@ -31,13 +31,6 @@ OF_DOCS = [
 ]
 
 
-def test_the_commands_are_there() -> None:
-    page = (ROOT / "docs/en/reference/commands.md").read_text("utf-8").partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(?:headrace )?([\w-]+)", row)}
-    assert named == set(whole().commands)
-
-
 def typed() -> list[tuple[str, str]]:
     """(page, command): lines of code blocks that begin with `headrace`, also behind a pipe, and what is said so in a line."""
     found = []

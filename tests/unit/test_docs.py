@@ -13,8 +13,6 @@ from benchmarks.attacks import attacks
 from headrace.data import plan, types
 from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS, NOT_GGUF
-from tests import parameters
-from tests.pages import written
 from tests.places import data_path
 from tests.unit.test_imports import FLOORS, MAX_FUNCTION, MAX_LINES, SOURCES
 
@@ -115,15 +113,6 @@ def test_the_methods_that_the_architecture_page_names_exist() -> None:
     for kind, methods in interfaces:
         for method in re.findall(r"`(\w+)`", methods):
             assert any(f"class {kind}" in s and f"def {method}(" in s for s in SOURCES.values()), f"{kind}.{method}"
-
-
-def test_the_table_of_parameters_is_what_is_declared() -> None:
-    assert parameters.table() == written(parameters.PART), "docs/en/understand/decoding.md is stale: python -m tests.parameters"
-    assert "| `top_k` | 0 (off) or more | 0 | Only the K likeliest tokens |" in parameters.table().splitlines()
-    stale = "docs/en/reference/commands.md is stale: python -m tests.parameters"
-    assert parameters.settings_table() == written(parameters.SETTINGS, parameters.COMMANDS), stale
-    row = "| `threads` | `--threads` | commands that open a model | – | CPU threads |"
-    assert row in parameters.settings_table().splitlines()
 
 
 def test_both_readmes_show_the_same_code() -> None:

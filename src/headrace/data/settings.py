@@ -1,6 +1,6 @@
 """Settings with which a model is opened, each declared once.
 
-`LLM`, the options of the command line, `serve --config` and docs/en/reference/commands.md are made from the declarations, or
+`LLM`, the options of the command line, `serve --config` and docs/en/reference/settings.md are made from the declarations, or
 tests compare them with these.
 """
 

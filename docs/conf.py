@@ -1,0 +1,122 @@
+"""Configuration of the documentation site: `make docs` builds it from these Markdown pages, without a network.
+
+Navigation follows the links of en/index.md and zh/index.md. Formulas become MathML. No page loads anything from another host.
+"""
+
+import re
+from pathlib import Path
+from posixpath import normpath
+from typing import Any
+
+from bs4 import BeautifulSoup
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx import package_dir
+from sphinx.locale import init
+
+HERE = Path(__file__).parent
+DOORS = {
+    "en": {"learn": "Learn", "use": "Use", "reference": "Reference", "understand": "Understand"},
+    "zh": {"learn": "学", "use": "用", "reference": "查", "understand": "懂"},
+}
+
+project = "Headrace"
+copyright = "the Headrace authors"
+extensions = ["myst_parser"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
+exclude_patterns = ["data"]
+# Pages shorten JSON with "…".
+suppress_warnings = ["misc.highlighting_failure"]
+smartquotes = False
+html_theme = "furo"
+html_title = "Headrace"
+html_math_renderer = "mathml"
+html_show_sphinx = False
+html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_theme_options = {"navigation_with_keys": True}
+
+
+def linked(language: str) -> list[str]:
+    """Pages that the start page of a language links, in its order."""
+    start = (HERE / language / "index.md").read_text("utf-8")
+    return [f"{language}/{name}" for name in re.findall(r"\]\(([\w/-]+)\.md[)#]", start)]
+
+
+def navigation() -> str:
+    """Table of contents of the site: the pages of each language by door, then the log."""
+    parts = [contents("", [f"{language}/index" for language in DOORS])]
+    found = {page.relative_to(HERE).with_suffix("").as_posix() for page in HERE.rglob("*.md")}
+    for language, doors in DOORS.items():
+        order = [name for name in linked(language) if name in found]
+        order += sorted(found - set(order))
+        for folder, title in doors.items():
+            parts.append(contents(title, [name for name in order if name.startswith(f"{language}/{folder}/")]))
+    months = sorted((name for name in found if re.match(r"log/\d", name)), reverse=True)
+    others = sorted(name for name in found if name.startswith("log/") and name not in months)
+    parts.append(contents("Log", [*others, *months]))
+    return "\n".join(parts)
+
+
+def contents(title: str, pages: list[str]) -> str:
+    caption = f":caption: {title}\n" if title else ""
+    return "\n```{toctree}\n:hidden:\n" + caption + "\n".join(pages) + "\n```\n" if pages else ""
+
+
+def prepare(app: Any, page: str, source: list[str]) -> None:
+    """Add the navigation to the start page, and remove links to Markdown files outside of docs, which the site lacks."""
+    folder = (HERE / page).parent
+    source[0] = re.sub(
+        r"\[([^\]]+)\]\(([^):#]+\.md)[^)]*\)",
+        lambda link: link[0] if (folder / link[2]).resolve().is_relative_to(HERE) else link[1],
+        source[0],
+    )
+    if page == "index":
+        source[0] += navigation()
+
+
+def language_of(page: str) -> str:
+    return "zh" if page.startswith("zh/") else "en"
+
+
+def set_language(app: Any, page: str, template: str, context: dict[str, Any], tree: Any) -> None:
+    """Show the navigation and the words of the theme in the language of the page."""
+    language = language_of(page)
+    menu = BeautifulSoup(context.get("furo_navigation_tree", ""), "html.parser")
+    hidden = {title for name, doors in DOORS.items() if name != language for title in doors.values()}
+    for caption in menu.select("p.caption"):
+        if caption.get_text(strip=True) in hidden:
+            listed = caption.find_next_sibling("ul")
+            if listed is not None:
+                listed.decompose()
+            caption.decompose()
+    context["furo_navigation_tree"] = str(menu)
+    for way in ("prev", "next"):
+        if (other := context.get(way)) and language_of(normpath(f"{page}/../{other['link']}")) != language:
+            context[way] = None
+    context["language"] = "zh-CN" if language == "zh" else "en"
+    if language == "zh":
+        context["gettext"] = context["_"] = CHINESE.gettext
+
+
+# Texts of the theme in Chinese.
+CHINESE, _ = init([Path(package_dir, "locale")], "zh_CN", "sphinx")
+
+
+def visit_math(self: Any, node: nodes.math) -> None:
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def visit_math_block(self: Any, node: nodes.math_block) -> None:
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> dict[str, bool]:
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
+    app.connect("source-read", prepare)
+    app.connect("html-page-context", set_language, priority=900)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
