@@ -5,6 +5,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import headrace
@@ -110,10 +111,10 @@ def paragraphs(doc: str) -> Iterator[str]:
                 lines[-1] += f" {line.strip()}"
         if not lines:
             return
-        entries = [bool(ENTRY.match(line)) for line in lines]
-        yield "\n".join(
-            "* " + wrapped(line.removeprefix("- ").removeprefix("* "), "  ").lstrip()
-            if listed
-            else wrapped(line) + ("\n" if any(entries) else "")
-            for line, listed in zip(lines, entries, strict=True)
-        ).strip()
+        shown = [listed(line) if ENTRY.match(line) else wrapped(line) for line in lines]
+        starts = ["", *("\n" if text[0] == "*" != before[0] else "" for before, text in pairwise(shown))]
+        yield "\n".join(start + text for start, text in zip(starts, shown, strict=True))
+
+
+def listed(line: str) -> str:
+    return "* " + wrapped(re.sub("^[-*] ", "", line), "  ").lstrip()

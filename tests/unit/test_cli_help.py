@@ -82,12 +82,6 @@ def test_the_examples_are_commands_that_parse() -> None:
             assert flags <= known, line
 
 
-def test_the_recorded_help_is_what_help_says(shell: Shell) -> None:
-    walk = (Path(__file__).parents[2] / "docs/log/terminal-walk.md").read_text("utf-8")
-    recorded = walk.partition("$ headrace embed --help\n")[2].partition("```")[0]
-    assert recorded.strip() == shell("embed", "--help")[1].strip()
-
-
 def test_the_list_describes_each_command_as_its_own_help_does() -> None:
     """Descriptions are read from sources; the imported commands give the same ones, in the same order."""
     complete: Any = get_command(build())

@@ -1,0 +1,72 @@
+"""The site builds offline without a warning, and its pages load nothing from another host."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import BAD, DOCS
+
+# Markup and code that load a resource by an absolute address. Links (<a href>) load nothing.
+LOADS = re.compile(
+    r"""<(?:script|img|iframe|source|video|audio|embed|object)\b[^>]*?(?:src|data)=["'](?:https?:)?//"""
+    r"""|<link\b(?![^>]*rel=["'](?:canonical|author|license))[^>]*?href=["'](?:https?:)?//"""
+    r"""|@import\s+(?:url\()?["']?(?:https?:)?//|url\(\s*["']?(?:https?:)?//"""
+    r"""|(?:fetch|import|importScripts|\.open|\.src\s*=)\s*\(?\s*["'](?:https?:)?//""",
+    re.IGNORECASE,
+)
+
+
+def build(source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", str(source), str(out)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = build(DOCS, out)
+    assert (done.returncode, done.stderr) == (0, "")
+    return out
+
+
+def outside_loads(folder: Path) -> list[str]:
+    """Files that load something from another host, with what they load."""
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".html", ".css", ".js")]
+    return [f"{path.name}: {found[0]}" for path in files for found in LOADS.finditer(path.read_text("utf-8"))]
+
+
+def test_every_page_is_built(site: Path) -> None:
+    built = {page.relative_to(site).with_suffix("") for page in site.rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")} <= built
+
+
+def test_no_page_loads_from_another_host(site: Path) -> None:
+    assert outside_loads(site) == []
+    (site / "bad.html").write_text('<link rel="stylesheet" href="https://fonts.example/a.css"><a href="https://arxiv.org/">')
+    (site / "bad.css").write_text("@import url('//fonts.example/b.css');")
+    assert [one.split(":")[0] for one in outside_loads(site)] == ["bad.css", "bad.html"]
+
+
+def test_pages_are_in_the_language_of_their_folder(site: Path) -> None:
+    english, chinese = ((site / name / "index.html").read_text("utf-8") for name in ("en", "zh"))
+    assert ('lang="en"' in english, 'lang="zh-CN"' in chinese) == (True, True)
+    assert (">Use<" in english, ">Use<" in chinese, "搜索" in chinese) == (True, False, True)
+
+
+def test_a_page_with_a_dead_anchor_fails_the_build(tmp_path: Path) -> None:
+    source = tmp_path / "docs"
+    for name in ("conf.py", "static"):
+        copy = shutil.copytree if (DOCS / name).is_dir() else shutil.copy
+        copy(DOCS / name, source.mkdir(exist_ok=True) or source / name)  # type: ignore[operator]
+    for name in ("index.md", "en/index.md", "zh/index.md"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"# {name}\n")
+    (source / "en/use").mkdir()
+    shutil.copy(BAD / "links.md", source / "en/use/links.md")
+    done = build(source, tmp_path / "out")
+    assert done.returncode != 0
+    assert "no-such-heading" in done.stderr
