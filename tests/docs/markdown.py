@@ -51,7 +51,6 @@ class Page:
         return [
             (found[2], found[3])
             for found in re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", self.text, re.DOTALL | re.MULTILINE)
-            for found in [(None, None, found[2], found[3])]
         ]
 
     @cached_property

@@ -265,3 +265,10 @@ def test_every_attack_has_its_row_and_every_row_a_test() -> None:
     assert [row[0] for row in rows if not re.search(r"`tests/[\w/]+\.py(::test_\w+)?`", row[4])] == []
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
     assert set(attacks()) - named == set()
+
+
+@pytest.mark.parametrize("month", sorted((ROOT / "docs/log").glob("2*.md")), ids=lambda page: page.stem)
+def test_a_month_of_the_log_defines_its_words(month: Path) -> None:
+    head = month.read_text("utf-8").split("\n\n")[2].splitlines()
+    assert len(head) == 6
+    assert [word for word in ("ratio", "interval", "cell", "target") if not any(f"**{word}**" in line for line in head)] == []

@@ -1,0 +1,134 @@
+"""English and Chinese pages: the same pages and sections, one Chinese word for a term, Chinese prose in Chinese pages.
+
+tests/docs/to_translate.txt lists Chinese pages that are missing, or differ from these rules, one a line. Delete a line when its
+page passes; a listed page that passes fails.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import CHINESE, DOCS, ROOT, Page, bad, read
+
+HERE = Path(__file__).parent
+TERMS = tomllib.loads((HERE / "terms.toml").read_text("utf-8"))["term"]
+# Pages that exist in both languages, below docs/en and docs/zh.
+IN_BOTH = ("index.md", "learn/*.md", "use/*.md", "understand/seeds.md")
+SHARE = 0.4  # of the letters and characters of a Chinese page's prose that must be Chinese
+TO_TRANSLATE = set((HERE / "to_translate.txt").read_text("utf-8").split())
+# Marks of a page in English that a Chinese page names next to its link.
+ENGLISH = "英文"
+
+
+def names(language: str) -> set[str]:
+    """The pages of a language that the other one has, too."""
+    folder = DOCS / language
+    return {page.relative_to(folder).as_posix() for pattern in IN_BOTH for page in folder.glob(pattern)}
+
+
+PAIRS = [("README.md", "README.zh-CN.md"), *((f"docs/en/{name}", f"docs/zh/{name}") for name in sorted(names("en")))]
+CHINESE_PAGES = [read(page) for page in [ROOT / "README.zh-CN.md", *sorted((DOCS / "zh").rglob("*.md"))]]
+
+
+def test_every_chinese_page_has_an_english_one() -> None:
+    assert names("zh") - names("en") == set()
+
+
+def expect(found: list[str], name: str) -> None:
+    """No faults in a page, or some if it is listed as not written yet."""
+    if name in TO_TRANSLATE:
+        assert found, f"{name} passes: delete its line in tests/docs/to_translate.txt"
+    else:
+        assert found == []
+
+
+def shape(page: Page) -> list[int]:
+    """The levels of the headings."""
+    return [level for level, _ in page.headings]
+
+
+def differences(english: Page, chinese: Page) -> Iterator[str]:
+    """What one page has and its twin lacks."""
+    if shape(english) != shape(chinese):
+        yield f"{chinese.name}: headings of levels {shape(chinese)}, in {english.name} {shape(english)}"
+    marks = [set(re.findall(r'<a id="([^"]+)"|^\(([\w-]+)\)=$', page.text, re.MULTILINE)) for page in (english, chinese)]
+    if marks[0] != marks[1]:
+        yield f"{chinese.name}: anchors differ from {english.name}: {marks[0] ^ marks[1]}"
+    files = [sum(language in ("toml", "ini", "yaml") for language, _ in page.blocks) for page in (english, chinese)]
+    if files[0] != files[1]:
+        yield f"{chinese.name}: {files[1]} files in toml, ini or yaml, in {english.name} {files[0]}"
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda name: name)
+def test_a_page_exists_in_both_languages_by_the_same_rules(english: str, chinese: str) -> None:
+    if not (ROOT / chinese).exists():
+        expect([f"{chinese} is missing"], chinese)
+    else:
+        page = read(ROOT / chinese)
+        expect([*differences(read(ROOT / english), page), *faults(page)], chinese)
+
+
+def wrong_terms(page: Page) -> Iterator[str]:
+    """Rejected words, and the other direction: an English term in Chinese prose that is not next to its Chinese word."""
+    text = "\n".join(line for _, line in page.prose)
+    plain = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|“[^”]*”|\"[^\"]*\"", " ", text)
+    for term in TERMS:
+        for word in term.get("not", ()):
+            if word in plain:
+                yield f"{page.name}: {word}: write {term['zh']} for {term['en']}"
+        if re.search(rf"(?<![\w-]){re.escape(term['en'])}s?(?![\w-])", plain, re.IGNORECASE) and term["zh"] not in plain:
+            yield f"{page.name}: {term['en']} without {term['zh']}"
+
+
+def prose_share(page: Page) -> float:
+    """Share of Chinese characters among Chinese characters and English words of the prose, code and tables left out."""
+    lines = [line for _, line in page.prose if not line.lstrip().startswith("|")]
+    plain = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|https?://\S+", " ", "\n".join(lines))
+    chinese, words = len(CHINESE.findall(plain)), len(re.findall(r"[A-Za-z][\w.-]*", plain))
+    return chinese / max(1, chinese + words)
+
+
+def unmarked(page: Page) -> Iterator[str]:
+    """Links from a Chinese page to an English one on a line that does not say so."""
+    for number, line in page.prose:
+        leads = re.search(r"\]\((?:[^)]*/)?(?:en|log)/[^)]*\.md|\]\(CONTRIBUTING\.md", line)
+        here = page.name == "docs/zh/index.md" and "[English](../en/index.md)" in line
+        if leads and not here and ENGLISH not in section_of(page, number):
+            yield f"{page.name}:{number}: a link to an English page without （{ENGLISH}）"
+
+
+def section_of(page: Page, number: int) -> str:
+    """The lines of the section around a line, up to it and one more: a note may stand above a list or after a link."""
+    lines = page.text.splitlines()
+    start = max((index for index in range(number) if lines[index].startswith("#")), default=0)
+    return "\n".join(lines[start : number + 1])
+
+
+def faults(page: Page) -> list[str]:
+    found = [*wrong_terms(page), *unmarked(page)]
+    if (share := prose_share(page)) < SHARE:
+        found.append(f"{page.name}: {share:.0%} of the prose is Chinese, at least {SHARE:.0%}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in CHINESE_PAGES if page.name not in dict(PAIRS).values()], ids=lambda page: page.name
+)
+def test_a_chinese_page_alone_uses_the_terms_and_is_chinese(page: Page) -> None:
+    expect(faults(page), page.name)
+
+
+def test_the_list_of_pages_to_translate_names_pages() -> None:
+    assert TO_TRANSLATE - {chinese for _, chinese in PAIRS} - {page.name for page in CHINESE_PAGES} == set()
+
+
+def test_bad_pages_are_rejected() -> None:
+    found = faults(bad("chinese.md", "docs/zh/use/bad.md"))
+    for part in ("投机解码: write 推测解码", "beam search without 束搜索", "without （英文）"):
+        assert [one for one in found if part in one], part
+    assert [one for one in faults(bad("english.md", "docs/zh/use/bad.md")) if "of the prose is Chinese" in one]
+    twin = bad("chinese.md", "docs/zh/use/bad.md")
+    assert [one for one in differences(bad("links.md", "docs/en/use/bad.md"), twin) if "headings of levels" in one]
