@@ -1,14 +1,19 @@
 """Tables of the Chinese glossary, from docs/data/glossary.toml."""
 
 import tomllib
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-DATA = Path(__file__).parents[2] / "docs/data/glossary.toml"
+from tests.docs.markdown import DOCS, columns
+
+DATA = DOCS / "data/glossary.toml"
+COLUMNS = 100
+Pairs = list[tuple[str, str]]
 
 
 def groups() -> list[dict[str, Any]]:
-    return tomllib.loads(DATA.read_text("utf-8"))["group"]
+    found: list[dict[str, Any]] = tomllib.loads(DATA.read_text("utf-8"))["group"]
+    return found
 
 
 def terms() -> list[dict[str, Any]]:
@@ -16,26 +21,37 @@ def terms() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """Terms by subject, terms from English, and words of other texts with the word used here."""
+    """Terms by subject, the same from English, and other translations with the word used here."""
     parts = []
     for group in groups():
-        pairs = [(term["zh"], term["en"]) for term in group["terms"]]
-        parts.append(f"## {group['zh']}\n\n{table(3, ('中文', 'English'), pairs)}")
-    english = sorted(((term["en"], term["zh"]) for term in terms()), key=lambda pair: pair[0].lower())
-    parts.append(f"## 从英文查\n\n{table(4, ('English', '中文'), english)}")
-    others = [(word, term["zh"]) for term in terms() for word in term.get("wrong", ())]
-    parts.append(f"## 别处的译法\n\n这些词在别处常见，本文档不用：\n\n{table(4, ('别处', '本文档'), others)}")
+        pairs = [(term["zh"], english(term)) for term in group["terms"]]
+        parts.append(f"## {group['zh']}\n\n{table(('中文', 'English'), pairs)}")
+    reverse = sorted(((term["en"], term["zh"]) for term in terms()), key=lambda pair: pair[0].lower())
+    parts.append(f"## 从英文查\n\n{table(('English', '中文'), reverse)}")
+    others = [(f"“{word}”", term["zh"]) for term in terms() for word in term.get("not", ())]
+    parts.append(f"## 别处的译法\n\n这些词在别处常见，本文档不用。\n\n{table(('别处', '本文档'), others)}")
     return "\n\n".join(parts)
 
 
-def table(width: int, head: tuple[str, str], pairs: list[tuple[str, str]]) -> str:
-    """A table with `width` pairs in a row, ordered by column."""
-    rows = -(-len(pairs) // width)
-    padded = pairs + [("", "")] * (rows * width - len(pairs))
+def english(term: dict[str, Any]) -> str:
+    return f"{term['en']} ({term['full']})" if "full" in term else str(term["en"])
+
+
+def table(head: tuple[str, str], pairs: Pairs) -> str:
+    """A table with as many pairs in a row as fit, ordered by column."""
+    for width in (4, 3, 2, 1):
+        found = rows(width, head, pairs)
+        if max(map(columns, found.split("\n"))) <= COLUMNS:
+            break
+    return found
+
+
+def rows(width: int, head: tuple[str, str], pairs: Pairs) -> str:
+    height = -(-len(pairs) // width)
+    padded = pairs + [("", "")] * (height * width - len(pairs))
     lines = [row(head * width), "|" + "---|" * (2 * width)]
-    lines += [row(cell for pair in padded[at::rows] for cell in pair) for at in range(rows)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(row(cell for pair in padded[at::height] for cell in pair) for at in range(height))])
 
 
-def row(cells: Any) -> str:
+def row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
