@@ -2,11 +2,13 @@
 //
 // A turn ends when all its items are done, not when all threads have arrived. A thread that is descheduled between two
 // items delays nothing: the other threads process its items, and it skips the finished turns when it runs again. A
-// thread that is descheduled inside an item delays the turn, because no other thread can finish that item.
+// thread that is descheduled inside an item delays the turn, because no other thread can finish that item. While other
+// processes use the cores, each thread therefore yields its core between two turns before its time slice ends.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +20,10 @@ class Turn {
 public:
     static constexpr int kLooks = 1000;   // polls, 10 to 50 microseconds
     static constexpr int kFewLooks = 64;  // polls before a thread with patience 0 yields
+    // Steps for which the threads yield after a turn that waited longer than kLooks.
+    static constexpr uint32_t kContendedSteps = 64;
+    // Longest run of a thread on a contended core: shorter than the time slice of Linux (4 ms at 250 Hz).
+    static constexpr std::chrono::nanoseconds kLongestRun = std::chrono::milliseconds(1);
 
     // A counter in the low half and its step number in the high half. A counter of an earlier step counts as 0.
     struct alignas(64) Line {
@@ -32,10 +38,19 @@ public:
         std::atomic<uint64_t> place{0};  // step in the high half, in the low half the turn that the thread has reached
         // Polls before the thread takes items of others or yields: kLooks, or 0 while another thread is descheduled.
         int patience = kLooks;
+        // In contended steps: the start of the thread's run on its core, its last turn, and its number of yields.
+        std::chrono::steady_clock::time_point run_start, last_turn;
+        int yields = 0;
     };
 
-    Turn(Line* lines, Peer* peers, int threads, uint32_t step, int number)
-        : lines_(lines), peers_(peers), threads_(threads), step_(uint64_t{step} << 32), number_(number) {}
+    // contended_until: the first step in which the threads need not yield. Any thread raises it.
+    Turn(Line* lines, Peer* peers, std::atomic<uint32_t>& contended_until, int threads, uint32_t step, int number)
+        : lines_(lines),
+          peers_(peers),
+          contended_until_(contended_until),
+          threads_(threads),
+          step_(uint64_t{step} << 32),
+          number_(number) {}
 
     // Calls f(first, last) for this thread's share of `items`, in any order. Returns when all items are done, whichever
     // thread ran them; their writes are visible then. `grain`: smallest number of items to take from a queue at once,
@@ -46,6 +61,7 @@ public:
         const int part = items * 4 / 5 / threads_, dealt = part * threads_;
         const int piece = std::max(grain, part / 4), turn = std::max(grain, (items - dealt) / (8 * threads_));
         arrive(thread);
+        if (contended_until_.load(std::memory_order_relaxed) > step_ >> 32) yield_before_slice_ends(peers_[thread]);
         int count = take(queue(thread), thread * part, part, piece, f);
         count += take(rest(), dealt, items - dealt, turn, f);
         finish(count);
@@ -58,6 +74,9 @@ public:
             return helped > 0;
         };
         const int looks = wait(items, thread, help);
+        if (looks > kLooks) {
+            contended_until_.store(static_cast<uint32_t>(step_ >> 32) + kContendedSteps, std::memory_order_relaxed);
+        }
         int& patience = peers_[thread].patience;
         if (absent || looks > kLooks)
             patience = 0;
@@ -160,9 +179,11 @@ private:
 
     static void pause();
     static void yield();
+    static void yield_before_slice_ends(Peer& peer);
 
     Line* const lines_;
     Peer* const peers_;  // [threads]
+    std::atomic<uint32_t>& contended_until_;
     const int threads_;
     const uint64_t step_;  // step number, in the high half
     const int number_;     // turn number within the step
@@ -173,10 +194,13 @@ class Turns {
 public:
     void begin(int turns, int threads);
     Turn at(int turn) {
-        return Turn(lines_.data() + turn * Turn::lines(threads_), peers_.data(), threads_, step_, turn);
+        return Turn(lines_.data() + turn * Turn::lines(threads_), peers_.data(), contended_until_, threads_, step_,
+                    turn);
     }
     // Current patience of a thread (Peer::patience). For tests.
     int waits(int thread) const { return peers_[static_cast<size_t>(thread)].patience; }
+    // Number of times that a thread yielded before its time slice ended. For tests.
+    int yields(int thread) const { return peers_[static_cast<size_t>(thread)].yields; }
     // Called by a thread that threw an exception: the others reach the end of the step, whose results are invalid.
     void give_up() {
         for (int turn = 0; turn < turns_; ++turn) at(turn).give_up();
@@ -185,6 +209,7 @@ public:
 private:
     std::vector<Turn::Line> lines_;
     std::vector<Turn::Peer> peers_;  // [threads]
+    alignas(64) std::atomic<uint32_t> contended_until_{0};
     uint32_t step_ = 0;
     int turns_ = 0;
     int threads_ = 1;

@@ -3,7 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <fstream>
@@ -237,6 +239,30 @@ void without_a_worker() {
 
 #endif
 
+// A turn that waited long for one thread makes every thread yield between later turns; without such a turn none yields.
+void yields_while_contended() {
+    constexpr int kTurns = 400;
+    ThreadPool pool(2);
+    for (const bool contended : {false, true}) {
+        std::atomic<bool> away{!contended};
+        Turns turns;
+        turns.begin(kTurns, contended ? 2 : 1);
+        const auto part = [&](int thread) {
+            if (thread > 0 && !contended) return;
+            for (int turn = 0; turn < kTurns; ++turn) {
+                turns.at(turn).share(20, thread, [&](int, int) {
+                    if (thread == 1 && !away.exchange(true)) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                    while (!away) sched_yield();
+                    std::this_thread::sleep_for(std::chrono::microseconds(5));
+                });
+            }
+        };
+        pool.run(part);
+        require((turns.yields(0) > 0) == contended, contended ? "no thread yielded" : "a thread yielded for nothing");
+        if (contended) require(turns.yields(1) > 0, "the descheduled thread did not yield later");
+    }
+}
+
 // Out of memory while starting threads gives the same error as a refusal by the system.
 void without_memory() {
     for (const int at : {1, 2, 3, 5, 8}) {
@@ -305,6 +331,7 @@ int main() {
     }
     callers();
     sleepers();
+    yields_while_contended();
     without_memory();
     large_machines();
 #ifndef __SANITIZE_THREAD__
