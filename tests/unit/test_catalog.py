@@ -45,7 +45,10 @@ def test_sampling_values_of_the_shipped_catalog_name_the_place_where_the_vendor_
     for one in described:
         if one.sampling:
             assert one.sampling_source.startswith(("generation_config.json of ", "the example")), one.name
-    assert "repetition_penalty" not in catalog.read(catalog.SHIPPED)["smollm2-135m"].sampling  # no vendor gives one
+    shipped = catalog.read(catalog.SHIPPED)
+    assert "repetition_penalty" not in shipped["smollm2-135m"].sampling  # no vendor gives one
+    assert "repetition_penalty" not in shipped["qwen2.5-coder-0.5b"].sampling  # not confirmed
+    assert "temperature" not in shipped["gemma-3-1b"].sampling  # generation_config.json has none
 
 
 def test_the_default_has_a_wheel_as_mirror_of_the_same_file() -> None:
