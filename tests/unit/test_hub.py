@@ -514,12 +514,21 @@ FOLDER = {
     "model.pt": b"pickle",
     "modeling_tiny.py": b"import os",
     "README.md": b"read me",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "additional_chat_templates/rag.jinja": b"{{ documents }}",
+    "additional_chat_templates/code.py": b"import os",
+    "additional_chat_templates/.hidden.jinja": b"{}",
+    "additional_chat_templates/deep/er.jinja": b"{}",
+    "additional_chat_templates/../../outside.jinja": b"{}",
+    "other/tool_use.jinja": b"{}",
     "onnx/config.json": b"{}",
     "onnx/other.json": b"{}",
     ".hidden.json": b"{}",
     "../outside.json": b"{}",
 }
 SAFE = [
+    "additional_chat_templates/rag.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "chat_template.jinja",
     "config.json",
     "merges.txt",
@@ -535,7 +544,8 @@ SAFE = [
 def test_of_a_folder_only_safe_files_are_fetched(server: HubServer) -> None:
     server.files["maker/tiny"] = FOLDER
     path = get("maker/tiny")
-    assert sorted(file.name for file in path.iterdir() if file.name != ".headrace.json") == SAFE
+    stored = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+    assert sorted(set(stored) - {".headrace.json"}) == SAFE
     record = Store().find("maker/tiny")
     assert record is not None
     assert {file.name: file.sha256 for file in record.files} == {name: sha256(FOLDER[name]) for name in SAFE}
@@ -554,6 +564,24 @@ def test_a_folder_is_resumed_file_by_file(server: HubServer) -> None:
     fetched = {Path(path).name for path, _ in server.downloads()}
     assert "model-00002-of-00002.safetensors" in fetched
     assert "model-00001-of-00002.safetensors" not in fetched
+
+
+def test_templates_are_resumed_and_repaired_in_their_folder(server: HubServer) -> None:
+    server.files["maker/tiny"], wrong = FOLDER, "additional_chat_templates/rag.jinja"
+    server.served_instead[wrong] = b"{{ other }}"
+    with pytest.raises(HubError, match=f"{wrong} has the wrong hash"):
+        get("maker/tiny")
+    server.served_instead.clear()
+    server.log.clear()
+    path = get("maker/tiny")
+    fetched = [name.removeprefix("/storage/maker/tiny/") for name, _ in server.downloads()]
+    assert wrong in fetched
+    assert "additional_chat_templates/tool_use.jinja" not in fetched  # it was whole
+    (path / wrong).write_bytes(b"damaged!!!!")
+    get("maker/tiny", call=hub.pull)
+    assert (path / wrong).read_bytes() == FOLDER[wrong]
+    assert Store().remove("maker/tiny") > 0
+    assert left_behind() == []
 
 
 def test_small_files_are_checked_by_their_git_id(server: HubServer) -> None:

@@ -65,9 +65,10 @@ def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress)
     if not (want or file.blob):
         raise FetchError(f"the hub names no hash for {file.path}, so it could not be checked; use another source")
     target = folder / file.name
+    target.parent.mkdir(exist_ok=True)
     if target.exists():  # from an earlier try that another file stopped
         if known := verify_file(target, want, file.blob):
-            return known
+            return StoredFile(file.name, known.size, known.sha256)
         target.unlink()
     partial = folder / f"{file.name}.{(file.sha256 or file.blob or '')[:16]}"
     have = partial.stat().st_size if partial.exists() else 0

@@ -20,13 +20,14 @@ from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.source import adapter, foreign, trained
-from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, installed, require_space
-from headrace.weights.verify_download import FetchError, HubFile, verify_file
+from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, folder_size, installed, require_space
+from headrace.weights.verify_download import TEMPLATES, FetchError, HubFile, verify_file
 from headrace.weights.wheels import fetch_wheels
 
 # Of a repository's folder only these are fetched: nothing in them is ever run.
 SAFE_ENDINGS = (".safetensors", ".json", ".jinja")
 SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt", "source.spm", "target.spm"})
+TEMPLATE = re.compile(rf"{TEMPLATES}/[^./][^/]*\.jinja")
 
 
 class HubError(ValueError):
@@ -233,9 +234,12 @@ def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
     safe = [
         file
         for file in files
-        if PurePosixPath(file.path).name == file.path
-        and not file.path.startswith(".")
-        and (file.path.endswith(SAFE_ENDINGS) or file.path in SAFE_NAMES)
+        if TEMPLATE.fullmatch(file.path)
+        or (
+            PurePosixPath(file.path).name == file.path
+            and not file.path.startswith(".")
+            and (file.path.endswith(SAFE_ENDINGS) or file.path in SAFE_NAMES)
+        )
     ]
     names = {file.path for file in safe}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
@@ -249,8 +253,7 @@ def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:
 def _fetch_all(files: list[HubFile], progress: Progress, folder: Path) -> tuple[StoredFile, ...]:
     from headrace.weights import fetch  # huggingface_hub
 
-    here = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    require_space(folder, max(sum(file.size or 0 for file in files) - here, 0))
+    require_space(folder, max(sum(file.size or 0 for file in files) - folder_size(folder), 0))
     return tuple(fetch.fetch_hub(file, folder, None, progress) for file in files)
 
 

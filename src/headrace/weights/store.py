@@ -29,7 +29,7 @@ class StoreError(ValueError):
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a model: name, size in bytes, SHA-256."""
+    """A file of a model: name (path below the model's folder), size in bytes, SHA-256."""
 
     name: str
     size: int
@@ -118,10 +118,12 @@ class Store:
     def commit(self, record: Record) -> None:
         """Give the staged folder its final name in one rename; files that are not in the record are deleted."""
         staging, folder = self._staging(record.name), self._folder(record.name)
-        keep = {file.name for file in record.files}
-        for path in staging.iterdir():
-            if path.name not in keep:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        keep = {staging / file.name for file in record.files}
+        for path in sorted(staging.rglob("*"), reverse=True):  # a folder comes after its files
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            elif path.is_file() and path not in keep:
+                path.unlink()
         (staging / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
         old = self.root / f".{folder.name}.old"
         shutil.rmtree(old, ignore_errors=True)

@@ -7,6 +7,8 @@ from pathlib import Path, PurePosixPath
 from headrace.weights.store import StoredFile
 
 CHUNK = 1 << 20
+# Folder of a repository with its named chat templates.
+TEMPLATES = "additional_chat_templates"
 
 
 class FetchError(Exception):
@@ -26,7 +28,9 @@ class HubFile:
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.path).name
+        """Name of the stored file: without folders, except that of named chat templates."""
+        path = PurePosixPath(self.path)
+        return self.path if str(path.parent) == TEMPLATES else path.name
 
 
 def sha256_of(path: Path) -> str:
