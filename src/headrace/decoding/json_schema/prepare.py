@@ -49,12 +49,18 @@ OPEN = frozenset("additionalProperties patternProperties propertyNames unevaluat
 MERGED, BRANCH, ALONE = 0, 1, 2  # a schema among others for its value; a branch of nothing but a union; the only one
 
 
-def place_of(key: str, own: dict[str, Any], place: int) -> int:
-    """The place of the schemas under one keyword of a schema at `place`."""
+def place_of(key: str, own: dict[str, Any], place: int, document: Document) -> int:
+    """The place of the schemas under one keyword of a schema at `place`.
+
+    A union in which one branch accepts objects and one accepts arrays, as in `Optional[Model]`, has one schema for each.
+    """
     if list(own) == ["$ref"] and key == "$ref":
         return place
     if list(own) == ["anyOf"] and key == "anyOf":
-        return min(place, BRANCH)
+        shared = any(
+            sum(not disjoint(document, [branch], [{"type": kind}]) for branch in own[key]) > 1 for kind in ("object", "array")
+        )
+        return min(place, BRANCH) if shared else place
     return MERGED if (IN_PLACE | OVERLAPPING) & set(own) else place
 
 
@@ -181,7 +187,7 @@ class _Rewriter:
         own = {key: value for key, value in self.document.own(schema).items() if key not in SILENT}
         rules: list[Any] = []
         for rule in self.rules(own):
-            rules.append(self.positive(rule, depth + 1))
+            rules.append(self.positive(rule, depth + 1, place if list(own) == ["oneOf"] else MERGED))
         made: dict[str, Any] = {}
         for key, value in own.items():
             if key in REWRITTEN or (key == "format" and value not in FORMATS) or (key in VALUES and has_fraction(value)):
@@ -190,7 +196,7 @@ class _Rewriter:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
-            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place))
+            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place, self.document))
         if place == ALONE and is_closable(own):
             made["additionalProperties"] = False
         made = kept_range(with_digits(made) if place != MERGED and not IN_PLACE & set(own) else made)
