@@ -7,7 +7,7 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, check, with_groups
+from headrace.cli.options import ModelName, ModelOptions, SamplingOptions, TemplateName, check, with_groups
 from headrace.cli.output import say
 from headrace.cli.terminal import AnswerWriter
 from headrace.data.progress import counted
@@ -36,6 +36,7 @@ def ask(
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="One or more questions.")],
     budget: Annotated[int, typer.Option(min=1, help="Tokens of documents in a prompt at most.")] = 1024,
     passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt at most.")] = 8,
+    chat_template: TemplateName = None,
 ) -> None:
     """Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.
 
@@ -55,8 +56,9 @@ def ask(
     index = Index(read_folder(folder))
     _say_files("not read, because they are not text or larger than 2 MiB", left_out(folder))
     _say_files("not UTF-8, read with unreadable characters replaced", not_utf8(folder))
-    llm = open_llm(model, options, preset="offline")
-    answers = asking.begin(llm, index, questions, sampling.bind(llm)(**own), budget=budget, most=passages)
+    llm = open_llm(model, options, chat_template=chat_template, preset="offline")
+    params = sampling.bind(llm)(**own)
+    answers = asking.begin(llm, index, questions, params, budget=budget, most=passages, chat_template=chat_template)
     for answer in answers:
         if len(answers) > 1:
             print(f"> {answer.question}")

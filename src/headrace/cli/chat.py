@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,17 @@ from headrace.cli.interrupt import Interrupt
 from headrace.cli.markdown import Markdown
 from headrace.cli.message_input import MessageReader, TypedMessage
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions, Preset, SamplingOptions, ShowExits, SystemPrompt, check, with_groups
+from headrace.cli.options import (
+    ModelName,
+    ModelOptions,
+    Preset,
+    SamplingOptions,
+    ShowExits,
+    SystemPrompt,
+    TemplateName,
+    check,
+    with_groups,
+)
 from headrace.cli.status import moving, watch_prompt
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
@@ -67,6 +78,7 @@ def chat(
     sampling: SamplingOptions,
     options: ModelOptions,
     system: SystemPrompt = None,
+    chat_template: TemplateName = None,
     resume: Annotated[
         Path | None, typer.Option("--load", exists=True, dir_okay=False, help="Go on with a saved conversation.")
     ] = None,
@@ -80,8 +92,8 @@ def chat(
     if show_exits and options.exits is None and options.cascade is None:
         raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
     conversation = Conversation() if resume is None else load(resume)
-    llm = open_llm(model, options, sampling=sampling, max_num_seqs=1, preset="online")
-    if llm.opened.template is None or llm.opened.template.source is None:
+    llm = open_llm(model, options, sampling=sampling, chat_template=chat_template, max_num_seqs=1, preset="online")
+    if not llm.opened.template.named:
         raise ValueError(f"{model} has no chat template, so it cannot chat; headrace run --raw continues a text")
     if system is not None or resume is None:
         conversation.system = llm.opened.system if system is None else system
@@ -89,7 +101,7 @@ def chat(
     if reader.terminal:
         note("/help lists the commands, Ctrl-D leaves")
     try:
-        return Chat(llm, conversation, sampling.bind(llm)(), show_exits).run(reader)
+        return Chat(llm, conversation, sampling.bind(llm)(), show_exits, chat_template).run(reader)
     finally:
         reader.close()
 
@@ -97,11 +109,19 @@ def chat(
 class Chat:
     """The loop of one chat: reads messages and commands, and answers them.
 
-    last: the last answer. tokens: of all answers.
+    last: the last answer. tokens: of all answers. chat_template: name of the model's template, None for its default.
     """
 
-    def __init__(self, llm: Any, conversation: Conversation, params: SamplingParams, show_exits: bool = False) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        conversation: Conversation,
+        params: SamplingParams,
+        show_exits: bool = False,
+        chat_template: str | None = None,
+    ) -> None:
         self.llm = llm
+        self.render = partial(llm.render, chat_template=chat_template)
         self.conversation = conversation
         self.params = params
         self.show_exits = show_exits
@@ -158,7 +178,7 @@ class Chat:
     def _prompt(self) -> list[int]:
         """Return the token ids of the conversation, with room for an answer: a quarter of the context at most."""
         room = min(self.params.max_tokens or self.limit, max(self.limit // 4, 1))
-        prompt, dropped = self.conversation.fit(self.llm.render, self.limit - room)
+        prompt, dropped = self.conversation.fit(self.render, self.limit - room)
         if dropped:
             which = "the oldest turn is" if len(dropped) == 1 else f"the {len(dropped)} oldest turns are"
             first = " ".join(dropped[0][0]["content"].split())
@@ -272,7 +292,7 @@ class Chat:
     def _do_stats(self, _: str) -> None:
         from headrace.workflows.output_record import figures
 
-        used = len(self.llm.render(self.conversation.messages)) if self.conversation.turns else 0
+        used = len(self.render(self.conversation.messages)) if self.conversation.turns else 0
         note(f"{self._turns()}, {used} of {self.limit} tokens of context, {counted(self.tokens, 'tokens')} answered")
         if self.last is not None:
             note(f"last answer: {figures(self.last)}")

@@ -50,11 +50,13 @@ def open_llm(
     quiet: bool = False,
     sampling: SamplingOptions | None = None,
     given: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
     **more: Any,
 ) -> Any:
     """Open a `headrace.llm.LLM`.
 
-    sampling, given: prints the settings in force. more: further settings of the LLM.
+    sampling, given: prints the settings in force. chat_template: refused before loading if the model has no template of
+    this name. more: further settings of the LLM.
     """
     from headrace.startup.backend import check_arguments
 
@@ -63,6 +65,8 @@ def open_llm(
     check_arguments(settings, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
+    if chat_template is not None and opened is not None:
+        opened.template.choose(chat_template)
     if sampling is not None and not quiet and opened is not None:
         note(f"{model}: {sampling.summary(opened.defaults, **given or {})}")
     progress, name = moving(quiet), Path(model).name

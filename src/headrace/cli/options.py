@@ -27,6 +27,15 @@ FORM_PANEL = "Form of the answer"
 SystemPrompt = Annotated[
     str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
 ]
+TemplateName = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="NAME",
+        help="One of the model's named chat templates (default: default).",
+        show_default=False,
+    ),
+]
 ShowExits = Annotated[
     bool, typer.Option("--show-exits", help="Colour tokens that left early, or are a smaller model's, and sum them up.")
 ]

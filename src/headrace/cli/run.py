@@ -16,6 +16,7 @@ from headrace.cli.options import (
     SamplingOptions,
     ShowExits,
     SystemPrompt,
+    TemplateName,
     check,
     with_groups,
 )
@@ -49,6 +50,7 @@ def run(
         typer.Option("--file", "-f", exists=True, dir_okay=False, readable=True, help="Text to add; may be repeated."),
     ] = None,
     system: SystemPrompt = None,
+    chat_template: TemplateName = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     n: Annotated[int, typer.Option("-n", min=1, max=64, help="Number of answers.")] = 1,
     logprobs: Annotated[
@@ -68,6 +70,8 @@ def run(
     """
     if raw and system is not None:
         raise typer.BadParameter("--raw has no roles, so it takes no --system")
+    if raw and chat_template is not None:
+        raise typer.BadParameter("--raw uses no chat template, so it takes no --chat-template")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs goes with --json")
     if show_speculation and (as_json or n > 1):
@@ -80,7 +84,16 @@ def run(
     more = {**choice.changes(), "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
-    llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=choice.changes(), max_num_seqs=widest, preset="online")
+    llm = open_llm(
+        model,
+        options,
+        quiet=quiet,
+        sampling=sampling,
+        given=choice.changes(),
+        chat_template=chat_template,
+        max_num_seqs=widest,
+        preset="online",
+    )
     # The template runs in a process that may have to start first.
     moving(quiet).start("reading the prompt")
     params = sampling.bind(llm)(**more)
@@ -93,15 +106,15 @@ def run(
         raise ValueError(f"{model} reads a text as it is, without roles; leave --system out")
     # An encoder-decoder has no chat template.
     raw = raw or llm.model_config.source is not None
-    return _answer(llm, text if raw else _conversation(llm, text, system), params, as_json, quiet, printer)
+    return _answer(llm, text if raw else _conversation(llm, text, system, chat_template), params, as_json, quiet, printer)
 
 
-def _conversation(llm: Any, text: str, system: str | None) -> Any:
-    if llm.opened.template is None or llm.opened.template.source is None:
+def _conversation(llm: Any, text: str, system: str | None, chat_template: str | None) -> Any:
+    if not llm.opened.template.named:
         raise ValueError(f"{llm.opened.name} has no chat template; use --raw to continue a plain text")
     system = llm.opened.system if system is None else system
     roles = [{"role": "system", "content": system}] if system else []
-    return llm.render([*roles, {"role": "user", "content": text}])
+    return llm.render([*roles, {"role": "user", "content": text}], chat_template=chat_template)
 
 
 def _answer(llm: Any, prompt: str | list[int], params: Any, as_json: bool, quiet: bool, printer: Any) -> int:

@@ -51,16 +51,26 @@ def ask(
 
 
 def begin(
-    llm: LLM, index: Index, questions: Sequence[str], params: SamplingParams, *, budget: int = BUDGET, most: int = 8
+    llm: LLM,
+    index: Index,
+    questions: Sequence[str],
+    params: SamplingParams,
+    *,
+    budget: int = BUDGET,
+    most: int = 8,
+    chat_template: str | None = None,
 ) -> list[Answer]:
-    """Queue the requests of all questions. Returns answers that are still empty; `follow` runs them in one batch."""
+    """Queue the requests of all questions. Returns answers that are still empty; `follow` runs them in one batch.
+
+    chat_template: as in `LLM.render`.
+    """
 
     def count(text: str) -> int:
         return len(llm.tokenizer.encode(text, parse_special=False))
 
     retrieved = [pack(index.search(question, most), budget, count) for question in questions]
-    prompts = [llm.render(document_qa(passages, question)) for question, passages in zip(questions, retrieved, strict=True)]
-    outputs = [llm.add(prompt, params) for prompt in prompts]
+    talks = [document_qa(passages, question) for question, passages in zip(questions, retrieved, strict=True)]
+    outputs = [llm.add(llm.render(talk, chat_template=chat_template), params) for talk in talks]
     return [Answer(*parts) for parts in zip(questions, retrieved, outputs, strict=True)]
 
 
