@@ -1,12 +1,17 @@
 """Every answer of the server, and of OpenAI's client, is accepted as history."""
 
 import json
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import openai
 import pytest
+from openai.types import chat, responses
 from openai.types.chat import ChatCompletionMessage
+from openai.types.responses import parsed_response
+from pydantic import BaseModel
 
+from headrace.server.protocols.response_items import as_items, messages
 from tests.server.harness import Running
 
 ASK: dict[str, Any] = {"role": "user", "content": "Turn the wheel."}
@@ -107,6 +112,96 @@ def test_a_refusal_and_a_transcript_are_in_the_prompt(server: Running) -> None:
 def test_results_of_functions(server: Running) -> None:
     talk = [ASK, {"role": "assistant", **OTHERS["function_call"]}, {"role": "function", "name": "turn", "content": "done"}]
     assert server.post("/v1/chat/completions", CHAT | {"messages": talk, "max_tokens": 1}).status_code == 200
+
+
+def samples(kind: Any) -> list[Any]:
+    """Values of a type of OpenAI's client, one for each alternative of a union. No field of a record is missing or null."""
+    if get_origin(kind) is Annotated:
+        return samples(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [value for one in get_args(kind) if one is not type(None) for value in samples(one)]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if get_origin(kind) in (list, set):
+        return [samples(get_args(kind)[0])]
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [record(kind)]
+    if isinstance(kind, TypeVar) or kind in (object, Any) or get_origin(kind) is dict:
+        return [{"turns": 3}]
+    return [{str: "{}", int: 1, float: 0.5, bool: True}[kind]]
+
+
+def record(kind: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: samples(field.annotation)[0] for name, field in kind.model_fields.items()}
+
+
+def dumps(kind: type[BaseModel], value: dict[str, Any]) -> list[dict[str, Any]]:
+    """What callers send back of an answer that the client has parsed."""
+    made = kind.model_validate(value)
+    return [value, made.model_dump(), made.model_dump(by_alias=True), made.model_dump(exclude_none=True), made.to_dict()]
+
+
+MESSAGES: list[type[BaseModel]] = [ChatCompletionMessage, chat.ParsedChatCompletionMessage]
+FIELDS = [(kind, name) for kind in MESSAGES for name in kind.model_fields]
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=[f"{kind.__name__}-{name}" for kind, name in FIELDS])
+def test_every_field_of_openais_messages_is_accepted(server: Running, kind: type[BaseModel], name: str) -> None:
+    """Each field alone, and with all others; a call of a custom tool is no function and is refused."""
+    for value in samples(kind.model_fields[name].annotation):
+        calls = value if name == "tool_calls" else []
+        value = [call for call in calls if call["type"] == "function"] or value
+        for one in dumps(kind, {"role": "assistant", "content": None, name: value}):
+            goes_on(server, one)
+        whole = {**record(kind), "tool_calls": [], name: value}
+        for one in dumps(kind, whole):
+            goes_on(server, one)
+
+
+ITEMS: list[type[BaseModel]] = [
+    responses.ResponseOutputMessage,
+    responses.ResponseFunctionToolCall,
+    responses.ResponseFunctionToolCallItem,
+    responses.ResponseFunctionToolCallOutputItem,
+    responses.ResponseReasoningItem,
+    parsed_response.ParsedResponseOutputMessage,
+    parsed_response.ParsedResponseFunctionToolCall,
+]
+CALL: dict[str, Any] = {"type": "function_call", "call_id": "{}", "name": "turn", "arguments": '{"turns": 3}'}
+RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "{}", "output": "done"}
+
+
+@pytest.mark.parametrize("kind", ITEMS, ids=lambda kind: kind.__name__)
+def test_every_field_of_openais_items_is_accepted(server: Running, kind: type[BaseModel]) -> None:
+    fields = kind.model_fields
+    needed = {field.alias or name for name, field in fields.items() if field.is_required()}
+    for name, field in fields.items():
+        alias = field.alias or name
+        for value in samples(field.annotation):
+            if kind is responses.ResponseFunctionToolCallOutputItem and name == "output" and isinstance(value, list):
+                value = [part for part in value if part["type"] == "input_text"]  # other parts are no text
+            whole = {**record(kind), alias: value, **({"output": "done"} if "output" in fields and name != "output" else {})}
+            alone = {one: whole[one] for one in needed | {alias}}
+            for item in [*dumps(kind, whole), *dumps(kind, alone)]:
+                turns = {"function_call": [item, RESULT], "function_call_output": [CALL, {**item, "call_id": CALL["call_id"]}]}
+                items = [ASK, *turns.get(item["type"], [item]), {"role": "user", "content": "And then?"}]
+                answer = server.post("/v1/responses", {"model": "tiny", "input": items, "max_output_tokens": 1})
+                assert answer.status_code == 200, (item, answer.text)
+
+
+def test_reasoning_goes_to_the_message_after_it(server: Running) -> None:
+    """As `reasoning_content`; the summary and what is encrypted are no text of the model."""
+    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "A short one."}]}
+    said = {"role": "assistant", "content": "It turns."}
+    items = [ASK, {**thought, "content": [{"type": "reasoning_text", "text": "A wheel turns."}]}, said]
+    assert messages(as_items(items), None) == [ASK, {**said, "reasoning_content": "A wheel turns."}]
+    assert messages(as_items([ASK, {**thought, "encrypted_content": "x"}, said]), None) == [ASK, said]
+    assert messages(as_items([*items[:2], {"role": "user", "content": "a"}, said]), None)[-1] == said
+    (_, called) = messages(as_items([*items[:2], CALL]), None)
+    assert (called["reasoning_content"], len(called["tool_calls"])) == ("A wheel turns.", 1)
+    wrong = {**thought, "content": [{"type": "input_text", "text": "a"}]}
+    answer = server.post("/v1/responses", {"model": "tiny", "input": [ASK, wrong]})
+    assert (answer.status_code, "a part of type 'input_text'" in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,11 +9,14 @@ from headrace.server.protocols.openai_types import ToolCall
 
 ROLES = ("user", "assistant", "system", "developer")
 Item = dict[str, Any]
-# Valid keys by type: of the API, of this server's items, and of the types of OpenAI's client (`parsed`: of its parse()).
+# Valid keys by type: of the API, of this server's items, and of the types of OpenAI's client (`parsed`: of its parse(), and
+# `async_`, its name of `async`).
+CALL = frozenset({"type", "id", "call_id", "name", "status", "caller", "namespace", "created_by"})
 KEYS = {
     "message": frozenset({"type", "id", "role", "content", "status", "phase"}),
-    "function_call": frozenset({"type", "id", "call_id", "name", "arguments", "status", "parsed_arguments"}),
-    "function_call_output": frozenset({"type", "id", "call_id", "name", "output", "status"}),
+    "function_call": CALL | {"arguments", "parsed_arguments", "async", "async_"},
+    "function_call_output": CALL | {"output"},
+    "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
 }
 INPUT_TEXT = frozenset({"type", "text", "prompt_cache_breakpoint"})
 PARTS = {
@@ -22,6 +25,7 @@ PARTS = {
     "text": INPUT_TEXT,
     "refusal": frozenset({"type", "refusal"}),
 }
+REASONING_PARTS = {"reasoning_text": frozenset({"type", "text"})}
 
 
 def as_items(given: str | list[Item]) -> list[Item]:
@@ -37,29 +41,38 @@ def _read_item(number: int, item: Item) -> Item:
     if kind not in KEYS:
         raise bad(f"{where} has the type {str(kind)[:40]!r}, which this server does not read", "input")
     check_keys(where, item, KEYS[kind], "input")
+    known = REASONING_PARTS if kind == "reasoning" else PARTS
     for name in ("content", "output"):
         if isinstance(parts := item.get(name), list):
-            item = {**item, name: [_read_part(where, part) for part in parts]}
+            item = {**item, name: [_read_part(where, part, known) for part in parts]}
     return item
 
 
-def _read_part(where: str, part: Any) -> Any:
+def _read_part(where: str, part: Any, known: dict[str, frozenset[str]]) -> Any:
     if not isinstance(part, dict):
         raise bad(f"{where} must have content: text, or a list of parts", "input")
     part = without_nulls(part)
     kind = part.get("type")
-    if kind not in PARTS:
+    if kind not in known:
         raise bad(f"{where} has a part of type {str(kind)[:40]!r}; this model reads text alone", "input")
-    check_keys(f"a part of {where}", part, PARTS[kind], "input")
+    check_keys(f"a part of {where}", part, known[kind], "input")
     return part
 
 
 def messages(items: list[Item], instructions: str | None) -> list[Item]:
-    """Items as messages of a chat. Raises ApiError."""
+    """Items as messages of a chat. Raises ApiError.
+
+    The text of a reasoning item is the `reasoning_content` of the assistant's message or call after it; summaries and
+    encrypted content have no text of the model and are left out.
+    """
     result: list[Item] = [] if instructions is None else [{"role": "system", "content": instructions}]
     calls: set[str] = set()
+    reasoning = ""
     for number, item in enumerate(items):
         kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += "".join(_parts(number, item.get("content", [])))
+            continue
         if kind == "message":
             result.append(_message(number, item))
         elif kind == "function_call":
@@ -70,6 +83,9 @@ def messages(items: list[Item], instructions: str | None) -> list[Item]:
             raise bad(f"item {number} of input answers the call {name[:100]!r}: {why}", "input")
         else:
             result.append({"role": "tool", "tool_call_id": name, "content": _output(number, item)})
+        if reasoning and result[-1]["role"] == "assistant":
+            result[-1].setdefault("reasoning_content", reasoning)
+        reasoning = ""
     return result
 
 
