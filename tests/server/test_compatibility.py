@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from headrace.llm import LLM
-from tests.server.harness import Running
+from headrace.server.access.queueing import AdmissionQueue, QueueFullError
+from tests.server.harness import Running, in_thread, until
 
 TALK: Any = [{"role": "user", "content": "Name a river."}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": TALK, "temperature": 0, "max_tokens": 6}
@@ -152,6 +153,25 @@ def test_what_a_remote_tokenizer_needs(server: Running) -> None:
     assert info["bos_token"] is None  # this model has none
     body = {"prompt": info["eos_token"], "add_special_tokens": False}
     assert server.post("/tokenize", body).json()["tokens"] == [opened.tokenizer.eos_id]
+
+
+def test_a_full_queue_names_the_option_that_raises_it(server: Running) -> None:
+    """A load generator with more requests at once than the queue holds reads what to change."""
+    ask: dict[str, Any] = {"model": "tiny", "prompt": ["a"] * 3, "max_tokens": 1}
+    with server.paused():
+        waiting = in_thread(lambda: server.post("/v1/completions", ask))
+        until(lambda: server.llm.queue.requests == 3)
+        full = server.post("/v1/completions", ask)
+    error = full.json()["error"]
+    assert (full.status_code, error["code"]) == (429, "rate_limit_exceeded")
+    assert "3 requests are waiting and 3 may (--max-queued-requests)" in error["message"]
+    assert int(full.headers["Retry-After"]) >= 1
+    assert waiting.result().status_code == 200
+    assert server.post("/v1/completions", ask).status_code == 200
+    queue = AdmissionQueue(max_requests=8, max_tokens=5)
+    queue.enter([5])
+    with pytest.raises(QueueFullError, match=r"5 prompt tokens are waiting and 5 may \(--max-queued-tokens\)"):
+        queue.enter([1])
 
 
 def test_methods_that_a_path_has(server: Running) -> None:
