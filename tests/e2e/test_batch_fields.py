@@ -110,7 +110,8 @@ def test_every_field_of_the_server_is_read_alike(request_type: Any, name: str, t
     body |= {"stream": True} if name == "stream_options" else {}
     refused = server_problem(body, chat)
     path = tmp_path / "in.jsonl"
-    path.write_text(json.dumps({"url": "/v1/chat/completions" if chat else "/v1/completions", "body": body}) + "\n")
+    line = {"custom_id": "a", "url": "/v1/chat/completions" if chat else "/v1/completions", "body": body}
+    path.write_text(json.dumps(line) + "\n")
     (found,) = read_requests(path)
     if name in OFFLINE_REFUSED or "stream" in body:
         assert isinstance(found, InvalidLine)
@@ -143,8 +144,8 @@ def test_the_tables_name_fields_that_exist() -> None:
 def test_a_field_without_effect_is_named_once(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     body = {"messages": TALK, "max_tokens": 2, "deadline": 5}
-    line = json.dumps({"url": "/v1/chat/completions", "body": body}) + "\n"
-    source.write_text(line + line)
+    lines = [json.dumps({"custom_id": name, "url": "/v1/chat/completions", "body": body}) + "\n" for name in "ab"]
+    source.write_text("".join(lines))
     code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "out.jsonl")
     assert code == 0, err
     assert err.count("deadline: no effect in a file") == 1

@@ -119,7 +119,7 @@ def test_settings_of_the_command_hold_where_a_line_has_none(
 
 
 BAD = [
-    ("nope", "not JSON: Expecting value at character 1"),
+    ("nope", "the line is not JSON: invalid character at byte"),
     ("[1]", "a line must be a JSON object, not list"),
     ('{"id": "x", "prompt": "a", "prompt": "b"}', "field 'prompt' stands there twice"),
     ("[" * 100_000, "nested too deeply"),
@@ -133,25 +133,36 @@ BAD = [
     ({"prompt": 5}, "prompt must be text, not int"),
     ({"prompt_token_ids": ["a"]}, "prompt_token_ids must be a list of integers"),
     ({"prompt_token_ids": [True]}, "prompt_token_ids must be a list of integers"),
-    ({"id": "line-9", "prompt": "a"}, "the id must be printable text other than line-N"),
+    ({"id": "line-9", "prompt": "a"}, "the id must be text other than line-N"),
     ({"id": 1.5, "prompt": "a"}, "the id must be text or an integer, not 1.5"),
     ({"id": "\x1b[2J", "prompt": "a"}, "the id must be printable text"),
     ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias must map token ids to numbers"),
     ({"custom_id": "x", "url": "/v1/embeddings", "body": {}}, "url must be /v1/chat/completions or /v1/completions"),
     ({"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}, "method must be POST"),
     ({"custom_id": "x", "extra": 1, "url": "/v1/completions", "body": {}}, "unknown field 'extra'"),
-    ({"url": "/v1/chat/completions", "body": {"prompt": "a"}}, "has 'messages', not 'prompt'"),
-    ({"url": "/v1/completions", "body": {"prompt": ["a", "b"]}}, "give each text a line of its own"),
+    ({"custom_id": "x", "url": "/v1/chat/completions", "body": {"prompt": "a"}}, "has 'messages', not 'prompt'"),
+    ({"custom_id": "x", "url": "/v1/completions", "body": {"prompt": ["a", "b"]}}, "give each text a line of its own"),
     (
-        {"url": "/v1/completions", "body": {"prompt": "a", "stream": True}},
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}},
         "stream: a file of answers is not streamed; remove it",
     ),
-    ({"url": "/v1/completions", "body": {"prompt": "a", "suffix": "b"}}, "suffix: text cannot be inserted before a suffix"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "tool 0 must be a function"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "foo": 1}}, "unknown field 'foo'"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs: must be true or false"),
-    ({"url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}}, "top_logprobs goes with logprobs: true"),
+    (
+        {"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a", "suffix": "b"}},
+        "suffix: text cannot be inserted before a suffix",
+    ),
+    ({"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [], "tools": [{}]}}, "tool 0 must be a function"),
+    ({"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [], "foo": 1}}, "unknown field 'foo'"),
+    (
+        {"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}},
+        "logprobs: must be true or false",
+    ),
+    (
+        {"custom_id": "x", "url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}},
+        "top_logprobs goes with logprobs: true",
+    ),
     ({"url": "/v1/chat/completions", "body": 5}, "body must be a JSON object"),
+    ({"url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id must be text of 1 to 512 characters"),
+    ({"custom_id": 5, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id must be text of 1 to 512 characters"),
 ]
 
 
@@ -172,18 +183,23 @@ def test_what_a_line_means(tmp_path: Path) -> None:
         {"custom_id": "b", "url": "/v1/chat/completions", "body": api},
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": ["a"], "logprobs": 4}},
         {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "again"}},
-        {"url": "/v1/completions", "body": {"prompt": [[1, 2]], "echo": False, "top_k": 5}},
+        {
+            "custom_id": "e\nf",
+            "method": None,
+            "url": "/v1/completions",
+            "body": {"prompt": [[1, 2]], "echo": False, "top_k": 5},
+        },
         {"id": "d", "prompt_token_ids": [1.0, 2], "max_tokens": 5.0, "temperature": 0.5},
-        {"url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5.0}},
+        {"custom_id": "g", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 5.0}},
     )
     assert list(read_requests(source)) == [
         BatchRequest(1, 3, prompt="a", params={"stop": ["x"]}),
         BatchRequest(2, "b", messages=talk, params={"max_tokens": 3, "logprobs": 2, "logit_bias": {5: 1}}),
         BatchRequest(3, "c", prompt="a", params={"logprobs": 4}),
         InvalidLine("line-4", "line 4: id 'c' is that of line 3, too; give each line its own"),
-        BatchRequest(5, "line-5", prompt_token_ids=[1, 2], params={"top_k": 5}),
+        BatchRequest(5, "e\nf", prompt_token_ids=[1, 2], params={"top_k": 5}),
         BatchRequest(6, "d", prompt_token_ids=[1, 2], params={"max_tokens": 5, "temperature": 0.5}),
-        BatchRequest(7, "line-7", prompt="a", params={"max_tokens": 5}),
+        BatchRequest(7, "g", prompt="a", params={"max_tokens": 5}),
     ]
 
 
@@ -207,7 +223,7 @@ def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, 
     assert "11 lines are done, 10 with an error" in err
     found = read(tmp_path / "out.jsonl")
     clues = {
-        "nan": "line 1: temperature must be",
+        "line-1": "NaN at byte 44 is not a number of JSON",
         "typo": "line 3: unknown field 'topp'",
         "empty": "line 4: the prompt is empty",
         "long": "the context holds 512",
@@ -215,7 +231,7 @@ def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, 
         "wide": "60 sequences at once",
         "role": "message 0 needs a role",
         "types": "bad_words must be lists of token ids",
-        "surrogate": "not Unicode",
+        "line-10": "is a lone surrogate",
         "line-11": "not JSON",
     }
     for key, clue in clues.items():

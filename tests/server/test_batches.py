@@ -18,6 +18,7 @@ from headrace.llm import LLM
 from headrace.server.http.api_error import ApiError
 from headrace.server.settings import Limits
 from headrace.server.storage.batch_worker import MAX_RUNNING
+from headrace.workflows.batch_requests import InvalidLine, read_requests
 from tests.server.batching import ASK, answers, end, lines, start
 from tests.server.harness import PATIENCE, ROOT, Running, said
 from tests.server.test_uploads import kept_in, upload
@@ -190,13 +191,15 @@ def test_every_endpoint_of_a_batch(server: Running) -> None:
         (b"{", "not JSON"),
         (b'{"custom_id": "\xff"}', "not UTF-8 at byte 15"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"[]", "not a JSON object"),
+        (b"[]", "must be a JSON object"),
         (b"\n\n", "no lines"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be"),
         (b'{"custom_id": 7, "url": "/v1/completions", "body": {}}', "custom_id must be"),
-        (b'{"custom_id": "a", "url": "/v1/files", "body": {}}', "method and url"),
+        (b'{"custom_id": "a", "url": "/v1/files", "body": {}}', "url must be /v1/completions, not"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "x": 1}', "unknown field 'x'"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "stream has no meaning"),
+        (b'{"custom_id": "a", "custom_id": "b", "url": "/v1/completions", "body": {}}', "field 'custom_id' stands there twice"),
+        (b'{"custom_id": "a", "url": "/v1/completions", "body": {"seed": 1e400}}', "a number is out of range"),
         (lines([ASK]) + b"\n" + lines([ASK]), "used twice"),
     ],
 )
@@ -210,6 +213,49 @@ def test_a_file_may_begin_with_a_byte_order_mark(server: Running) -> None:
     done = end(server.openai, start(server.openai, b"\xef\xbb\xbf" + lines([ASK, {**ASK, "max_tokens": 6.0}])).id)
     first, second = answers(server.openai, done.output_file_id)
     assert first["response"]["body"]["choices"] == second["response"]["body"]["choices"]
+
+
+LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "a"}}'
+FILES = {
+    "one line": LINE,
+    "a byte order mark": b"\xef\xbb\xbf" + LINE,
+    "a byte order mark alone, and a line": b"\xef\xbb\xbf\n" + LINE,
+    "a byte order mark later": LINE.replace(b'"a"', b'"b"', 1) + b"\n\xef\xbb\xbf" + LINE,
+    "Windows line ends and blank lines": b"\r\n" + LINE + b"\r\n \t\r\n",
+    "no method": LINE.replace(b'"method": "POST", ', b""),
+    "null for a method and an unknown field": LINE.replace(b'"POST"', b'null, "extra": null'),
+    "an unknown field": LINE.replace(b'"POST"', b'"POST", "extra": 1'),
+    "no custom_id": LINE.replace(b'"custom_id": "a", ', b""),
+    "a number as custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": 7'),
+    "an empty custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": ""'),
+    "a custom_id of two lines": LINE.replace(b'"custom_id": "a"', b'"custom_id": "a\\nb"'),
+    "a long custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": "%s"' % (b"a" * 513)),
+    "the same custom_id twice": LINE + b"\n" + LINE,
+    "a field twice": LINE.replace(b'"prompt"', b'"prompt": "b", "prompt"'),
+    "NaN": LINE.replace(b'"prompt"', b'"seed": NaN, "prompt"'),
+    "a number out of range": LINE.replace(b'"prompt"', b'"top_p": 1e400, "prompt"'),
+    "a number of 5,000 digits": LINE.replace(b'"prompt"', b'"seed": %s, "prompt"' % (b"1" * 5000)),
+    "a lone surrogate": LINE.replace(b'"prompt": "a"', b'"prompt": "\\ud800"'),
+    "a trailing comma": LINE.replace(b"}}", b"},}"),
+    "not UTF-8": LINE.replace(b'"prompt": "a"', b'"prompt": "\xff"'),
+    "UTF-16": LINE.decode().encode("utf-16"),
+    "deep": b"[" * 100_000,
+    "a list": b"[" + LINE + b"]",
+    "an URL without a version": LINE.replace(b"/v1/completions", b"completions"),
+    "a body that is text": LINE.replace(b'{"model": "tiny", "prompt": "a"}', b'"a"'),
+    "a stream": LINE.replace(b'"prompt"', b'"stream": true, "prompt"'),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_valid_for_the_server_and_offline_or_for_neither(server: Running, name: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(FILES[name])
+    invalid = [one for one in read_requests(tmp_path / "in.jsonl") if isinstance(one, InvalidLine)]
+    batch = start(server.openai, FILES[name])
+    assert (batch.status == "failed") == bool(invalid), (batch.errors, invalid)
+    if batch.status != "failed":
+        counts = end(server.openai, batch.id).request_counts
+        assert counts.completed == counts.total > 0
 
 
 def test_bad_batches_are_refused(server: Running) -> None:

@@ -348,7 +348,7 @@ def _check_form(form: StructuredOutputs) -> None:
 
 def _content(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"{path} cannot be read as text ({error}); give another file") from None
 

@@ -84,7 +84,7 @@ def _rows(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _read(path: Path) -> Iterator[dict[str, object]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix in (".tsv", ".csv"):
             tabs = path.suffix == ".tsv"
             yield from csv.DictReader(

@@ -82,7 +82,7 @@ def reasoned(path: Path, tokenizer: Tokenizer, eos: int | None, weight: float, l
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_id]
     try:
         # JSON strings may contain other line separators, such as U+2028.
-        lines = path.read_text("utf-8").split("\n")
+        lines = path.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     for number, line in enumerate(lines, 1):

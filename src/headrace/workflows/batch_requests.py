@@ -7,7 +7,6 @@ The short form has the fields of SamplingParams, a body those that the server ac
 Source: https://platform.openai.com/docs/api-reference/batch/request-input
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from typing import Any
 from headrace.data.params import BEAM_FIELDS, BEAM_NAMES, REFINE_NAMES, SamplingParams
 from headrace.data.spelling import did_you_mean
 from headrace.decoding.tools import ToolChoice
+from headrace.server.http.batch_lines import LineError as LineError
+from headrace.server.http.batch_lines import read_batch_line, read_object, strip_line
 from headrace.workflows import batch_bodies
 from headrace.workflows.batch_output import RequestId
 
@@ -30,13 +31,9 @@ TEMPLATE_FIELDS: dict[str, tuple[type, str]] = {
     "add_generation_prompt": (bool, "true or false"),
     "chat_template_kwargs": (dict, "an object"),
 }
-CHAT, COMPLETIONS = "chat/completions", "completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY_PROMPT = {CHAT: "messages", COMPLETIONS: "prompt"}
 RESERVED_ID = re.compile(r"line-\d+")
-
-
-class LineError(ValueError):
-    """A line that is no valid request. The message names the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest | InvalidLine]:
     lines_of_ids: dict[RequestId, int] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if strip_line(line, number):
                 yield _parse_line(line, number, lines_of_ids)
 
 
@@ -93,73 +90,53 @@ def _parse_line(line: bytes, number: int, lines_of_ids: dict[RequestId, int]) ->
 
 def parse_request(fields: dict[str, Any], number: int, lines_of_ids: dict[RequestId, int]) -> BatchRequest:
     """Return the request of line `number`. Enters its id into `lines_of_ids` (id → line). Raises LineError."""
+    if "body" in fields:
+        return _batch_request(number, fields, lines_of_ids)
     fields = dict(fields)
-    own_id = fields.pop("custom_id" if "body" in fields else "id", None)
+    own_id = fields.pop("id", None)
+    if isinstance(own_id, str) and not own_id.isprintable():
+        raise LineError(f"the id must be printable text, not {own_id!r:.40}")
     request_id = f"line-{number}" if own_id is None else _claim_id(own_id, number, lines_of_ids)
-    return (_openai_request if "body" in fields else _short_request)(number, request_id, fields)
+    return _short_request(number, request_id, fields)
 
 
 def parse_object(line: bytes, number: int) -> dict[str, Any]:
     """Return the JSON object of a line; line 1 may begin with a byte order mark. Raises LineError."""
-    try:
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), object_pairs_hook=_unique_fields)
-    except UnicodeDecodeError as error:
-        raise LineError(f"not UTF-8 (byte {error.start})") from None
-    except json.JSONDecodeError as error:
-        raise LineError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise LineError("nested too deeply") from None
-    except LineError:
-        raise
-    except ValueError as error:
-        # Python refuses integers of more than 4,300 digits.
-        raise LineError(f"not JSON that can be read: {error}") from None
-    if not isinstance(value, dict):
-        raise LineError(f"a line must be a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise LineError(f"field {twice!r} stands there twice; remove one")
-    return fields
+    return read_object(strip_line(line, number))
 
 
 def _claim_id(value: Any, number: int, lines_of_ids: dict[RequestId, int]) -> RequestId:
     """Check the id that a line gives itself, and enter it. Raises LineError."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise LineError(f"the id must be text or an integer, not {value!r:.40}")
-    if isinstance(value, str) and (RESERVED_ID.fullmatch(value) or not value.isprintable()):
-        raise LineError(f"the id must be printable text other than line-N, not {value!r:.40}")
+    if isinstance(value, str) and RESERVED_ID.fullmatch(value):
+        raise LineError(f"the id must be text other than line-N, not {value!r:.40}")
     if value in lines_of_ids:
         raise LineError(f"id {value!r:.40} is that of line {lines_of_ids[value]}, too; give each line its own")
     lines_of_ids[value] = number
     return value
 
 
-def _openai_request(number: int, request_id: RequestId, fields: dict[str, Any]) -> BatchRequest:
+def _batch_request(number: int, fields: dict[str, Any], lines_of_ids: dict[RequestId, int]) -> BatchRequest:
     """Return the request of a line of OpenAI's batch API."""
-    method, url, body = fields.pop("method", "POST"), fields.pop("url", None), fields.pop("body")
-    if fields:
-        raise LineError(f"unknown field {min(fields)!r}; a batch line has custom_id, method, url and body")
-    if method != "POST":
-        raise LineError(f"method must be POST, not {method!r:.40}")
-    kind = str(url).removeprefix("/v1/")
-    if kind not in BODY_PROMPT:
-        raise LineError(f"url must be /v1/{CHAT} or /v1/{COMPLETIONS}, not {url!r:.80}")
-    if not isinstance(body, dict):
-        raise LineError("body must be a JSON object")
-    if other := next((name for name in PROMPTS if body.get(name) is not None and name != BODY_PROMPT[kind]), None):
-        raise LineError(f"a body for {url} has {BODY_PROMPT[kind]!r}, not {other!r}")
+    if isinstance(own_id := fields.get("custom_id"), str) and own_id:
+        _claim_id(own_id, number, lines_of_ids)
+    line = read_batch_line(fields, (CHAT, COMPLETIONS))
+    body, name = line.body, BODY_PROMPT[line.url]
+    if other := next((one for one in PROMPTS if body.get(one) is not None and one != name), None):
+        raise LineError(f"a body for {line.url} has {name!r}, not {other!r}")
     try:
-        read = batch_bodies.read(body, is_chat=kind == CHAT)
+        read = batch_bodies.read(body, is_chat=line.url == CHAT)
     except batch_bodies.BodyError as error:
         raise LineError(str(error)) from None
     return BatchRequest(
-        number, request_id, **read.prompt, template=read.template, params=read.params, tools=read.tools, ignored=read.ignored
+        number,
+        line.custom_id,
+        **read.prompt,
+        template=read.template,
+        params=read.params,
+        tools=read.tools,
+        ignored=read.ignored,
     )
 
 

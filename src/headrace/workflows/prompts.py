@@ -19,12 +19,12 @@ def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Return the lines of a file. Splits at line feeds alone: JSON strings may contain U+2028.
+    """Return the lines of a file without a byte order mark. Splits at line feeds alone: JSON strings may contain U+2028.
 
     Raises ValueError if the file is not UTF-8.
     """
     try:
-        return path.read_text("utf-8").split("\n")
+        return path.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no text; give prompts, one a line") from None
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.server.http.api_error import ApiError
-from headrace.server.http.body_limits import read_json
-from headrace.server.http.json_errors import json_problem
+from headrace.server.http.batch_lines import BOM, LineError, read_batch_line, read_object, strip_line
 from headrace.server.settings import Limits
 from headrace.server.storage import files
 from headrace.server.storage.store import Store
@@ -17,8 +15,6 @@ from headrace.server.storage.store_schema import ROW_OVERHEAD
 
 # Errors in the report of a failed batch.
 MAX_ERRORS = 20
-BOM = b"\xef\xbb\xbf"
-LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 
 
 class _Line(msgspec.Struct):
@@ -67,9 +63,13 @@ class InputCheck:
     def _check(self, line: bytes) -> bool:
         """Check one line. Returns whether the report is full."""
         self._line += 1
-        if not (text := _stripped(line, self._line)):
+        if not (text := strip_line(line, self._line)):
             return False
-        problem, custom_id, size = _problem(text, self.endpoint, self.limits.body)
+        problem, custom_id, size = "", "", 0
+        try:
+            custom_id, size = _read(text, self.endpoint, self.limits.body)
+        except LineError as error:
+            problem = str(error)
         if not problem and custom_id in self._custom_ids:
             problem = f"custom_id {custom_id[:60]!r} is used twice"
         self._custom_ids.add(custom_id)
@@ -92,39 +92,18 @@ def add_rows(db: sqlite3.Connection, batch: int, file: files.StoredFile, limits:
 def _lines(db: sqlite3.Connection, file: files.StoredFile, limits: Limits) -> Iterator[_Line]:
     decoder = msgspec.json.Decoder(_Line)
     for number, line in enumerate(files.lines(db, file, limits.body + len(BOM)), 1):
-        if text := _stripped(line, number):
+        if text := strip_line(line, number):
             yield decoder.decode(text)
 
 
-def _stripped(line: bytes, number: int) -> bytes:
-    """A line without surrounding white space; the first line also without the byte order mark that some editors write."""
-    return (line.removeprefix(BOM) if number == 1 else line).strip()
-
-
-def _problem(line: bytes, endpoint: str, longest: int) -> tuple[str, str, int]:
-    """The problem of a line (empty if valid), its custom_id, and the size of its body in bytes."""
+def _read(line: bytes, endpoint: str, longest: int) -> tuple[str, int]:
+    """The custom_id of a line, and the size of its body in bytes. Raises LineError."""
     if len(line) > longest:
-        return f"it has more than {longest} bytes", "", 0
-    try:
-        data = read_json(line)
-    except ApiError as error:
-        return error.message.replace("the body", "it", 1), "", 0
-    except (msgspec.DecodeError, RecursionError):
-        return json_problem(line, "the line"), "", 0
-    if not isinstance(data, dict):
-        return "it is not a JSON object", "", 0
-    custom_id, body = data.get("custom_id"), data.get("body")
-    if not isinstance(custom_id, str) or not custom_id or len(custom_id) > 512:
-        return "custom_id must be text of 1 to 512 characters", "", 0
-    if unknown := sorted(name for name, value in data.items() if value is not None and name not in LINE_FIELDS):
-        return f"unknown field {unknown[0][:60]!r}", custom_id, 0
-    if data.get("method", "POST") != "POST" or data.get("url") != endpoint:
-        return f"method and url must be POST {endpoint}, the batch's endpoint", custom_id, 0
-    if not isinstance(body, dict):
-        return "body must be a JSON object", custom_id, 0
-    if body.get("stream"):
-        return "stream has no meaning in a batch; leave it out", custom_id, 0
-    return "", custom_id, len(msgspec.json.decode(line, type=_Line).body)
+        raise LineError(f"it has more than {longest} bytes")
+    read = read_batch_line(read_object(line), (endpoint,))
+    if read.body.get("stream"):
+        raise LineError("stream has no meaning in a batch; leave it out")
+    return read.custom_id, len(msgspec.json.decode(line, type=_Line).body)
 
 
 def _error(code: str, message: str, line: int | None) -> dict[str, Any]:
