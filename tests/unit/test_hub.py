@@ -568,7 +568,7 @@ def test_a_folder_is_resumed_file_by_file(server: HubServer) -> None:
 
 def test_templates_are_resumed_and_repaired_in_their_folder(server: HubServer) -> None:
     server.files["maker/tiny"], wrong = FOLDER, "additional_chat_templates/rag.jinja"
-    server.served_instead[wrong] = b"{{ other }}"
+    server.served_instead[wrong] = FOLDER[wrong].upper()
     with pytest.raises(HubError, match=f"{wrong} has the wrong hash"):
         get("maker/tiny")
     server.served_instead.clear()
