@@ -199,3 +199,15 @@ def head_of(server: Running, target: str, host: str = "localhost") -> str:
 def test_targets_in_absolute_form_and_hosts_in_capitals(server: Running) -> None:
     for target, host in (("http://127.0.0.1/version", "127.0.0.1"), ("/version", "LOCALHOST")):
         assert head_of(server, target, host).split()[1] == "200"
+
+
+def test_the_host_of_an_absolute_target_is_the_host(server: Running) -> None:
+    """RFC 9112, 3.2.2: the Host header is ignored."""
+    for target, host, status in (
+        ("HTTP://LOCALHOST:8000/version", "elsewhere.example", "200"),
+        ("http://[::1]/version", "elsewhere.example", "200"),
+        ("http://elsewhere.example/version", "localhost", "403"),
+        ("http://localhost:80@elsewhere.example/version", "localhost", "403"),
+        ("http://", "localhost", "403"),
+    ):
+        assert head_of(server, target, host).split()[1] == status, target

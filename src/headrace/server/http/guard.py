@@ -27,7 +27,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROBES = frozenset({"/health", "/live", "/ready"})
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # an x-request-id that a client may choose
-ABSOLUTE = re.compile(r"https?://[^/]*", re.IGNORECASE)  # start of a target in absolute form
+ABSOLUTE = re.compile(r"https?://(?:[^/]*@)?([^/]*)", re.IGNORECASE)  # start of a target in absolute form, with its host
 UPLOAD_SPEED = 1 << 20  # bytes/s that a body must reach after its first seconds
 NO_KEY, LOCAL = Principal(""), Principal()  # of requests without a valid key, and on a server without keys
 UPLOADS = "/v1/files"  # the only path that accepts multipart forms
@@ -70,9 +70,10 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            scope = _as_routed(scope)
             headers = dict(scope["headers"])
             peer = (scope.get("client") or ("",))[0]
-            scope = {**_as_routed(scope), "scheme": self._proxies.scheme(peer, headers, scope.get("scheme", "http"))}
+            scope["scheme"] = self._proxies.scheme(peer, headers, scope.get("scheme", "http"))
             token = self._begin(peer, scope["headers"], headers)
             try:
                 await self._admit(scope, headers, receive, send)
@@ -237,11 +238,18 @@ class Refusal:
 
 
 def _as_routed(scope: Message) -> Message:
-    """Return the scope for the router: HEAD becomes GET (uvicorn drops the body), an absolute target becomes its path."""
+    """Return a copy of the scope for the router: HEAD becomes GET (uvicorn drops the body), an absolute target becomes its
+    path, and its host replaces the Host header (RFC 9112, 3.2.2)."""
+    scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
     if (found := ABSOLUTE.match(scope["path"])) is not None:
         path = scope["path"][found.end() :] or "/"
-        scope = {**scope, "path": path, "raw_path": path.encode()}
-    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        others = [one for one in scope["headers"] if one[0] != b"host"]
+        scope |= {
+            "path": path,
+            "raw_path": path.encode(),
+            "headers": [(b"host", found[1].encode("latin-1", "replace")), *others],
+        }
+    return scope
 
 
 def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
