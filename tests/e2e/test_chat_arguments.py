@@ -1,11 +1,13 @@
 """`LLM.chat`: no keyword is dropped, and an assistant's last message is continued or answered as on the server."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.data.explicit import CHAT
 from headrace.llm import LLM
 from headrace.text.chat import ChatTemplate, TemplateError
 from tests.cli_shell import Shell
@@ -29,6 +31,10 @@ def test_a_keyword_is_a_setting_or_a_variable_that_the_template_reads(llm: LLM) 
     for name in ("response_format", "guided_json", "system", "style", "message", "range", "messages_"):
         with pytest.raises(TypeError, match=f"'{name}' is neither a setting nor a variable of the template"):
             llm.chat("hello", **{name: "x"}, **GREEDY)  # type: ignore[arg-type]
+
+
+def test_the_nearest_name_may_be_any_keyword_of_chat() -> None:
+    assert set(CHAT) == set(inspect.signature(LLM.chat).parameters) - {"self", "more"}
 
 
 def test_chat_template_kwargs_as_on_the_server(llm: LLM) -> None:

@@ -179,6 +179,8 @@ def test_keywords_are_settings_or_variables_of_the_template() -> None:
         ("guided_json", r"did you mean structured_outputs\?"),
         ("system", "chat_template_kwargs passes other variables"),
         ("temprature", r"did you mean temperature\?"),
+        ("tool_choices", r"did you mean tool_choice\?"),
+        ("parallel_tools_calls", r"did you mean parallel_tool_calls"),
     ):
         with pytest.raises(TypeError, match=f"'{name}' is neither a setting nor a variable of the template; {says}"):
             template_variables({name: 1}, lambda name: False)

@@ -27,6 +27,11 @@ Params = SamplingParams | BeamSearchParams
 Messages = Sequence[Mapping[str, Any]]
 # Names of flat fields.
 SETTINGS = frozenset({*SamplingParams.__struct_fields__, "beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES})
+# Keywords of `LLM.chat` besides these.
+CHAT = (
+    *("messages", "params", "sampling_params", "tools", "tool_choice", "parallel_tool_calls"),
+    *("continue_final_message", "chat_template", "chat_template_kwargs", "parse_special"),
+)
 
 NEUTRAL = SamplingParams()
 # Fields that have no effect without another one.
@@ -199,7 +204,7 @@ def template_variables(given: Mapping[str, Any], reads: Callable[[str], bool]) -
     found = {name: value for name, value in given.items() if name not in SETTINGS}
     for name in found:
         if not reads(name):
-            other = "chat_template_kwargs passes other variables to the template"
+            other = did_you_mean(name, CHAT, "chat_template_kwargs passes other variables to the template")
             raise TypeError(
                 f"{name!r} is neither a setting nor a variable of the template; {did_you_mean(name, SETTINGS, other)}"
             )
