@@ -107,6 +107,14 @@ def test_a_form_that_is_none_is_refused(server: Running, body: bytes) -> None:
     assert kept_in(server) == before
 
 
+def test_forms_that_are_none_are_not_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """The parser would log each of them, without a client and without a bound; the line of the request is enough."""
+    for body in (b"junk", b"--a\r\nX" + b"x" * 2_000, b"--a\r\n\x00: 1\r\n"):
+        headers = {"Content-Type": "multipart/form-data; boundary=a"}
+        assert server.http.post("/v1/files", content=body, headers=headers).status_code == 400
+    assert [record for record in caplog.records if record.name.startswith("python_multipart")] == []
+
+
 def test_nothing_is_kept_of_a_body_that_is_refused() -> None:
     """Without the key a body is read for a while, so that its client hears the refusal, and forgotten as it comes."""
     with Running("no-model", begin=False, key="a-long-key", limits=replace(PATIENT, body=32 << 20)) as server:

@@ -1,6 +1,7 @@
 """Uploads: a multipart form with one file, stored in chunks as they arrive."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ from headrace.server.settings import Limits
 from headrace.server.storage import files
 from headrace.server.storage.store import StorageError, Store
 from headrace.server.storage.store_schema import PIECE_BYTES
+
+# The parser would log a line for each invalid form, without its client.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 FIELDS = ("purpose", "file", "expires_after[anchor]", "expires_after[seconds]")
 # Of a form field, and of the name or value of a header of a part.
