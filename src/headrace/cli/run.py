@@ -81,19 +81,12 @@ def run(
     if show_exits and sampling.exit_threshold is None and sampling.cascade_threshold is None:
         raise typer.BadParameter("--show-exits goes with --exit-threshold or --cascade-threshold")
     check(options, sampling, choice, n=n, logprobs=logprobs)
-    more = {**choice.changes(), "n": n, "logprobs": logprobs}
+    given = choice.changes()
+    more = {**given, "n": n, "logprobs": logprobs}
     widest = max(n, choice.best_of or 0, choice.beam_width or 0)
     text = join_prompt(prompt, file or [])
-    llm = open_llm(
-        model,
-        options,
-        quiet=quiet,
-        sampling=sampling,
-        given=choice.changes(),
-        chat_template=chat_template,
-        max_num_seqs=widest,
-        preset="online",
-    )
+    opening: dict[str, Any] = {"chat_template": chat_template, "max_num_seqs": widest, "preset": "online"}
+    llm = open_llm(model, options, quiet=quiet, sampling=sampling, given=given, **opening)
     # The template runs in a process that may have to start first.
     moving(quiet).start("reading the prompt")
     params = sampling.bind(llm)(**more)
