@@ -270,7 +270,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("hi --stop-token-id 99999", 1, "--stop-token-id names token 99999"),
     ("hi --stop-token-id -4", 2, "token ids in --stop-token-id must be"),
     ("hi --preset wild", 2, "'--preset': 'wild' is not one of 'precise'"),
-    ("hi --raw --system x", 2, "--raw has no roles"),
+    ("hi --raw --system x", 2, "--raw uses no chat template"),
     ("hi --logprobs 1", 2, "--logprobs goes with --json"),
     ("hi --json --logprobs 1000", 2, "logprobs must be between"),
     ("hi --file /none.txt", 2, "'/none.txt' does not exist"),

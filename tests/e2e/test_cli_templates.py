@@ -70,7 +70,7 @@ def test_an_unknown_name_is_refused_before_loading(
 def test_raw_prompts_use_no_template(shell: Shell, model: Path) -> None:
     code, _, err = shell("run", model, "--raw", "a", "--chat-template", "rag")
     assert code != 0
-    assert "--raw uses no chat template" in err
+    assert "--raw uses no chat template, so it takes no --system and no --chat-template" in err
 
 
 def test_a_model_without_a_default_wants_a_name(shell: Shell, tmp_path: Path, prompts: list[str]) -> None:

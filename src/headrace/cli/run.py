@@ -68,10 +68,8 @@ def run(
     PROMPT, every --file and what is piped in are joined, a blank line between them. The model is downloaded where it is
     missing. Ctrl-C ends the answer (exit code 130).
     """
-    if raw and system is not None:
-        raise typer.BadParameter("--raw has no roles, so it takes no --system")
-    if raw and chat_template is not None:
-        raise typer.BadParameter("--raw uses no chat template, so it takes no --chat-template")
+    if raw and (system, chat_template) != (None, None):
+        raise typer.BadParameter("--raw uses no chat template, so it takes no --system and no --chat-template")
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs goes with --json")
     if show_speculation and (as_json or n > 1):
