@@ -20,6 +20,8 @@ DOORS = {
     "zh": {"learn": "学", "use": "用", "reference": "查", "understand": "懂"},
 }
 
+WIDE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef（）“”]"
+
 project = "Headrace"
 copyright = "the Headrace authors"
 extensions = ["myst_parser"]
@@ -73,8 +75,17 @@ def prepare(app: Any, page: str, source: list[str]) -> None:
         lambda link: link[0] if (folder / link[2]).resolve().is_relative_to(HERE) else link[1],
         source[0],
     )
+    if language_of(page) == "zh":
+        source[0] = joined(source[0])
     if page == "index":
         source[0] += navigation()
+
+
+def joined(text: str) -> str:
+    """Chinese text without its line breaks, which browsers show as spaces. Code and tables keep theirs."""
+    parts = re.split(r"(^```.*?^```)", text, flags=re.DOTALL | re.MULTILINE)
+    broken = re.compile(rf"(?<={WIDE})\n *(?={WIDE})")
+    return "".join(part if part.startswith("```") else broken.sub("", part) for part in parts)
 
 
 def language_of(page: str) -> str:

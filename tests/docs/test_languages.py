@@ -14,7 +14,8 @@ import pytest
 from tests.docs.markdown import CHINESE, DOCS, ROOT, Page, bad, read
 
 HERE = Path(__file__).parent
-TERMS = tomllib.loads((HERE / "terms.toml").read_text("utf-8"))["term"]
+GLOSSARY = tomllib.loads((DOCS / "data/glossary.toml").read_text("utf-8"))["group"]
+TERMS = [term for group in GLOSSARY for term in group["terms"]]
 # Pages that exist in both languages, below docs/en and docs/zh.
 IN_BOTH = ("index.md", "learn/*.md", "use/*.md", "understand/seeds.md")
 SHARE = 0.4  # of the letters and characters of a Chinese page's prose that must be Chinese
