@@ -80,7 +80,12 @@ def wrong_terms(page: Page) -> Iterator[str]:
         for word in term.get("not", ()):
             if word in plain:
                 yield f"{page.name}: {word}: write {term['zh']} for {term['en']}"
-        if re.search(rf"(?<![\w-]){re.escape(term['en'])}s?(?![\w-])", plain, re.IGNORECASE) and term["zh"] not in plain:
+        # A single English word may be the subject of a page, or an option; a term of several words is prose.
+        if (
+            " " in term["en"]
+            and re.search(rf"(?<![\w-]){re.escape(term['en'])}s?(?![\w-])", plain, re.IGNORECASE)
+            and term["zh"] not in plain
+        ):
             yield f"{page.name}: {term['en']} without {term['zh']}"
 
 
