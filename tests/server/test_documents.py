@@ -32,11 +32,11 @@ OF_DOCS = [
 
 
 def typed() -> list[tuple[str, str]]:
-    """(page, command): lines of code blocks that begin with `headrace`, also behind a pipe, and what is said so in a line."""
+    """(page, command): lines that begin with `headrace` or `$ headrace`, also behind a pipe, and code within a line."""
     found = []
     for page in PAGES:
-        text = page.read_text("utf-8")
-        for line in re.findall(r"^(?:    )?(?:[^`\n]*\| )?(headrace [^\n]*)", text, re.MULTILINE) + re.findall(
+        text = re.sub(r"\\\n *", "", page.read_text("utf-8"))
+        for line in re.findall(r"^(?:    )?(?:\$ )?(?:[^`\n]*\| )?(headrace [^\n]*)", text, re.MULTILINE) + re.findall(
             r"`(headrace [^`\n]+)`", text
         ):
             found.append((page.name, line))
@@ -52,6 +52,7 @@ def whole() -> Any:
 def parse(line: str) -> None:
     """As the command line would take it. Raises KeyError for a command, TyperException for an option that is not there."""
     words = shlex.split(re.split(r" {3,}", line)[0], comments=True)[1:]  # what stands further to the right explains
+    words = words[: words.index("|")] if "|" in words else words
     command: Any = whole()
     while words and hasattr(command, "commands"):
         name = words.pop(0)

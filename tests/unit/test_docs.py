@@ -244,11 +244,13 @@ def prompts_elsewhere() -> dict[str, str]:
 
 def test_the_prompts_of_measurements_are_here_or_named_by_their_hash() -> None:
     here = {path.name for path in (ROOT / "benchmarks/prompts").iterdir()}
-    for name in ("docs/log/2026-11.md", "docs/en/understand/speculation.md"):
-        page = (ROOT / name).read_text("utf-8")
-        used = {Path(path).name for path in re.findall(r"(?:-i |`)([\w/.]+\.jsonl)\b", page)}
-        assert "code.jsonl" in used
-        assert used - here - set(prompts_elsewhere()) - {"IN.jsonl", "OUT.jsonl", "prompts.jsonl"} == set()
+    understand = ROOT / "docs/en/understand"
+    pages = [ROOT / "docs/log/2026-11.md", understand / "speculation.md", *(understand / "methods").glob("*.md")]
+    given = {"IN.jsonl", "OUT.jsonl", "prompts.jsonl", "questions.jsonl", "reviews.jsonl"}  # files of the reader's own
+    used = {page.stem: set(re.findall(r"(?:-i |`)(?:[\w/]+/)?(\w+\.jsonl)\b", page.read_text("utf-8"))) for page in pages}
+    assert all("code.jsonl" in used[name] for name in ("2026-11", "speculation", "speculative-decoding"))
+    missing = {name: files - here - set(prompts_elsewhere()) - given for name, files in used.items()}
+    assert {name: files for name, files in missing.items() if files} == {}
 
 
 @pytest.mark.parametrize("name", sorted(prompts_elsewhere()))
