@@ -20,6 +20,7 @@ PARTS = {
     "metrics": ("en/reference/metrics.md", "tests.reference.metrics:text"),
     "python": ("en/reference/python.md", "tests.reference.python:text"),
     "composition": ("en/reference/composition.md", "tests.composition:text"),
+    "glossary": ("zh/understand/glossary.md", "tests.reference.glossary:text"),
 }
 
 
