@@ -133,7 +133,7 @@ BAD = [
     ({"prompt": 5}, "prompt must be text, not int"),
     ({"prompt_token_ids": ["a"]}, "prompt_token_ids must be a list of integers"),
     ({"prompt_token_ids": [True]}, "prompt_token_ids must be a list of integers"),
-    ({"id": "line-9", "prompt": "a"}, "the id must be text other than line-N"),
+    ({"id": "line-9", "prompt": "a"}, "the id must be printable text other than line-N"),
     ({"id": 1.5, "prompt": "a"}, "the id must be text or an integer, not 1.5"),
     ({"id": "\x1b[2J", "prompt": "a"}, "the id must be printable text"),
     ({"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias must map token ids to numbers"),
@@ -201,6 +201,20 @@ def test_what_a_line_means(tmp_path: Path) -> None:
         BatchRequest(6, "d", prompt_token_ids=[1, 2], params={"max_tokens": 5, "temperature": 0.5}),
         BatchRequest(7, "g", prompt="a", params={"max_tokens": 5}),
     ]
+
+
+def test_ids_of_lines_without_one_are_not_those_of_others(tmp_path: Path) -> None:
+    ask = {"url": "/v1/completions", "body": {"prompt": "a"}}
+    lines = (
+        {"custom_id": "line-2", **ask},
+        "{",
+        {"prompt": "a"},
+        {"custom_id": "line-3", **ask},
+        {"custom_id": "line-9", **ask},
+    )
+    found = list(read_requests(write(tmp_path / "in.jsonl", *lines)))
+    assert [one.id for one in found] == ["line-2", "line-2+", "line-3", "line-4", "line-9"]
+    assert [isinstance(one, InvalidLine) for one in found] == [False, True, False, True, False]
 
 
 def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:

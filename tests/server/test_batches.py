@@ -228,6 +228,7 @@ FILES = {
     "no custom_id": LINE.replace(b'"custom_id": "a", ', b""),
     "a number as custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": 7'),
     "an empty custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": ""'),
+    "a custom_id like those that generate gives": LINE.replace(b'"custom_id": "a"', b'"custom_id": "line-7"'),
     "a custom_id of two lines": LINE.replace(b'"custom_id": "a"', b'"custom_id": "a\\nb"'),
     "a long custom_id": LINE.replace(b'"custom_id": "a"', b'"custom_id": "%s"' % (b"a" * 513)),
     "the same custom_id twice": LINE + b"\n" + LINE,

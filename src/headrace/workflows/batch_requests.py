@@ -80,12 +80,12 @@ def _parse_line(line: bytes, number: int, lines_of_ids: dict[RequestId, int]) ->
     try:
         fields = parse_object(line, number)
     except LineError as error:
-        return InvalidLine(f"line-{number}", f"line {number}: {error}")
+        return InvalidLine(_free_id(number, lines_of_ids), f"line {number}: {error}")
     try:
         return parse_request(fields, number, lines_of_ids)
     except LineError as error:
-        own_id = next((name for name, owner in lines_of_ids.items() if owner == number), f"line-{number}")
-        return InvalidLine(own_id, f"line {number}: {error}")
+        own_id = next((name for name, owner in lines_of_ids.items() if owner == number), None)
+        return InvalidLine(own_id or _free_id(number, lines_of_ids), f"line {number}: {error}")
 
 
 def parse_request(fields: dict[str, Any], number: int, lines_of_ids: dict[RequestId, int]) -> BatchRequest:
@@ -94,9 +94,9 @@ def parse_request(fields: dict[str, Any], number: int, lines_of_ids: dict[Reques
         return _batch_request(number, fields, lines_of_ids)
     fields = dict(fields)
     own_id = fields.pop("id", None)
-    if isinstance(own_id, str) and not own_id.isprintable():
-        raise LineError(f"the id must be printable text, not {own_id!r:.40}")
-    request_id = f"line-{number}" if own_id is None else _claim_id(own_id, number, lines_of_ids)
+    if isinstance(own_id, str) and (RESERVED_ID.fullmatch(own_id) or not own_id.isprintable()):
+        raise LineError(f"the id must be printable text other than line-N, not {own_id!r:.40}")
+    request_id = _free_id(number, lines_of_ids) if own_id is None else _claim_id(own_id, number, lines_of_ids)
     return _short_request(number, request_id, fields)
 
 
@@ -109,12 +109,19 @@ def _claim_id(value: Any, number: int, lines_of_ids: dict[RequestId, int]) -> Re
     """Check the id that a line gives itself, and enter it. Raises LineError."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         raise LineError(f"the id must be text or an integer, not {value!r:.40}")
-    if isinstance(value, str) and RESERVED_ID.fullmatch(value):
-        raise LineError(f"the id must be text other than line-N, not {value!r:.40}")
     if value in lines_of_ids:
         raise LineError(f"id {value!r:.40} is that of line {lines_of_ids[value]}, too; give each line its own")
     lines_of_ids[value] = number
     return value
+
+
+def _free_id(number: int, lines_of_ids: dict[RequestId, int]) -> RequestId:
+    """Enter and return an id for a line without one: `line-N`, and a plus if a custom_id of another line is the same."""
+    name = f"line-{number}"
+    while name in lines_of_ids:
+        name += "+"
+    lines_of_ids[name] = number
+    return name
 
 
 def _batch_request(number: int, fields: dict[str, Any], lines_of_ids: dict[RequestId, int]) -> BatchRequest:
