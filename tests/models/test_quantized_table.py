@@ -1,4 +1,4 @@
-"""The table of quantized folders in docs/en/understand/compression.md equals the output of `inspect`."""
+"""The table of quantized folders in docs/en/reference/formats.md equals the output of `inspect`."""
 
 import json
 import re
@@ -8,14 +8,14 @@ from headrace.weights.describe import describe
 from tests.models.test_quantized import BOUNDED, FORMATS, KEPT
 from tests.quantized import DATA
 
-PAGE = Path(__file__).parents[2] / "docs/en/understand/compression.md"
+PAGE = Path(__file__).parents[2] / "docs/en/reference/formats.md"
 ROW = re.compile(r"^\| `([\w.-]+)` \| ([^|]+?) \| ([^|]+) \|$", re.MULTILINE)
 Row = tuple[str, str]  # quant_method, and what inspect says of the scheme
 
 
 def printed(page: str) -> dict[Row, set[str]]:
     """The rows of a page: what each scheme's matrices are packed as, or "bfloat16"."""
-    section = page.split("### What runs as what")[1].split("\n## ")[0]
+    section = page.split("## What runs as what")[1].split("\n## ")[0]
     return {(method, said): set(re.findall(r"\w+", held)) for method, said, held in ROW.findall(section)}
 
 

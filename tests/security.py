@@ -1,0 +1,50 @@
+"""The lists of docs/en/understand/security.md, written from docs/data/security.toml.
+
+PYTHONPATH=src python -m tests.security
+"""
+
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from tests.pages import DOCS, write
+from tests.wrapping import COLUMNS, wrapped
+
+PAGE = DOCS / "en/understand/security.md"
+DATA: dict[str, Any] = tomllib.loads((DOCS / "data/security.toml").read_text("utf-8"))
+FAULTS, COMPLAINTS = "faults", "complaints"
+
+
+def faults() -> str:
+    """A section for each group, an entry for each class of faults."""
+    parts = []
+    for group in DATA["group"]:
+        parts.append(f"### {group['title']}")
+        parts += ["\n".join(entry(one)) for one in DATA["class"] if one["group"] == group["id"]]
+    return "\n\n".join(parts)
+
+
+def entry(one: dict[str, Any]) -> Iterator[str]:
+    """Title, text and files of tests of one class."""
+    text = f"**{one['title']}.** {' '.join(one['text'].split())} Tests: {', '.join(files(one))}."
+    for number, line in enumerate(wrapped(text, COLUMNS - 2)):
+        yield f"{'  ' if number else '* '}{line}"
+
+
+def files(one: dict[str, Any]) -> list[str]:
+    """The test files of an entry, each once."""
+    return list(dict.fromkeys(f"`{name.partition('::')[0]}`" for name in one["tests"]))
+
+
+def complaints() -> str:
+    """What users complain of, as a table."""
+    lines = ["| complaint | Headrace | test files |", "|---|---|---|"]
+    for one in DATA["complaint"]:
+        names = ", ".join(name.replace("tests/", "") for name in files(one))
+        lines.append(f"| {one['title']} | {' '.join(one['text'].split())} | {names} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    write(FAULTS, faults(), PAGE)
+    write(COMPLAINTS, complaints(), PAGE)

@@ -1,0 +1,98 @@
+"""Pages on the statements of the seed texts, in English and Chinese, written from docs/data/seeds.toml and seed_sections.toml.
+
+PYTHONPATH=src python -m tests.seeds
+"""
+
+import tomllib
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from tests.pages import DOCS, write
+from tests.wrapping import COLUMNS, joined, wrapped
+
+PAGES = {language: DOCS / language / "understand" / "seeds.md" for language in ("en", "zh")}
+SECTIONS, STATEMENTS = "seed sections", "seed statements"
+ENGLISH = "../../en/understand/"
+WORDS = {
+    "en": {
+        "head": "| seed, lines | section | command | statements |",
+        "wrong": "**Wrong.**",
+        "imprecise": "*Imprecise.*",
+        "none": "No test: no code of Headrace depends on it.",
+        "where": "{seed}, line {line}:",
+    },
+    "zh": {
+        "head": "| 文本与行号 | 章节 | 命令 | 说法 |",
+        "wrong": "**错误。**",
+        "imprecise": "*不准确。*",
+        "none": "没有测试：Headrace 没有依赖它的代码。",
+        "where": "{seed} 第 {line} 行：",
+    },
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    """A data file of the pages."""
+    return tomllib.loads((DOCS / "data" / name).read_text("utf-8"))
+
+
+def section_table(language: str) -> str:
+    """Table from each section of the seeds to the command or page that shows it."""
+    lines = [WORDS[language]["head"], "|---|---|---|---|"]
+    for section in load("seed_sections.toml")["section"]:
+        page = section["page"]
+        link = page.removeprefix("seeds.md") if page.startswith("seeds.md") else page
+        prefix = ENGLISH if language == "zh" and not link.startswith("#") else ""
+        title = section["title"] if language == "zh" else section["en"]
+        run = f"`{section['run']}`" if section["run"] else "–"
+        statements = ", ".join(f"[W{number}](#w{number})" for number in section["statements"]) or "–"
+        lines.append(f"| {section['seed']} {section['lines']} | [{title}]({prefix}{link}) | {run} | {statements} |")
+    return "\n".join(lines)
+
+
+def statements(language: str) -> str:
+    """All statements, by topic: the Chinese sentence with its line, what is true, and the tests."""
+    data = load("seeds.toml")
+    parts = []
+    for topic in data["topic"]:
+        parts.append(f"## {topic[language]}")
+        parts += [entry(one, language) for one in data["statement"] if one["topic"] == topic["id"]]
+    return "\n\n".join(parts)
+
+
+def entry(one: dict[str, Any], language: str) -> str:
+    """One statement."""
+    words = WORDS[language]
+    places = [(one["seed"], one["line"], one["quote"]), *one.get("also", [])]
+    blank = "" if language == "zh" else " "
+    quoted = [words["where"].format(seed=seed, line=line) + blank + quote for seed, line, quote in places]
+    verdict = words["wrong"] if one["wrong"] else words["imprecise"]
+    english = f"“{one['says']}” {verdict} {' '.join(one['en'].split())}"
+    answer = english if language == "en" else verdict + joined(one["zh"])
+    lines = [f"### W{one['id']}", ""]
+    for place in quoted:
+        lines += [*(f"> {line}" for line in wrapped(plain(place), COLUMNS - 2)), ">"]
+    lines[-1] = ""
+    return "\n".join([*lines, *wrapped(answer), "", *tests(one["tests"], words)])
+
+
+def tests(names: list[str], words: dict[str, str]) -> Iterator[str]:
+    """The list of tests: a line for each file and each function."""
+    if not names:
+        yield words["none"]
+    for path, group in groupby(names, lambda name: name.partition("::")[0]):
+        functions = [name.partition("::")[2] for name in group]
+        yield f"* `{path}`" + (":" if any(functions) else "")
+        yield from (f"  `{function}`" + ("," if function != functions[-1] else "") for function in functions if function)
+
+
+def plain(text: str) -> str:
+    """A quotation without characters that Markdown would read as marks."""
+    return text.replace("*", "\\*").replace("_", "\\_") if "`" not in text else text
+
+
+if __name__ == "__main__":
+    for language, page in PAGES.items():
+        write(SECTIONS, section_table(language), page)
+        write(STATEMENTS, statements(language), page)
