@@ -1,4 +1,4 @@
-"""The lists of docs/en/understand/security.md, written from docs/data/security.toml.
+"""The lists of docs/en/understand/security.md and docs/log/attacks.md, written from docs/data/security.toml and attacks.toml.
 
 PYTHONPATH=src python -m tests.security
 """
@@ -12,7 +12,9 @@ from tests.wrapping import COLUMNS, wrapped
 
 PAGE = DOCS / "en/understand/security.md"
 DATA: dict[str, Any] = tomllib.loads((DOCS / "data/security.toml").read_text("utf-8"))
-FAULTS, COMPLAINTS = "faults", "complaints"
+LOG = DOCS / "log/attacks.md"
+ATTACKS: list[dict[str, Any]] = tomllib.loads((DOCS / "data/attacks.toml").read_text("utf-8"))["attack"]
+FAULTS, COMPLAINTS, LOGGED = "faults", "complaints", "attacks"
 
 
 def faults() -> str:
@@ -45,6 +47,20 @@ def complaints() -> str:
     return "\n".join(lines)
 
 
+def attacks() -> str:
+    """An entry for each attack."""
+    return "\n\n".join("\n".join(attack(one)) for one in ATTACKS)
+
+
+def attack(one: dict[str, Any]) -> Iterator[str]:
+    """Name, request, both answers and the files of the tests."""
+    answers = f"*Before:* {one['before']}. *Now:* {one['now']}."
+    text = f"**{one['attack']}**: {one['request']}. {answers} Tests: {', '.join(files(one))}."
+    for number, line in enumerate(wrapped(text, COLUMNS - 2)):
+        yield f"{'  ' if number else '* '}{line}"
+
+
 if __name__ == "__main__":
     write(FAULTS, faults(), PAGE)
     write(COMPLAINTS, complaints(), PAGE)
+    write(LOGGED, attacks(), LOG)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests import seeds
+from tests import seeds, wrapping
 from tests.pages import DOCS, written
 from tests.places import data_path
 from tests.unit.test_docs import is_test
@@ -61,8 +61,8 @@ def test_the_sentences_stand_in_the_seed(seed: str) -> None:
 
 def test_lines_break_at_blanks_and_chinese_punctuation_and_never_inside_code() -> None:
     text = "预填充决定首词元延迟。运算量约为 `a b c d e f g h i j` 个词元，" * 3
-    lines = list(seeds.wrapped(text, 40))
-    assert max(map(seeds.columns, lines)) <= 40
+    lines = list(wrapping.wrapped(text, 40))
+    assert max(map(wrapping.columns, lines)) <= 40
     assert all(line.count("`") % 2 == 0 for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    assert seeds.joined("甲\n乙 a\nb 丙") == "甲乙 a b 丙"
+    assert wrapping.joined("甲\n乙 a\nb 丙") == "甲乙 a b 丙"

@@ -1,4 +1,4 @@
-"""Each defence in docs/en/understand/security.md is needed: without it the row's test fails in a copy of the project.
+"""Each class of faults in docs/data/security.toml without its defence: a test of the class fails in a copy that lacks it.
 
 tests/defences.toml lists the lines to remove. The short ones run in every test run, all of them with `pytest -m slow`.
 """

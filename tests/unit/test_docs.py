@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import attacks
 from headrace.data import plan, types
 from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS, NOT_GGUF
@@ -41,12 +40,6 @@ def is_test(name: str) -> bool:
 def functions(file: Path) -> set[str]:
     """The names of those of a file. It is parsed once, for all that pages say of it."""
     return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
-
-
-def test_every_statement_of_the_seeds_is_answered_once() -> None:
-    page = (ROOT / "docs/en/understand/seeds.md").read_text("utf-8")
-    numbers = [int(number) for number in re.findall(r"^\*\*W(\d+)", page, re.MULTILINE)]
-    assert sorted(numbers) == list(range(1, 59))
 
 
 def test_the_architecture_page_shows_every_package_at_its_level() -> None:
@@ -256,17 +249,6 @@ def test_the_prompts_of_measurements_are_here_or_named_by_their_hash() -> None:
 @pytest.mark.parametrize("name", sorted(prompts_elsewhere()))
 def test_the_hash_is_that_of_the_file(name: str) -> None:
     assert hashlib.sha256(data_path(f"prompts/{name}").read_bytes()).hexdigest() == prompts_elsewhere()[name]
-
-
-def test_every_attack_has_its_row_and_every_row_a_test() -> None:
-    """A row: the attack, its request, before, now, and tests, which `test_the_tests_that_pages_name_exist` looks for."""
-    page = (ROOT / "docs/log/attacks.md").read_text("utf-8")
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 30
-    assert [row for row in rows if len(row) != 5 or not all(cell.strip("| ") for cell in row)] == []
-    assert [row[0] for row in rows if not re.search(r"`tests/[\w/]+\.py(::test_\w+)?`", row[4])] == []
-    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
-    assert set(attacks()) - named == set()
 
 
 @pytest.mark.parametrize("month", sorted((ROOT / "docs/log").glob("2*.md")), ids=lambda page: page.stem)
