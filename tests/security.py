@@ -7,8 +7,8 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
-from tests.pages import DOCS, write
-from tests.wrapping import COLUMNS, wrapped
+from tests.pages import DOCS
+from tests.wrapping import COLUMNS, wrapped, write_part
 
 PAGE = DOCS / "en/understand/security.md"
 DATA: dict[str, Any] = tomllib.loads((DOCS / "data/security.toml").read_text("utf-8"))
@@ -61,6 +61,6 @@ def attack(one: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    write(FAULTS, faults(), PAGE)
-    write(COMPLAINTS, complaints(), PAGE)
-    write(LOGGED, attacks(), LOG)
+    write_part(PAGE, FAULTS, faults())
+    write_part(PAGE, COMPLAINTS, complaints())
+    write_part(LOG, LOGGED, attacks())

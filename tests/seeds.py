@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from tests.pages import DOCS, write
-from tests.wrapping import COLUMNS, joined, wrapped
+from tests.pages import DOCS
+from tests.wrapping import COLUMNS, joined, wrapped, write_part
 
 PAGES = {language: DOCS / language / "understand" / "seeds.md" for language in ("en", "zh")}
 SECTIONS, STATEMENTS = "seed sections", "seed statements"
@@ -94,5 +94,5 @@ def plain(text: str) -> str:
 
 if __name__ == "__main__":
     for language, page in PAGES.items():
-        write(SECTIONS, section_table(language), page)
-        write(STATEMENTS, statements(language), page)
+        write_part(page, SECTIONS, section_table(language))
+        write_part(page, STATEMENTS, statements(language))

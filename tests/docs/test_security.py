@@ -3,16 +3,15 @@
 import re
 
 from benchmarks.attacks import attacks
-from tests import security
-from tests.pages import written
+from tests import security, wrapping
 from tests.unit.test_docs import is_test
 
 
 def test_the_pages_are_what_the_data_say() -> None:
     stale = "is stale: python -m tests.security"
-    assert written(security.FAULTS, security.PAGE) == security.faults(), f"{security.PAGE} {stale}"
-    assert written(security.COMPLAINTS, security.PAGE) == security.complaints(), f"{security.PAGE} {stale}"
-    assert written(security.LOGGED, security.LOG) == security.attacks(), f"{security.LOG} {stale}"
+    assert wrapping.part_of(security.PAGE, security.FAULTS) == security.faults(), f"{security.PAGE} {stale}"
+    assert wrapping.part_of(security.PAGE, security.COMPLAINTS) == security.complaints(), f"{security.PAGE} {stale}"
+    assert wrapping.part_of(security.LOG, security.LOGGED) == security.attacks(), f"{security.LOG} {stale}"
 
 
 def test_every_entry_has_texts_and_tests_that_exist() -> None:
