@@ -39,12 +39,8 @@ def files(one: dict[str, Any]) -> list[str]:
 
 
 def complaints() -> str:
-    """What users complain of, as a table."""
-    lines = ["| complaint | Headrace | test files |", "|---|---|---|"]
-    for one in DATA["complaint"]:
-        names = ", ".join(name.replace("tests/", "") for name in files(one))
-        lines.append(f"| {one['title']} | {' '.join(one['text'].split())} | {names} |")
-    return "\n".join(lines)
+    """An entry for each complaint."""
+    return "\n\n".join("\n".join(entry(one)) for one in DATA["complaint"])
 
 
 def attacks() -> str:

@@ -16,14 +16,12 @@ SECTIONS, STATEMENTS = "seed sections", "seed statements"
 ENGLISH = "../../en/understand/"
 WORDS = {
     "en": {
-        "head": "| seed, lines | section | command | statements |",
         "wrong": "**Wrong.**",
         "imprecise": "*Imprecise.*",
         "none": "No test: no code of Headrace depends on it.",
         "where": "{seed}, line {line}:",
     },
     "zh": {
-        "head": "| 文本与行号 | 章节 | 命令 | 说法 |",
         "wrong": "**错误。**",
         "imprecise": "*不准确。*",
         "none": "没有测试：Headrace 没有依赖它的代码。",
@@ -37,18 +35,26 @@ def load(name: str) -> dict[str, Any]:
     return tomllib.loads((DOCS / "data" / name).read_text("utf-8"))
 
 
-def section_table(language: str) -> str:
-    """Table from each section of the seeds to the command or page that shows it."""
-    lines = [WORDS[language]["head"], "|---|---|---|---|"]
-    for section in load("seed_sections.toml")["section"]:
-        page = section["page"]
-        link = page.removeprefix("seeds.md") if page.startswith("seeds.md") else page
-        prefix = ENGLISH if language == "zh" and not link.startswith("#") else ""
-        title = section["title"] if language == "zh" else section["en"]
-        run = f"`{section['run']}`" if section["run"] else "–"
-        statements = ", ".join(f"[W{number}](#w{number})" for number in section["statements"]) or "–"
-        lines.append(f"| {section['seed']} {section['lines']} | [{title}]({prefix}{link}) | {run} | {statements} |")
-    return "\n".join(lines)
+def sections(language: str) -> str:
+    """A list for each seed: from each of its sections to the command and the page that show it."""
+    data, parts = load("seed_sections.toml"), []
+    for seed, about in data["seeds"].items():
+        parts.append(f"### {seed}")
+        parts.append("\n".join(wrapped(about[language])))
+        parts.append("\n".join(line for one in data["section"] if one["seed"] == seed for line in section(one, language)))
+    return "\n\n".join(parts)
+
+
+def section(one: dict[str, Any], language: str) -> Iterator[str]:
+    """The entry of one section: lines, title with its page, command, statements."""
+    page = one["page"].removeprefix("seeds.md")
+    prefix = ENGLISH if language == "zh" and not page.startswith("#") else ""
+    title = one["title"] if language == "zh" else one["en"]
+    command = f": `{one['run']}`" if one["run"] else ""
+    numbers = ", ".join(f"[W{number}](#w{number})" for number in one["statements"])
+    text = f"{one['lines']} [{title}]({prefix}{page}){command}{f' ({numbers})' if numbers else ''}"
+    for number, line in enumerate(wrapped(text, COLUMNS - 2)):
+        yield f"{'  ' if number else '* '}{line}"
 
 
 def statements(language: str) -> str:
@@ -94,5 +100,5 @@ def plain(text: str) -> str:
 
 if __name__ == "__main__":
     for language, page in PAGES.items():
-        write_part(page, SECTIONS, section_table(language))
+        write_part(page, SECTIONS, sections(language))
         write_part(page, STATEMENTS, statements(language))

@@ -21,7 +21,7 @@ PLACES = [
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_pages_are_what_the_data_say(language: str) -> None:
     page = seeds.PAGES[language]
-    assert wrapping.part_of(page, seeds.SECTIONS) == seeds.section_table(language), f"{page} is stale: python -m tests.seeds"
+    assert wrapping.part_of(page, seeds.SECTIONS) == seeds.sections(language), f"{page} is stale: python -m tests.seeds"
     assert wrapping.part_of(page, seeds.STATEMENTS) == seeds.statements(language), f"{page} is stale: python -m tests.seeds"
     numbers = [int(number) for number in re.findall(r"^### W(\d+)$", page.read_text("utf-8"), re.MULTILINE)]
     assert sorted(numbers) == list(range(1, 59))

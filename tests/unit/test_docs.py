@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.data import plan, types
 from headrace.models.families import FAMILIES
 from headrace.weights.kinds import KINDS, NOT_GGUF
 from tests.places import data_path
-from tests.unit.test_imports import FLOORS, MAX_FUNCTION, MAX_LINES, SOURCES
+from tests.unit.test_imports import MAX_FUNCTION, MAX_LINES
 
 ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
@@ -40,43 +39,6 @@ def is_test(name: str) -> bool:
 def functions(file: Path) -> set[str]:
     """The names of those of a file. It is parsed once, for all that pages say of it."""
     return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
-
-
-def test_the_architecture_page_shows_every_package_at_its_level() -> None:
-    page = (ROOT / "docs/en/understand/architecture.md").read_text("utf-8")
-    assert len(page.splitlines()) <= 250
-    entries = {
-        path.name for path in (ROOT / "src/headrace").iterdir() if path.name[0] not in "._" and path.suffix in ("", ".py")
-    }
-    assert {"llm.py", "kv", "drafting"} <= entries
-    table = re.findall(r"^\| `([\w.]+)/?` \|", page, re.MULTILINE)
-    assert sorted(entries - set(table)) == []
-    picture = page.split("```")[1].splitlines()
-    rows = {name: row for row, line in enumerate(picture) for name in re.split(r" {5,}", line)[0].split()}
-    tops = {name.partition(".")[0] for name in FLOORS if name} - {"__main__"}
-    levels = {top: min(FLOORS[name] for name in FLOORS if name in (top, f"{top}.eager")) for top in tops}
-    shown = sorted(levels, key=lambda name: rows[name], reverse=True)
-    assert [levels[name] for name in shown] == sorted(levels.values())
-    assert len({(rows[name], levels[name]) for name in levels}) == len(set(levels.values()))
-
-
-def test_the_methods_that_the_architecture_page_names_exist() -> None:
-    page = (ROOT / "docs/en/understand/architecture.md").read_text("utf-8")
-    named = set(re.findall(r"`([A-Z][A-Za-z]+)\.(\w+)", page))
-    missing = [
-        f"{a}.{b}" for a, b in sorted(named) if not any(f"class {a}" in s and f"def {b}(" in s for s in SOURCES.values())
-    ]
-    assert len(named) > 12
-    assert missing == []
-    data = page[page.index("## Data between packages") : page.index("## Interfaces")]
-    types_named = set(re.findall(r"`([A-Z]\w+)`", data))
-    assert len(types_named) > 20
-    assert [name for name in sorted(types_named) if not hasattr(plan, name) and not hasattr(types, name)] == []
-    interfaces = re.findall(r"^\| `([A-Z]\w+)` \| [^|]* \| (.*) \|$", page[page.index("## Interfaces") :], re.MULTILINE)
-    assert len(interfaces) > 5
-    for kind, methods in interfaces:
-        for method in re.findall(r"`(\w+)`", methods):
-            assert any(f"class {kind}" in s and f"def {method}(" in s for s in SOURCES.values()), f"{kind}.{method}"
 
 
 def test_both_readmes_show_the_same_code() -> None:
