@@ -21,6 +21,16 @@ PARTS = {
     "python": ("en/reference/python.md", "tests.reference.python:text"),
     "composition": ("en/reference/composition.md", "tests.composition:text"),
     "glossary": ("zh/understand/glossary.md", "tests.reference.glossary:text"),
+    "packages": ("en/understand/architecture.md", "tests.architecture:packages"),
+    "types": ("en/understand/architecture.md", "tests.architecture:types"),
+    "interfaces": ("en/understand/architecture.md", "tests.architecture:interfaces"),
+    "faults": ("en/understand/security.md", "tests.security:faults"),
+    "complaints": ("en/understand/security.md", "tests.security:complaints"),
+    "attacks": ("log/attacks.md", "tests.security:attacks"),
+    "sections": ("en/understand/seeds.md", "tests.seeds:sections"),
+    "statements": ("en/understand/seeds.md", "tests.seeds:statements"),
+    "zh-sections": ("zh/understand/seeds.md", "tests.seeds:chinese_sections"),
+    "zh-statements": ("zh/understand/seeds.md", "tests.seeds:chinese_statements"),
 }
 
 

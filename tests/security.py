@@ -1,20 +1,14 @@
-"""The lists of docs/en/understand/security.md and docs/log/attacks.md, written from docs/data/security.toml and attacks.toml.
-
-PYTHONPATH=src python -m tests.security
-"""
+"""The lists of docs/en/understand/security.md and docs/log/attacks.md, made from docs/data/security.toml and attacks.toml."""
 
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
 from tests.pages import DOCS
-from tests.wrapping import COLUMNS, wrapped, write_part
+from tests.wrapping import COLUMNS, wrapped
 
-PAGE = DOCS / "en/understand/security.md"
 DATA: dict[str, Any] = tomllib.loads((DOCS / "data/security.toml").read_text("utf-8"))
-LOG = DOCS / "log/attacks.md"
 ATTACKS: list[dict[str, Any]] = tomllib.loads((DOCS / "data/attacks.toml").read_text("utf-8"))["attack"]
-FAULTS, COMPLAINTS, LOGGED = "faults", "complaints", "attacks"
 
 
 def faults() -> str:
@@ -54,9 +48,3 @@ def attack(one: dict[str, Any]) -> Iterator[str]:
     text = f"**{one['attack']}**: {one['request']}. {answers} Tests: {', '.join(files(one))}."
     for number, line in enumerate(wrapped(text, COLUMNS - 2)):
         yield f"{'  ' if number else '* '}{line}"
-
-
-if __name__ == "__main__":
-    write_part(PAGE, FAULTS, faults())
-    write_part(PAGE, COMPLAINTS, complaints())
-    write_part(LOG, LOGGED, attacks())

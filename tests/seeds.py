@@ -1,7 +1,4 @@
-"""Pages on the statements of the seed texts, in English and Chinese, written from docs/data/seeds.toml and seed_sections.toml.
-
-PYTHONPATH=src python -m tests.seeds
-"""
+"""Pages on the statements of the seed texts, in English and Chinese, made from docs/data/seeds.toml and seed_sections.toml."""
 
 import tomllib
 from collections.abc import Iterator
@@ -9,11 +6,11 @@ from itertools import groupby
 from typing import Any
 
 from tests.pages import DOCS
-from tests.wrapping import COLUMNS, joined, wrapped, write_part
+from tests.wrapping import COLUMNS, joined, wrapped
 
 PAGES = {language: DOCS / language / "understand" / "seeds.md" for language in ("en", "zh")}
-SECTIONS, STATEMENTS = "seed sections", "seed statements"
 ENGLISH = "../../en/understand/"
+GLOSSARY = {"en": "#terms-that-the-seeds-only-name", "zh": "#种子只提到名字的术语"}
 WORDS = {
     "en": {
         "wrong": "**Wrong.**",
@@ -35,12 +32,13 @@ def load(name: str) -> dict[str, Any]:
     return tomllib.loads((DOCS / "data" / name).read_text("utf-8"))
 
 
-def sections(language: str) -> str:
+def sections(language: str = "en") -> str:
     """A list for each seed: from each of its sections to the command and the page that show it."""
     data, parts = load("seed_sections.toml"), []
     for seed, about in data["seeds"].items():
         parts.append(f"### {seed}")
-        parts.append("\n".join(wrapped(about[language])))
+        note = "以下链接指向英文页面（英文）。" if language == "zh" else ""
+        parts.append("\n".join(wrapped(about[language] + note)))
         parts.append("\n".join(line for one in data["section"] if one["seed"] == seed for line in section(one, language)))
     return "\n\n".join(parts)
 
@@ -48,6 +46,8 @@ def sections(language: str) -> str:
 def section(one: dict[str, Any], language: str) -> Iterator[str]:
     """The entry of one section: lines, title with its page, command, statements."""
     page = one["page"].removeprefix("seeds.md")
+    if language == "zh" and page == GLOSSARY["en"]:
+        page = GLOSSARY["zh"]
     prefix = ENGLISH if language == "zh" and not page.startswith("#") else ""
     title = one["title"] if language == "zh" else one["en"]
     command = f": `{one['run']}`" if one["run"] else ""
@@ -57,7 +57,7 @@ def section(one: dict[str, Any], language: str) -> Iterator[str]:
         yield f"{'  ' if number else '* '}{line}"
 
 
-def statements(language: str) -> str:
+def statements(language: str = "en") -> str:
     """All statements, by topic: the Chinese sentence with its line, what is true, and the tests."""
     data = load("seeds.toml")
     parts = []
@@ -72,7 +72,7 @@ def entry(one: dict[str, Any], language: str) -> str:
     words = WORDS[language]
     places = [(one["seed"], one["line"], one["quote"]), *one.get("also", [])]
     blank = "" if language == "zh" else " "
-    quoted = [words["where"].format(seed=seed, line=line) + blank + quote for seed, line, quote in places]
+    quoted = [f"{words['where'].format(seed=seed, line=line)}{blank}“{quote}”" for seed, line, quote in places]
     verdict = words["wrong"] if one["wrong"] else words["imprecise"]
     english = f"“{one['says']}” {verdict} {' '.join(one['en'].split())}"
     answer = english if language == "en" else verdict + joined(one["zh"])
@@ -98,7 +98,9 @@ def plain(text: str) -> str:
     return text.replace("*", "\\*").replace("_", "\\_") if "`" not in text else text
 
 
-if __name__ == "__main__":
-    for language, page in PAGES.items():
-        write_part(page, SECTIONS, sections(language))
-        write_part(page, STATEMENTS, statements(language))
+def chinese_sections() -> str:
+    return sections("zh")
+
+
+def chinese_statements() -> str:
+    return statements("zh")

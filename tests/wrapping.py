@@ -3,7 +3,6 @@
 import re
 import unicodedata
 from collections.abc import Iterator
-from pathlib import Path
 
 COLUMNS = 100
 TOKENS = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|.")  # code and links are not broken
@@ -50,21 +49,3 @@ def pieces(text: str) -> Iterator[str]:
             yield part
             part = ""
     yield part
-
-
-def part_of(page: Path, name: str) -> str:
-    """The text of a page between the two marks of a part."""
-    begin, end = marks(name)
-    return page.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
-
-
-def write_part(page: Path, name: str, text: str) -> None:
-    """Replace the text between the two marks of a part."""
-    begin, end = marks(name)
-    before, found, rest = page.read_text("utf-8").partition(begin)
-    assert found, f"{page} lacks {begin}"
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", "utf-8")
-
-
-def marks(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
