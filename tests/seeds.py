@@ -52,7 +52,8 @@ def section(one: dict[str, Any], language: str) -> Iterator[str]:
     title = one["title"] if language == "zh" else one["en"]
     command = f": `{one['run']}`" if one["run"] else ""
     numbers = ", ".join(f"[W{number}](#w{number})" for number in one["statements"])
-    text = f"{one['lines']} [{title}]({prefix}{page}){command}{f' ({numbers})' if numbers else ''}"
+    link = f"[{title}]({prefix}{page})" if language == "en" else f"“[{title}]({prefix}{page})”"
+    text = f"{one['lines']} {link}{command}{f' ({numbers})' if numbers else ''}"
     for number, line in enumerate(wrapped(text, COLUMNS - 2)):
         yield f"{'  ' if number else '* '}{line}"
 
