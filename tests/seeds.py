@@ -19,8 +19,9 @@ WORDS = {
         "where": "{seed}, line {line}:",
     },
     "zh": {
-        "wrong": "**错误。**",
-        "imprecise": "*不准确。*",
+        # A mark that ends with punctuation would not close before a Chinese character.
+        "wrong": "**错误**：",
+        "imprecise": "*不准确*：",
         "none": "没有测试：Headrace 没有依赖它的代码。",
         "where": "{seed} 第 {line} 行：",
     },
@@ -50,10 +51,15 @@ def section(one: dict[str, Any], language: str) -> Iterator[str]:
         page = GLOSSARY["zh"]
     prefix = ENGLISH if language == "zh" and not page.startswith("#") else ""
     title = one["title"] if language == "zh" else one["en"]
-    command = f": `{one['run']}`" if one["run"] else ""
-    numbers = ", ".join(f"[W{number}](#w{number})" for number in one["statements"])
-    link = f"[{title}]({prefix}{page})" if language == "en" else f"“[{title}]({prefix}{page})”"
-    text = f"{one['lines']} {link}{command}{f' ({numbers})' if numbers else ''}"
+    links = [f"[W{number}](#w{number})" for number in one["statements"]]
+    if language == "en":
+        command = f": `{one['run']}`" if one["run"] else ""
+        numbers = f" ({', '.join(links)})" if links else ""
+        text = f"{one['lines']} [{title}]({page}){command}{numbers}"
+    else:
+        command = f"：`{one['run']}`" if one["run"] else ""
+        numbers = f"（{'、'.join(links)}）" if links else ""
+        text = f"{one['lines']} “[{title}]({prefix}{page})”{command}{numbers}"
     for number, line in enumerate(wrapped(text, COLUMNS - 2)):
         yield f"{'  ' if number else '* '}{line}"
 
