@@ -114,6 +114,25 @@ def test_unknown_fields_by_the_thousand_are_refused_for_the_first(kind: type[Str
     assert (error.message, error.param) == ("unknown field 'unknown0'; remove it", "unknown0")
 
 
+LARGE = {
+    "numbers": b'{"model": "m", "prompt": [' + b"1.0," * 200_000 + b"1]}",
+    "messages": b'{"model": "m", "messages": [' + b'{"role": "user", "x": null},' * 20_000 + b"{}]}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_bodies_are_not_normalized(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is work in Python for each value, on the event loop."""
+    monkeypatch.setattr(reading, "normalize", lambda *_: pytest.fail("the body was normalized"))
+    with pytest.raises(ApiError, match=r"prompt.0: must be an integer|messages: must be a list of at most"):
+        reading.read_body(LARGE[name], fields.ChatRequest if name == "messages" else fields.CompletionRequest)
+
+
+def test_commas_in_texts_do_not_count_for_it() -> None:
+    body = b'{"model": "m", "prompt": "' + b"a, [" * 100_000 + b'", "max_tokens": 5.0, "other": null}'
+    assert reading.read_body(body, fields.CompletionRequest).max_tokens == 5
+
+
 def test_what_a_body_may_hold_is_counted_outside_of_its_texts() -> None:
     """A text may be full of brackets and quotes; more arrays, objects and texts than there may be are told by their number."""
     text = rb"[{\"\\" * (reading.CONTAINERS // 2)

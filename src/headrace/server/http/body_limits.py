@@ -29,6 +29,7 @@ OTHER_CASE = 0x20  # the bit in which [ and { differ
 PIECE = 1 << 16  # bytes counted together
 MOST_FIELDS = 1024  # objects with more fields are not normalized; no request has as many
 MOST = np.array([CONTAINERS, 2 * STRINGS, VALUES])  # brackets, quotes, commas
+NORMALIZED = 1 << 14  # brackets and commas of the largest body that is normalized, value by value in Python
 
 # Words of messages for msgspec's names of types.
 KINDS = {
@@ -75,10 +76,16 @@ def read_body(data: bytes, kind: type[T]) -> T:
 
 
 def _may_be_normalized(message: str, data: bytes) -> bool:
-    """Return whether the first error of a body may be another spelling: null for an unknown field, or an integer as 5.0."""
+    """Return whether the first error of a body may be another spelling: null for an unknown field, or an integer as 5.0.
+
+    Bodies with more than NORMALIZED values are not normalized: it would delay other requests.
+    """
     if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
-        return "got `float`" in message
-    return re.search(rb"%s\s*:\s*null\b" % re.escape(msgspec.json.encode(unknown["name"])), data) is not None
+        other_spelling = "got `float`" in message
+    else:
+        name = re.escape(msgspec.json.encode(unknown["name"]))
+        other_spelling = re.search(rb"%s\s*:\s*null\b" % name, data) is not None
+    return other_spelling and (len(data) <= NORMALIZED or int(_count(data)[[0, 2]].sum()) <= NORMALIZED)
 
 
 def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[StrictStruct]) -> ApiError:
@@ -125,6 +132,14 @@ def check_size(data: bytes) -> None:
         data.count(b"[") + data.count(b"{") <= CONTAINERS and data.count(b'"') <= 2 * STRINGS and data.count(b",") <= VALUES
     ):
         return
+    for count, bound, what in zip(_count(data), MOST, ("arrays and objects", "texts and names", "values"), strict=True):
+        if count > bound:
+            most = bound // 2 if bound == 2 * STRINGS else bound
+            raise ApiError(400, f"the body holds more than {most} {what}; send less", code="invalid_value")
+
+
+def _count(data: bytes) -> np.ndarray:
+    """Count opening brackets, quotes and commas outside of strings, until one count is above its limit in MOST."""
     data = b" " + (data.replace(rb"\\", b"  ") if rb"\\" in data else data)
     read = np.frombuffer(data, np.uint8)
     found, within = np.zeros(3, np.int64), False
@@ -138,10 +153,7 @@ def check_size(data: bytes) -> None:
         found[2] += np.count_nonzero((piece == COMMA) & outside)
         if (found > MOST).any():
             break
-    for count, bound, what in zip(found, MOST, ("arrays and objects", "texts and names", "values"), strict=True):
-        if count > bound:
-            most = bound // 2 if bound == 2 * STRINGS else bound
-            raise ApiError(400, f"the body holds more than {most} {what}; send less", code="invalid_value")
+    return found
 
 
 def _wrong_field(message: str, kind: type[StrictStruct]) -> ApiError:
