@@ -51,6 +51,7 @@ def whole() -> Any:
 
 def parse(line: str) -> None:
     """As the command line would take it. Raises KeyError for a command, TyperException for an option that is not there."""
+    line = line.removesuffix("\\")  # the command goes on in the next line
     words = shlex.split(re.split(r" {3,}", line)[0], comments=True)[1:]  # what stands further to the right explains
     words = words[: words.index("|")] if "|" in words else words
     command: Any = whole()
@@ -116,16 +117,18 @@ def tables(page: str) -> list[str]:
 
 
 def test_the_settings_of_the_documents_are_settings(tmp_path: Path) -> None:
-    table, keys = tables("en/reference/http.md")
+    (table,) = tables("en/use/several-models.md")
+    keys, one_model = tables("en/use/serve-a-team.md")
     for secret in ("a" * 40, "b" * 40):
         keys = keys.replace('key = "…"', f'key = "{secret}"', 1)
     (tmp_path / "keys.toml").write_text(keys.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
     (tmp_path / "keys.toml").chmod(0o600)
-    assert {principal.name for _, principal in read_key_file(tmp_path / "keys.toml")} == {"alice", "nightly", "prometheus"}
-    (tmp_path / "serve.toml").write_text(table, "utf-8")
-    context: Any = SimpleNamespace(command=whole().commands["serve"], default_map=None, meta={})
-    read_config(context, tmp_path / "serve.toml")
-    assert context.default_map["model"] == "smollm2-135m"
+    assert {principal.name for _, principal in read_key_file(tmp_path / "keys.toml")} == {"anna", "nightly", "prometheus"}
+    for text, model in ((table, "smollm2-135m"), (one_model, "qwen3-0.6b")):
+        (tmp_path / "serve.toml").write_text(text, "utf-8")
+        context: Any = SimpleNamespace(command=whole().commands["serve"], default_map=None, meta={})
+        read_config(context, tmp_path / "serve.toml")
+        assert context.default_map["model"] == model
     (table,) = tables("en/reference/models.md")
     (tmp_path / "mine.toml").write_text(table.replace('sha256 = "…"', f'sha256 = "{"0" * 64}"'), "utf-8")
     assert catalog.load([tmp_path / "mine.toml"])["my-model"].sampling == {"temperature": 0.7}
