@@ -66,7 +66,7 @@ def test_rename_search_and_export(page: Any, tmp_path: Path) -> None:
     page.fill("#search", "the mill")  # in what was said
     assert page.locator("#conversations .title").all_inner_texts() == ["Wheels & water"]
     page.fill("#search", "nothing like it")
-    assert page.locator("#conversations").inner_text() == "No conversation has these words."
+    assert page.locator("#conversations").inner_text() == "No conversation contains these words."
     page.fill("#search", "wheels")
     files = {}
     for kind in ("Markdown", "JSON"):
@@ -127,7 +127,7 @@ def test_what_a_terminal_saved_is_imported_and_what_is_no_conversation_is_refuse
         ("no JSON", "[]", '{"messages": []}', '{"messages": [{"role": "user", "content": 5}]}', "null")
     ):
         load(page, tmp_path / f"wrong{number}.json", wrong)
-        page.wait_for_selector(f"#toast:has-text('wrong{number}.json is no conversation')")
+        page.wait_for_selector(f"#toast:has-text('wrong{number}.json is not a conversation')")
     assert len(kept(page)) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_reload_during_an_answer_keeps_what_there_is_and_it_goes_on(chromium: 
         page.wait_for_selector(".assistant .body p")
         with long_server.paused():
             page.reload()
-            page.wait_for_selector(".figures:has-text('broken off')")
+            page.wait_for_selector(".figures:has-text('interrupted')")
             before = kept(page)[0]["messages"][1]["content"]
             assert before
             page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")

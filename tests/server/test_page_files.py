@@ -11,10 +11,10 @@ from tests.server.harness import Running
 NOTES = {"name": "notes.txt", "mimeType": "text/plain", "buffer": "The mill\r\n水轮\n\n".encode()}
 QUOTED = "notes.txt:\n```\nThe mill\n水轮\n```"
 REFUSED = [
-    ("wheel.png", b"\x89PNG\r\n\x1a\n\xff\xfe", "wheel.png is no text: only text in UTF-8 can be added", "wheel.png 不是文本"),
-    ("zeros.bin", b"ab\0cd", "zeros.bin is no text", "zeros.bin 不是文本"),
+    ("wheel.png", b"\x89PNG\r\n\x1a\n\xff\xfe", "wheel.png is not text: only UTF-8 text can be added", "wheel.png 不是文本"),
+    ("zeros.bin", b"ab\0cd", "zeros.bin is not text", "zeros.bin 不是文本"),
     ("empty.txt", b" \n", "empty.txt is empty.", "empty.txt 是空文件。"),
-    ("long.txt", b"a" * 9000, "long.txt is 9.0 kB; at most 1.5 kB fit into the model’s context.", "最多容纳 1.5 kB"),
+    ("long.txt", b"a" * 9000, "long.txt is 9.0 kB; the model’s context holds at most 1.5 kB.", "最多容纳 1.5 kB"),
 ]
 HANDED = """([at, kind, files]) => {
   const data = new DataTransfer();
