@@ -156,7 +156,9 @@ def test_an_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path, tmp_pat
     source.write_text('{"prompt": "a"}\n')
     assert "cannot be written" in refused(shell, "generate", tiny_gguf, "-i", source, "-o", "/proc/out.jsonl")
     assert "cannot be written" in refused(shell, "compare", tiny_gguf, "-i", source, "-o", "/proc/out.csv")
-    assert "there is no folder" in refused(shell, "bench", "local", tiny_gguf, "--json", tmp_path / "no" / "x.json")
+    assert "does not exist; create it first" in refused(
+        shell, "bench", "local", tiny_gguf, "--json", tmp_path / "no" / "x.json"
+    )
     nowhere, url = source / "x", "http://127.0.0.1:1/v1"
     for command in (
         ("compress", tiny_gguf, "-o", "/proc/out.gguf"),
@@ -179,7 +181,7 @@ def test_an_output_that_another_model_began(shell: Shell, tiny_gguf: Path, tmp_p
     assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0
     other = write_tiny_gguf(tmp_path / "other.gguf", seed=1)
     before = target.read_bytes()
-    assert "was begun with different model" in refused(shell, "generate", other, "-i", source, "-o", target)
+    assert "was started with different model" in refused(shell, "generate", other, "-i", source, "-o", target)
     assert target.read_bytes() == before
 
 

@@ -70,7 +70,7 @@ def test_a_text_that_a_model_was_made_by_is_refused(shell: Shell, tiny_gguf: Pat
         (("SELF",), "is named twice; leave one out"),
         (("OTHER",), "other.gguf has other tokens than"),
         (("OUT", "--cells", "b3"), "no cell 'b3'"),
-        (("OUT", "--tasks", "TEXT"), "line 1 is no question"),
+        (("OUT", "--tasks", "TEXT"), "line 1 is not a question"),
     ],
 )
 def test_mistakes_are_one_line(

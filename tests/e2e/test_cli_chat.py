@@ -88,7 +88,7 @@ def test_save_and_load(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: P
     code, out, err = shell("chat", tiny_gguf, *GREEDY, "--system", "短", stdin=typed)
     first, second = answers(tiny_llm, "你好", "two", system="短")
     assert (code, out.splitlines()) == (0, [first, second])
-    assert f"headrace: {notes} is no saved conversation; name another file" in err.splitlines()
+    assert f"headrace: {notes} is not a saved conversation; name another file" in err.splitlines()
     assert "cannot be written (No such file or directory)" in err
     assert "cannot be read (No such file or directory)" in err
     assert "headrace: /save takes a file name" in err

@@ -39,7 +39,7 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
     arguments = ("compress", model, "-o", out, "-f", "q4_0", "--method", "awq,gptq", "--calibrate", text, "--tokens", 1024)
     code, said, _ = shell(*arguments, "--dry-run")
     assert (code, out.exists()) == (0, False)
-    assert "at the most, besides the model's mapped file and the program itself" in said
+    assert "at most, without the mapped model file and the program itself" in said
     code, said, err = shell(*arguments, "--judge", "self", "--write-imatrix", tmp_path / "i.gguf")
     assert code == 0
     assert "2/2 qkv.q K 32 error 0." in err

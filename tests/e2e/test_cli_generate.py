@@ -121,7 +121,7 @@ def test_settings_of_the_command_hold_where_a_line_has_none(
 BAD = [
     ("nope", "the line is not JSON: invalid character at byte"),
     ("[1]", "a line must be a JSON object, not list"),
-    ('{"id": "x", "prompt": "a", "prompt": "b"}', "field 'prompt' stands there twice"),
+    ('{"id": "x", "prompt": "a", "prompt": "b"}', "field 'prompt' occurs twice"),
     ("[" * 100_000, "nested too deeply"),
     ({"id": "x"}, "exactly one of prompt, messages, prompt_token_ids; this one has none"),
     ({"prompt": "a", "messages": []}, "this one has prompt and messages"),
@@ -302,7 +302,7 @@ def test_ctrl_c_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path: Path
     assert stopped.returncode == 130
     done = len(read(target))
     assert 3 <= done < 12
-    assert f"{done} of 12 lines are done; the same command goes on" in stopped.stderr
+    assert f"{done} of 12 lines are done; the same command continues" in stopped.stderr
     assert stopped.stderr.endswith("headrace: interrupted\n")
     assert "Traceback" not in stopped.stderr
     assert shell(*command)[0] == 0
@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path:
     code, _, err = shell("generate", tiny_gguf, "-i", source, "-o", target)
     monkeypatch.setattr(batch_output.os, "write", real)
     assert code == 1
-    assert f"the disk of {tmp_path} is full; free some space, then the same command goes on" in err.splitlines()[-1]
+    assert f"the disk of {tmp_path} is full; free some space, then the same command continues" in err.splitlines()[-1]
     assert 0 < len(read(target)) < 12, "whole lines only"
     assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0
     assert set(read(target)) == set(range(12))
@@ -357,12 +357,12 @@ def test_what_an_output_is_made_from_must_be_the_same(shell: Shell, tiny_gguf: P
         assert len(err.splitlines()) == 1
         assert target.read_bytes() == before
 
-    refused("begun with different settings", *command, "--temperature", "0.3")
+    refused("started with different settings", *command, "--temperature", "0.3")
     other = tmp_path / "other.gguf"
     other.write_bytes(tiny_gguf.read_bytes())
-    refused("begun with different model", "generate", other, *command[2:])
+    refused("started with different model", "generate", other, *command[2:])
     many(source, 4)
-    refused("begun with different input; name another, or begin anew with --overwrite", *command)
+    refused("started with different input; name another file, or start again with --overwrite", *command)
     assert shell(*command, "--overwrite")[0] == 0
     assert set(read(target)) == set(range(4))
 
@@ -375,9 +375,9 @@ def test_places_that_cannot_be_used(shell: Shell, tiny_gguf: Path, tmp_path: Pat
     before = sorted(tmp_path.iterdir())
     for arguments, code, clue in [
         (("-i", source, "-o", source), 2, "input and output are the same file"),
-        (("-i", source, "-o", tmp_path), 1, "is no file; name one for the output"),
-        (("-i", source, "-o", tmp_path / "none" / "out.jsonl"), 1, "there is no folder"),
-        (("-i", source, "-o", tmp_path / "notes.txt"), 1, "is there and not from this command"),
+        (("-i", source, "-o", tmp_path), 1, "is not a file; name a file for the output"),
+        (("-i", source, "-o", tmp_path / "none" / "out.jsonl"), 1, "does not exist; create it first"),
+        (("-i", source, "-o", tmp_path / "notes.txt"), 1, "exists and was not written by this command"),
         (("-i", tmp_path / "none.jsonl", "-o", tmp_path / "out.jsonl"), 2, "does not exist"),
         (("-i", tmp_path, "-o", tmp_path / "out.jsonl"), 2, "is a directory"),
         (("-i", fifo, "-o", tmp_path / "out.jsonl"), 1, "cannot be a pipe"),
@@ -420,7 +420,7 @@ def test_a_batch_from_python(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_p
     before = target.read_bytes()
     assert batch.run(tiny_llm, source, target, top_k=5).failed == 1
     assert target.read_bytes() == before
-    with pytest.raises(OutputError, match="begun with different settings"):
+    with pytest.raises(OutputError, match="started with different settings"):
         batch.run(tiny_llm, source, target, top_k=6)
 
 

@@ -152,7 +152,7 @@ def test_ctrl_c_keeps_a_partial_that_the_next_pull_goes_on_with(headrace: Shell,
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert err.splitlines()[-2:] == ["tiny: stopped; the same command goes on where it was", "headrace: interrupted"]
+    assert err.splitlines()[-2:] == ["tiny: stopped; the same command continues", "headrace: interrupted"]
     (partial,) = headrace.files()
     assert partial.startswith(f".tiny.partial/{FILE}.")
     size = (headrace.home / "models" / partial).stat().st_size
@@ -184,7 +184,7 @@ def test_a_wrong_hash_ends_in_one_line_and_an_empty_store(headrace: Shell, serve
         (("lits",), 2, "Did you mean 'list'?"),
         (("pull", "tinny"), 1, "did you mean tiny?"),
         (("pull", "--catalog", "/none.toml", "tiny"), 2, "/none.toml"),
-        (("show", "nothing"), 1, "'nothing' is no model of the catalog and no path"),
+        (("show", "nothing"), 1, "'nothing' is neither a model of the catalog nor a path"),
         (("show", "./mill.gguf"), 1, "there is no file or folder ./mill.gguf"),
         (("pull", "./mill.gguf"), 1, "there is no file or folder ./mill.gguf"),
         (("run", "./mill.gguf", "hi"), 1, "there is no file or folder ./mill.gguf"),

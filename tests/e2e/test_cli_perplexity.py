@@ -97,10 +97,10 @@ def test_a_wide_error_is_warned_of(shell: Shell, tiny_gguf: Path, tmp_path: Path
     found = json.loads(out)
     share = found["error"] / found["perplexity"]
     assert share > 0.05
-    assert err.splitlines()[-1].startswith(f"8 tokens scored are few: ± {share:.0%} is too wide to compare")
+    assert err.splitlines()[-1].startswith(f"8 tokens scored are too few: ± {share:.0%} is too wide to compare")
     assert (code, _warning(100, 20.0, 1.01)) == (
         0,
-        "100 tokens scored are few: ± 5% is too wide to compare models by; with about 700 it is ± 2%",
+        "100 tokens scored are too few: ± 5% is too wide to compare models by; with about 700 it is ± 2%",
     )
     for narrow in ((100, 20.0, 1.0), (1, 20.0, None), (5, math.inf, 1.0)):
         assert _warning(*narrow) == ""

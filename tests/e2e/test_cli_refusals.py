@@ -8,9 +8,9 @@ from tests.cli_shell import SECONDS, Shell
 
 WITHOUT_TORCH = "sys.modules['torch'] = None  # its import raises ImportError"
 SETTINGS = [
-    ("--device cuda", "device cuda was asked for and this machine has no GPU; use --device cpu"),
+    ("--device cuda", "device cuda: this machine has no GPU; use --device cpu"),
     ("--quantize int3", "quantize must be int8 or int4, not 'int3'"),
-    ("--max-model-len 999999", "--max-model-len 999999 is beyond the"),
+    ("--max-model-len 999999", "--max-model-len 999999 is larger than the model's context"),
     ("--dtype f9", "unknown dtype 'f9'"),
     ("--kv-dtype int9", "unknown --kv-dtype 'int9'"),
     ("--backend abacus", "unknown backend 'abacus'"),

@@ -118,7 +118,7 @@ def test_a_field_without_effect_is_refused(line: object, message: str, shell: Sh
     [
         ("", (), "names no method"),
         ("greedy,contrastive-decoding", (), "--amateur MODEL"),
-        ("greedy", ("--csv", "nowhere/out.csv"), "there is no folder nowhere"),
+        ("greedy", ("--csv", "nowhere/out.csv"), "the folder nowhere does not exist"),
     ],
 )
 def test_what_compare_cannot_do_is_said_before_anything_runs(

@@ -64,7 +64,7 @@ def test_what_nothing_speaks_of_is_not_found(folder: Path) -> None:
 def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no text files"):
         read_folder(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         read_folder(tmp_path / "nowhere")
 
 

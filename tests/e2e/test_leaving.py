@@ -304,7 +304,7 @@ def test_a_model_opened_with_exits(folders: tuple[Path, Path], backend: str) -> 
 def test_exits_that_cannot_be_opened(folders: tuple[Path, Path], tmp_path: Path) -> None:
     model, exits = folders
     drafts = write_exits(tmp_path / "heads", model, kind="heads")
-    with pytest.raises(ValueError, match="these heads are no exits; train some: headrace train-heads"):
+    with pytest.raises(ValueError, match="these heads are not exits; train some: headrace train-heads"):
         LLM(model, exits=drafts, threads=1, device="cpu")
     with pytest.raises(ValueError, match="are not opened together; leave one out"):
         LLM(model, exits=exits, draft=drafts, threads=1, device="cpu")

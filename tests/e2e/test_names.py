@@ -106,7 +106,7 @@ def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:
     assert (code, err) == (0, f"mill: the name is gone, {tiny_gguf} stays\n")
     assert tiny_gguf.exists()
     assert [one.name for one in names.given()] == ["mill-cold"]
-    assert "'mill' is no model of the catalog and no path; did you mean mill-cold?" in shell("run", "mill", "hi")[2]
+    assert "'mill' is neither a model of the catalog nor a path; did you mean mill-cold?" in shell("run", "mill", "hi")[2]
 
 
 def test_models_in_a_folder_are_listed_with_sizes(shell: Shell, tiny_gguf: Path) -> None:
@@ -133,7 +133,7 @@ REFUSED = [
     (("add", "wheel", "PATH", "-t", "-1"), "temperature must be"),
     (("add", "wheel", "mill"), "mill is a name itself; headrace cp mill wheel gives it another"),
     (("add", "wheel", "PATH", "--template", "BAD"), "chat template"),
-    (("cp", "nothing", "wheel"), "'nothing' is no model of the catalog and no path"),
+    (("cp", "nothing", "wheel"), "'nothing' is neither a model of the catalog nor a path"),
 ]
 
 

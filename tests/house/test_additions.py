@@ -94,7 +94,7 @@ def test_a_strategy_is_one_file(make: Make) -> None:
 
 
 def test_a_strategy_says_what_it_heeds(make: Make) -> None:
-    with pytest.raises(AdmissionError, match="the strategy SecondBest does not heed top_p"):
+    with pytest.raises(AdmissionError, match="the strategy SecondBest does not use top_p"):
         make().add(PROMPTS[0], GREEDY.replace(top_p=0.5), strategy=SecondBest())
     with pytest.raises(AdmissionError, match=r"inherit from headrace\.decoding\.base\.Strategy"):
         make().add(PROMPTS[0], GREEDY, strategy=object())  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_it_prints_a_table_and_writes_its_files(shell: Shell, arguments: tuple[o
     assert plot.read_text().startswith("<svg")
     code, _, err = shell(*arguments, "--json", tmp_path / "none" / "figures.json")
     assert code == 2
-    assert "there is no folder" in err
+    assert "does not exist; create it first" in err
 
 
 def test_without_its_name_there_is_no_such_command(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monk
         (Pipeline(format="int4-g128"), "out.gguf", "no kind of GGUF holds int4-g128"),
         (Pipeline(head="Q4_K_M"), "out.gguf", "unknown format 'Q4_K_M'; did you mean Q4_K"),
         (Pipeline(), "out", "give a name that ends in .gguf"),
-        (Pipeline(), "no/out.gguf", "no is no folder; make it first"),
+        (Pipeline(), "no/out.gguf", "no is not a folder; create it first"),
         (Pipeline(), "tiny.gguf", "tiny.gguf exists"),
         (Pipeline(budget=1000), "out.gguf", "1,000 bytes are too few: with the fewest bits all tensors take"),
         (Pipeline(imatrix=Path("none.dat")), "out.gguf", "none.dat: cannot be opened"),

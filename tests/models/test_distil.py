@@ -274,7 +274,7 @@ def test_a_loss_that_is_no_number_ends_a_training(tmp_path: Path) -> None:
         x.grad = torch.ones(2)
         return math.nan if step else 1.0
 
-    with pytest.raises(ValueError, match="the loss of step 1 is no number"):
+    with pytest.raises(ValueError, match="the loss of step 1 is not a number"):
         run.train(learn)
     assert (run.steps, bool(x.isfinite().all())) == (1, True)
 

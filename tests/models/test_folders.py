@@ -123,7 +123,7 @@ def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path
             compress(model, tmp_path / "out", wanted)
     assert not (tmp_path / "out").exists()
     assert WorkFolder(work_path(tmp_path / "out")).done == 2
-    with pytest.raises(WeightError, match="was begun for something else"):
+    with pytest.raises(WeightError, match="was started with other settings"):
         compress(model, tmp_path / "out", pipeline(book, format="int4-g32"))
     with monkeypatch.context() as patch:
         patch.setattr(WorkFolder, "finish_layer", full)

@@ -226,7 +226,7 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
         assert "\n" not in str(found.value)
         assert not out.exists()
 
-    refused("out.gguf.work was begun for something else (format: Q4_0 then, Q5_0 now); remove it", format="Q5_0")
+    refused("out.gguf.work was started with other settings (format: Q4_0 then, Q5_0 now); remove it", format="Q5_0")
     refused("(method: gptq then, awq,gptq now)", method=("awq", "gptq"))
     for name in (STATE, "rows.b", "layer_0000.safetensors"):
         right = (work / name).read_bytes()
@@ -291,7 +291,7 @@ def test_work_is_of_one_plan_to_the_byte(model: Path, tmp_path: Path) -> None:
     plans = [plan_of(open_files(model), one, "Q4_0") for one in (asked, *others)]
     WorkFolder(tmp_path / "work").begin(plans[0])
     for plan, name in zip(plans[1:], ("budget", "head", "layout"), strict=True):
-        with pytest.raises(WeightError, match=rf"was begun for something else \({name}: "):
+        with pytest.raises(WeightError, match=rf"was started with other settings \({name}: "):
             WorkFolder(tmp_path / "work").begin(plan)
     assert WorkFolder(tmp_path / "work").begin(plans[0]) == 0
 

@@ -198,7 +198,7 @@ def test_every_endpoint_of_a_batch(server: Running) -> None:
         (b'{"custom_id": "a", "url": "/v1/files", "body": {}}', "url must be /v1/completions, not"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {}, "x": 1}', "unknown field 'x'"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"stream": true}}', "stream has no meaning"),
-        (b'{"custom_id": "a", "custom_id": "b", "url": "/v1/completions", "body": {}}', "field 'custom_id' stands there twice"),
+        (b'{"custom_id": "a", "custom_id": "b", "url": "/v1/completions", "body": {}}', "field 'custom_id' occurs twice"),
         (b'{"custom_id": "a", "url": "/v1/completions", "body": {"seed": 1e400}}', "a number is out of range"),
         (lines([ASK]) + b"\n" + lines([ASK]), "used twice"),
     ],

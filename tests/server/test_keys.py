@@ -74,7 +74,7 @@ def test_a_file_that_all_can_read_is_refused(tmp_path: Path) -> None:
         if good:
             KeyRing(ServerSettings("tiny", keys=file))
         else:
-            with pytest.raises(SettingsError, match="say chmod o-rw"):
+            with pytest.raises(SettingsError, match="run chmod o-rw"):
                 KeyRing(ServerSettings("tiny", keys=file))
     with pytest.raises(SettingsError, match="cannot be read"):
         KeyRing(ServerSettings("tiny", keys=tmp_path / "none.toml"))

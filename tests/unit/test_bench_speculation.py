@@ -76,7 +76,7 @@ def test_tokens_are_shown_by_where_they_came_from() -> None:
 
 def test_prompts_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF\xac\xff")
-    with pytest.raises(ValueError, match=r"model.gguf is no text; give prompts, one a line"):
+    with pytest.raises(ValueError, match=r"model.gguf is not UTF-8 text; give prompts, one per line"):
         read_prompts(tmp_path / "model.gguf")
     (tmp_path / "prompts.txt").write_text("The mill\n\nstands\n")
     assert read_prompts(tmp_path / "prompts.txt") == ["The mill", "stands"]

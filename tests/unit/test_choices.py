@@ -47,7 +47,7 @@ def test_three_forms_are_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_question_is_one_line(line: object, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ARC, line)
-    with pytest.raises(ValueError, match=re.escape(f"{path}: line 2 is no question; give JSON lines like")) as found:
+    with pytest.raises(ValueError, match=re.escape(f"{path}: line 2 is not a question; give JSON lines like")) as found:
         read_choice_questions(path)
     assert "\n" not in str(found.value)
     with pytest.raises(ValueError, match="has no question"):

@@ -145,7 +145,7 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
     code, _, err = shell("smollm2-135m", "hi there")
     assert (code, err) == (
         2,
-        "headrace: smollm2-135m is a model and no command; to ask it something: headrace run smollm2-135m 'hi there'\n",
+        "headrace: smollm2-135m is a model, not a command; to prompt it: headrace run smollm2-135m 'hi there'\n",
     )
     assert f"headrace run {model}" in shell(model)[2]
     assert "Did you mean 'run'?" in shell("runn", "x")[2]
@@ -157,7 +157,11 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
 def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     lines = chat._table(SamplingParams(temperature=0.5, top_n_sigma=1.5)).splitlines()
-    assert lines[0].split(maxsplit=2) == ["temperature", "0.5", "0: always the likeliest token; higher: more varied."]
+    assert lines[0].split(maxsplit=2) == [
+        "temperature",
+        "0.5",
+        "0: always the most probable token; higher: more varied answers.",
+    ]
     assert len(lines) <= 10
     assert any(line.startswith("top_n_sigma ") for line in lines), "what was changed is shown"
     assert not any(line.startswith("xtc_threshold") for line in lines)

@@ -135,7 +135,7 @@ def test_the_verdict(cells: list[tuple[float, float, float]], below: list[str], 
 def test_an_environment_without_a_build_is_refused(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))  # ours, which the other must not see
-    with pytest.raises(ValueError, match=r"^/nowhere is no virtual environment: it has no bin/python; name one"):
+    with pytest.raises(ValueError, match=r"^/nowhere is not a virtual environment, it has no bin/python; name one"):
         compare_builds(model, Path("/nowhere"), CELLS)
     empty = environment(tmp_path / "empty")
     with pytest.raises(ValueError, match=rf"^{empty} has no Headrace; install the other build there: {empty}/bin/python -m "):

@@ -74,7 +74,7 @@ def refusal(engine: Engine, strategy: Strategy, params: SamplingParams, **more: 
     try:
         engine.abort(engine.add([1], params, strategy=strategy, **more).id)
     except AdmissionError as error:
-        return str(error) if "does not heed" in str(error) else ""
+        return str(error) if "does not use" in str(error) else ""
     return ""
 
 
@@ -89,14 +89,14 @@ def test_a_strategy_of_ones_own_is_not_given_what_it_would_drop(engine: Engine, 
         said = refusal(engine, strategy, params)
         assert bool(said) == (field not in COMMON | heeds)
         if said:
-            assert re.fullmatch(rf"the strategy {type(strategy).__name__} does not heed .*; leave out what it would drop", said)
+            assert re.fullmatch(rf"the strategy {type(strategy).__name__} does not use .*; leave these fields out", said)
             assert re.search(rf"\b{field}\b", said)
 
 
 def test_processors_are_such_a_field(engine: Engine) -> None:
     nudge = (LengthNudge(end_id=0, start=1),)
     for strategy in (Plain(), BeamSearch(BeamSearchParams()), ContrastiveSearch(), Scoring()):
-        assert "does not heed processors" in refusal(engine, strategy, SamplingParams(), processors=nudge)
+        assert "does not use processors" in refusal(engine, strategy, SamplingParams(), processors=nudge)
     assert not refusal(engine, Sampling(), SamplingParams(), processors=nudge)
 
 

@@ -42,7 +42,7 @@ def test_a_reference_is_followed_through_objects_and_lists() -> None:
         with pytest.raises(ConstraintError, match="which is not there; correct it"):
             document.resolve(f"#/$defs/{ref}")
     for ref in ("no", "list", "list/0/minimum"):
-        with pytest.raises(ConstraintError, match="which is no schema; correct it"):
+        with pytest.raises(ConstraintError, match="which is not a schema; correct it"):
             document.resolve(f"#/$defs/{ref}")
     with pytest.raises(ConstraintError, match=r"refers to 'b\.json#/a'; only references within it"):
         document.resolve("b.json#/a")

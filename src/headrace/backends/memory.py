@@ -53,7 +53,7 @@ def check_context(max_model_len: int | None, config: ModelConfig) -> None:
     """Raise DoesNotFit if the context is longer than the model's positions."""
     if max_model_len is not None and max_model_len > config.max_position:
         raise DoesNotFit(
-            f"max_model_len {max_model_len} is beyond the {config.max_position} positions the model knows; lower it"
+            f"max_model_len {max_model_len} is larger than the model's context of {config.max_position} tokens; lower it"
         )
 
 

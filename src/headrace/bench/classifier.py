@@ -61,7 +61,7 @@ def predict(llm: LLM, data: LabelledTexts) -> Predictions:
     assert llm.classifier is not None
     number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
     if strange := sorted(set(data.labels) - set(number)):
-        raise ValueError(f"the classifier knows no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])
+        raise ValueError(f"the classifier has no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])
     logits = np.swapaxes(np.array(exit_logits(llm, data.texts)), 0, 1)
     classes = np.array([number[label] for label in data.labels])
     return Predictions(probabilities(logits), classes, np.array(llm.classifier.exits.layers))

@@ -55,7 +55,7 @@ def compare_builds(
         raise ValueError(f"{pairs} pairs of a cell say too little; measure {PAIRS} or more")
     theirs = Build(OTHER, {"": setting or {}}, other.expanduser().absolute() / "bin" / "python")
     if not theirs.python.exists():
-        raise ValueError(f"{other} is no virtual environment: it has no bin/python; name one with another build of Headrace")
+        raise ValueError(f"{other} is not a virtual environment, it has no bin/python; name one with another build of Headrace")
     opened = open_model(model)
     opened.source.close()
     cells = fitting(cells, opened.config, say)

@@ -55,7 +55,7 @@ def open_all(models: Sequence[str]) -> dict[str, Opened]:
                 f"{model} has a table of {opened.config.vocab_size} tokens and {first.name} one of others; leave it out"
             )
         if opened.config.encoder or opened.config.source is not None:
-            raise ValueError(f"{model} is no decoder, and only these are measured here")
+            raise ValueError(f"{model} is not a decoder; only decoders are measured here")
         models_by_name[name] = opened
     return models_by_name
 

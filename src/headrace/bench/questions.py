@@ -66,7 +66,7 @@ def read_choice_questions(path: Path, most: int | None = None) -> list[ChoiceQue
         try:
             questions.append(_choice_question(lines))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            raise ValueError(f"{path}: line {number} is no question; give JSON lines like {CHOICE_FORMS}") from None
+            raise ValueError(f"{path}: line {number} is not a question; give JSON lines like {CHOICE_FORMS}") from None
     if not questions:
         raise ValueError(f"{path} has no question; give JSON lines like {CHOICE_FORMS}")
     return questions
@@ -87,7 +87,7 @@ def _parsed(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except ValueError:
                 fields = None
             if not isinstance(fields, dict):
-                raise ValueError(f"{path}: line {number} is no question; give JSON lines like {CHOICE_FORMS}")
+                raise ValueError(f"{path}: line {number} is not a question; give JSON lines like {CHOICE_FORMS}")
             yield number, fields
 
 

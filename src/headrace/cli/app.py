@@ -91,7 +91,7 @@ def _wrong_usage(error: Any, arguments: Sequence[str]) -> int:
         return error.exit_code
     if unknown and arguments and _is_model(arguments[0]):
         typed = shlex.join(arguments)
-        say(f"headrace: {arguments[0]} is a model and no command; to ask it something: headrace run {typed}")
+        say(f"headrace: {arguments[0]} is a model, not a command; to prompt it: headrace run {typed}")
         return error.exit_code
     text = error.format_message()
     if options := getattr(error, "possibilities", None):

@@ -24,24 +24,22 @@ def arithmetic(
     number_format: Annotated[
         list[str] | None,
         typer.Option(
-            "--format", "-f", help="A mix (Q4_K_M) or a grid (int4-g128, nf4-g64, int8-row-sym, e4m3); may be repeated."
+            "--format", "-f", help="GGUF mix (Q4_K_M) or grid (int4-g128, nf4-g64, int8-row-sym, e4m3); may be repeated."
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=0, help="Tokens that each sequence has behind it.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that take a token together.")] = 1,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of context of each sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 1,
     kv_dtype: Annotated[str, typer.Option(help="Number format of K and V: bfloat16, int8, int4 or float32.")] = "bfloat16",
-    bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="Of memory, in GB/s (default: measured now, by reading).")
-    ] = None,
-    speed: Annotated[float | None, typer.Option(min=0.001, help="Of arithmetic, in 10^12 operations/s.")] = None,
-    errors: Annotated[bool, typer.Option(help="Round some rows of each matrix and measure the error.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="Memory bandwidth in GB/s (default: measured).")] = None,
+    speed: Annotated[float | None, typer.Option(min=0.001, help="Compute speed in 10^12 operations/s.")] = None,
+    errors: Annotated[bool, typer.Option(help="Quantise some rows of each matrix and measure the error.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a token costs in each number format: bytes of weights, of K and V, the ceiling that memory sets, the error.
+    """Compute the cost of a token in each number format: bytes of weights and of K and V, speed limit by memory, error.
 
-    A step reads all weights once, whatever the batch, and K and V of every sequence; a token takes 2 operations a weight.
-    BATCH*, which needs --speed: where weights take as long to multiply as to read, so that their bytes stop mattering. Errors
-    are mean squares relative to those of the weights: rounding inside the range of a scale, clipping outside, S²/12 beside.
+    A step reads all weights once, whatever the batch, and the K and V of every sequence. A token takes 2 operations per weight.
+    BATCH* (needs --speed) is the batch at which multiplying takes as long as reading the weights. Errors are mean squares
+    relative to those of the weights: rounding within the range of a scale, clipping outside it, and S²/12 for comparison.
     """
     from headrace.cli.opening import fetch
 

@@ -32,17 +32,19 @@ def ask(
     model: ModelName,
     sampling: SamplingOptions,
     options: ModelOptions,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", exists=True, file_okay=False, help="Text files, at any depth.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", exists=True, file_okay=False, help="Folder with text files, at any depth.")
+    ],
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION", help="One or more questions.")],
-    budget: Annotated[int, typer.Option(min=1, help="Tokens of documents in a prompt at most.")] = 1024,
-    passages: Annotated[int, typer.Option(min=1, help="Passages in a prompt at most.")] = 8,
+    budget: Annotated[int, typer.Option(min=1, help="Most tokens of documents in a prompt.")] = 1024,
+    passages: Annotated[int, typer.Option(min=1, help="Most passages in a prompt.")] = 8,
     chat_template: TemplateName = None,
 ) -> None:
-    """Answer questions from the documents of a folder (BM25 retrieval), and say which were cited.
+    """Answer questions from the documents of a folder (BM25 retrieval), and list the cited passages.
 
-    Passages come in the order of the documents, whatever the question, so that prompts begin alike; the share of prompt tokens
-    found in the prefix cache is printed. Answers are greedy unless something of how to draw is given, and 256 tokens at most
-    unless --max-tokens says otherwise. Needs the extra `ground`.
+    Passages stand in the order of the documents, so prompts start alike and the prefix cache helps; the share of cached prompt
+    tokens is printed. Answers are greedy unless a sampling option is given, and have at most 256 tokens unless --max-tokens is
+    given. Needs the extra `ground`.
     """
     from headrace.workflows.grounding import asking
     from headrace.workflows.grounding.documents import left_out, not_utf8, read_folder

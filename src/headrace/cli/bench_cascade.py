@@ -13,28 +13,33 @@ from headrace.cli.output import say
 
 def register(bench: typer.Typer) -> None:
     """Add the command."""
-    example = "headrace bench cascade SMALL LARGE -i questions.jsonl --price 0.33", "What deferring saves, and a threshold."
+    example = "headrace bench cascade SMALL LARGE -i questions.jsonl --price 0.33", "Savings by deferral, and a threshold."
     add_measurement(bench, cascade, "source price score match most json_file", example)
 
 
 def cascade(
-    small: Annotated[str, typer.Argument(metavar="SMALL", help="Who is asked first: a catalog name, a GGUF file, a folder.")],
-    large: Annotated[str, typer.Argument(metavar="LARGE", help="Who answers what the first one is not sure of.")],
+    small: Annotated[str, typer.Argument(metavar="SMALL", help="The first model: a catalog name, a GGUF file or a folder.")],
+    large: Annotated[str, typer.Argument(metavar="LARGE", help="The model for questions that SMALL defers.")],
     source: Annotated[
         Path,
-        typer.Option("--input", "-i", exists=True, dir_okay=False, help='JSON lines: "prompt", "answer", perhaps "choices".'),
+        typer.Option(
+            "--input", "-i", exists=True, dir_okay=False, help='JSON lines with "prompt", "answer" and optional "choices".'
+        ),
     ],
-    price: Annotated[float, typer.Option(min=0.0, help="A token of SMALL, where one of LARGE is 1: its share of the bytes.")],
-    score: Annotated[str, typer.Option(help="How sure SMALL is: min, mean, low or vote.")] = "min",
-    match: Annotated[str, typer.Option(help="A free answer is right: exact, number (the last), within.")] = "exact",
-    most: Annotated[int | None, typer.Option(min=4, help="Only so many questions.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of a free answer at most.")] = 256,
-    delta: Annotated[float, typer.Option(help="The share of answers that may be lost against LARGE alone.")] = 0.05,
-    epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
+    price: Annotated[
+        float, typer.Option(min=0.0, help="Cost of a token of SMALL relative to LARGE: the ratio of their bytes.")
+    ],
+    score: Annotated[str, typer.Option(help="Confidence of SMALL: min, mean, low or vote.")] = "min",
+    match: Annotated[str, typer.Option(help="When a free answer is right: exact, number (the last one), within.")] = "exact",
+    most: Annotated[int | None, typer.Option(min=4, help="Number of questions to use (default: all).")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of a free answer.")] = 256,
+    delta: Annotated[float, typer.Option(help="Share of answers that may be lost compared with LARGE alone.")] = 0.05,
+    epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
 ) -> Measurement:
-    """What a cascade of two models loses and saves on questions with known answers, and a threshold with a guarantee.
+    """Measure the loss and the savings of a cascade of two models on questions with known answers, and find a threshold with a
+    bound.
 
-    A cascade lowers the cost of a batch, not the time of each answer: what is passed on pays for both models.
+    A cascade lowers the cost of a batch, not the time of each answer: a deferred question costs both models.
     """
     from headrace.bench import cascade as bench
     from headrace.bench.questions import read_questions

@@ -23,33 +23,36 @@ def register(bench: typer.Typer) -> None:
             "headrace bench compressed MODEL a.gguf b.gguf --text valid.txt --page page.html",
             "Size, perplexity, KL, tokens/s and memory of three models.",
         ),
-        ("headrace bench compressed MODEL OUT --text valid.txt --tasks arc.jsonl", "And how many questions are still right."),
+        (
+            "headrace bench compressed MODEL OUT --text valid.txt --tasks arc.jsonl",
+            "Also the share of questions that stay right.",
+        ),
     )
 
 
 def compressed(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="What the others are held to.")],
-    outs: Annotated[list[str], typer.Argument(metavar="OUT...", help="Models that were made of it.")],
-    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="A text that none of them was measured on.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The original model.")],
+    outs: Annotated[list[str], typer.Argument(metavar="OUT...", help="Compressed models.")],
+    text: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Text that was not used for calibration.")],
     tasks: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="Questions with choices (.jsonl, .jsonl.gz); may be repeated."),
     ] = None,
-    questions: Annotated[int | None, typer.Option(min=1, help="Only so many of each file.")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="Number of questions of each file (default: all).")] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of the text, half of which are scored.")] = 8192,
-    cells: Annotated[str, typer.Option(help="What is timed: cells of bench local.")] = "b1,b8,pp512",
+    cells: Annotated[str, typer.Option(help="Cells of bench local to time.")] = "b1,b8,pp512",
     rounds: Rounds = 5,
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of texts, as of compress.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for choosing texts, as in compress.")] = 0,
     page: Annotated[
-        Path | None, typer.Option(help="Write one page with tables and pictures to this .html file.", callback=writable)
+        Path | None, typer.Option(help="Write a page with tables and plots to this .html file.", callback=writable)
     ] = None,
     *,
     save: Callable[[Any], None],
 ) -> Measurement:
-    """Compressed models beside the one they were made of: size, perplexity, KL, questions, tokens/s in turns, memory.
+    """Compare compressed models with their original: size, perplexity, KL, questions, tokens/s in alternating runs, memory.
 
-    Each is a process of its own when it is timed. A model whose report says that it was measured on passages of the text is
+    Each model is timed in a process of its own. A model whose report says that it was calibrated on passages of the text is
     refused.
     """
     from headrace.bench import compressed as bench

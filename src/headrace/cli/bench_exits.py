@@ -19,8 +19,8 @@ def register(bench: typer.Typer) -> None:
         bench,
         exits,
         "classifier data exits source criterion threshold rounds json_file",
-        ("headrace bench exits MODEL -c FOLDER -d dev.jsonl", "What a classifier's texts save and lose by leaving early."),
-        ("headrace bench exits MODEL --exits FOLDER -i prompts.txt", "What a decoder's tokens do."),
+        ("headrace bench exits MODEL -c FOLDER -d dev.jsonl", "Savings and loss of early exit of a classifier."),
+        ("headrace bench exits MODEL --exits FOLDER -i prompts.txt", "The same for the tokens of a decoder."),
         plot="Draw what is right over layers into this SVG file.",
     )
 
@@ -28,7 +28,7 @@ def register(bench: typer.Typer) -> None:
 def exits(
     model: ModelName,
     classifier: Annotated[
-        Path | None, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="Of an encoder: a classifier.")
+        Path | None, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="Encoder: folder of a classifier.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -36,28 +36,26 @@ def exits(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--exits", exists=True, file_okay=False, help="Of a decoder: exits (train-heads --kind exit)."),
+        typer.Option("--exits", exists=True, file_okay=False, help="Decoder: folder of exits (train-heads --kind exit)."),
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts that trained nothing, one a line."),
+        typer.Option(
+            "--input", "-i", exists=True, dir_okay=False, help="Prompts that were not used for training, one per line."
+        ),
     ] = None,
-    criterion: Annotated[
-        str | None, typer.Option(help="By which texts or tokens leave where time is measured (default: as calibrated).")
-    ] = None,
-    threshold: Annotated[float | None, typer.Option(help="Of the criterion (default: as calibrated).")] = None,
-    decay: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="Of tokens: the curves' threshold that falls along the answer.")
-    ] = 4.0,
-    most: Annotated[int | None, typer.Option(min=2, help="Only so many texts.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of an answer at most.")] = 64,
+    criterion: Annotated[str | None, typer.Option(help="Exit criterion for the timing (default: as calibrated).")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Threshold of the criterion (default: as calibrated).")] = None,
+    decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="Decoder: decay of the threshold along the answer.")] = 4.0,
+    most: Annotated[int | None, typer.Option(min=2, help="Number of texts to use (default: all).")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Most tokens of an answer.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds of each batch size.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     backend: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
 ) -> Measurement:
-    """Accuracy, layers and time of what leaves early beside the whole model: texts of a classifier, or tokens of a decoder.
+    """Compare early exit with the full model: accuracy, layers and time, for texts of a classifier or tokens of a decoder.
 
-    Of a decoder every exit says at every token of the model's greedy answers what it would write, and so does the whole model.
+    For a decoder, every exit and the full model predict each token of the model's greedy answers.
     """
     options, rule = WeightOptions(threads=threads, backend=backend), (criterion, threshold)
     if classifier is not None and data is not None and folder is None and source is None:

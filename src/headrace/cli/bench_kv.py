@@ -17,27 +17,29 @@ def register(bench: typer.Typer) -> None:
         bench,
         kv,
         "text limit cells rounds threads json_file",
-        ("headrace bench kv smollm2-135m --text wiki.txt", "What is lost in int8 and int4, and by which part of K and V."),
+        ("headrace bench kv smollm2-135m --text wiki.txt", "Loss in int8 and int4, of K, of V and of both."),
         ("headrace bench kv smollm2-135m --cells b1_8k", "Tokens/s at a context of 8,000 tokens."),
     )
 
 
 def kv(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, or a repository of the hub.")
+    ],
     text: Annotated[
-        Path | None, typer.Option("--text", exists=True, dir_okay=False, help="A text: how far predictions of it move.")
+        Path | None, typer.Option("--text", exists=True, dir_okay=False, help="Text for measuring the loss.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=2, help="Tokens of it that are fed; half of them are scored.")] = 8192,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of one piece of it.")] = 512,
-    cells: Annotated[str, typer.Option(help="Speeds to measure, as b1_4k,b1_8k (see bench local).")] = "",
+    limit: Annotated[int, typer.Option(min=2, help="Tokens of the text; half of them are scored.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 512,
+    cells: Annotated[str, typer.Option(help="Cells to time, such as b1_4k,b1_8k (see bench local).")] = "",
     rounds: Rounds = 5,
     threads: Threads = None,
 ) -> Measurement:
-    """K and V in bfloat16, int8 and int4: bytes a token, what is lost on a text, tokens/s at long contexts.
+    """Compare K and V in bfloat16, int8 and int4: bytes per token, loss on a text, tokens/s at long contexts.
 
-    What is lost is measured in float32 torch, where nothing else is rounded. Keys are less their mean over other pieces of the
-    text, as `headrace compress --kv` keeps them, but where a line says "as it is". By channel, keys lose less, but what one
-    becomes depends on those after it: no request could be answered alike in another batch.
+    The loss is measured in float32 torch, where nothing else is quantised. Keys are centred by their mean over other parts of
+    the text, as `headrace compress --kv` stores them, except in lines marked "as it is". Scales per channel would lose less,
+    but then the K of a token depends on later tokens, and outputs would depend on the batch.
     """
     if text is None and not cells:
         raise typer.BadParameter("give --text FILE, --cells b1_8k, or both")

@@ -18,34 +18,40 @@ def register(bench: typer.Typer) -> None:
         bench,
         local,
         "cells rounds threads beside profile json_file",
-        ("headrace bench local smollm2-135m", "Every cell of the table, on this machine."),
-        ("headrace bench local MODEL --cells pp512,b1 --json figures.json", "Two of them, written down."),
-        ("headrace bench local MODEL --beside ../before/.venv", "Is this build slower than another?"),
+        ("headrace bench local smollm2-135m", "Every cell, on this machine."),
+        ("headrace bench local MODEL --cells pp512,b1 --json figures.json", "Two cells, with a JSON file."),
+        ("headrace bench local MODEL --beside ../before/.venv", "Compare this build with another."),
     )
 
 
 def local(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
-    cells: Annotated[str, typer.Option(help="What to measure, as pp512,b1; every cell where not given.")] = "",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, or a repository of the hub.")
+    ],
+    cells: Annotated[str, typer.Option(help="Cells to measure, such as pp512,b1 (default: all).")] = "",
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Measurements of every cell, after one to warm up: 5; with --beside 9, no fewer.")
+        int | None,
+        typer.Option(min=1, help="Measurements of each cell, after one warm-up (default: 5; with --beside at least 9)."),
     ] = None,
     threads: Threads = None,
     backend: Annotated[str, typer.Option(help="auto, native or torch.")] = "auto",
     beside: Annotated[
-        Path | None, typer.Option(metavar="OTHER_VENV", help="A virtual environment with another build: is this one slower?")
+        Path | None, typer.Option(metavar="OTHER_VENV", help="Virtual environment with another build to compare with.")
     ] = None,
     profile: Annotated[
         bool,
-        typer.Option("--profile", help="In place of speeds: where a step of 1 to 256 rows spends its time."),
+        typer.Option("--profile", help="Instead of speeds: time of each phase of steps with 1 to 256 rows."),
     ] = False,
     *,
     save: Callable[[Any], None],
 ) -> Measurement:
-    """Prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verifying 5 and 8 tokens, load time,
-    memory. --beside: the same of two builds, in turns, their ratios, and exit code 1 where this one is slower. --profile:
-    phases of the native core, with what they read and multiply and their share of what the machine can do; HEADRACE_ISA
-    chooses the instruction set."""
+    """Measure prefill of 512 and 2048 tokens, decoding at batch 1 to 32 and at contexts up to 8k, verification of 5 and 8
+    tokens, load time and memory.
+
+    --beside: the same for two builds in alternating runs, with their ratios; exit code 1 if this build is slower. --profile:
+    phases of the native core, the bytes and operations of each, and their share of the machine's limit. HEADRACE_ISA chooses
+    the instruction set.
+    """
     if profile:
         if cells or beside or backend not in ("auto", "native"):
             raise ValueError("--profile has no cells, is of one build, and of the native core; leave the other options out")

@@ -22,7 +22,7 @@ def register(bench: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "",
-        ("headrace bench self-draft MODEL --minutes 5", "What pays is saved, for --speculate self."),
+        ("headrace bench self-draft MODEL --minutes 5", "Save a gain for --speculate self."),
     )
     bench.command("self-draft", cls=short)(self_draft)
 
@@ -30,14 +30,14 @@ def register(bench: typer.Typer) -> None:
 def self_draft(
     model: ModelName,
     source: Annotated[
-        Path | None, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line.")
+        Path | None, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one per line.")
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.05, max=10, help="How long to search.")] = 5,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Tokens of each text to agree on.")] = 48,
+    minutes: Annotated[float, typer.Option(min=0.05, max=10, help="Minutes of the search.")] = 5,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Tokens of each text that are compared.")] = 48,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    keep: Annotated[bool, typer.Option(help="Save the choice where it pays, for speculate='self'.")] = True,
+    keep: Annotated[bool, typer.Option(help="Save the choice for speculate='self' if it is faster.")] = True,
 ) -> None:
-    """Search the layers, or the sublayers to leave out, with which a model drafts for itself; only a gain is saved."""
+    """Search the layers or sublayers with which a model drafts for itself. Only a gain is saved."""
     from headrace.backends.recipe import BLOCK_SIZE
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions

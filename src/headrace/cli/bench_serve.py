@@ -14,29 +14,31 @@ from headrace.cli.measuring import add_measurement
 from headrace.cli.output import say
 from headrace.cli.status import status
 
-ASKED, WHEN, WHAT, TOLD = "Whom to ask", "When", "What", "What is said"
+ASKED, WHEN, WHAT, TOLD = "Server", "Arrivals", "Requests", "Output"
 KINDS = ("ids", "text", "chat")
 
-Base = Annotated[str, typer.Argument(metavar="URL", help="Address of the API, as http://127.0.0.1:8000/v1.")]
-ModelOption = Annotated[str | None, typer.Option(help="Its name there (default: the first).", rich_help_panel=ASKED)]
-Kind = Annotated[str, typer.Option(help="Prompts as token ids, text or chat.", rich_help_panel=ASKED)]
-KeyFile = Annotated[Path | None, typer.Option(help="The API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)]
+Base = Annotated[str, typer.Argument(metavar="URL", help="Address of the API, such as http://127.0.0.1:8000/v1.")]
+ModelOption = Annotated[str | None, typer.Option(help="Name of the model (default: the first one).", rich_help_panel=ASKED)]
+Kind = Annotated[str, typer.Option(help="Form of the prompts: ids, text or chat.", rich_help_panel=ASKED)]
+KeyFile = Annotated[
+    Path | None, typer.Option(help="File with the API key (or HEADRACE_API_KEY).", exists=True, rich_help_panel=ASKED)
+]
 Plots = Annotated[
     Path | None,
     typer.Option(help="Write SVG plots into this folder.", callback=writable_folder, rich_help_panel=TOLD),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE.html", help="One page with figures and plots, to send.", callback=writable, rich_help_panel=TOLD
-    ),
+    typer.Option(metavar="FILE.html", help="Write a page with figures and plots.", callback=writable, rich_help_panel=TOLD),
 ]
 
-Timeout = Annotated[float, typer.Option(min=1, help="Seconds for an answer.", rich_help_panel=ASKED)]
+Timeout = Annotated[float, typer.Option(min=1, help="Timeout of an answer in seconds.", rich_help_panel=ASKED)]
 Repeat = Annotated[
     bool,
     typer.Option(
-        "--repeat-prompts", help="The same prompts in every run of a seed, which a prefix cache finds.", rich_help_panel=WHAT
+        "--repeat-prompts",
+        help="Send the same prompts in every run of a seed, so the prefix cache finds them.",
+        rich_help_panel=WHAT,
     ),
 ]
 
@@ -47,12 +49,12 @@ def register(bench: typer.Typer) -> None:
         bench,
         serve,
         "model rate concurrency trace requests input_len output_len slo json_file report",
-        ("headrace bench serve http://127.0.0.1:8000/v1 --concurrency 1,8,32", "So many requests at once."),
+        ("headrace bench serve http://127.0.0.1:8000/v1 --concurrency 1,8,32", "1, 8 and 32 open requests."),
         (
             "headrace bench serve http://127.0.0.1:8000/v1 --rate 1,2,4 --slo ttft:0.5,tpot:0.05",
-            "Poisson, with goodput.",
+            "Poisson arrivals, with goodput.",
         ),
-        ("headrace bench serve http://127.0.0.1:8000/v1 --report load.html", "One page with figures and plots, to send."),
+        ("headrace bench serve http://127.0.0.1:8000/v1 --report load.html", "Write a page with figures and plots."),
         panel=TOLD,
     )
     example = "headrace bench latency http://127.0.0.1:8000/v1 --lengths 64,1024", "First tokens of short and long prompts."
@@ -66,35 +68,40 @@ def serve(
     api_key_file: KeyFile = None,
     timeout: Timeout = 600.0,
     rate: Annotated[
-        str, typer.Option(help="Poisson arrivals a second; several: a sweep, as 1,2,4.", rich_help_panel=WHEN)
+        str, typer.Option(help="Poisson arrivals per second; several values are a sweep: 1,2,4.", rich_help_panel=WHEN)
     ] = "",
-    concurrency: Annotated[str, typer.Option(help="Requests at once; several: a sweep.", rich_help_panel=WHEN)] = "",
+    concurrency: Annotated[str, typer.Option(help="Open requests; several values are a sweep.", rich_help_panel=WHEN)] = "",
     trace: Annotated[
-        Path | None, typer.Option(exists=True, help="Replay: an Azure CSV, a Mooncake .jsonl.", rich_help_panel=WHEN)
+        Path | None, typer.Option(exists=True, help="Trace to replay: Azure CSV or Mooncake .jsonl.", rich_help_panel=WHEN)
     ] = None,
-    trace_scale: Annotated[float, typer.Option(help="Times the times between its arrivals.", rich_help_panel=WHEN)] = 1.0,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of a load.", rich_help_panel=WHAT)] = 100,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first of them.", rich_help_panel=WHAT)] = None,
-    input_len: Annotated[int, typer.Option("--input", min=1, help="Prompt tokens, mean.", rich_help_panel=WHAT)] = 128,
-    output_len: Annotated[int, typer.Option("--output", min=1, help="Answer tokens, mean.", rich_help_panel=WHAT)] = 64,
+    trace_scale: Annotated[
+        float, typer.Option(help="Factor on the times between arrivals of the trace.", rich_help_panel=WHEN)
+    ] = 1.0,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per load.", rich_help_panel=WHAT)] = 100,
+    limit: Annotated[int | None, typer.Option(min=1, help="Send only the first of them.", rich_help_panel=WHAT)] = None,
+    input_len: Annotated[int, typer.Option("--input", min=1, help="Mean prompt tokens.", rich_help_panel=WHAT)] = 128,
+    output_len: Annotated[int, typer.Option("--output", min=1, help="Mean answer tokens.", rich_help_panel=WHAT)] = 64,
     tail: Annotated[float, typer.Option(min=0, help="Spread of log-normal lengths: 1 is heavy.", rich_help_panel=WHAT)] = 0.0,
     cap_input: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.", rich_help_panel=WHAT)] = None,
     cap_output: Annotated[int | None, typer.Option(min=1, help="Shorten longer answers.", rich_help_panel=WHAT)] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.", rich_help_panel=WHAT)] = 0.0,
-    exact: Annotated[bool, typer.Option(help="Ask for whole lengths (ignore_eos).", rich_help_panel=WHAT)] = True,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.", rich_help_panel=WHAT)] = 4,
+    exact: Annotated[bool, typer.Option(help="Request answers of full length (ignore_eos).", rich_help_panel=WHAT)] = True,
+    warmup: Annotated[int, typer.Option(min=0, help="Warm-up requests, which are not counted.", rich_help_panel=WHAT)] = 4,
     seed: Annotated[
-        int, typer.Option(help="Of lengths, arrivals and, with --repeat-prompts, prompts.", rich_help_panel=WHAT)
+        int, typer.Option(help="Seed of lengths, arrivals and, with --repeat-prompts, prompts.", rich_help_panel=WHAT)
     ] = 0,
     repeat_prompts: Repeat = False,
-    slo: Annotated[str, typer.Option(help="Seconds for goodput, as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
-    watch: Annotated[str, typer.Option(help="Process ids whose CPU time is counted.", rich_help_panel=TOLD)] = "",
+    slo: Annotated[
+        str, typer.Option(help="Limits of goodput in seconds, such as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)
+    ] = "",
+    watch: Annotated[str, typer.Option(help="Process ids whose CPU time is measured.", rich_help_panel=TOLD)] = "",
     plots: Plots = None,
     report: Report = None,
 ) -> Measurement:
-    """Load on any OpenAI server: latencies, throughput, goodput.
+    """Put load on any OpenAI server, and measure latencies, throughput and goodput.
 
-    Requests are sent when due, whatever the server does (--rate, --trace), and times count from then; or N at once (8).
+    With --rate or --trace, requests are sent when they are due, whatever the server does, and times count from then. With
+    --concurrency (8) that many requests are open.
     """
     from headrace.bench.load import drive, summary
     from headrace.bench.load.workload import Lengths, WorkloadLimits, describe_truncations, steady
@@ -158,11 +165,11 @@ def latency(
     kind: Kind = "ids",
     api_key_file: KeyFile = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "16,64,256,1024,4096",
-    at_once: Annotated[str, typer.Option(help="Requests at once, greedy against sampled.")] = "1,8",
-    output_len: Annotated[int, typer.Option("--output", min=8, help="Tokens of these answers.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 3,
+    at_once: Annotated[str, typer.Option(help="Open requests for greedy and sampled decoding.")] = "1,8",
+    output_len: Annotated[int, typer.Option("--output", min=8, help="Tokens per answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each length.")] = 3,
 ) -> Measurement:
-    """Time to the first token against prompt length, and greedy decoding against sampling."""
+    """Measure the time to the first token for several prompt lengths, and greedy decoding compared with sampling."""
     from headrace.bench.load import claims, drive
     from headrace.bench.load.workload import Lengths, steady
 

@@ -20,13 +20,15 @@ def register(bench: typer.Typer) -> None:
 
 
 def sharing(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, a hub id.")],
-    source: Annotated[Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line.")],
-    prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 16,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
-    chat: Annotated[bool, typer.Option(help="Through the chat template.")] = False,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A catalog name, a GGUF file, a folder, or a repository of the hub.")
+    ],
+    source: Annotated[Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one per line.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 16,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of an answer.")] = 64,
+    chat: Annotated[bool, typer.Option(help="Use the chat template.")] = False,
 ) -> Measurement:
-    """KV blocks of parallel samples and of beams, with and without sharing, on the same prompts."""
+    """Count KV blocks of parallel samples and of beams with and without sharing, on the same prompts."""
     from headrace.bench import sharing as bench
     from headrace.cli.opening import open_llm
     from headrace.cli.options import ModelOptions

@@ -25,9 +25,12 @@ def register(bench: typer.Typer) -> None:
         bench,
         speculate,
         "source prompts gamma batch sweep grid max_tokens json_file draft speculate",
-        ("headrace bench speculate MODEL -i code.txt -i chat.txt --draft SMALLER", "What a draft model gains on two tasks."),
-        ("headrace bench speculate MODEL -i chat.txt --speculate ngram --gamma 2 --gamma 4", "Prompt lookup, of two lengths."),
-        ("headrace bench speculate MODEL -i chat.txt --grid", "Is auto ever slower than plain decoding?"),
+        ("headrace bench speculate MODEL -i code.txt -i chat.txt --draft SMALLER", "Gain of a draft model on two tasks."),
+        (
+            "headrace bench speculate MODEL -i chat.txt --speculate ngram --gamma 2 --gamma 4",
+            "Prompt lookup with two draft lengths.",
+        ),
+        ("headrace bench speculate MODEL -i chat.txt --grid", "Check that auto is not slower than plain decoding."),
         plot="Draw gamma against speed-up into this SVG file.",
     )
 
@@ -36,27 +39,29 @@ def speculate(
     model: ModelName,
     options: ModelOptions,
     source: Annotated[
-        list[Path], typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line: a task each file.")
+        list[Path],
+        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one per line; each file is a task."),
     ],
-    prompts: Annotated[int, typer.Option(min=1, help="How many of each task.")] = 5,
-    gamma: Annotated[list[int] | None, typer.Option(min=0, max=16, help="Tokens drafted; 0: as the controller says.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Sequences at once; may be repeated.")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Batches of 1, 2, 4, 8, 16 and 32 sequences.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Pairs of plain and speculative runs of each prompt.")] = 3,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 96,
-    grid: Annotated[
-        bool, typer.Option("--grid", help="Is auto ever slower? By batch, task and random text, and drafter.")
-    ] = False,
-    cells: Annotated[str, typer.Option(help="Cells of the grid: b1-*,b4-chat-none; all where not given.")] = "",
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs of a cell of the grid that is close to the limit.")] = 15,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 5,
+    gamma: Annotated[
+        list[int] | None, typer.Option(min=0, max=16, help="Tokens of a draft; 0: chosen by the drafting policy.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Batch size; may be repeated.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Use batches of 1, 2, 4, 8, 16 and 32 sequences.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of plain and speculative runs per prompt.")] = 3,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Most tokens of an answer.")] = 96,
+    grid: Annotated[bool, typer.Option("--grid", help="Measure a grid of batches, tasks, random text and drafters.")] = False,
+    cells: Annotated[str, typer.Option(help="Cells of the grid, such as b1-*,b4-chat-none (default: all).")] = "",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs for a cell that is close to the limit.")] = 15,
     *,
     save: Callable[[Any], None],
     with_plot: bool,
 ) -> Measurement:
-    """Plain and speculative decoding in turns: acceptance, tokens per step, costs, predicted and measured speed-up.
+    """Compare plain and speculative decoding in alternating runs: acceptance, tokens per step, costs, predicted and measured
+    speed-up.
 
-    c and v are what a draft step and a verification cost, in plain steps; the prediction is tokens / (gamma c + v). --grid
-    says for each cell how fast auto is beside plain decoding, 1 being equal, and whether any is below 0.97.
+    c and v are the costs of a draft step and of a verification in plain steps; the predicted speed-up is tokens / (gamma c +
+    v). --grid prints for each cell the speed of auto relative to plain decoding, and whether any is below 0.97.
     """
     from headrace.cli.opening import open_llm
 

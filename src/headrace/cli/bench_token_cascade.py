@@ -21,7 +21,7 @@ def register(bench: typer.Typer) -> None:
         "cascade source threshold defer prompts rounds max_tokens json_file plot_file",
         (
             "headrace bench token-cascade LARGE --cascade SMALLER -i code.jsonl",
-            "Does leaving tokens to a smaller model beat a draft by it?",
+            "Compare a cascade with a draft by the same model.",
         ),
         plot="Draw agreement over speed into this SVG file.",
     )
@@ -31,22 +31,22 @@ def token_cascade(
     model: ModelName,
     options: ModelOptions,
     source: Annotated[
-        Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line, or JSON lines.")
+        Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts, one per line, or JSON lines.")
     ],
     threshold: Annotated[
-        list[float] | None, typer.Option(min=0, max=1.01, help="Of cascades by token; may be repeated.")
+        list[float] | None, typer.Option(min=0, max=1.01, help="Threshold of cascades by token; may be repeated.")
     ] = None,
     defer: Annotated[
         list[float] | None, typer.Option(min=-1, max=1, help="--defer-at of speculative cascades; may be repeated.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many of the file.")] = 10,
-    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences at once, where time is measured.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all ways take turns.")] = 3,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Tokens of each answer at most.")] = 96,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Batch size for the timing.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds of all methods.")] = 3,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=2, help="Most tokens of an answer.")] = 96,
 ) -> Measurement:
-    """Cascades by token and speculative cascades over thresholds, beside plain decoding and a draft by the same smaller model.
+    """Compare cascades by token and speculative cascades with plain decoding and with a draft by the same smaller model.
 
-    A draft changes no token, so it is the bar: what is not faster than it gives tokens up for nothing.
+    A draft changes no token, so a cascade is worth its loss only if it is faster than the draft.
     """
     if options.cascade is None:
         raise typer.BadParameter("bench token-cascade needs a smaller model of the same vocabulary: --cascade MODEL")

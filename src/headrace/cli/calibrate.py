@@ -32,9 +32,9 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "exits cascade source criterion loss delta epsilon max_tokens",
-        ("headrace calibrate MODEL --exits exits -i prompts.txt", "The lowest threshold that loses at most a tenth."),
-        ("headrace calibrate MODEL --cascade SMALLER -i prompts.txt", "The same for a smaller model."),
-        ("headrace run MODEL --exits exits --exit-threshold 0.9 --show-exits 'Why?'", "Use one."),
+        ("headrace calibrate MODEL --exits exits -i prompts.txt", "Lowest threshold with a loss of at most a tenth."),
+        ("headrace calibrate MODEL --cascade SMALLER -i prompts.txt", "The same for a cascade with a smaller model."),
+        ("headrace run MODEL --exits exits --exit-threshold 0.9 --show-exits 'Why?'", "Use a threshold."),
     )
     app.command(cls=short)(with_groups(calibrate))
 
@@ -43,25 +43,32 @@ def calibrate(
     model: ModelName,
     options: ModelOptions,
     source: Annotated[
-        Path, typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts that trained nothing, one a line.")
+        Path,
+        typer.Option(
+            "--input", "-i", exists=True, dir_okay=False, help="Prompts that were not used for training, one per line."
+        ),
     ],
-    criterion: Annotated[Criterion, typer.Option(help="max_prob, margin, saturation or classifier.")] = Criterion.MAX_PROB,
+    criterion: Annotated[
+        Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")
+    ] = Criterion.MAX_PROB,
     decay: Annotated[
         float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: above 0 the threshold falls along the answer.")
     ] = 0.0,
     loss: Annotated[
         Loss,
-        typer.Option(help="text: 1 - ROUGE-L with the whole model's answer; token: tokens that left and are not its own."),
+        typer.Option(
+            help="text: 1 - ROUGE-L with the full model's answer; token: share of early tokens that differ from its tokens."
+        ),
     ] = Loss.TEXT,
-    delta: Annotated[float, typer.Option(help="How much may be lost on average.")] = 0.1,
-    epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of an answer at most.")] = 64,
+    delta: Annotated[float, typer.Option(help="Largest mean loss.")] = 0.1,
+    epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of an answer.")] = 64,
 ) -> None:
-    """Find the lowest threshold for tokens that leave early with which little is lost for sure (Learn then Test).
+    """Find the lowest threshold of early exit, or of a cascade by token, whose loss is bounded (Learn then Test).
 
-    Each threshold is tried by writing answers with it, the safest first, until one cannot be shown to be good enough. The last
-    that could is kept: in calibration.json in the folder of --exits, for a smaller model in Headrace's own folder, where a
-    server with both models finds it. The promise is for prompts like these.
+    Thresholds are tested by generating answers, from the safest one down, until the bound can no longer be shown. The last
+    threshold that passed is stored: in calibration.json in the folder of --exits, or for a cascade in HEADRACE_HOME, where a
+    server with both models finds it. The bound holds for prompts like these.
     """
     _check(options, criterion, decay)
     if not 0 < delta < 1 or not 0 < epsilon < 1:

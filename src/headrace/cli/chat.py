@@ -40,17 +40,17 @@ from headrace.workflows.conversation import Conversation, Message, load
 INTERRUPTED = 130
 HELP = """\
 /system [TEXT]      show or set the system prompt ("" for none)
-/set [NAME VALUE]   the settings and what they do (/set all: all of them); change one: /set temperature 0.5, /set seed none
+/set [NAME VALUE]   show the settings (/set all: every one), or change one: /set temperature 0.5, /set seed none
 /set preset NAME    precise, balanced or creative
-/markdown [off|on]  whether headings, lists, emphasis and code get a look of their own
-/clear              forget what was said; system prompt and settings stay
+/markdown [off|on]  format headings, lists, emphasis and code
+/clear              forget the conversation; system prompt and settings stay
 /retry              answer the last message again
 /save FILE          write the conversation to a file
-/load FILE          go on with a saved one
+/load FILE          continue a saved conversation
 /stats              tokens and speed
 /help               this list
-/exit               leave (Ctrl-D, too)
-A line that ends in a backslash goes on in the next; three quotes (\"\"\") open a message of several lines, three close it.
+/exit               end the program (also Ctrl-D)
+A line that ends in a backslash continues in the next one; three quotes (\"\"\") open and close a message of several lines.
 Ctrl-C stops an answer."""
 COMMANDS = ["/system", "/set", "/markdown", "/clear", "/retry", "/save", "/load", "/stats", "/help", "/exit"]
 # Settings without use in a chat.
@@ -66,9 +66,9 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "system resume preset temperature top_p max_tokens seed draft max_model_len",
-        ("headrace chat smollm2-135m", "Talk; /help lists what else can be typed."),
+        ("headrace chat smollm2-135m", "Start a conversation; /help lists the commands."),
         ('headrace chat MODEL --system "Answer in French." -t 0.3', "With a system prompt of one's own, and less chance."),
-        ("headrace chat MODEL --load talk.json", "Go on with what /save has written."),
+        ("headrace chat MODEL --load talk.json", "Continue what /save wrote."),
     )
     app.command(epilog=HELP.replace("\n", "\n\n"), cls=short)(with_groups(chat))
 
@@ -80,13 +80,13 @@ def chat(
     system: SystemPrompt = None,
     chat_template: TemplateName = None,
     resume: Annotated[
-        Path | None, typer.Option("--load", exists=True, dir_okay=False, help="Go on with a saved conversation.")
+        Path | None, typer.Option("--load", exists=True, dir_okay=False, help="Continue a saved conversation.")
     ] = None,
     show_exits: ShowExits = False,
 ) -> int:
     """Talk with a model.
 
-    Answers go to stdout, everything else to stderr, so that pipes work. When the context is full the oldest turns go.
+    Answers go to stdout, everything else to stderr, so pipes work. When the context is full, the oldest turns are dropped.
     """
     check(options, sampling)
     if show_exits and options.exits is None and options.cascade is None:

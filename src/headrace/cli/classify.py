@@ -18,7 +18,7 @@ from headrace.data.progress import Silent
 BATCH = 64
 
 ClassifierFolder = Annotated[
-    Path, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="A folder that train-classifier wrote.")
+    Path, typer.Option("--classifier", "-c", exists=True, file_okay=False, help="Folder that train-classifier wrote.")
 ]
 
 
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
     short = short_help(
         "classifier file criterion threshold threads",
         ('headrace classify MODEL -c FOLDER "a fine film"', "The class, as a JSON line."),
-        ("headrace classify MODEL -c FOLDER --criterion off", "By the whole model, for each line of stdin."),
+        ("headrace classify MODEL -c FOLDER --criterion off", "All layers, for each line of stdin."),
     )
     app.command(cls=short)(with_groups(classify))
 
@@ -37,20 +37,25 @@ def classify(
     options: WeightOptions,
     classifier: ClassifierFolder,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
+        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts (default: the lines of --file or stdin).")
     ] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with one text per line.")] = None,
     criterion: Annotated[
         str | None,
-        typer.Option(help="When to leave early: max_prob, margin, entropy, kl, patience; off: never (default: as calibrated)."),
+        typer.Option(
+            help="Criterion of early exit: max_prob, margin, entropy, kl, patience; off: no early exit (default: as "
+            "calibrated)."
+        ),
     ] = None,
-    threshold: Annotated[float | None, typer.Option(help="Of the criterion (default: as calibrated).")] = None,
-    show_exits: Annotated[bool, typer.Option("--show-exits", help="What each exit said that a text came by.")] = False,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Each text is two, with a tab between them.")] = False,
+    threshold: Annotated[float | None, typer.Option(help="Threshold of the criterion (default: as calibrated).")] = None,
+    show_exits: Annotated[
+        bool, typer.Option("--show-exits", help="Print the class and confidence at each computed exit.")
+    ] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Each line holds two texts, separated by a tab.")] = False,
 ) -> None:
-    """Say which class each text is of: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.
+    """Classify texts: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.
 
-    A text leaves the model by the first exit that is sure enough; the layers above it are not computed for it.
+    A text exits at the first layer whose confidence passes the threshold; the layers above are skipped for it.
     """
     options.check()
     given = texts_of(texts, file)

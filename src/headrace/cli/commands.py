@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "Measure": ("perplexity", "arithmetic", "compare", "bench"),
 }
-BENCH_HELP = "Measure: batching policies, speed on this machine, servers under load."
+BENCH_HELP = "Measure speed: this machine, servers under load, speculation, compression, early exit."
 BENCH = {
     "Commands": (
         *("local", "serve", "latency", "speculate", "self-draft", "sharing", "cascade", "token-cascade"),
@@ -47,13 +47,13 @@ MODULES = {
 }
 FUNCTIONS = {"list": "list_models", "rm": "remove", "cp": "copy"}
 
-HELP = "Run language models on this machine: fast, offline, many decoding methods in one loop."
+HELP = "Run language models on this machine, offline, with many decoding methods."
 EPILOG = "\n\n".join(
     (
-        "Exit codes: 0 done; 1 error, or generate had lines with errors; 2 wrong usage; 130 interrupted.",
-        "HEADRACE_HOME: where models and the history of chat are kept (~/.cache/headrace).",
-        "HEADRACE_LOG: debug, info, warning (default) or error. HEADRACE_DEBUG=1 shows where an error came from.",
-        "XDG_CONFIG_HOME: your own catalogs lie there in headrace/*.toml (~/.config).",
+        "Exit codes: 0 done; 1 error, or lines with errors in generate; 2 wrong usage; 130 interrupted.",
+        "HEADRACE_HOME: folder of models and of the history of chat (~/.cache/headrace).",
+        "HEADRACE_LOG: debug, info, warning (default) or error. HEADRACE_DEBUG=1 adds the traceback of an error.",
+        "XDG_CONFIG_HOME: your own catalogs are headrace/*.toml in it (~/.config).",
         "HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE: as for the model hub's own tools.",
     )
 )

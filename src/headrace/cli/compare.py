@@ -34,26 +34,26 @@ def compare(
             "-i",
             exists=True,
             dir_okay=False,
-            help="Prompts, one a line: of a .jsonl file as generate takes them, else texts as run does.",
+            help="Prompts, one per line: lines of generate in a .jsonl file, otherwise plain texts.",
         ),
     ],
     modes: Annotated[
-        str, typer.Option(help="Methods, as greedy,sample,beam4,best4,contrastive; an unknown one lists them all.")
+        str, typer.Option(help="Methods, such as greedy,sample,beam4,best4,contrastive; an unknown name lists all of them.")
     ] = "greedy,sample,beam4",
     csv: Annotated[
         Path | None, typer.Option("--csv", "-o", help="Write every answer with its figures to this file.", callback=writable)
     ] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Take so many prompts (default: all).")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Tokens of each answer at most.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the methods that draw.")] = 0,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts to use (default: all).")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of an answer.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling methods.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue plain texts without the chat template.")] = False,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = 32,
 ) -> None:
-    """Decoding methods on the same prompts: tokens/s, repetition, KV blocks.
+    """Compare decoding methods on the same prompts: tokens/s, repetition, KV blocks.
 
-    rep-4: the share of an answer's 4-grams that repeat earlier ones. distinct-4: different 4-grams over all 4-grams of a
-    method's answers. blocks: the most that a request held, on average; 16 tokens each. Of the fields of a line max_tokens
-    counts; the methods decide the others, which are refused.
+    rep-4: share of an answer's 4-grams that repeat earlier ones. distinct-4: different 4-grams divided by all 4-grams of a
+    method's answers. blocks: mean over requests of the most KV blocks held, 16 tokens each. Of the fields of a line only
+    max_tokens is used; fields that a method sets are refused.
     """
     from headrace.bench import strategies
     from headrace.cli.compare_prompts import line_of, read_lines

@@ -27,18 +27,21 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "out number_format method calibrate judge imatrix dry_run",
-        ("headrace compress MODEL -o OUT.gguf -f Q4_K_M", "Every number to the nearest that its block can have."),
+        ("headrace compress MODEL -o OUT.gguf -f Q4_K_M", "Each weight to its nearest value."),
         (
             "headrace compress MODEL -o OUT.gguf -f Q4_0 --method awq,gptq",
-            "The same bytes, better: measured on texts of the model.",
+            "The same size with a smaller loss, calibrated on texts of the model.",
         ),
         ("headrace compress MODEL -o FOLDER -f int4-g128-sym --method gptq", "A folder that other engines read, too."),
         (
             "headrace compress MODEL -o OUT.gguf -f Q4_0 --method neurons,heal,gptq --keep-neurons 0.75 --heal-steps 200 "
             "--calibrate train.txt",
-            "Smaller, trained again, then rounded.",
+            "Prune, train, then quantise.",
         ),
-        ("headrace compress MODEL -o OUT.gguf --method gptq --calibrate train.txt --judge valid.txt", "On texts of one's own."),
+        (
+            "headrace compress MODEL -o OUT.gguf --method gptq --calibrate train.txt --judge valid.txt",
+            "Calibrate on your own texts.",
+        ),
     )
     app.command(cls=short)(with_groups(compress))
 
@@ -50,50 +53,52 @@ class MethodOptions:
     method: Annotated[
         str,
         _method(
-            "A recipe, in this order: neurons, heads, layers, kv-heads: the model becomes smaller; heal: what is left learns "
-            "from what the model was (--heal-steps); awq, smoothquant: inputs "
-            "are scaled, for the weights' sake or their own; magnitude, wanda: weights are left out (--sparsity), sparsegpt: "
-            "and the others make up for them; rtn: to nearest, weighted: to nearest, on scales for which inputs count by "
-            "their size, gptq: each column's error made good by the next. As in "
-            "neurons,heal,awq,wanda,gptq. All but rtn, magnitude and wanda with --imatrix read texts."
+            "Methods with commas, in this order. neurons, heads, layers, kv-heads: remove parts of the model; "
+            "heal: train the rest on the original's outputs (--heal-steps); awq, smoothquant: scale inputs; "
+            "magnitude, wanda, sparsegpt: set weights to zero (--sparsity), sparsegpt also corrects the others; "
+            "rtn: round to nearest; weighted: round with input-weighted scales; gptq: correct each column's error"
+            " in the next ones. Example: neurons,heal,awq,wanda,gptq. All but rtn and magnitude read texts; "
+            "wanda can read --imatrix instead."
         ),
     ] = "rtn"
     sparsity: Annotated[
-        str | None, _method("How many weights become 0: 2:4 (two of each four neighbours), or a share of each row, as 0.5.")
+        str | None, _method("Weights set to zero: 2:4 (two of four neighbours), or a share of each row, such as 0.5.")
     ] = None
-    keep_neurons: Annotated[float | None, _method("neurons: the share of each MLP that stays, in whole 64s, as 0.75.")] = None
-    keep_heads: Annotated[float | None, _method("heads: the share of K/V heads that stays, with their queries.")] = None
-    drop_layers: Annotated[int | None, _method("layers: how many go, those first that move their rows least.")] = None
-    kv_heads: Annotated[int | None, _method("kv-heads: how many are left; neighbours become one (GQA, MQA).")] = None
+    keep_neurons: Annotated[
+        float | None, _method("neurons: share of each MLP that is kept, in multiples of 64, such as 0.75.")
+    ] = None
+    keep_heads: Annotated[float | None, _method("heads: share of K/V heads that is kept, with their query heads.")] = None
+    drop_layers: Annotated[
+        int | None, _method("layers: number of layers to remove; those that change their input least go first.")
+    ] = None
+    kv_heads: Annotated[int | None, _method("kv-heads: number of K/V heads after merging neighbours (GQA, MQA).")] = None
     pool: Annotated[
-        str | None, _method("kv-heads: aligned (turned towards each other, then the mean), mean, or first of each group.")
+        str | None, _method("kv-heads: merging by aligned (rotated, then averaged), mean, or first of each group.")
     ] = None
-    heal_steps: Annotated[int | None, _method("heal: how long, in steps of four texts of --calibrate.")] = None
-    heal_rate: Annotated[float | None, _method("heal: the highest rate of learning (default: 1e-4).")] = None
+    heal_steps: Annotated[int | None, _method("heal: training steps, four texts of --calibrate each.")] = None
+    heal_rate: Annotated[float | None, _method("heal: highest learning rate (default: 1e-4).")] = None
     layout: Annotated[
         str | None,
-        _method(
-            "Of a folder: compressed (compressed-tensors, the default), gptq, awq, or 2:4 (where that is in groups of 32)."
-        ),
+        _method("Layout of a folder: compressed (compressed-tensors, the default), gptq, awq, or 2:4 (needs groups of 32)."),
     ] = None
     budget: Annotated[
-        str | None, _method("Bytes of all tensors, as in 100MB: more bits where they count most, fewer elsewhere.")
+        str | None, _method("Size of all tensors, such as 100MB; chooses the format of each matrix by its importance.")
     ] = None
-    calibrate: Annotated[str, _method("Texts to measure on: a file, or self: the model writes them.")] = "self"
-    tokens: Annotated[str, _method("Tokens of them (auto: four for each input of the widest matrix).")] = "auto"
-    act_order: Annotated[bool, _method("gptq: columns that count most come first.")] = True
+    calibrate: Annotated[str, _method("Calibration texts: a file, or self (the model writes them).")] = "self"
+    tokens: Annotated[str, _method("Calibration tokens (auto: four per input of the widest matrix).")] = "auto"
+    act_order: Annotated[bool, _method("gptq: quantise the most important columns first.")] = True
     judge: Annotated[str, _method("Compare with the original on a text: a file, self, or none.")] = "none"
     write_imatrix: Annotated[
         Path | None,
-        typer.Option(help="Write the importance measured to a .gguf file.", callback=writable, rich_help_panel=PANEL),
+        typer.Option(help="Write the measured importance to a .gguf file.", callback=writable, rich_help_panel=PANEL),
     ] = None
     kv: Annotated[
         str | None,
-        _method("K and V as int8 or int4 from then on, less the mean of keys on those texts; OUT says so to who opens it."),
+        _method("Store in OUT that K and V are kept as int8 or int4, centred by the mean key of the calibration texts."),
     ] = None
-    seed: Annotated[int, _method("Of the choice of texts.")] = 0
+    seed: Annotated[int, _method("Seed for choosing texts.")] = 0
     keep_work: Annotated[
-        bool, typer.Option("--keep-work", help="Leave OUT.work, from which a stopped run goes on.", rich_help_panel=PANEL)
+        bool, typer.Option("--keep-work", help="Keep OUT.work, the state of a stopped run.", rich_help_panel=PANEL)
     ] = False
 
     def values(self) -> dict[str, Any]:
@@ -113,37 +118,35 @@ def compress(
     model: ModelName,
     methods: MethodOptions,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The .gguf file to write, or a folder.", callback=writable_output)
+        Path | None, typer.Option("--out", "-o", help="The .gguf file or folder to write.", callback=writable_output)
     ] = None,
     number_format: Annotated[
         str,
         typer.Option(
             "--format",
             "-f",
-            help="F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, Q3_K_S, Q2_K …: "
-            "as llama.cpp names them; MXFP4. Of a folder int4-g128, int4-g64-sym, int8, w8a8 …: bits, numbers with one "
-            "scale, and whether there are zero points; mxfp4, nvfp4: 4 bits with exponents.",
+            help="GGUF: F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q4_K_M, Q4_K_S, IQ4_NL, Q4_1, Q4_0, Q3_K_L, Q3_K_M, "
+            "Q3_K_S, Q2_K …, named as in llama.cpp, and MXFP4. Folder: int4-g128, int4-g64-sym, int8, w8a8 … "
+            "(bits, group size, symmetric or with zero points); mxfp4, nvfp4 (4-bit floats).",
         ),
     ] = "Q4_K_M",
-    head: Annotated[
-        str | None, typer.Option(help="Another kind for the output projection, as in Q8_0; of a folder integers, as in int8.")
-    ] = None,
+    head: Annotated[str | None, typer.Option(help="Format of the output projection, such as Q8_0; for a folder int8.")] = None,
     imatrix: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="How much each input counts: a file of llama-imatrix, GGUF or .dat."),
+        typer.Option(exists=True, dir_okay=False, help="Importance of each input: a file of llama-imatrix, GGUF or .dat."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads (0: one for each core).")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT where it exists.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
-    matrices: Annotated[bool, typer.Option("--matrices", help="List every tensor: kind, bytes, error.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads (0: one per core).")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and memory, and write nothing.")] = False,
+    matrices: Annotated[bool, typer.Option("--matrices", help="List every tensor: format, bytes, error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a model as a GGUF file, or a folder, with numbers in fewer bits: each rounded to the nearest its block can have,
-    or so that the layers' outputs on texts change least (--method).
+    """Write a model with fewer bits per weight, or with fewer weights, as a GGUF file or a folder.
 
-    MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. One matrix is in memory at a
-    time, or one layer where texts are read; stopped, the same command goes on. The
-    result is not the same model: --judge, or `headrace perplexity` on both, says how much was lost.
+    MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. Weights are rounded to
+    nearest, or quantised so that the outputs of each layer change least (--method). One matrix is in memory at a time, or one
+    layer for methods that read texts. A stopped command continues when it is repeated. The result differs from MODEL: --judge,
+    or `headrace perplexity` on both, measures the loss.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -197,7 +200,7 @@ def _written(path: Path, out: Path, pipeline: Any, overwrite: bool) -> Any:
         return compress(path, out, pipeline, status(), overwrite, _healer(pipeline))
     except KeyboardInterrupt:
         if pipeline.reads:
-            say(f"{out}: stopped; the same command goes on where it was")
+            say(f"{out}: stopped; the same command continues")
         raise
 
 
@@ -224,11 +227,11 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("written" if out else "would be", f"{human_size(report.bytes)}, {report.bytes / before:.0%} of {human_size(before)}"),
         ("weights", f"{report.weights:,} in {report.bits:.2f} bits each"),
         ("tensors", f"{len(report.matrices)}: {kinds}"),
-        ("memory", f"{human_size(report.largest)} at the most, besides the model's mapped file and the program itself"),
+        ("memory", f"{human_size(report.largest)} at most, without the mapped model file and the program itself"),
         ("K and V", _kv(report.kv)),
     ]
     if out is not None:
-        fields.append(("error", f"{report.error:.3%} of the squares of what was rounded or left out"))
+        fields.append(("error", f"{report.error:.3%} of the squared weights that were rounded or removed"))
         if report.zeros is not None:
             fields.append(("zeros", f"{report.zeros:.2%} of the weights of layers"))
         fields += [(cut.method, _cut(cut)) for cut in report.cuts]

@@ -26,12 +26,15 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "out student loss texts steps minutes as_draft",
-        ("headrace distil MODEL -o OUT --student depth=20 --minutes 30", "20 of its layers, from texts that it writes itself."),
+        (
+            "headrace distil MODEL -o OUT --student depth=20 --minutes 30",
+            "20 of its layers, trained on texts that it writes itself.",
+        ),
         (
             "headrace distil MODEL -o OUT --student PRUNED --loss kl,ce --texts train.txt --steps 500",
-            "Heal what pruning or rounding did to a model.",
+            "Repair a pruned or quantised model.",
         ),
-        ("headrace distil MODEL -o OUT --student depth=8 --as-draft", "A draft for it: --draft OUT."),
+        ("headrace distil MODEL -o OUT --student depth=8 --as-draft", "A draft model for --draft OUT."),
     )
     app.command(cls=short)(with_groups(distil))
 
@@ -40,12 +43,14 @@ def register(app: typer.Typer) -> None:
 class LossOptions:
     """Losses of a distillation and their settings: fields of training.distil.DistilConfig."""
 
-    temperature: Annotated[float, _of_loss("kl: what logits are divided by.", min=0.01)] = 2.0
-    share: Annotated[float, _of_loss("kl beside ce, sequence or steps: its share; theirs is the rest.", min=0.0, max=1.0)] = 0.5
-    reasons: Annotated[float, _of_loss("steps: what rationales count beside answers.", min=0.0)] = 1.0
-    count: Annotated[int, _of_loss("Texts, or answers, that the teacher writes.", min=8)] = 256
-    window: Annotated[int, _of_loss("Tokens of a text.", min=8, max=1024)] = 256
-    exits: Annotated[str | None, _of_loss("exits: after so many of the student's layers, as in 10,20.")] = None
+    temperature: Annotated[float, _of_loss("kl: temperature of the logits.", min=0.01)] = 2.0
+    share: Annotated[
+        float, _of_loss("kl together with ce, sequence or steps: weight of kl; the other gets the rest.", min=0.0, max=1.0)
+    ] = 0.5
+    reasons: Annotated[float, _of_loss("steps: weight of rationales compared with answers.", min=0.0)] = 1.0
+    count: Annotated[int, _of_loss("Number of texts or answers that the teacher writes.", min=8)] = 256
+    window: Annotated[int, _of_loss("Tokens per text.", min=8, max=1024)] = 256
+    exits: Annotated[str | None, _of_loss("exits: layers of the student with an exit, such as 10,20.")] = None
 
     def values(self) -> dict[str, Any]:
         """Return the fields of a DistilConfig."""
@@ -56,17 +61,17 @@ class LossOptions:
 class TrainingOptions:
     """Budget and optimizer settings of a training."""
 
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training.")] = None
-    minutes: Annotated[float | None, typer.Option(min=0.001, help="Or how long to train, once the texts are there.")] = None
-    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 4
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None
+    minutes: Annotated[float | None, typer.Option(min=0.001, help="Minutes of training, without writing the texts.")] = None
+    batch: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 4
     rate: Annotated[
-        float | None, typer.Option(min=1e-7, help="The highest rate of learning (default: 1e-4; 1e-3 of random weights).")
+        float | None, typer.Option(min=1e-7, help="Highest learning rate (default: 1e-4; 1e-3 for random weights).")
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Of texts, their order, and random weights.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of texts, their order, and random weights.")] = 0
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None
-    backend: Annotated[
-        str, typer.Option(help="Where MODEL runs while it teaches: native (in its own bits), torch (in float32), auto.")
-    ] = "auto"
+    backend: Annotated[str, typer.Option(help="Back end of the teacher: native (its own format), torch (float32), auto.")] = (
+        "auto"
+    )
 
     def values(self) -> dict[str, Any]:
         """Return the fields of a DistilConfig, with its budget."""
@@ -83,38 +88,41 @@ def distil(
     training: TrainingOptions,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder for it, and to go on from.", callback=writable_folder),
+        typer.Option(
+            "--out", "-o", file_okay=False, help="Output folder; an existing run in it continues.", callback=writable_folder
+        ),
     ],
     student: Annotated[
         str,
         typer.Option(
-            help="layers:0,1,5-9: these of MODEL; depth=20: so many, evenly; depth=8,width=384: random weights; "
-            "or a model with the same tokens."
+            help="layers:0,1,5-9: these layers of MODEL; depth=20: that many, evenly spaced; depth=8,width=384: random"
+            " weights; or a model with the same vocabulary."
         ),
     ],
     loss: Annotated[
         str,
         typer.Option(
-            help="kl (probabilities), ce (tokens of the texts), features (hidden rows), cosine (their direction), attention "
-            "(its maps), exits (after some layers), sequence (MODEL's answers), steps (rationales); several with commas."
+            help="kl (probabilities), ce (tokens of the texts), features (hidden states), cosine (their direction), "
+            "attention (maps), exits (at some layers), sequence (MODEL's answers), steps (rationales); several "
+            "with commas."
         ),
     ] = "kl",
     texts: Annotated[
         str,
         typer.Option(
-            help="Texts to learn from: a file, or self: MODEL writes them. sequence: prompts; "
-            'steps: JSON lines with "prompt", "rationale", "answer".'
+            help="Training texts: a file, or self (MODEL writes them). sequence: prompts; steps: JSON lines with "
+            '"prompt", "rationale", "answer".'
         ),
     ] = "self",
     as_draft: Annotated[
-        bool, typer.Option("--as-draft", help="Measure the student as a draft for MODEL, before and after.")
+        bool, typer.Option("--as-draft", help="Measure the student as a draft model for MODEL, before and after.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a smaller model to do as MODEL does, or heal one that was pruned or rounded; OUT is a folder as any model's.
+    """Train a smaller model on the outputs of MODEL, or repair a pruned or quantised one. OUT is a model folder.
 
-    A run goes on where it stopped; its state is in OUT/work, which can be removed afterwards. Check the licence of MODEL: some
-    forbid training other models on what it says.
+    A stopped run continues when the command is repeated; its state is in OUT/work, which can be removed afterwards. Check the
+    licence of MODEL: some forbid training other models on its outputs.
     """
     if (training.steps is None) == (training.minutes is None):
         raise typer.BadParameter("give --steps or --minutes")

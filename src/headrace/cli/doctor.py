@@ -29,11 +29,11 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Show what a bug report should say of this installation, and what is wrong with it (exit code 1).
+    """Print the facts of this installation for a bug report, and its problems (exit code 1).
 
-    Nothing is sent anywhere, and no keys are shown.
+    Nothing is sent, and keys are not shown.
     """
     facts, problems = _facts(), _problems()
     if as_json:

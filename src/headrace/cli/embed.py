@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
     short = short_help(
         "file pooling dimensions max_model_len threads",
         ('headrace embed MODEL "the mill" "a wheel"', "Two vectors, a JSON line each."),
-        ("headrace embed MODEL --file texts.txt > vectors.jsonl", "A text a line."),
+        ("headrace embed MODEL --file texts.txt > vectors.jsonl", "File with one text per line."),
     )
     app.command(cls=short)(with_groups(embed))
 
@@ -32,15 +32,17 @@ def embed(
     model: ModelName,
     options: WeightOptions,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXTS", help="Texts; without any, the lines of --file or stdin.")
+        list[str] | None, typer.Argument(metavar="TEXTS", help="Texts (default: the lines of --file or stdin).")
     ] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="mean, last or first (default: the model's own).")] = None,
-    dimensions: Annotated[int | None, typer.Option(min=1, help="Keep that many leading numbers.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with one text per line.")] = None,
+    pooling: Annotated[
+        str | None, typer.Option(help="Pooling: mean, last or first (default: as the model's files say).")
+    ] = None,
+    dimensions: Annotated[int | None, typer.Option(min=1, help="Number of leading values to keep.")] = None,
 ) -> None:
     """Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.
 
-    Encoders (BERT, MiniLM) and the hidden states of any other model alike.
+    Works with encoders (BERT, MiniLM) and with the hidden states of any other model.
     """
     options.check()
     given = texts_of(texts, file)

@@ -21,7 +21,7 @@ def writable_output(path: Path | None) -> Path | None:
         return None
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}; make it first")
+        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it first")
     try:
         if path.is_file():
             os.close(os.open(path, os.O_WRONLY))

@@ -37,8 +37,8 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "source target overwrite max_num_seqs preset temperature top_p max_tokens seed json_schema draft max_model_len",
-        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -m 200", "The same command goes on after a stop."),
-        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -t 0 --overwrite", "Begin anew, without chance."),
+        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -m 200", "After a stop the same command continues."),
+        ("headrace generate MODEL -i prompts.jsonl -o answers.jsonl -t 0 --overwrite", "Start again, greedily."),
     )
     app.command(cls=short)(with_groups(generate))
 
@@ -49,26 +49,29 @@ def generate(
     choice: ChoiceOptions,
     options: ModelOptions,
     source: Annotated[
-        Path, typer.Option("--input", "-i", metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one a line.")
+        Path,
+        typer.Option(
+            "--input", "-i", metavar="IN.jsonl", exists=True, dir_okay=False, help="Requests, one JSON object per line."
+        ),
     ],
-    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one a line.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew where OUT.jsonl is there.")] = False,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences computed at once.")] = 32,
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Answers, one JSON object per line.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch.")] = 32,
     show_exits: ShowExitsOfMany = False,
 ) -> int:
-    """Answer every line of a file; answers come in order of completion.
+    """Answer every line of a file. Answers are written in order of completion.
 
-    A line is {"prompt": ...} (continued as it is), {"messages": [...]} (through the chat template) or {"prompt_token_ids":
-    [...]}, with "id" and sampling parameters where wanted; or a line of OpenAI's batch API for chat/completions or
-    completions. Without max_tokens an answer goes on to its end or to that of the context. "messages" may come with
-    continue_final_message, add_generation_prompt and chat_template_kwargs.
+    A line is {"prompt": ...} (continued without the chat template), {"messages": [...]} (with the chat template) or
+    {"prompt_token_ids": [...]}, with an optional "id" and sampling parameters; or a line of OpenAI's batch API for
+    chat/completions or completions. Without max_tokens an answer ends where the model or the context ends it. "messages" may
+    come with continue_final_message, add_generation_prompt and chat_template_kwargs.
 
-    An answer is {"id", "outputs", "finish_reason", "usage", "error"}. A line that cannot be answered gets one with "error"
-    and stops nothing; if there are any, the exit code is 1. Lines without "id" are line-N; of two with the same the second
-    is an error.
+    A record is {"id", "outputs", "finish_reason", "usage", "error"}. A line that cannot be answered gets a record with "error";
+    the other lines are answered, and the exit code is 1. Lines without "id" are line-N. The second of two lines with the same
+    id is an error.
 
-    After a kill or Ctrl-C the same command goes on where it was. OUT.jsonl.state says what OUT.jsonl is made from: another
-    input, model or setting is refused.
+    After a kill or Ctrl-C the same command continues. OUT.jsonl.state holds hashes of the input, the model and the settings; if
+    one of them differs, the command stops.
     """
     check(options, sampling, choice)
     if show_exits and options.exits is None and options.cascade is None:
@@ -106,7 +109,7 @@ def _conclude(output: BatchOutput) -> int:
     failed = f", {output.failed} with an error" if output.failed else ""
     lines = f"{counted(output.total, 'lines')} {'is' if output.total == 1 else 'are'} done{failed}"
     if not output.complete:
-        say(f"{len(output.done)} of {lines}; the same command goes on")
+        say(f"{len(output.done)} of {lines}; the same command continues")
         return INTERRUPTED
     say(f"{lines}: {output.path}")
     return 1 if output.failed else 0

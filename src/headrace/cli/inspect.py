@@ -20,7 +20,7 @@ def inspect(
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     template: Annotated[bool, typer.Option("--template", help="Print the chat template and nothing else.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a model's architecture, tensors, number formats, KV bytes per token, tokenizer and chat template."""
     from headrace.weights.hub import resolve

@@ -77,5 +77,5 @@ def resumable(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say(f"{out}: stopped; the same command goes on where it was")
+        say(f"{out}: stopped; the same command continues")
         raise

@@ -15,8 +15,8 @@ from headrace.cli.options import with_groups
 from headrace.cli.output import print_table, say
 from headrace.cli.status import status
 
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads; every core where not given.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measurements of every cell, after one to warm up.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: every core).")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each cell, after one warm-up.")]
 
 
 def add_measurement(

@@ -28,7 +28,7 @@ NameOrPath = Annotated[
 ]
 Catalogs = Annotated[
     list[Path] | None,
-    typer.Option("--catalog", exists=True, dir_okay=False, help="A further catalog file; may be repeated."),
+    typer.Option("--catalog", exists=True, dir_okay=False, help="Additional catalog file; may be repeated."),
 ]
 
 
@@ -43,9 +43,9 @@ def pull(
     ],
     catalogs: Catalogs = None,
 ) -> None:
-    """Download models; what is here already is checked.
+    """Download models, and check those that are already downloaded.
 
-    Prints each model's path. An interrupted download is taken up where it stopped.
+    Prints the path of each model. An interrupted download continues.
     """
     from headrace.weights.hub import pull as pull_model
 
@@ -57,7 +57,7 @@ def pull(
         try:
             record = pull_model(name, entries=entries, store=store, progress=progress)
         except KeyboardInterrupt:
-            say(f"{name}: stopped; the same command goes on where it was")
+            say(f"{name}: stopped; the same command continues")
             raise
         say(f"{record.name}: {human_size(record.size)}, SHA-256 checked, from the {record.source}")
         typer.echo(store.path(record))
@@ -65,11 +65,11 @@ def pull(
 
 def list_models(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="FOLDER", help="Show the models in these folders.", exists=True)
+        list[Path] | None, typer.Argument(metavar="FOLDER", help="Folders whose models are listed.", exists=True)
     ] = None,
     catalogs: Catalogs = None,
 ) -> None:
-    """List the models that are here, by name and where they lie, and those of the catalog; or those in folders."""
+    """List downloaded models with name, path and size, and those of the catalog; or the models in folders."""
     if folders:
         from headrace.startup.supported import describe_support
 
@@ -122,7 +122,7 @@ def _stored_rows(catalogs: list[Path] | None) -> list[tuple[str, ...]]:
 
 
 def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
-    """Show what is known of a model: where it lies, whether it runs here, and the settings in force."""
+    """Show path, size, licence and settings of a model, and whether it runs here."""
     from headrace.weights.hub import resolve
 
     entries, store, named = catalog.load(catalogs or ()), Store(), names.find(name)
@@ -197,9 +197,9 @@ def _local_fields(record: Record, store: Store) -> list[tuple[str, str]]:
 
 def remove(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete a model from this machine; of a name that was given to one (headrace add) only the name."""
+    """Delete a model from this machine; for a name of headrace add, only the name."""
     if (named := names.find(name)) is not None:
         if not yes and not typer.confirm(f"Remove the name {name} and its settings ({named.model} stays)?", err=True):
             raise typer.Abort

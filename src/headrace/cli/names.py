@@ -16,19 +16,19 @@ from headrace.weights.names import Name
 from headrace.weights.store import StoreError, expand
 
 Settings: Any = make_dataclass("Settings", option_fields(DRAWS, SAMPLING_PANEL))
-NewName = Annotated[str, typer.Argument(metavar="NAME", help="What the model will be called.")]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     add_help = short_help(
         "system template temperature top_k top_p min_p max_tokens stop",
-        ("headrace add mill ~/models/mill.Q4_K_M.gguf -t 0.3", "Every command, the server and Python know mill now."),
+        ("headrace add mill ~/models/mill.Q4_K_M.gguf -t 0.3", "Every command, the server and Python then accept mill."),
         ('headrace add brief smollm2-135m --system "Answer in one sentence."', "The same model with another beginning."),
     )
     copy_help = short_help(
         "system template temperature top_k top_p min_p max_tokens stop",
-        ("headrace cp mill calm -t 0", "What mill is, but for the temperature."),
+        ("headrace cp mill calm -t 0", "The same model with another temperature."),
     )
     app.command(cls=add_help)(with_groups(add))
     app.command("cp", cls=copy_help)(with_groups(copy))
@@ -42,12 +42,10 @@ class OwnSettings(Settings):
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=SAMPLING_PANEL)
     ] = None
     template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, in place of the model's.", exists=True, dir_okay=False)
+        Path | None, typer.Option(help="File with a chat template that replaces the model's.", exists=True, dir_okay=False)
     ] = None
 
-    system: Annotated[
-        str | None, typer.Option(help='What conversations without a system message begin with ("": nothing).')
-    ] = None
+    system: Annotated[str | None, typer.Option(help='System prompt of conversations without one ("": none).')] = None
 
     def on(self, name: Name) -> Name:
         """The name with these settings. Raises typer.BadParameter."""
@@ -62,9 +60,9 @@ class OwnSettings(Settings):
 
 
 def add(name: NewName, model: ModelName, settings: OwnSettings) -> None:
-    """Give a model a name, with settings, a system prompt and a chat template of its own.
+    """Give a model a name with settings, a system prompt and a chat template.
 
-    Every command, the server and Python then take the name. Added again it is given anew. The files stay where they are.
+    Every command, the server and Python accept the name. Adding a name again replaces it. Files are not moved.
     """
     path = expand(model)
     local = path.exists() and model not in catalog.load()
@@ -76,7 +74,7 @@ def copy(
     name: NewName,
     settings: OwnSettings,
 ) -> None:
-    """Give what is known by one name another, to change settings in; no file is copied."""
+    """Give a named model a second name with other settings. No file is copied."""
     known = names.find(source)
     if known is None:
         add(name, source, settings)

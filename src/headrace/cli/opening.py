@@ -26,7 +26,7 @@ def fetch(model: str) -> Path:
     try:
         return resolve(model, entries=entries, progress=status())
     except KeyboardInterrupt:
-        say(f"{model}: stopped; the same command goes on where it was")
+        say(f"{model}: stopped; the same command continues")
         raise
 
 

@@ -25,7 +25,7 @@ MODEL_PANEL, SAMPLING_PANEL, CHOICE_PANEL = "Model", "Sampling", "Beams, best of
 FORM_PANEL = "Form of the answer"
 
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system", help="The system prompt (default: the catalog's or the template's own).")
+    str | None, typer.Option("--system", help="System prompt (default: that of the name, the catalog or the template).")
 ]
 TemplateName = Annotated[
     str | None,
@@ -37,9 +37,9 @@ TemplateName = Annotated[
     ),
 ]
 ShowExits = Annotated[
-    bool, typer.Option("--show-exits", help="Colour tokens that left early, or are a smaller model's, and sum them up.")
+    bool, typer.Option("--show-exits", help="Colour tokens from an early exit or a smaller model, and count them.")
 ]
-ShowExitsOfMany = Annotated[bool, typer.Option("--show-exits", help="Sum up after how many layers, or by whom, tokens came.")]
+ShowExitsOfMany = Annotated[bool, typer.Option("--show-exits", help="Count tokens by exit layer, or by model of a cascade.")]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -188,7 +188,7 @@ class ModelOptions(Decoding):
     """These, and what the other decoding methods need."""
 
 
-PRESET = _sampling("precise (greedy), balanced or creative, in place of the model's own.")
+PRESET = _sampling("precise (greedy), balanced or creative, instead of the model's own settings.")
 DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
 SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {
     *("beam_width", "penalty_alpha", "contrastive_beta", "defer_rule", "refine_block"),
@@ -212,9 +212,9 @@ class SamplingOptions(Drawing):
     sampling_defaults: Annotated[
         SamplingDefaults, _sampling("Settings that are not given: the model's own, or neutral ones (for evaluations).")
     ] = SamplingDefaults.MODEL
-    dry_breaker: Annotated[list[str] | None, _sampling("Text no repetition reaches across; may be repeated.")] = None
-    logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to that token's logit; may be repeated.")] = None
-    bad_word: Annotated[list[str] | None, _sampling("Text that must not be written; may be repeated.")] = None
+    dry_breaker: Annotated[list[str] | None, _sampling("DRY: text that ends a repetition; may be repeated.")] = None
+    logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to the token's logit; may be repeated.")] = None
+    bad_word: Annotated[list[str] | None, _sampling("Excluded text; may be repeated.")] = None
     stop: Annotated[list[str] | None, _sampling("Text that ends the answer; may be repeated.")] = None
     stop_token_id: Annotated[list[int] | None, _sampling("Token that ends the answer; may be repeated.")] = None
     json_schema: Annotated[
@@ -224,7 +224,7 @@ class SamplingOptions(Drawing):
     grammar: Annotated[
         Path | None, _form("The answer fits the grammar (Lark or GBNF) in this file.", exists=True, dir_okay=False)
     ] = None
-    choice: Annotated[list[str] | None, _form("The answer is this text; may be repeated: one of them.")] = None
+    choice: Annotated[list[str] | None, _form("The answer is one of these texts; may be repeated.")] = None
 
     def changes(self) -> dict[str, Any]:
         """The given fields of SamplingParams. Raises typer.BadParameter for invalid values."""
@@ -317,7 +317,7 @@ def check(options: ModelOptions, sampling: SamplingOptions, choice: ChoiceOption
             raise typer.BadParameter(f"{option} needs a smaller model of the same vocabulary: --amateur MODEL")
     for name, method in (("beam_width", "beam search"), ("refine_block", "refine")):
         if given.get(name) is not None and sampling.preset is not None:
-            raise typer.BadParameter(f"--preset says how tokens are drawn, and {method} draws none; leave it out")
+            raise typer.BadParameter(f"--preset sets how tokens are sampled, and {method} does not sample; leave it out")
     check_helpers(options, given)
     # Texts are tokenized when the model is open; any token stands for them here.
     stand_in = {"bad_words": ((0,),), "dry_breakers": (0,)}

@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         "window stride limit as_json kv_dtype quantize",
         (
             "headrace perplexity MODEL text.txt --limit 4096",
-            "Of the first 4,096 tokens of a text, with its error.",
+            "Perplexity of the first 4,096 tokens, with its standard error.",
         ),
     )
     app.command(cls=short)(with_groups(perplexity))
@@ -35,20 +35,20 @@ def register(app: typer.Typer) -> None:
 def perplexity(
     model: ModelName,
     options: WeightOptions,
-    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A text.")],
-    window: Annotated[int | None, typer.Option(min=2, help="Tokens fed at once (default: 512, or the context).")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Text file.")],
+    window: Annotated[int | None, typer.Option(min=2, help="Tokens of a window (default: 512, at most the context).")] = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens from one window to the next (default: a window; half of one scores every token)."),
+        typer.Option(min=1, help="Tokens from one window to the next (default: a window; half a window scores every token)."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=2, help="Only the first tokens of the text.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    limit: Annotated[int | None, typer.Option(min=2, help="Use only this many tokens from the start of the text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure how well a model predicts a text: exp of the mean negative log-likelihood of its tokens.
 
-    The text is cut into windows, which know nothing of each other. In each the second half is scored, so every scored token
-    follows at least half a window of text. Perplexities compare only between models with the same tokenizer, on the same
-    text and windows.
+    The text is cut into independent windows. Only the second half of each window is scored, so every scored token follows at
+    least half a window of text. Perplexities are comparable only between models with the same tokenizer, on the same text and
+    windows.
     """
     from headrace.stats import perplexity as statistics
     from headrace.workflows.perplexity import BATCH, DEFAULT_WINDOW, score, text_windows
@@ -101,5 +101,5 @@ def _warning(count: int, value: float, error: float | None) -> str:
     if share <= WIDE:
         return ""
     enough = tokens_for_error(count, share, NARROW)
-    few = f"{counted(count, 'tokens')} scored are few: ± {share:.0%} is too wide to compare models by"
+    few = f"{counted(count, 'tokens')} scored are too few: ± {share:.0%} is too wide to compare models by"
     return f"{few}; with about {enough:,} it is ± {NARROW:.0%}"

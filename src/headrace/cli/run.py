@@ -33,8 +33,8 @@ def register(app: typer.Typer) -> None:
         "file system raw n as_json quiet preset temperature top_p max_tokens seed json_schema draft max_model_len",
         ('headrace run smollm2-135m "Name three rivers."', "The answer on stdout, figures on stderr."),
         ("git diff | headrace run MODEL 'Summarise this change.' -f notes.txt", "What is piped in and files are added."),
-        ("headrace run MODEL -q -t 0 --json-schema person.json 'Who wrote Faust?'", "Nothing but JSON that fits a schema."),
-        ("headrace run model.gguf --raw 'Once upon a time' -m 60", "A file of one's own continues a text."),
+        ("headrace run MODEL -q -t 0 --json-schema person.json 'Who wrote Faust?'", "Only JSON that fits a schema."),
+        ("headrace run model.gguf --raw 'Once upon a time' -m 60", "A model file continues a text."),
     )
     app.command(cls=short)(with_groups(run))
 
@@ -44,29 +44,29 @@ def run(
     sampling: SamplingOptions,
     choice: ChoiceOptions,
     options: ModelOptions,
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to answer.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt.", show_default=False)] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", exists=True, dir_okay=False, readable=True, help="Text to add; may be repeated."),
+        typer.Option(
+            "--file", "-f", exists=True, dir_okay=False, readable=True, help="File with text to append; may be repeated."
+        ),
     ] = None,
     system: SystemPrompt = None,
     chat_template: TemplateName = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text without the chat template.")] = False,
     n: Annotated[int, typer.Option("-n", min=1, max=64, help="Number of answers.")] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: each token's log-probability, and this many alternatives.")
+        int | None, typer.Option(help="With --json: log-probability of each token, and this many alternatives.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object when the answer is complete.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The answer alone, no figures.")] = False,
-    show_speculation: Annotated[
-        bool, typer.Option("--show-speculation", help="Colour each token by where it came from.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the answer is complete.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone, without figures.")] = False,
+    show_speculation: Annotated[bool, typer.Option("--show-speculation", help="Colour each token by its drafter.")] = False,
     show_exits: ShowExits = False,
 ) -> int:
-    """Answer a prompt; the answer goes to stdout as it comes, figures to stderr.
+    """Answer a prompt. The answer goes to stdout as it is generated, figures go to stderr.
 
-    PROMPT, every --file and what is piped in are joined, a blank line between them. The model is downloaded where it is
-    missing. Ctrl-C ends the answer (exit code 130).
+    PROMPT, every --file and standard input are joined with an empty line between them. A missing model is downloaded. Ctrl-C
+    ends the answer (exit code 130).
     """
     if raw and (system, chat_template) != (None, None):
         raise typer.BadParameter("--raw uses no chat template, so it takes no --system and no --chat-template")

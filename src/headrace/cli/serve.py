@@ -41,8 +41,8 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "host port api_key_file config served_model_name max_num_seqs max_model_len draft quantize threads",
-        ("headrace serve smollm2-135m", "The page and the API on http://127.0.0.1:8000."),
-        ("headrace serve MODEL --port 8080 --draft SMALLER", "Another port; a smaller model drafts."),
+        ("headrace serve smollm2-135m", "Page and API on http://127.0.0.1:8000."),
+        ("headrace serve MODEL --port 8080 --draft SMALLER", "Another port, with a draft model."),
         ("headrace serve --config serve.toml", "Several models, limits and keys from a file."),
     )
     app.command(cls=short)(with_groups(serve))
@@ -57,10 +57,10 @@ def serve(
     classifier: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help=CLASSIFIER.field.help)] = None,
     model: ServedModel = "",
 ) -> int:
-    """Serve a model to OpenAI clients; it is downloaded where it is missing.
+    """Serve models to OpenAI clients, with a page for the browser. A missing model is downloaded.
 
-    On 127.0.0.1 no key is needed; any other address insists on one (HEADRACE_API_KEY, --api-key-file, --keys). SIGTERM and
-    Ctrl-C finish what runs, a second one ends at once. A --config may name the model, or several, in MODEL's place.
+    On 127.0.0.1 no key is needed; every other address needs one (HEADRACE_API_KEY, --api-key-file, --keys). SIGTERM and Ctrl-C
+    finish running requests; a second signal ends at once. --config may name one or several models instead of MODEL.
     """
     _check(model, options)
     from headrace.cli.cascade_files import read_cascade

@@ -130,37 +130,40 @@ class ServerOptions:
 
     config: Annotated[
         Path | None,
-        _server("TOML or YAML with any of these options, and several models.", is_eager=True, callback=read_config, **FILE),
+        _server(
+            "TOML or YAML file with any of these options, and several models.", is_eager=True, callback=read_config, **FILE
+        ),
     ] = None
     host: Annotated[str, _server("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _server("0: any that is free.", min=0, max=65535)] = 8000
-    served_model_name: Annotated[str | None, _server("What clients call the model (default: its name).")] = None
-    api_key_file: Annotated[Path | None, _server("The key clients send.", **FILE)] = None
-    api_key_env: Annotated[str, _server("The environment variable that holds it, where there is no file.")] = "HEADRACE_API_KEY"
+    port: Annotated[int, _server("Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
+    served_model_name: Annotated[str | None, _server("Name of the model for clients (default: its own name).")] = None
+    api_key_file: Annotated[Path | None, _server("File with the key that clients send.", **FILE)] = None
+    api_key_env: Annotated[str, _server("Environment variable with the key, if there is no file.")] = "HEADRACE_API_KEY"
     keys: Annotated[
-        Path | None, _server("A file of several keys (TOML) with names, salts and quotas; it may change at any time.", **FILE)
+        Path | None,
+        _server("TOML file of several keys with names, salts and quotas; it is read again when it changes.", **FILE),
     ] = None
-    tls_cert: Annotated[Path | None, _server("Certificate, PEM.", **FILE)] = None
-    tls_key: Annotated[Path | None, _server("Its private key, PEM.", **FILE)] = None
+    tls_cert: Annotated[Path | None, _server("TLS certificate, PEM.", **FILE)] = None
+    tls_key: Annotated[Path | None, _server("TLS private key, PEM.", **FILE)] = None
     open_objects: Annotated[
         bool,
-        _server("JSON objects may have properties that their schema does not list, and its numbers any count of digits."),
+        _server("Allow JSON objects to have properties that their schema does not list, and integers of any length."),
     ] = False
     trusted_proxy: Annotated[
-        str, _server("Proxies whose X-Forwarded-For and -Proto are believed: addresses or networks, separated by commas.")
+        str, _server("Trusted proxies, whose X-Forwarded-For and -Proto are used: addresses or networks, separated by commas.")
     ] = ""
     sampling_defaults: Annotated[
         SamplingDefaults, _server("Settings of requests that give none: the model's own, or neutral ones (for evaluations).")
     ] = SamplingDefaults.MODEL
-    log_json: Annotated[bool, _server("The log as JSON lines; with HEADRACE_LOG=info every request, in numbers.")] = False
-    grace: Annotated[float, _server("Seconds to finish what runs after SIGTERM.", min=0)] = 30.0
+    log_json: Annotated[bool, _server("Write the log as JSON lines; with HEADRACE_LOG=info one line per request.")] = False
+    grace: Annotated[float, _server("Seconds for running requests to finish after SIGTERM.", min=0)] = 30.0
     state: Annotated[
         Path | None,
-        _server("Folder of files, batches, responses (default: in HEADRACE_HOME, one for each port).", file_okay=False),
+        _server("Folder of stored files, batches and responses (default: in HEADRACE_HOME, one per port).", file_okay=False),
     ] = None
     model_memory: Annotated[
         str | None,
-        _server("Memory for models, as in 8GiB: they are loaded when asked for, and idle ones make room."),
+        _server("Memory for models, such as 8GiB: they are loaded at their first request, and idle ones are unloaded."),
     ] = None
 
     def key(self) -> str | None:
@@ -171,7 +174,7 @@ class ServerOptions:
         if not key:
             raise ValueError(f"{self.api_key_file} is empty; write the key into it")
         if self.api_key_file.stat().st_mode & stat.S_IROTH:
-            say(f"{self.api_key_file} can be read by all users of this machine; say chmod o-r {self.api_key_file}")
+            say(f"{self.api_key_file} can be read by all users of this machine; run chmod o-r {self.api_key_file}")
         return key
 
 
@@ -186,10 +189,10 @@ Batching: Any = make_dataclass("Batching", setting_fields(BATCHING, QUEUE, min=1
 class QueueOptions(Batching):
     """Options of the engine's batches and of the queue in front of them."""
 
-    max_queued_requests: Annotated[int, _queue("More get a 429.", min=1)] = 256
-    max_queued_tokens: Annotated[int, _queue("Prompt tokens that may wait; more get a 429.", min=1)] = 262_144
-    stuck_after: Annotated[float, _queue("Seconds of silence after which the engine is started again.", min=1)] = 60.0
-    load_timeout: Annotated[float, _queue("Seconds within which a model has to be loaded.", min=1)] = 600.0
+    max_queued_requests: Annotated[int, _queue("Waiting requests; more get a 429.", min=1)] = 256
+    max_queued_tokens: Annotated[int, _queue("Waiting prompt tokens; more get a 429.", min=1)] = 262_144
+    stuck_after: Annotated[float, _queue("Seconds without a message after which the engine is restarted.", min=1)] = 60.0
+    load_timeout: Annotated[float, _queue("Seconds for loading a model.", min=1)] = 600.0
 
 
 LimitOptions: Any = make_dataclass(

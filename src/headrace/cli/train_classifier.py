@@ -25,36 +25,37 @@ def train_classifier(
         Path,
         typer.Option("--data", "-d", exists=True, dir_okay=False, help='JSON lines (or .tsv, .csv): "text" and "label".'),
     ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", file_okay=False, help="Folder for the classifier.", callback=writable_folder)
-    ],
+    out: Annotated[Path, typer.Option("--out", "-o", file_okay=False, help="Output folder.", callback=writable_folder)],
     check: Annotated[
         Path | None,
-        typer.Option("--check", exists=True, dir_okay=False, help="Texts to calibrate with (default: 3 in 10 of --data)."),
+        typer.Option("--check", exists=True, dir_okay=False, help="Calibration texts (default: 3 in 10 of --data)."),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Exits after these layers, as in 2,4,6 (default: after each).")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers with an exit, such as 2,4,6 (default: each).")] = None,
     pooling: Annotated[
-        str | None, typer.Option(help="What an exit reads: first, mean or both (default: as the encoder was trained).")
+        str | None, typer.Option(help="Pooling of an exit: first, mean or both (default: as the encoder was trained).")
     ] = None,
-    delta: Annotated[float, typer.Option(help="The share of texts that may be lost against the whole model.")] = 0.01,
-    epsilon: Annotated[float, typer.Option(help="How often that may not hold.")] = 0.05,
-    decay: Annotated[float, typer.Option(min=0.0, help="How much large weights cost.")] = 1e-3,
-    most: Annotated[int | None, typer.Option(min=4, help="Only so many texts.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the texts that are held out.")] = 0,
+    delta: Annotated[
+        float, typer.Option(help="Share of texts that early exit may classify wrongly and the full model correctly.")
+    ] = 0.01,
+    epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
+    decay: Annotated[float, typer.Option(min=0.0, help="Weight decay.")] = 1e-3,
+    most: Annotated[int | None, typer.Option(min=4, help="Number of texts to use (default: all).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     joint: Annotated[
-        bool, typer.Option("--joint", help="The encoder learns with its exits; OUT is a new model with its classifier.")
+        bool, typer.Option("--joint", help="Train the encoder together with its exits; OUT is a new model with its classifier.")
     ] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Of --joint: how often each text is learnt from.")] = 1,
-    rate: Annotated[float, typer.Option(min=1e-7, max=0.1, help="Of --joint: the encoder's highest rate of learning.")] = 5e-5,
-    batch: Annotated[int, typer.Option(min=1, help="Of --joint: texts of a step.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="With --joint: epochs.")] = 1,
+    rate: Annotated[float, typer.Option(min=1e-7, max=0.1, help="With --joint: highest learning rate of the encoder.")] = 5e-5,
+    batch: Annotated[int, typer.Option(min=1, help="With --joint: texts per step.")] = 32,
 ) -> None:
-    """Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose own weights stay as they are.
+    """Train a classifier with an exit after each layer of an encoder (BERT, MiniLM), whose weights stay fixed.
 
-    With --joint they do not: encoder and exits learn together, and OUT is a folder as any model's; stopped, the same command
-    goes on.
+    With --joint the encoder is trained together with its exits, and OUT is a new model folder; a stopped run continues when the
+    command is repeated.
 
-    Thresholds are calibrated on texts that trained nothing: with probability 1 - epsilon no more than delta of texts is lost.
+    Thresholds are calibrated on texts that were not used for training: with probability 1 - epsilon at most a share delta of
+    texts is lost.
     """
     from headrace.cli.opening import fetch
     from headrace.training.classifier import ClassifierConfig, read_labelled, train

@@ -27,10 +27,10 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
         "out kind exits source texts minutes tokens threads",
-        ("headrace train-heads smollm2-135m -o heads", "Heads in the folder heads, learnt from what the model writes."),
-        ("headrace train-heads MODEL -o heads -i prompts.txt --minutes 120", "From its answers to prompts of one's own."),
-        ("headrace train-heads MODEL -o exits --kind exit --exits 10,20,25", "Exits after 10, 20 and 25 of its layers."),
-        ("headrace chat MODEL --draft heads", "Use them."),
+        ("headrace train-heads smollm2-135m -o heads", "Heads in the folder heads, trained on the model's own texts."),
+        ("headrace train-heads MODEL -o heads -i prompts.txt --minutes 120", "Trained on its answers to your prompts."),
+        ("headrace train-heads MODEL -o exits --kind exit --exits 10,20,25", "Exits after layers 10, 20 and 25."),
+        ("headrace chat MODEL --draft heads", "Use the heads."),
     )
     app.command("train-heads", cls=short)(with_groups(train_heads))
 
@@ -39,37 +39,40 @@ def train_heads(
     model: ModelName,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", file_okay=False, help="Folder for the heads, and to go on from.", callback=writable_folder),
+        typer.Option(
+            "--out", "-o", file_okay=False, help="Output folder; an existing run in it continues.", callback=writable_folder
+        ),
     ],
     kind: Annotated[
         Kind,
         typer.Option(
-            help="heads: one for each token ahead; feature: a layer that drafts token by token; "
-            "exit: a head after some of the model's layers, which draft with it."
+            help="heads: one head per token ahead; feature: a layer that drafts token by token; exit: heads after some"
+            " of the model's layers."
         ),
     ] = Kind.FEATURE,
     exits: Annotated[
-        str | None, typer.Option(help="Exits after these layers, as in 10,20,25 (default: 2, 4 and 5 sixths of them).")
+        str | None, typer.Option(help="Layers with an exit, such as 10,20,25 (default: at 2, 4 and 5 sixths).")
     ] = None,
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            "--input", "-i", exists=True, dir_okay=False, help="Prompts, one a line (default: the model writes some)."
+            "--input", "-i", exists=True, dir_okay=False, help="Prompts, one per line (default: the model writes them)."
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(min=32, help="Answers to learn from.")] = 2048,
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long to train, once the texts are there.")] = 45,
-    tokens: Annotated[int, typer.Option(min=1, max=8, help="Tokens drafted at once.")] = 3,
-    vocab: Annotated[int, typer.Option(min=16, help="Tokens to choose from: the most frequent ones of the texts.")] = 8192,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Tokens of an answer at most.")] = 256,
-    rate: Annotated[float, typer.Option(min=1e-6, help="The highest rate of learning.")] = 1e-3,
-    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    texts: Annotated[int, typer.Option(min=32, help="Number of training answers.")] = 2048,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training, without writing the texts.")] = 45,
+    tokens: Annotated[int, typer.Option(min=1, max=8, help="Tokens of a draft.")] = 3,
+    vocab: Annotated[int, typer.Option(min=16, help="Vocabulary of the heads: the most frequent tokens of the texts.")] = 8192,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=8, help="Most tokens of an answer.")] = 256,
+    rate: Annotated[float, typer.Option(min=1e-6, help="Highest learning rate.")] = 1e-3,
+    batch: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and answers.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
 ) -> None:
-    """Train heads that draft for a model, from its own answers; then: --draft OUT. The same command goes on where it stopped.
+    """Train draft heads for a model on its own answers; then use them with --draft OUT.
 
-    Answers with the model's hidden rows, and the state of the training, are in OUT/work, which can be removed afterwards.
+    A stopped run continues when the command is repeated. The answers with the model's hidden states, and the state of the
+    training, are in OUT/work, which can be removed afterwards.
     """
     from headrace.cli.opening import fetch
 

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
     short = short_help(
         "file beams max_tokens as_json draft exits exit_threshold threads",
         ('headrace translate MODEL "A dog runs on the grass."', "The translation."),
-        ("headrace translate MODEL --beams 4 < in.txt > out.txt", "A line for each line."),
+        ("headrace translate MODEL --beams 4 < in.txt > out.txt", "One line per line of the input."),
     )
     app.command(cls=short)(with_groups(translate))
 
@@ -35,20 +35,20 @@ def translate(
     options: HelperOptions,
     leaving: LeavingOptions,
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts; without any, the lines of --file or stdin.")
+        list[str] | None, typer.Argument(metavar="[TEXTS]...", help="Texts (default: the lines of --file or stdin).")
     ] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A text a line.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams; 1: the likeliest next token.")] = 1,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a translation (default: what the context holds).")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with one text per line.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams; 1: greedy decoding.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a translation (default: the context).")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON line each: text, translation, tokens, finish_reason.")
+        bool, typer.Option("--json", help="Print one JSON line per text: text, translation, tokens, finish_reason.")
     ] = False,
     show_exits: ShowExitsOfMany = False,
 ) -> int:
-    """Write what an encoder-decoder (Marian, T5) makes of each text: one line each.
+    """Run an encoder-decoder (Marian, T5) on each text, and print one line per text.
 
-    An empty line stays one. T5 is told what to do by the text itself ("translate English to German: …"). --draft, --cascade and
-    --exits name who helps: another encoder-decoder of the same vocabulary, or exits that were trained for this one.
+    An empty line stays empty. T5 reads its task from the text ("translate English to German: …"). --draft, --cascade and
+    --exits take another encoder-decoder with the same vocabulary, or exits that were trained for this model.
     """
     options.check()
     check_helpers(options, leaving.changes())
@@ -59,7 +59,9 @@ def translate(
     given = texts_of(texts, file, blank=True)
     opened = look_at(model)
     if opened is None or opened.config.source is None:
-        raise ValueError(f"{model} is no encoder-decoder, so it has no source to translate; headrace run asks a model for one")
+        raise ValueError(
+            f"{model} is not an encoder-decoder, so it cannot translate; prompt a chat model instead: headrace run"
+        )
     llm = open_llm(model, options)
     status().finish()
     most = llm.memory_plan.max_model_len - 1

@@ -50,7 +50,7 @@ class WorkFolder:
         if changed := [key for key in {**before, **plan} if before.get(key) != plan.get(key)]:
             differences = "; ".join(f"{key}: {_short(before.get(key))} then, {_short(plan.get(key))} now" for key in changed)
             raise WeightError(
-                f"{self.folder} was begun for something else ({differences}); remove it, or ask for what it was begun with"
+                f"{self.folder} was started with other settings ({differences}); remove it, or use the same settings"
             )
         for name, digest in self._sums().items():
             self.check(name, digest)
@@ -145,7 +145,7 @@ class WorkFolder:
             if not full:
                 raise
             raise WeightError(
-                f"{self.folder}: the disk is full; what is done is kept: make room, and the same command goes on"
+                f"{self.folder}: the disk is full; what is done is kept: make room, then run the same command again"
             ) from None
 
     def remove(self) -> None:

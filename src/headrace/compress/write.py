@@ -74,7 +74,7 @@ def compress(
     path, pipeline = Path(out), pipeline or Pipeline()
     container = container_of(path)
     if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is no folder; make it first")
+        raise ValueError(f"{path.parent} is not a folder; create it first")
     with file_lock(path):
         replaced = container.replaceable and overwrite and path.is_file()
         if path.exists() and not (replaced or _continues(path, pipeline)):

@@ -52,14 +52,23 @@ class BeamSearchParams(
     group with the same token in the same step. GNMT's coverage penalty is not supported, as it needs attention weights.
     """
 
-    beam_width: Annotated[int, Field("Beam search with so many beams", ge=1, le=MAX_N, option="--beams")] = 4
+    beam_width: Annotated[int, Field("Beam search: number of beams", ge=1, le=MAX_N, option="--beams")] = 4
     n: int = 1
     max_tokens: int = 64
-    length_penalty: Annotated[float, Field("Above 0: longer answers (1: the mean log-probability)", ge=-10, le=10)] = 1.0
-    length_rule: Annotated[Literal["hf", "gnmt"], Field("hf: length ** penalty; gnmt: ((5 + length) / 6) ** penalty")] = "hf"
-    early_stopping: Annotated[bool | Literal["never"], Field("true: as many ended as there are beams; never: exact")] = False
-    groups: Annotated[int, Field("Diverse beams: so many groups", name="beam_groups")] = 1
-    diversity_penalty: Annotated[float, Field("What a group pays for a token an earlier one took", ge=0, le=100)] = 0.0
+    length_penalty: Annotated[
+        float, Field("Above 0: favours longer answers (1: ranks by mean log-probability)", ge=-10, le=10)
+    ] = 1.0
+    length_rule: Annotated[
+        Literal["hf", "gnmt"],
+        Field("Divisor of a beam's score: hf (length ** penalty) or gnmt (((5 + length) / 6) ** penalty)"),
+    ] = "hf"
+    early_stopping: Annotated[
+        bool | Literal["never"], Field("When beam search stops: true (beam_width answers have ended), false, or never (exact)")
+    ] = False
+    groups: Annotated[int, Field("Diverse beam search: number of groups", name="beam_groups")] = 1
+    diversity_penalty: Annotated[
+        float, Field("Diverse beam search: penalty for a token that an earlier group chose", ge=0, le=100)
+    ] = 0.0
     coverage_penalty: float = 0.0
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -77,7 +86,9 @@ class BeamSearchParams(
         if self.groups < 1 or self.beam_width % self.groups:
             raise ParamError("beam_groups", f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
         if self.diversity_penalty and self.groups == 1:
-            raise ParamError("diversity_penalty", "diversity_penalty needs groups above 1; one group has nobody to differ from")
+            raise ParamError(
+                "diversity_penalty", "diversity_penalty needs groups above 1; one group has no other group to differ from"
+            )
         if not (self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"):
             raise ParamError("early_stopping", f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
         if self.coverage_penalty != 0:
@@ -117,120 +128,167 @@ class SamplingParams(
     Raises ParamError (a ValueError) for invalid values.
     """
 
-    n: Annotated[int, Field("So many answers", ge=1, le=MAX_N, option=None)] = 1
-    best_of: Annotated[int | None, Field("Draw so many, give the n whose tokens are likeliest on average", neutral=(1,))] = None
+    n: Annotated[int, Field("Number of answers", ge=1, le=MAX_N, option=None)] = 1
+    best_of: Annotated[
+        int | None, Field("Sample this many answers, return the n with the highest mean log-probability", neutral=(1,))
+    ] = None
     temperature: Annotated[
-        float, Field("0: always the likeliest token; higher: more varied", SAMPLER, ge=0, le=100, neutral=(0,), option="-t")
+        float,
+        Field(
+            "0: always the most probable token; higher: more varied answers", SAMPLER, ge=0, le=100, neutral=(0,), option="-t"
+        ),
     ] = 1.0
-    top_k: Annotated[int, Field("Only the K likeliest tokens", FILTER, ge=0, means=OFF)] = 0
+    top_k: Annotated[int, Field("Keep the K most probable tokens", FILTER, ge=0, means=OFF)] = 0
     top_p: Annotated[
-        float, Field("Only the likeliest tokens that make up this probability; 0: only the likeliest", FILTER, ge=0, le=1)
+        float,
+        Field("Keep the most probable tokens up to this total probability; 0: only the most probable one", FILTER, ge=0, le=1),
     ] = 1.0
-    min_p: Annotated[float, Field("Only tokens with this share of the likeliest one's probability", FILTER, ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Field("Keep tokens with at least this share of the highest probability", FILTER, ge=0, le=1)] = 0.0
     typical_p: Annotated[
-        float, Field("Only the tokens nearest to the expected surprise", FILTER, gt=0, le=1, option="--typical")
+        float,
+        Field(
+            "Keep the tokens closest to the expected surprise, up to this total probability",
+            FILTER,
+            gt=0,
+            le=1,
+            option="--typical",
+        ),
     ] = 1.0
     top_n_sigma: Annotated[
-        float, Field("Only logits so many standard deviations below the best", FILTER, ge=0, le=100, means=OFF)
+        float, Field("Keep logits within this many standard deviations of the largest", FILTER, ge=0, le=100, means=OFF)
     ] = 0.0
-    xtc_probability: Annotated[float, Field("How often the top choices are left out", FILTER, ge=0, le=1, means=OFF)] = 0.0
-    xtc_threshold: Annotated[float, Field("Probability that makes a token a top choice", SAMPLER | DETAIL, ge=0, le=1)] = 0.1
-    mirostat_tau: Annotated[float, Field("Mirostat 2: mean surprise aimed at, in bits", CORE, ge=0, le=100, means=OFF)] = 0.0
-    mirostat_eta: Annotated[float, Field("How fast it is steered there", CORE | DETAIL, ge=0, le=1)] = 0.1
+    xtc_probability: Annotated[
+        float, Field("XTC: probability of removing the top choices but the last", FILTER, ge=0, le=1, means=OFF)
+    ] = 0.0
+    xtc_threshold: Annotated[float, Field("XTC: least probability of a top choice", SAMPLER | DETAIL, ge=0, le=1)] = 0.1
+    mirostat_tau: Annotated[float, Field("Mirostat 2: target surprise in bits", CORE, ge=0, le=100, means=OFF)] = 0.0
+    mirostat_eta: Annotated[float, Field("Mirostat 2: learning rate", CORE | DETAIL, ge=0, le=1)] = 0.1
     repetition_penalty: Annotated[
-        float, Field("Above 1: less of what the text contains", SAMPLER, ge=0.01, le=10, means=(1, "off"))
+        float, Field("Above 1: makes tokens that the text contains less probable", SAMPLER, ge=0.01, le=10, means=(1, "off"))
     ] = 1.0  # once per distinct token of prompt and output (CTRL, sign-aware)
-    presence_penalty: Annotated[float, Field("Off the logit of what the answer contains", SAMPLER, ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field("The same for each occurrence", SAMPLER, ge=-2, le=2)] = 0.0
-    no_repeat_ngram: Annotated[int, Field("No sequence of N tokens twice", SAMPLER, ge=0, le=64, means=OFF)] = 0
-    dry_multiplier: Annotated[float, Field("DRY: cost of going on with a repetition", SAMPLER, ge=0, le=100, means=OFF)] = 0.0
-    dry_base: Annotated[float, Field("How the cost grows with the repetition", SAMPLER | DETAIL, ge=1, le=10)] = 1.75
+    presence_penalty: Annotated[
+        float, Field("Subtracted from the logit of each token that the answer contains", SAMPLER, ge=-2, le=2)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Field("Subtracted for each occurrence of a token in the answer", SAMPLER, ge=-2, le=2)
+    ] = 0.0
+    no_repeat_ngram: Annotated[int, Field("No sequence of N tokens occurs twice", SAMPLER, ge=0, le=64, means=OFF)] = 0
+    dry_multiplier: Annotated[
+        float, Field("DRY: strength of the penalty for continuing a repetition", SAMPLER, ge=0, le=100, means=OFF)
+    ] = 0.0
+    dry_base: Annotated[float, Field("DRY: growth of the penalty per repeated token", SAMPLER | DETAIL, ge=1, le=10)] = 1.75
     dry_allowed_length: Annotated[
-        int, Field("Repetitions of so many tokens are free", SAMPLER | DETAIL, ge=1, le=DRY_LONGEST)
+        int, Field("DRY: longest repetition without a penalty, in tokens", SAMPLER | DETAIL, ge=1, le=DRY_LONGEST)
     ] = 2
-    dry_breakers: Annotated[tuple[int, ...], Field("Token ids no repetition reaches across", DRAW | DETAIL, most=IDS)] = ()
-    dry_range: Annotated[int, Field("How many of the last tokens DRY looks at", SAMPLER | DETAIL, ge=0, means=(0, "all"))] = 0
+    dry_breakers: Annotated[tuple[int, ...], Field("DRY: token ids that end a repetition", DRAW | DETAIL, most=IDS)] = ()
+    dry_range: Annotated[
+        int, Field("DRY: number of last tokens that are searched", SAMPLER | DETAIL, ge=0, means=(0, "all"))
+    ] = 0
     contrastive_beta: Annotated[
         float | None,
-        Field("Contrastive decoding: what the amateur model finds likely counts this much less (0.5)", DRAW, ge=0, le=10),
+        Field(
+            "Contrastive decoding: weight of the amateur model's logits, which are subtracted (usual: 0.5)", DRAW, ge=0, le=10
+        ),
     ] = None
     contrastive_alpha: Annotated[
         float,
-        Field("Its mask: only tokens with this share of the likeliest one's probability (0.1)", DRAW | DETAIL, ge=0, le=1),
+        Field(
+            "Contrastive decoding: keep tokens with at least this share of the highest probability", DRAW | DETAIL, ge=0, le=1
+        ),
     ] = 0.1
     defer_rule: Annotated[
         Literal["chow", "opt"] | None,
-        Field("Speculative cascade: the amateur model writes where it is sure enough (chow), or as good (opt)", DRAW),
+        Field(
+            "Speculative cascade: accept the amateur model's token by its confidence (chow) or compared with the model (opt)",
+            DRAW,
+        ),
     ] = None
-    defer_at: Annotated[float, Field("How readily: 1 is always, -1 never", DRAW | DETAIL, ge=-1, le=1)] = 0.3
+    defer_at: Annotated[
+        float,
+        Field("Speculative cascade: tolerance of the rule, from -1 (never accept) to 1 (always)", DRAW | DETAIL, ge=-1, le=1),
+    ] = 0.3
     exit_threshold: Annotated[
         float | None,
-        Field("Leave after some of the layers where the exit there is so sure (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
+        Field("Early exit at the first exit with at least this confidence (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
     ] = None
     exit_criterion: Annotated[
         Literal["max_prob", "margin", "saturation", "classifier"],
-        Field("How sure it is: the likeliest token's probability, its lead, how still the row is, or a classifier's", DETAIL),
+        Field(
+            "Confidence of an exit: highest probability, its margin, saturation of the hidden state, or a classifier", DETAIL
+        ),
     ] = "max_prob"
-    exit_decay: Annotated[float, Field("Above 0: the threshold falls along the answer", DETAIL, ge=0, le=100)] = 0.0
-    exit_audit: Annotated[
-        bool, Field("Let the exit and the whole model both say what they would write, at every token", DETAIL)
-    ] = False
+    exit_decay: Annotated[float, Field("Above 0: the exit threshold falls along the answer", DETAIL, ge=0, le=100)] = 0.0
+    exit_audit: Annotated[bool, Field("Run the full model for every token, too, and report the tokens of both", DETAIL)] = False
     cascade_threshold: Annotated[
         float | None,
-        Field("Cascade by token: the smaller model writes where it is so sure (0 to 1; above 1: never)", ge=0, le=MOST_SURE),
+        Field(
+            "Cascade by token: accept the smaller model's token at this confidence (0 to 1; above 1: never)", ge=0, le=MOST_SURE
+        ),
     ] = None
     cascade_criterion: Annotated[
-        Literal["max_prob", "margin"], Field("How sure it is: the likeliest token's probability, or its lead", DETAIL)
+        Literal["max_prob", "margin"], Field("Confidence of the smaller model: highest probability, or its margin", DETAIL)
     ] = "max_prob"
-    cascade_audit: Annotated[bool, Field("Let both models say what they would write, at every token", DETAIL)] = False
+    cascade_audit: Annotated[bool, Field("Run both models for every token, and report the tokens of both", DETAIL)] = False
     penalty_alpha: Annotated[
-        float, Field("Contrastive search over the top_k tokens: what likeness to the text costs (0.6, top_k 4)", ge=0, lt=1)
+        float,
+        Field("Contrastive search over the top_k tokens: weight of the similarity penalty (usual: 0.6, top_k 4)", ge=0, lt=1),
     ] = 0.0
     logit_bias: Annotated[
         dict[int, float] | None, Field("Added to the logits of these tokens", DRAW, ge=-100, le=100, most=IDS)
     ] = None
-    bad_words: Annotated[
-        tuple[tuple[int, ...], ...], Field("Token sequences that must not be written", DRAW, most=1024, each=64)
-    ] = ()
-    allowed_token_ids: Annotated[tuple[int, ...] | None, Field("Only these tokens", DRAW, most=262_144)] = None
+    bad_words: Annotated[tuple[tuple[int, ...], ...], Field("Excluded token sequences", DRAW, most=1024, each=64)] = ()
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Field("Allow only these tokens", DRAW, most=262_144)] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, Field("What the answer must be: a JSON schema, a regex, …", DRAW, http=False)
+        StructuredOutputs | None, Field("Form of the answer: a JSON schema, a regular expression, …", DRAW, http=False)
     ] = None
-    min_tokens: Annotated[int, Field("The answer does not end before", SAMPLER, ge=0)] = 0
+    min_tokens: Annotated[int, Field("Fewest tokens of the answer", SAMPLER, ge=0)] = 0
     max_tokens: Annotated[
         int | None,
-        Field("The answer is cut after; on the command line, by default, where the context ends", LOOP, ge=1, option="-m"),
+        Field("Most tokens of the answer (default on the command line: the rest of the context)", LOOP, ge=1, option="-m"),
     ] = 16
     stop: Annotated[tuple[str, ...], Field("Text that ends the answer", LOOP, most=MAX_STOP)] = ()
     stop_token_ids: Annotated[tuple[int, ...], Field("Tokens that end the answer", LOOP, most=IDS)] = ()
-    include_stop_str_in_output: Annotated[bool, Field("The stop string stays in the answer", LOOP, option=None)] = False
-    ignore_eos: Annotated[bool, Field("Do not end where the model would", LOOP)] = False
+    include_stop_str_in_output: Annotated[bool, Field("Keep the stop string in the answer", LOOP, option=None)] = False
+    ignore_eos: Annotated[bool, Field("Ignore the model's end token", LOOP)] = False
     seed: Annotated[int | None, Field("The same seed gives the same answer", LOOP, ge=0, le=2**64 - 1)] = None
     logprobs: Annotated[
         int | None,
-        Field("The drawn token's log-probability and those of the K best", ge=0, le=MAX_LOGPROBS, http=False, option=None),
+        Field(
+            "Log-probability of the sampled token and of the K most probable ones",
+            ge=0,
+            le=MAX_LOGPROBS,
+            http=False,
+            option=None,
+        ),
     ] = None
     logprobs_mode: Annotated[
-        Literal["raw", "processed"], Field("Before or after penalties and filters", DETAIL, option=None)
+        Literal["raw", "processed"],
+        Field("Log-probabilities before (raw) or after (processed) penalties and filters", DETAIL, option=None),
     ] = "raw"
     prompt_logprobs: Annotated[
-        int | None, Field("The same for the tokens of the prompt", ge=0, le=MAX_LOGPROBS, http=False, option=None)
+        int | None, Field("Log-probabilities of the prompt's tokens", ge=0, le=MAX_LOGPROBS, http=False, option=None)
     ] = None
     prompt_logprobs_start: Annotated[
         int,
-        Field("From this token on: those before may come from the cache", DETAIL, ge=0, http=False, option=None),
+        Field(
+            "First prompt token with log-probabilities; earlier ones may come from the prefix cache",
+            DETAIL,
+            ge=0,
+            http=False,
+            option=None,
+        ),
     ] = 0
     verification: Annotated[
         Literal["noise", "rejection", "block"],
-        Field("How drafts are verified: noise (the same output), rejection or block (the same distribution)"),
+        Field("Verification of drafts: noise (same output), rejection or block (same distribution)"),
     ] = "noise"
-    skip_special_tokens: Annotated[bool, Field("Special tokens leave no text", LOOP, option=None)] = True
-    priority: Annotated[int, Field("Lower runs first", LOOP, option=None)] = 0
+    skip_special_tokens: Annotated[bool, Field("Omit special tokens from the text", LOOP, option=None)] = True
+    priority: Annotated[int, Field("Requests with a lower number run first", LOOP, option=None)] = 0
     beam: Annotated[
         BeamSearchParams | None,
-        Field("Beam search in place of drawing; `BeamSearchParams.sampling` sets the rest to fit", http=False, option=None),
+        Field("Beam search instead of sampling; `BeamSearchParams.sampling` sets the other fields", http=False, option=None),
     ] = None
-    refine: Annotated[RefineParams | None, Field("Blocks filled in in place of drawing", http=False, option=None)] = None
+    refine: Annotated[RefineParams | None, Field("Block filling instead of sampling", http=False, option=None)] = None
 
     def __post_init__(self) -> None:
         check(self)

@@ -22,18 +22,18 @@ class RefineParams(
     """
 
     block: Annotated[
-        int, Field("Fill in blocks of so many tokens (models with a mask token)", ge=1, le=MAX_BLOCK, name="refine_block")
+        int, Field("Block filling: tokens of a block (models with a mask token)", ge=1, le=MAX_BLOCK, name="refine_block")
     ] = 8
     passes: Annotated[
-        int, Field("Passes over a block, no more than it has tokens", ge=1, le=MAX_BLOCK, name="refine_passes")
+        int, Field("Block filling: passes over a block, at most its number of tokens", ge=1, le=MAX_BLOCK, name="refine_passes")
     ] = 4
     remask: Annotated[
         Literal["any", "masked"],
-        Field("What is masked again: any token of the block, or only what was masked", name="refine_remask"),
+        Field("Block filling: tokens that a pass masks again: any of the block, or only masked ones", name="refine_remask"),
     ] = "any"
     length: Annotated[
         int | None,
-        Field("Tokens of the answer, where that is known: the last block is what is left", ge=1, name="refine_length"),
+        Field("Block filling: tokens of the answer, if known; the last block is then shorter", ge=1, name="refine_length"),
     ] = None
 
     def __post_init__(self) -> None:

@@ -13,18 +13,18 @@ def _option(default: Any, help: str, least: float | None = None) -> Any:
 class Limits:
     """Limits of one server. A request above a limit is refused with what to change."""
 
-    body: int = _option(4 << 20, "Bytes.", 1)
+    body: int = _option(4 << 20, "Bytes of a body.", 1)
     file: int = _option(100 << 20, "Bytes of an upload.", 1)
     n: int = _option(16, "Answers to a prompt.", 1)
     prompts: int = _option(128, "Prompts of a completion request.", 1)
     max_tokens: int | None = _option(None, "Tokens of an answer (default: the context).", 1)
-    logprobs: int = _option(20, "Alternatives a token.", 0)
+    logprobs: int = _option(20, "Alternatives per token.", 0)
     stop: int = _option(16, "Stop strings.", 0)
-    deadline: float | None = _option(None, "Seconds until a request that names none is ended.", 0.001)
-    priority: int = _option(0, "The least priority that a request may name; lower ones run first.")
-    connections: int = _option(1024, "Requests at once.", 1)
-    anonymous: int = _option(256, "Connections of an address that have not shown a valid key.", 1)
-    bodies: int = _option(256 << 20, "Bytes of all bodies together that are arriving.", 1)
+    deadline: float | None = _option(None, "Deadline in seconds of requests that set none.", 0.001)
+    priority: int = _option(0, "Lowest priority number that a request may set; lower numbers run first.")
+    connections: int = _option(1024, "Open requests with a valid key.", 1)
+    anonymous: int = _option(256, "Connections of one address without a valid key.", 1)
+    bodies: int = _option(256 << 20, "Bytes of all arriving bodies together.", 1)
     body_seconds: float = 30.0  # until a whole body has arrived
     header: int = 64 << 10  # bytes of a request's head
     header_seconds: float = 10.0  # until a whole head has arrived

@@ -51,90 +51,92 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: Annotated[
         int | str | None,
         Setting(
-            "Memory for the KV cache at most, as in 2GiB (default: a context, and 2048 tokens for each sequence at once)",
+            "Upper limit of the KV cache, such as 2GiB (default: 2048 tokens per sequence, at least one context)",
             group=Group.OPENING,
         ),
     ] = None
     kv_dtype: Annotated[
         str, Setting("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype", group=Group.OPENING)
     ] = "auto"
-    quantize: Annotated[str | None, Setting("int8 or int4: make integers of float weights at load", group=Group.OPENING)] = None
+    quantize: Annotated[str | None, Setting("Quantise float weights at load: int8 or int4", group=Group.OPENING)] = None
     activations: Annotated[
         str,
         Setting(
-            "How inputs of integer weights are rounded: group (one scale for 32), token (one for a row), split (outliers left "
-            "out), tensor (the folder's own scales); auto: as the folder asks, else group",
+            "Quantisation of activations for integer weights: group (a scale per 32 values), token (per row), "
+            "split (outliers apart), tensor (static scales of the folder); auto: as the folder says, otherwise "
+            "group",
             group=Group.OPENING,
         ),
     ] = "auto"
     draft: Annotated[
         str | Path | None,
         Setting(
-            "A smaller model of the same vocabulary that drafts for this one, or a folder of trained heads",
+            "Draft model: a smaller model with the same vocabulary, or a folder of trained heads",
             group=Group.GENERATING,
         ),
     ] = None
     speculate: Annotated[
         str | None,
         Setting(
-            "Who drafts: auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks or off. On the native core no "
-            "token changes; in torch near ties may fall otherwise, and --verification rejection and block draw other samples",
+            "Drafter: auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks or off. The native core "
+            "gives the same output with each of them; in torch near ties may differ, and --verification rejection"
+            " or block samples other outputs",
             group=Group.GENERATING,
         ),
     ] = "auto"
     draft_tokens: Annotated[
         int | None,
-        Setting("Tokens drafted at once (default: what pays here, as measured)", group=Group.GENERATING, ge=1, le=16),
+        Setting("Tokens of a draft (default: chosen by measuring)", group=Group.GENERATING, ge=1, le=16),
     ] = None
     draft_vocab: Annotated[
         int | None,
-        Setting("The draft chooses among so many of the most frequent tokens (default: 49152; 0: all)", group=Group.GENERATING),
+        Setting("Number of frequent tokens that the draft model chooses from (default: 49152; 0: all)", group=Group.GENERATING),
     ] = None
     cascade: Annotated[
         str | Path | None,
         Setting(
-            "A smaller model of the same vocabulary that writes where it is sure: with --cascade-threshold",
+            "Smaller model with the same vocabulary for a cascade by token, with --cascade-threshold",
             group=Group.GENERATING,
         ),
     ] = None
     exits: Annotated[
         str | Path | None,
         Setting(
-            "A folder that train-heads --kind exit wrote for MODEL: tokens leave by them with --exit-threshold",
+            "Folder of exits that train-heads --kind exit wrote for MODEL, used with --exit-threshold",
             group=Group.GENERATING,
         ),
     ] = None
     exit_state: Annotated[
         str,
         Setting(
-            "Above an exit the layers catch up later (deferred), or make K and V of the row that left (propagate)",
+            "Layers above an exit: computed later (deferred), or K and V made from the exit's hidden state (propagate)",
             group=Group.GENERATING,
         ),
     ] = DEFERRED
     amateur: Annotated[
         str | Path | None,
         Setting(
-            "A smaller model of the same vocabulary: contrastive decoding, cascades",
+            "Smaller model with the same vocabulary, for contrastive decoding and speculative cascades",
             group=Group.DECODING,
         ),
     ] = None
     parse_special: Annotated[
         bool,
         Setting(
-            "Control tokens written inside messages and documents are control tokens; for trusted content alone",
+            "Read names of control tokens in messages and documents as control tokens; for trusted content only",
             group=Group.DECODING,
         ),
     ] = False
-    max_num_seqs: Annotated[int, Setting("Sequences in a batch", group=Group.SERVING, ge=1)] = 32
-    max_num_batched_tokens: Annotated[int | None, Setting("Tokens of a step", group=Group.SERVING, ge=1)] = None
+    max_num_seqs: Annotated[int, Setting("Most sequences in a batch", group=Group.SERVING, ge=1)] = 32
+    max_num_batched_tokens: Annotated[int | None, Setting("Most tokens of a step", group=Group.SERVING, ge=1)] = None
     classifier: Annotated[
         str | Path | None,
-        Setting("A folder that train-classifier wrote for MODEL: /v1/classify", group=Group.SERVING),
+        Setting("Folder that train-classifier wrote for MODEL; enables /v1/classify", group=Group.SERVING),
     ] = None
-    enable_prefix_caching: Annotated[bool, Setting("K and V of a prompt's beginning serve later requests")] = True
-    seed: Annotated[int | None, Setting("Requests without a seed draw theirs from this one")] = None
-    preset: Annotated[str, Setting("Tokens of a step: offline (2048) or online (512, for short pauses)")] = "offline"
-    policy: Annotated[str, Setting("continuous or static batching")] = "continuous"
+    enable_prefix_caching: Annotated[bool, Setting("Reuse K and V of equal prompt beginnings")] = True
+    seed: Annotated[int | None, Setting("Source of seeds for requests without one")] = None
+    preset: Annotated[str, Setting("Default for tokens of a step: offline (2048) or online (512, shorter pauses)")] = "offline"
+    policy: Annotated[str, Setting("Batching: continuous or static")] = "continuous"
 
     @property
     def early_exit(self) -> dict[str, Any]:

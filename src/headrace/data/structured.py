@@ -87,4 +87,4 @@ def _text(schema: object) -> str:
             return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the JSON schema is not JSON ({error}); correct it") from None
-    raise ConstraintError(f"json has {size} bytes and {MAX_SOURCE} characters are the most; say less")
+    raise ConstraintError(f"json has {size} bytes and {MAX_SOURCE} characters is the limit; make it smaller")

@@ -202,7 +202,7 @@ class Grammars:
         if first.error:
             raise ConstraintError(f"the constraint cannot be compiled: {first.error}")
         if matcher.is_stopped() or not any(mask):
-            raise ConstraintError("the constraint allows no output, or none but an empty one; let it say more")
+            raise ConstraintError("the constraint allows no output but an empty one; extend it")
         return matcher
 
 

@@ -143,7 +143,7 @@ def callable_tools(request: ToolRequest) -> tuple[list[dict[str, Any]], bool]:
     """The tools that may be called, and whether one must be. Raises ToolError."""
     if not request.tools:
         if request.tool_choice not in (None, "none", "auto"):
-            raise ToolError("tool_choice asks for a call and there are no tools; give tools", "tool_choice")
+            raise ToolError("tool_choice requires a call, but there are no tools; give tools", "tool_choice")
         return [], False
     tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
     names = [tool["function"]["name"] for tool in tools]
@@ -185,7 +185,7 @@ def tooling(
     form_or_hermes = form or HERMES
     told_apart = form_or_hermes.opening and (not form_or_hermes.listed or (answer or {}).get("type") == "object")
     if answer is not None and not told_apart:
-        message = "this model writes calls as JSON, which could not be told from an answer of this format; leave one out"
+        message = "this model writes calls as JSON, which cannot be distinguished from an answer of this format; leave one out"
         raise ToolError(message, "response_format")
     grammar = _grammar(usable, schemas, form_or_hermes, must, several, special(form_or_hermes.opening), answer)
     try:

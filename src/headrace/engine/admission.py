@@ -45,7 +45,7 @@ def admit(request: Request, limits: Limits) -> None:
     """Set a request's width. Raises AdmissionError unless it can run to its end on this engine."""
     if not isinstance(request.strategy, Strategy):
         raise AdmissionError(
-            "strategy", f"{type(request.strategy).__name__} is no strategy; inherit from headrace.decoding.base.Strategy"
+            "strategy", f"{type(request.strategy).__name__} is not a strategy; inherit from headrace.decoding.base.Strategy"
         )
     request.width = request.strategy.width(request)
     _check_prompt(request, limits)
@@ -146,7 +146,7 @@ def _check_honours(request: Request) -> None:
         given.append("processors")
     if given:
         name = type(request.strategy).__name__
-        raise AdmissionError("strategy", f"the strategy {name} does not heed {', '.join(given)}; leave out what it would drop")
+        raise AdmissionError("strategy", f"the strategy {name} does not use {', '.join(given)}; leave these fields out")
 
 
 def _check_processors(request: Request) -> None:

@@ -25,7 +25,7 @@ def refuse_not_built(read: Reader) -> None:
     quantised = read.values.get("quantization_config")
     if isinstance(quantised, Mapping):
         scheme = str(quantised.get("quant_method") or "unknown")
-        raise read.error(f"says that the weights are quantised by {scheme!r}, which is not read; {UNQUANTISED}")
+        raise read.error(f"has weights quantised by {scheme!r}, which is not supported; {UNQUANTISED}")
     for key, off in OFF.items():
         if key in read.values and read.values[key] not in (off, None):
             raise read.error(f"asks for {key}, which is not built; use a checkpoint without it")

@@ -268,7 +268,7 @@ def _add_errors(app: Starlette) -> None:
         return Response(status_code=499)  # the client has closed the connection
 
     async def mistake(request: Request, error: Exception) -> Response:
-        return _error(ApiError(500, "the server made a mistake; its log says more", code="internal_error"))
+        return _error(ApiError(500, "internal error; see the server's log", code="internal_error"))
 
     for kind in KNOWN_ERRORS:
         app.add_exception_handler(kind, known_error)

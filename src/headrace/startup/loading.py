@@ -48,7 +48,7 @@ def open_roles(target: Opened, settings: ModelSettings, progress: Progress | Non
             raise ValueError(f"{missing_heads_error(exits, 'exits', HEADS_INFO)}; {train}")
         roles.append(_heads_role(EXITS, exits, target))
         if roles[-1].span is None:
-            raise ValueError(f"{exits}: these heads are no exits; {train}")
+            raise ValueError(f"{exits}: these heads are not exits; {train}")
     if cascade is not None:
         if exits is not None or (draft is not None and is_heads(draft)):
             other = "exits by which tokens leave" if exits is not None else "trained heads that draft"
@@ -73,7 +73,7 @@ def pick_device(device: str) -> str:
     if device == "cpu" or (device == "auto" and missing_heads_error):
         return "cpu"
     if missing_heads_error and device.partition(":")[0] == "cuda":
-        raise ValueError("device cuda was asked for and this machine has no GPU; use device='cpu'")
+        raise ValueError("device cuda: this machine has no GPU; use device='cpu'")
     from headrace.backends.eager import loading
 
     return str(loading.device(device))

@@ -162,7 +162,7 @@ def distil(
         raise ValueError(f"{out} holds a model; name another folder")
     opened = open_model(teacher)
     if opened.config.encoder or opened.config.source is not None:
-        raise ValueError(f"{opened.name} is no decoder; a teacher writes token by token")
+        raise ValueError(f"{opened.name} is not a decoder; a teacher generates token by token")
     backend = backend_of(config.backend, opened, MAPS in config.losses)
     job = config.job(opened, backend)
     progress.start(f"loading {opened.path.name}")

@@ -180,7 +180,9 @@ class Run:
                 self.adam.zero_grad()
                 loss = step(self.steps)
                 if not math.isfinite(loss):
-                    raise ValueError(f"the loss of step {self.steps} is no number: begin again ({self.folder}) at a lower rate")
+                    raise ValueError(
+                        f"the loss of step {self.steps} is not a number: start again ({self.folder}) at a lower rate"
+                    )
                 self._update()
                 self.seconds = before + time.monotonic() - begin
                 progress.advance(self._position() - shown, remark(loss))

@@ -54,7 +54,7 @@ def student_of(wanted: str, opened: Opened, seed: int = 0) -> Student:
         return Student(model, opened, ends(depth, config.num_layers), fresh=True)
     other = open_companion(wanted, opened, "student")
     if other.config.encoder or other.config.source is not None:
-        raise ValueError(f"{wanted} is no decoder; a student writes token by token")
+        raise ValueError(f"{wanted} is not a decoder; a student generates token by token")
     model = load_model(other.source)
     return Student(model, other, ends(model.config.num_layers, config.num_layers))
 

@@ -84,7 +84,7 @@ def fetch_hub(file: HubFile, folder: Path, want: str | None, progress: Progress)
     known = verify_file(partial, want, file.blob)
     if known is None:
         partial.unlink()
-        raise FetchError(f"{file.path} has the wrong hash, nothing of it is kept; pull again")
+        raise FetchError(f"{file.path} has the wrong hash and was deleted; pull again")
     partial.rename(target)
     return StoredFile(file.name, known.size, known.sha256)
 
@@ -160,7 +160,7 @@ def _stream(file: HubFile, partial: Path, progress: Progress) -> None:
         except Exception as error:  # see _ask_hub
             reason = one_line(error)
         stalled = 0 if partial.exists() and partial.stat().st_size > before else stalled + 1
-    raise FetchError(f"the download of {file.path} broke off ({reason}); what is here is kept, pull again to go on")
+    raise FetchError(f"the download of {file.path} broke off ({reason}); the downloaded part is kept; pull again to continue")
 
 
 def _request(file: HubFile, partial: Path, have: int, progress: Progress) -> None:

@@ -123,7 +123,7 @@ def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
         raise HubError(_no_path(model))
     known = [*entries, *(one.name for one in names.given()), *(record.name for record in installed())]
     hint = did_you_mean(model, known, f"headrace list shows the catalog: {', '.join(sorted(entries))}")
-    raise HubError(f"{model!r} is no model of the catalog and no path; {hint}")
+    raise HubError(f"{model!r} is neither a model of the catalog nor a path; {hint}")
 
 
 def _no_path(model: str) -> str:

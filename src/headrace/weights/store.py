@@ -190,7 +190,7 @@ def folder_name(name: str) -> str:
     """
     folder = name.replace("/", "--").replace(":", "--")
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", folder):
-        raise StoreError(f"{name!r} is no name of a model")
+        raise StoreError(f"{name!r} is not a valid name of a model")
     return folder
 
 

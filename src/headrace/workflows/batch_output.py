@@ -44,7 +44,7 @@ class BatchOutput:
     def of(cls, source: Path, target: Path, model: Path, settings: Mapping[str, Any]) -> "BatchOutput":
         """Return the output of the requests in `source`, which is read once. Raises OutputError if it cannot be read again."""
         if not source.is_file():
-            raise OutputError(f"{source} is no file; the input is read more than once, so it cannot be a pipe")
+            raise OutputError(f"{source} is not a file; the input is read more than once, so it cannot be a pipe")
         digest, lines = hashlib.sha256(), 0
         with source.open("rb") as file:
             for line in file:
@@ -62,9 +62,9 @@ class BatchOutput:
         Raises OutputError if the file has another origin.
         """
         if self.path.exists() and not self.path.is_file():
-            raise OutputError(f"{self.path} is no file; name one for the output")
+            raise OutputError(f"{self.path} is not a file; name a file for the output")
         if not self.path.parent.is_dir():
-            raise OutputError(f"there is no folder {self.path.parent} for the output; make it first")
+            raise OutputError(f"the folder {self.path.parent} of the output does not exist; create it first")
         self._seen = self.path.stat().st_size if self.path.exists() else 0
         if overwrite or not self._seen:
             return
@@ -143,13 +143,16 @@ class BatchOutput:
         try:
             before = json.loads(self._state.read_text("utf-8"))
         except FileNotFoundError:
-            raise OutputError(f"{self.path} is there and not from this command; remove it, or name another output") from None
+            raise OutputError(
+                f"{self.path} exists and was not written by this command; remove it, or name another output"
+            ) from None
         except (OSError, ValueError) as error:
-            raise OutputError(f"{self._state} cannot be read ({error}); --overwrite begins anew") from None
+            raise OutputError(f"{self._state} cannot be read ({error}); --overwrite starts again") from None
         changed = [name for name, value in self.origin.items() if before.get(name) != value]
         if changed:
             raise OutputError(
-                f"{self.path} was begun with different {' and '.join(changed)}; name another, or begin anew with --overwrite"
+                f"{self.path} was started with different {' and '.join(changed)}; "
+                "name another file, or start again with --overwrite"
             )
 
     def _read_record(self, line: bytes, number: int) -> None:
@@ -158,7 +161,7 @@ class BatchOutput:
             self.done.add(record["id"])
             self.failed += record["error"] is not None
         except (ValueError, KeyError, TypeError):
-            raise OutputError(f"line {number} of {self.path} is not from this command; --overwrite begins anew") from None
+            raise OutputError(f"line {number} of {self.path} is not from this command; --overwrite starts again") from None
 
     def _write_state(self) -> None:
         """Replace OUT.state atomically."""
@@ -172,5 +175,5 @@ class BatchOutput:
 
     def _write_error(self, error: OSError) -> OutputError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return OutputError(f"the disk of {self.path.parent} is full; free some space, then the same command goes on")
+            return OutputError(f"the disk of {self.path.parent} is full; free some space, then the same command continues")
         return OutputError(f"{self.path} cannot be written ({error.strerror or error})")

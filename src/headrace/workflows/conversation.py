@@ -67,9 +67,9 @@ def load(path: Path) -> Conversation:
     except OSError as error:
         raise ConversationError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError):
-        raise ConversationError(f"{path} is no saved conversation; name another file") from None
+        raise ConversationError(f"{path} is not a saved conversation; name another file") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("messages"), list):
-        raise ConversationError(f"{path} is no saved conversation; name another file")
+        raise ConversationError(f"{path} is not a saved conversation; name another file")
     conversation = Conversation()
     conversation.system = _text(path, data.get("system")) if data.get("system") is not None else None
     for message in data["messages"]:

@@ -26,7 +26,7 @@ def lines_of(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text; give prompts, one a line") from None
+        raise ValueError(f"{path} is not UTF-8 text; give prompts, one per line") from None
 
 
 def _prompt(line: str, number: int, is_json: bool) -> Prompt:

@@ -119,7 +119,7 @@ def device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for and torch sees no GPU; use device='cpu'")
+        raise ValueError("device cuda: torch finds no GPU; use device='cpu'")
     return chosen
 
 

@@ -26,7 +26,7 @@ class NativeBackend:
         if not settings.device.startswith("cpu"):
             return f"the native core computes on the CPU, and the device is {settings.device}"
         if settings.dtype not in ("auto", "bfloat16"):
-            return f"dtype {settings.dtype} was asked for, and the native core has its own number formats"
+            return f"dtype {settings.dtype} is not supported by the native core"
         if settings.kv_dtype not in KV_DTYPES:
             return f"the native core keeps no KV in {settings.kv_dtype}"
         return core.reason()

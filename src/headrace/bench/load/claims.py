@@ -94,5 +94,5 @@ def _good(answers: Sequence[TimedAnswer]) -> Sequence[TimedAnswer]:
         if answer.error is not None:
             raise ValueError(f"a request failed: {answer.error}")
         if answer.output_tokens < 2:
-            raise ValueError("the server ended an answer after its first token; it must know ignore_eos")
+            raise ValueError("the server ended an answer after its first token; it must support ignore_eos")
     return answers

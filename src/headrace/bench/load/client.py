@@ -42,7 +42,7 @@ class Target:
         """Host, port, TLS context. Raises ValueError if `base` is no http address."""
         url = urlsplit(self.base)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"{self.base!r} is no address of a server; give one like http://127.0.0.1:8000/v1")
+            raise ValueError(f"{self.base!r} is not the address of a server; give one like http://127.0.0.1:8000/v1")
         secure = url.scheme == "https"
         return url.hostname, url.port or (443 if secure else 80), ssl.create_default_context() if secure else None
 

@@ -119,7 +119,7 @@ def read_trace(path: Path) -> list[ScheduledRequest]:
         with path.open(encoding="utf-8") as file:
             requests = list(_mooncake(file) if path.suffix == ".jsonl" else _azure(file))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace this command knows ({error!r}); give an Azure CSV or Mooncake .jsonl") from None
+        raise ValueError(f"{path} is not a trace of a known format ({error!r}); give an Azure CSV or Mooncake .jsonl") from None
     if not requests:
         raise ValueError(f"{path} holds no requests")
     first = min(request.at for request in requests)

@@ -221,8 +221,8 @@ class FolderPlan(CompressionPlan):
             warnings.append(f"matrices of {sizes} are no whole groups of {pipeline.format}: they are written as floats{zeros}")
         if {source.info(name).kind for name in source.names()} - set(FLOATS):
             warnings.append(
-                f"{self.original.path.name} is quantised already: what it lost stays lost; "
-                "begin with 16 bits where there are any"
+                f"{self.original.path.name} is quantised already: quantising it again loses more; "
+                "start from 16-bit weights if there are any"
             )
         if pipeline.budget is not None:
             warnings.append(f"formats are chosen matrix by matrix when texts are read; {pipeline.format} is where that begins")

@@ -178,14 +178,16 @@ class GGUFPlan(CompressionPlan):
         if rounded:
             kinds = ", ".join(f"{count} {kind}" for kind, count in rounded.items())
             warnings.append(
-                f"{self.opened.path.name} is quantised already ({kinds}): what it lost stays lost, and rounding again loses "
-                "more; begin with weights in 16 bits where there are any"
+                f"{self.opened.path.name} is quantised already ({kinds}): quantising it again loses more; "
+                "start from 16-bit weights if there are any"
             )
         narrow = [info for info in self.tensors if info.shape[-1] % 256 and len(info.shape) > 1 and info.kind != "F32"]
         if narrow and KINDS[MIXES[mix][0]].block == 256:
             widths = ", ".join(map(str, sorted({info.shape[-1] for info in narrow})))
             kinds = ", ".join(sorted({info.kind for info in narrow}))
-            warnings.append(f"rows of {widths} numbers are no multiple of 256, which K-quants need: such matrices get {kinds}")
+            warnings.append(
+                f"rows of {widths} values are not a multiple of 256, which K-quants need; these matrices get {kinds}"
+            )
         without = [name for name, kind in self.formats.items() if kind not in FLOATS and name not in self.importance]
         if self.importance and without:
             some = ", ".join([*without[:2], *(["…"] if len(without) > 2 else [])])

@@ -27,7 +27,7 @@ class Document:
         """Count one visited subschema."""
         self._work += 1
         if self._work > MAX_WORK:
-            raise ConstraintError("the JSON schema is too complex to be held to; make it smaller or say less of it at once")
+            raise ConstraintError("the JSON schema is too complex; simplify it")
 
     def resolve(self, ref: Any) -> Any:
         """The target of a local reference (`#`, `#/a/b`). Raises ConstraintError."""
@@ -43,7 +43,7 @@ class Document:
             else:
                 raise ConstraintError(f"the JSON schema refers to {ref[:80]!r}, which is not there; correct it")
         if not isinstance(target, (dict, bool)):
-            raise ConstraintError(f"the JSON schema refers to {ref[:80]!r}, which is no schema; correct it")
+            raise ConstraintError(f"the JSON schema refers to {ref[:80]!r}, which is not a schema; correct it")
         return target
 
     def own(self, schema: dict[str, Any]) -> dict[str, Any]:

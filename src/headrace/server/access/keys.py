@@ -111,7 +111,7 @@ def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-                raise SettingsError(f"{path} is open to all users of this machine; say chmod o-rw {path}")
+                raise SettingsError(f"{path} is accessible to all users of this machine; run chmod o-rw {path}")
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise SettingsError(f"{path} has more than {LARGEST} bytes; it holds keys and nothing else")
@@ -119,7 +119,7 @@ def read_key_file(path: Path) -> list[tuple[bytes, Principal]]:
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise SettingsError(f"{path} is no text") from None
+        raise SettingsError(f"{path} is not UTF-8 text") from None
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise SettingsError(f"{path}: {error}") from None
     if not 0 < len(entries) <= MOST:

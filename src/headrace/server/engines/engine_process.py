@@ -196,7 +196,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, ConstraintError):
         return str(error)
     log.error("a grammar could not be compiled", exc_info=error)
-    return "the constraint could not be compiled; say less in it"
+    return "the constraint could not be compiled; make it smaller"
 
 
 def _calibrated(llm: LLM) -> thresholds.CalibratedThreshold | None:

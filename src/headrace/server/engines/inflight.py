@@ -139,7 +139,7 @@ class InflightRequest:
             self._error = ConstraintFailedError(f"the constraint failed during generation: {delta.error}; make it smaller")
         elif delta.error is not None:
             log.error("request %s failed: %s", self.request_id, delta.error)
-            self._error = RequestFailedError("the request failed in the engine; the server's log says how")
+            self._error = RequestFailedError("the request failed in the engine; see the server's log")
         else:
             self.generated += len(delta.token_ids)
             self._deltas.append(delta)

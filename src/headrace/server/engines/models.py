@@ -167,7 +167,7 @@ class Models:
                 await entry.llm.ready()
             except LoadError as error:
                 log.error("%s cannot be loaded: %s", entry.service.name, error)
-                message = "the model cannot be loaded; the server's log says why"
+                message = "the model cannot be loaded; see the server's log"
                 raise ApiError(503, message, code=MODEL_UNUSABLE, retry_after=60) from None
             _measure(entry)
 

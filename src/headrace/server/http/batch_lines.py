@@ -74,5 +74,5 @@ def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise LineError(f"field {twice[:60]!r} stands there twice; remove one")
+        raise LineError(f"field {twice[:60]!r} occurs twice; remove one")
     return fields

@@ -95,7 +95,7 @@ class EventStream(Response):
         known = as_api_error(error)
         if known is None:
             log.error("a stream failed", exc_info=error)
-            known = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+            known = ApiError(500, "internal error; see the server's log", code="internal_error")
         return known.body()
 
 

@@ -43,7 +43,7 @@ def requested_format(
         return None
     name, fields = formats[0]
     if len(formats) > 1:
-        raise bad(f"{name} and {formats[1][0]} both say what an answer must be; give one", formats[1][0])
+        raise bad(f"{name} and {formats[1][0]} both set the form of the answer; give one", formats[1][0])
     if open_objects is not None:
         fields = {"open_objects": open_objects, **fields}
     try:
@@ -94,7 +94,9 @@ async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, op
     except RecursionError:
         raise bad("tools: the JSON schemas are nested too deeply; flatten them", "tools") from None
     if len(text) > MAX_SOURCE:
-        raise bad(f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the most; say less", "tools")
+        raise bad(
+            f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the limit; make them smaller", "tools"
+        )
     try:
         made = json.loads(
             (await _inspect(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"]
@@ -120,7 +122,7 @@ async def check_answer(service: Service, spec: StructuredOutputs, text: str) -> 
         raise ApiError(422, str(error), param="response_format", code="answer_unchecked") from None
     service.metrics.look("unfit" if broken else "fit")
     if broken:
-        raise ApiError(422, f"{broken}; ask again, or say less in the schema", param="response_format", code=UNFIT)
+        raise ApiError(422, f"{broken}; send the request again, or simplify the schema", param="response_format", code=UNFIT)
 
 
 async def fits_tool(service: Service, spec: StructuredOutputs, arguments: str) -> bool:

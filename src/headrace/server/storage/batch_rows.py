@@ -162,7 +162,7 @@ def fail_attempt(db: sqlite3.Connection, row: int, code: str, error: str) -> Non
     if attempts < ATTEMPTS:
         move_row(db, row, "return")
     else:
-        message = f"{error}, and it was tried {attempts} times; the server's log says more"
+        message = f"{error}, and it was tried {attempts} times; see the server's log"
         finish_row(db, row, error_line(row, custom_id, code, message), failed=True)
 
 

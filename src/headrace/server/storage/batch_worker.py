@@ -82,7 +82,7 @@ class BatchWorker:
     def trouble(self) -> str:
         """Why batches wait, in one line; empty if they do not."""
         if self._task is not None and self._task.done() and not self._stopped.is_set():
-            return "their worker has ended; start the server again; its log says why"
+            return "the batch worker ended; restart the server, and see its log"
         return next(iter(self._troubles.values()), "")
 
     async def stop(self) -> None:
@@ -234,7 +234,7 @@ class BatchWorker:
         """Record why a row waits, or the worker if `row` is None; log the first such error."""
         if not self._troubles:
             log.error("batches wait: %s", error, exc_info=None if isinstance(error, ApiError) else error)
-        message = error.message if isinstance(error, ApiError) else "the server failed; its log says how"
+        message = error.message if isinstance(error, ApiError) else "internal error; see the server's log"
         self._troubles[row] = message
 
 

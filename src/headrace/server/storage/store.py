@@ -24,8 +24,8 @@ DATABASE = "server.sqlite"
 # From the call of `run` or `read`: includes the wait for earlier transactions and for other users of the file.
 TIMEOUT_SECONDS = 10.0
 FULL = "the disk that holds the server's state is full; what it keeps is unharmed; make room there, then try again"
-BUSY = "the server's database cannot be used now; try again in 5 s; the server's log says why"
-DAMAGED = "the server's database is damaged; its log says how; end the server, and start it with a copy or another --state"
+BUSY = "the server's database cannot be used now; try again in 5 s; see the server's log"
+DAMAGED = "the server's database is damaged, see the log; stop the server, and start it with a copy or another --state"
 # Errors of the disk, its permissions and other users of the file; not of a statement.
 TRANSIENT_CODES = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOMEM),

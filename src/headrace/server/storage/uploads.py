@@ -191,4 +191,4 @@ def _appender(text: bytearray) -> Callable[[bytes, int, int], None]:
 
 
 def _invalid_form() -> ApiError:
-    return bad("the body is no multipart form of one file; send purpose and file")
+    return bad("the body is not a multipart form with one file; send purpose and file")

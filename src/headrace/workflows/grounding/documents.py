@@ -27,7 +27,7 @@ def read_folder(folder: Path, size: int = PASSAGE) -> list[Passage]:
     Skips hidden files, other kinds of files and files above 2 MiB. Raises ValueError if there is no text.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; name one with text files in it")
+        raise ValueError(f"{folder} is not a folder; name one with text files")
     passages: list[Passage] = []
     for name in files(folder):
         if _is_read(folder / name):
