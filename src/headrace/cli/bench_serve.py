@@ -74,9 +74,7 @@ def serve(
     trace: Annotated[
         Path | None, typer.Option(exists=True, help="Trace to replay: Azure CSV or Mooncake .jsonl.", rich_help_panel=WHEN)
     ] = None,
-    trace_scale: Annotated[
-        float, typer.Option(help="Factor on the times between arrivals of the trace.", rich_help_panel=WHEN)
-    ] = 1.0,
+    trace_scale: Annotated[float, typer.Option(help="Factor on the trace's arrival times.", rich_help_panel=WHEN)] = 1.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests per load.", rich_help_panel=WHAT)] = 100,
     limit: Annotated[int | None, typer.Option(min=1, help="Send only the first of them.", rich_help_panel=WHAT)] = None,
     input_len: Annotated[int, typer.Option("--input", min=1, help="Mean prompt tokens.", rich_help_panel=WHAT)] = 128,
@@ -91,9 +89,7 @@ def serve(
         int, typer.Option(help="Seed of lengths, arrivals and, with --repeat-prompts, prompts.", rich_help_panel=WHAT)
     ] = 0,
     repeat_prompts: Repeat = False,
-    slo: Annotated[
-        str, typer.Option(help="Limits of goodput in seconds, such as ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)
-    ] = "",
+    slo: Annotated[str, typer.Option(help="Limits of goodput in s: ttft:0.5,tpot:0.05.", rich_help_panel=TOLD)] = "",
     watch: Annotated[str, typer.Option(help="Process ids whose CPU time is measured.", rich_help_panel=TOLD)] = "",
     plots: Plots = None,
     report: Report = None,

@@ -44,9 +44,7 @@ def calibrate(
     options: ModelOptions,
     source: Annotated[
         Path,
-        typer.Option(
-            "--input", "-i", exists=True, dir_okay=False, help="Prompts that were not used for training, one per line."
-        ),
+        typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts not used for training, one per line."),
     ],
     criterion: Annotated[
         Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")
@@ -56,9 +54,7 @@ def calibrate(
     ] = 0.0,
     loss: Annotated[
         Loss,
-        typer.Option(
-            help="text: 1 - ROUGE-L with the full model's answer; token: share of early tokens that differ from its tokens."
-        ),
+        typer.Option(help="text: 1 - ROUGE-L with the full model's answer; token: share of early tokens that differ."),
     ] = Loss.TEXT,
     delta: Annotated[float, typer.Option(help="Largest mean loss.")] = 0.1,
     epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
@@ -66,9 +62,8 @@ def calibrate(
 ) -> None:
     """Find the lowest threshold of early exit, or of a cascade by token, whose loss is bounded (Learn then Test).
 
-    Thresholds are tested by generating answers, from the safest one down, until the bound can no longer be shown. The last
-    threshold that passed is stored: in calibration.json in the folder of --exits, or for a cascade in HEADRACE_HOME, where a
-    server with both models finds it. The bound holds for prompts like these.
+    Thresholds are tested on generated answers, from the safest one down, until the bound can no longer be shown. The last one
+    that passed is stored in the folder of --exits, or for a cascade in HEADRACE_HOME. The bound holds for prompts like these.
     """
     _check(options, criterion, decay)
     if not 0 < delta < 1 or not 0 < epsilon < 1:

@@ -39,9 +39,7 @@ def train_heads(
     model: ModelName,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", file_okay=False, help="Output folder; an existing run in it continues.", callback=writable_folder
-        ),
+        typer.Option("--out", "-o", file_okay=False, help="Output folder; a run in it continues.", callback=writable_folder),
     ],
     kind: Annotated[
         Kind,
