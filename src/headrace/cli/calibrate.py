@@ -49,9 +49,7 @@ def calibrate(
     criterion: Annotated[
         Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")
     ] = Criterion.MAX_PROB,
-    decay: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: above 0 the threshold falls along the answer.")
-    ] = 0.0,
+    decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: decay of the threshold.")] = 0.0,
     loss: Annotated[
         Loss,
         typer.Option(help="text: 1 - ROUGE-L with the full model's answer; token: share of early tokens that differ."),
