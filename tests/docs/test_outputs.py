@@ -17,7 +17,13 @@ NOT_RUN = [
     for begin in one["begins"]
 ]
 PAGES = [read(path) for path in [*sorted((ROOT / "docs").glob("*/learn/*.md")), ROOT / "README.md", ROOT / "README.zh-CN.md"]]
-SESSIONS = [page for page in PAGES if any(step.command for step in steps(page))]
+# Pages that `make test` runs. The others take minutes, or repeat these in Chinese; `make test-slow` runs them.
+SHORT = ("en/learn/01", "en/learn/02", "en/learn/03", "en/learn/06", "README.md")
+SESSIONS = [
+    pytest.param(page, id=page.name, marks=[] if any(name in page.name for name in SHORT) else [pytest.mark.slow])
+    for page in PAGES
+    if any(step.command for step in steps(page))
+]
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def differences(page: Page, folder: Path, home: Path) -> list[str]:
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", SESSIONS)
 def test_the_output_is_what_the_page_shows(page: Page, tmp_path: Path, home: Path) -> None:
     (tmp_path / "work").mkdir()
     assert differences(page, tmp_path / "work", home) == []
