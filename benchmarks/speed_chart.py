@@ -39,18 +39,18 @@ Ratios = dict[tuple[str, str, str], tuple[float, float]]
 
 
 def read_ratios(page: str) -> Ratios:
-    """Least and greatest ratio by (model, cell, machine) from the tables of the page; cells without a run are left out."""
+    """Least and greatest ratio by (model, cell, machine) from the tables of the page, whose columns are tokens/s and MACHINES;
+    cells without a run are left out."""
     ratios: Ratios = {}
-    model, machines = "", []
+    model = ""
     for line in page.splitlines():
         if not line.startswith("|"):
             continue
-        first, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
-        if first in MODELS:
-            model, machines = MODELS[first], cells
-        for machine, text in zip(machines, cells, strict=False):
+        first, _, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        model = MODELS.get(first, model)
+        for machine, text in zip(MACHINES, cells, strict=True):
             found = [float(number) for number in re.findall(r"\d+\.\d+", text)]
-            if found and machine in MACHINES and first in CELLS:
+            if found and first in CELLS:
                 ratios[model, first, machine] = (found[0], found[-1])
     return ratios
 

@@ -161,9 +161,6 @@ def test_the_speeds_of_the_pages_are_those_of_the_log() -> None:
     page = (ROOT / "docs/en/understand/speed.md").read_text("utf-8")
     assert printed(page) == (expected, speeds)
     assert printed(page.replace("1.01–1.32", "1.32")) != (expected, speeds)  # the best of three runs
-    cells = [(model, cell) for model in ("SmolLM2", "1.5B") for cell in ("pp512", "b1", "b8")]
-    _, *rows = table_after((ROOT / READMES[1]).read_text("utf-8"), "", "| 测量项 |")
-    assert [row[1:] for row in rows] == [[expected[machine, *cell] for machine in MACHINES] for cell in cells]
     grid = log[log.index("Is auto ever slower?") :].split("\n\n")[1]
     medians = [float(cell.split()[0]) for line in grid.splitlines()[2:] for cell in line.split("|")[2:5]]
     assert (len(medians), min(medians), max(medians)) == (30, 0.98, 3.09)
