@@ -211,14 +211,32 @@ def test_a_fork_starts_its_own_processes(pool: ConfinedPool) -> None:
 
 def test_who_leaves_ends_the_work(pool: ConfinedPool) -> None:
     async def leave() -> None:
+        await pool.ask(task("echo"), 1)
+        (worker,) = pool.workers
+        started = worker.used
         asked = asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None))
-        while not any(one.alive for one in pool.workers):
+        while worker.used < started + 0.05:
             await asyncio.sleep(0.01)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
 
     asyncio.run(leave())
     until(lambda: not pool.workers)
+
+
+def test_a_client_that_leaves_during_the_start_leaves_a_process(pool: ConfinedPool) -> None:
+    async def leave() -> None:
+        asked = asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None))
+        while not pool.workers:
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    asyncio.run(leave())
+    until(lambda: bool(pool._idle))
+    (started,) = pool.workers
+    assert asyncio.run(pool.ask(task("echo"), 2)) == 2
+    assert pool.workers == {started}
 
 
 def test_who_leaves_the_queue_is_not_worked_for(pool: ConfinedPool) -> None:
@@ -231,7 +249,8 @@ def test_who_leaves_the_queue_is_not_worked_for(pool: ConfinedPool) -> None:
         return await asyncio.gather(left, *busy, return_exceptions=True)
 
     assert all(isinstance(one, asyncio.CancelledError) for one in asyncio.run(leave()))
-    until(lambda: not pool.workers and not pool._waiting)
+    until(lambda: not pool._working and not pool._waiting)
+    assert all(one.used < 60 for one in pool.workers), "a cancelled question ran"
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class ConfinedPool:
             raise
 
     async def ask(self, task: Task, question: Any) -> Any:
-        """`run` for asyncio; cancelling it ends the question. Raises OverrunError, and BusyError if too many questions wait."""
+        """`run` for asyncio; cancelling it ends the question, and its process if that has started. Raises OverrunError, and BusyError if too many questions wait."""
         job = self._put(task, question, self._most)
         try:
             return await asyncio.wrap_future(job.future)
@@ -153,11 +153,12 @@ class ConfinedPool:
         worker = self._worker(job)
         began: float | None = None
         try:
-            with self._lock:
-                job.worker = worker
-                if job.gone:
-                    worker.kill()
             worker.start()
+            with self._lock:
+                # A client that leaves during the start ends no process: its next question would start another one.
+                if job.gone:
+                    return None
+                job.worker = worker
             # The start of the process is not charged to the client.
             began = worker.used
             answer = worker.ask(job.task, job.frame)
