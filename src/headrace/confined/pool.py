@@ -79,7 +79,10 @@ class ConfinedPool:
             raise
 
     async def ask(self, task: Task, question: Any) -> Any:
-        """`run` for asyncio; cancelling it ends the question, and its process if that has started. Raises OverrunError, and BusyError if too many questions wait."""
+        """`run` for asyncio. Cancelling it ends the question, and its process if that has started.
+
+        Raises OverrunError, and BusyError if too many questions wait.
+        """
         job = self._put(task, question, self._most)
         try:
             return await asyncio.wrap_future(job.future)
