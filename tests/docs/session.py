@@ -26,7 +26,7 @@ FILE = re.compile(r"`([\w.-]+\.(?:py|toml|jsonl|json|txt|yaml))`[^`]*[::]$")
 MEASURED = re.compile(
     r"\d[\d,]*(?:\\\.\d+)?(?=(?:\\ | )?(?:tokens/s|prompts/s|s|ms|us|min|seconds|minutes|MB/s|GB/s|GiB/s|%|times)(?![\w/]))"
 )
-END, PORT, PATIENCE = "end-of-command", 8000, 300.0
+END, PORT, PATIENCE = "end-of-command", 8000, 120.0
 
 
 @dataclass
@@ -134,11 +134,11 @@ class Session:
     def write(self, name: str, lines: list[str]) -> None:
         (self.folder / name).write_text("\n".join(lines).replace(str(PORT), str(self.port)) + "\n", "utf-8")
 
-    def run(self, command: str) -> list[str]:
-        """The lines that a command prints. A server is started and left running; these are its first lines."""
+    def run(self, command: str, expected: list[str]) -> list[str]:
+        """The lines that a command prints. A server is started and left running; these are its lines up to the expected ones."""
         command = command.replace(str(PORT), str(self.port))
         if command.startswith("headrace serve"):
-            return self.serve(command)
+            return self.serve(command, expected)
         assert self.shell.stdin is not None
         assert self.shell.stdout is not None
         self.shell.stdin.write(f"{{ {command}\n}} </dev/null\n{{ s=$?; printf '\\n%s\\n' {END}; (exit $s); }}\n")
@@ -152,19 +152,18 @@ class Session:
             lines.pop()
         return lines
 
-    def serve(self, command: str) -> list[str]:
+    def serve(self, command: str, expected: list[str]) -> list[str]:
         self.stop()
         log = self.folder / "server.log"
         with log.open("wb") as out:
             full = f"exec {command} --port {self.port}"
             server = subprocess.Popen(full, shell=True, cwd=self.folder, env=self.environment, stdout=out, stderr=out)
         self.servers.append(server)
-        ends = time.monotonic() + PATIENCE
-        ready = re.compile(rf"http://[\w.]+:{self.port}")
-        while not ready.search(log.read_text("utf-8")) and server.poll() is None and time.monotonic() < ends:
+        ends, lines = time.monotonic() + PATIENCE, list[str]()
+        while not matches(expected, lines) and server.poll() is None and time.monotonic() < ends:
             time.sleep(0.05)
-        time.sleep(0.2)
-        return [self.plain(line) for line in log.read_text("utf-8").splitlines()]
+            lines = [self.plain(line) for line in log.read_text("utf-8").splitlines()]
+        return lines
 
     def plain(self, line: str) -> str:
         """A line as a page shows it: its port, no path of this machine."""

@@ -48,7 +48,7 @@ def differences(page: Page, folder: Path, home: Path) -> list[str]:
             elif not any(step.command.startswith(begin) for begin, _ in NOT_RUN):
                 if tool := missing_tool(step.command):
                     pytest.skip(f"{tool} is not installed")
-                printed = session.run(step.command)
+                printed = session.run(step.command, step.expected)
                 if not matches(step.expected, printed):
                     found.append("\n".join([f"{page.name}: $ {step.command}", *printed]))
     return found
