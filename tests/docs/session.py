@@ -135,7 +135,7 @@ class Session:
         (self.folder / name).write_text("\n".join(lines).replace(str(PORT), str(self.port)) + "\n", "utf-8")
 
     def run(self, command: str, expected: list[str]) -> list[str]:
-        """The lines that a command prints. A server is started and left running; these are its lines up to the expected ones."""
+        """The lines that a command prints; of a server, which stays running, the lines up to the expected ones."""
         command = command.replace(str(PORT), str(self.port))
         if command.startswith("headrace serve"):
             return self.serve(command, expected)
