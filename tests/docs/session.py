@@ -21,7 +21,7 @@ from typing import Self
 from tests.docs.markdown import ROOT, Page
 
 BLOCK = re.compile(r"(?:^|\n)([^\n]*)\n\n?```(\w*)\n(.*?)\n?```", re.DOTALL)
-FILE = re.compile(r"`([\w.-]+\.(?:py|toml|jsonl|json|txt|yaml))`[^`]*[::]$")
+FILE = re.compile(r"`([\w.-]+\.(?:py|toml|jsonl|json|txt|yaml))`[^`]*[:：]$")
 # Figures that change from run to run, with their units.
 MEASURED = re.compile(
     r"\d[\d,]*(?:\\\.\d+)?(?=(?:\\ | )?(?:tokens/s|prompts/s|s|ms|us|min|seconds|minutes|MB/s|GB/s|GiB/s|%|times)(?![\w/]))"
