@@ -33,7 +33,7 @@ from headrace.data.plan import (
     Where,
 )
 from headrace.ops.trees import walk
-from headrace.runner.slots import Slots
+from headrace.runner.runner import Slots
 
 VOCAB = 61
 EOS = 60

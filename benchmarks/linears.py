@@ -13,7 +13,7 @@ import typer
 from benchmarks import peak_share
 from benchmarks.command import run
 from headrace import core
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import thread_pool
 from headrace.bench.machine import Say
 from headrace.bench.profile import limits, share_of
 from headrace.cli.files import writable

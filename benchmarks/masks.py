@@ -24,8 +24,7 @@ from headrace.cli.output import print_table
 from headrace.cli.status import status
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
-from headrace.decoding.json_schema.prepare import prepare
-from headrace.decoding.json_schema.validate import late_keywords, read_schema, why_broken
+from headrace.decoding.json_schema.prepare import late_keywords, prepare, read_schema, why_broken
 from headrace.startup.loading import open_model
 from headrace.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.fake_model import Deferred
-from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.eager.program import EagerHeads
 from headrace.backends.native.heads import NativeHeads
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -34,7 +34,7 @@ from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import Exit
 from headrace.runner.heads import EXIT, Heads
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span

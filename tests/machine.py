@@ -11,8 +11,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.plan import TARGET, UPPER, Exited, KVGroup
 from headrace.data.types import Draft, Request, Sequence, Status
 from headrace.drafting.base import Drafter, MarkFilled, RunModel, TargetFeed
-from headrace.drafting.mixed import upper_rows
-from headrace.drafting.speculation import Speculation
+from headrace.drafting.speculation import Speculation, upper_rows
 from headrace.engine.engine import Engine
 from headrace.runner.early_exit import MOST_BEHIND
 

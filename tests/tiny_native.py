@@ -8,8 +8,7 @@ import numpy as np
 
 from headrace import core
 from headrace.backends.native.lowering import FUSIONS
-from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import NativeProgram, thread_pool
 from headrace.backends.native.weights import PackedWeights
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams

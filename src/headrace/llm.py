@@ -45,8 +45,7 @@ from headrace.engine.lockstep import Inbox, Lockstep
 from headrace.startup.backend import start
 from headrace.startup.classifier import Pair, encode_texts, load, require_classifier
 from headrace.startup.loading import open_files, open_roles, pick_device
-from headrace.text.chat import ChatTemplate, TemplateError, validate_messages
-from headrace.text.continued_message import check_continues, render_open
+from headrace.text.chat import ChatTemplate, TemplateError, check_continues, render_open, validate_messages
 from headrace.weights.defaults import values
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.backends.eager.heads import EagerHeads
-from headrace.backends.eager.program import EagerProgram
+from headrace.backends.eager.program import EagerHeads, EagerProgram
 from headrace.backends.native.heads import NativeHeads
 from headrace.backends.recipe import BLOCK_SIZE
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -36,7 +35,7 @@ from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import Exit
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span

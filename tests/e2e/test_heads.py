@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.backends.eager import step
-from headrace.backends.eager.heads import EagerHeads
+from headrace.backends.eager.program import EagerHeads
 from headrace.backends.native.heads import NativeHeads
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -22,7 +22,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.kv.pool import KVPool
 from headrace.ops.context import FeedRows, build
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import Exit
 from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace import core
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import thread_pool
 from headrace.data.config import ModelConfig
 from headrace.models import registry
 from headrace.models.base import Model

@@ -48,7 +48,7 @@ PACK = """
 import json, sys
 from headrace.models.registry import describe, read_config
 from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import thread_pool
 from headrace.weights.gguf import GGUFFile
 
 def memory(name):

@@ -19,7 +19,7 @@ from headrace.engine.engine import Engine
 from headrace.kv.blocks import BlockManager
 from headrace.llm import LLM
 from headrace.runner.early_exit import PropagatingExit
-from headrace.runner.slots import Slots
+from headrace.runner.runner import Slots
 from headrace.runner.span import Span
 from headrace.startup import thresholds
 from tests.cli_shell import Shell

@@ -17,7 +17,7 @@ from headrace.engine import engine as engine_module
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.ops import relative
+from headrace.ops import attention
 from headrace.weights.source import WeightError
 from tests.beams import add_beam
 from tests.cli_shell import Shell
@@ -85,12 +85,12 @@ def test_a_broken_model_is_caught(name: str) -> None:
 
 
 def test_distances_without_a_last_bucket_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = relative.buckets
+    right = attention.buckets
 
     def unclamped(distance: torch.Tensor, count: int, most: int, both: bool) -> torch.Tensor:
         return torch.where(distance.abs() < most, right(distance, count, most, both), distance.abs() % count)
 
-    monkeypatch.setattr(relative, "buckets", unclamped)
+    monkeypatch.setattr(attention, "buckets", unclamped)
     theirs = oracle("t5")
     assert gap(loaded(theirs), theirs) > 1e-2
 

@@ -13,15 +13,15 @@ from headrace import core
 from headrace.backends.native import lowering
 from headrace.backends.native.encoder import NativeEncoder
 from headrace.backends.native.live import NativeLive
+from headrace.backends.native.lowering import buckets
 from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.relative import buckets
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.ops import relative
+from headrace.ops import attention
 from headrace.runner.runner import Runner
 from headrace.weights.loader import load_model
 from tests.beams import add_beam
@@ -160,7 +160,7 @@ def test_wrong_distances_are_caught(wrong: Callable[..., np.ndarray], monkeypatc
 @pytest.mark.parametrize("both", [True, False])
 def test_buckets_are_those_of_torch(count: int, most: int, both: bool) -> None:
     far = np.arange(-3 * most, 3 * most + 1)
-    assert buckets(far, count, most, both).tolist() == relative.buckets(torch.from_numpy(far), count, most, both).tolist()
+    assert buckets(far, count, most, both).tolist() == attention.buckets(torch.from_numpy(far), count, most, both).tolist()
 
 
 # -- bits ----------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.base import Model
 from headrace.runner.runner import Runner
-from headrace.text.frequent_tokens import frequent_tokens
+from headrace.text.tokenizer import frequent_tokens
 from tests import tiny_files
 from tests.cli_shell import Shell
 from tests.e2e.test_exactness import prompts_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace import core
-from headrace.backends.native.threads import SPIN_MICROSECONDS, spin_microseconds, thread_pool
+from headrace.backends.native.program import SPIN_MICROSECONDS, spin_microseconds, thread_pool
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 
@@ -74,7 +74,7 @@ import os, sys
 from pathlib import Path
 os.sched_setaffinity(0, {int(sys.argv[2])})  # before the core makes threads
 from headrace.llm import LLM
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import thread_pool
 from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1])
 outputs = llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
@@ -99,7 +99,7 @@ def test_an_engine_stays_on_the_cpus_it_may_use(tiny_gguf: Path) -> None:
 FEW = """
 import os, resource, sys, threading
 from headrace import core
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import thread_pool
 
 def memory(name):
     return 1024 * int(dict(line.split(":", 1) for line in open("/proc/self/status"))[name].split()[0])

@@ -9,9 +9,8 @@ import torch
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.kv.pool import KVPool
 from headrace.ops import paging
-from headrace.ops.attention import attend
+from headrace.ops.attention import attend, buckets
 from headrace.ops.context import Context, FeedRows, build, signed, tree
-from headrace.ops.relative import buckets
 from headrace.ops.vocabulary import attention
 from tests.ops.naive import Stored, attend_one, turned
 

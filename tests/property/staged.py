@@ -14,12 +14,12 @@ import numpy as np
 
 from benchmarks.fake_model import EOS, VOCAB, Deferred, FakeRunner, draw
 from headrace.backends.eager.live import EagerLive
-from headrace.backends.native.stored_rows import NativeStoredRows
+from headrace.backends.native.program import NativeStoredRows
 from headrace.data.config import EngineConfig
 from headrace.data.plan import CASCADE, HIDDEN, TARGET, UPPER, Answers, Feed, KVGroup, NewSlot, Ranked, StepPlan
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import Exit
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
 from tests.property.test_engine import Job

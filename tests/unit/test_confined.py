@@ -13,9 +13,8 @@ import pytest
 
 from headrace.confined import child
 from headrace.confined import process as worker
-from headrace.confined.pool import CLIENT, IDLE, BusyError, ConfinedPool, OverrunError, Task
+from headrace.confined.pool import CLIENT, IDLE, BusyError, ConfinedPool, CpuShares, OverrunError, Task
 from headrace.confined.process import ConfinedProcess
-from headrace.confined.shares import CpuShares
 from tests.trap import trap
 from tests.unit import confined_tasks
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from headrace.weights.gguf import GGUFFile
 from tests.unit.vocabularies import KINDS, TEXTS, data_file
 

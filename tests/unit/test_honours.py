@@ -12,12 +12,11 @@ from headrace.data.plan import AnyWant, Drawn, Feed, Sample
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import COMMON, DRAWN, Outputs, Strategy
 from headrace.decoding.beam import BeamSearch
-from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.processors import LengthNudge
 from headrace.decoding.prompts import Scoring
 from headrace.decoding.refine import Refine
-from headrace.decoding.sampling import Sampling
+from headrace.decoding.sampling import BestOf, Sampling
 from headrace.engine.admission import AdmissionError
 from headrace.engine.engine import Engine
 

@@ -301,7 +301,7 @@ def test_nothing_forbidden_is_imported() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("headrace.engine.scheduler", "from headrace.runner.slots import Slots"),
+        ("headrace.engine.scheduler", "from headrace.runner.runner import Slots"),
         ("headrace.engine.scheduler", "from headrace.kv.pool import KVPool"),
         ("headrace.weights.gguf", "from headrace.weights.loader import load_model"),
         ("headrace.ops.sampling", "from headrace import llm"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace.cli.interrupt import Interrupt
-from headrace.engine.signals import Uninterrupted
+from headrace.engine.lockstep import Uninterrupted
 
 
 def press() -> None:

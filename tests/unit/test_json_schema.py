@@ -11,8 +11,7 @@ from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.disjoint import disjoint
 from headrace.decoding.json_schema.document import Document
 from headrace.decoding.json_schema.negation import OPPOSITE
-from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.decoding.json_schema.validate import why_broken
+from headrace.decoding.json_schema.prepare import Prepared, prepare, why_broken
 from tests.places import data_path
 from tests.trap import reached, trap
 

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace.confined.pool import CLIENT, shared_pool
-from headrace.confined.shares import CpuShares
+from headrace.confined.pool import CLIENT, CpuShares, shared_pool
 from headrace.startup import encoding
 from headrace.startup.encoding import MARGIN, SLICE, count_at_least
 from headrace.startup.opening import open_model

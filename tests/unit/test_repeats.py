@@ -3,8 +3,7 @@
 import pytest
 
 from headrace.decoding.tools import gathered_calls
-from headrace.text.dialects.call_parser import HERMES, LLAMA3, CallFormat, CallParser
-from headrace.text.dialects.repeats import RepeatFilter
+from headrace.text.dialects.call_parser import HERMES, LLAMA3, CallFormat, CallParser, RepeatFilter
 
 
 def text_of(form: CallFormat, *calls: tuple[str, str]) -> str:

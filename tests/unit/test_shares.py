@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from headrace.confined.shares import BURST, CLIENTS, FREE, CpuShares
+from headrace.confined.pool import BURST, CLIENTS, FREE, CpuShares
 
 
 class Clock:

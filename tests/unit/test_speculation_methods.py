@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from headrace.drafting.base import DraftSource
 from headrace.drafting.draft_model import DraftModel
-from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.lookahead import Lookahead
 from headrace.drafting.methods import METHODS, speculation
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.stop import StopMatcher
-from headrace.text.tokenizer import Tokenizer
+from headrace.decoding.stopping import StopMatcher
+from headrace.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.unit.vocabularies import byte_level
 
 

@@ -27,9 +27,8 @@ from headrace.data.plan import (
 from headrace.data.types import Child, Decode, Draft, Request, Sequence
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
-from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
-from headrace.decoding.sampling import Sampling
+from headrace.decoding.sampling import BestOf, Sampling
 
 BEAMS = BeamSearchParams(beam_width=2)
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.engine.call_order import FairLock
+from headrace.engine.lockstep import FairLock
 
 
 def test_one_at_a_time_and_in_the_order_asked() -> None:

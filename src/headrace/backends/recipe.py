@@ -15,11 +15,11 @@ from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.data.progress import Progress, Silent
 from headrace.data.settings import ModelSettings
-from headrace.drafting.draft_model_kv import DraftSource
+from headrace.drafting.base import DraftSource
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
 from headrace.runner.span import Span
 from headrace.startup.opening import Opened
-from headrace.text.frequent_tokens import frequent_tokens
+from headrace.text.tokenizer import frequent_tokens
 
 BLOCK_SIZE = 16
 # Default number of tokens in a draft model's head: 97 % of the tokens of code and prose.

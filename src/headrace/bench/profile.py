@@ -7,8 +7,7 @@ from statistics import median
 from typing import Any
 
 from headrace import core
-from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import NativeProgram, thread_pool
 from headrace.bench.competitors import heading
 from headrace.bench.figures import Column, Table
 from headrace.bench.machine import Say

@@ -13,7 +13,7 @@ from headrace.compress.grids.errors import ErrorParts, measure
 from headrace.compress.grids.spec import NumberFormat, parse, unknown
 from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
 from headrace.data.config import ModelConfig
-from headrace.models import gguf_keys
+from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
@@ -43,7 +43,7 @@ def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat1
     source, config = opened.source, opened.config
     if config.encoder:
         raise WeightError(f"{opened.path}: encoders ({config.architecture}) decode no tokens, of which this is the arithmetic")
-    target = gguf_keys.with_gguf_architecture(config)
+    target = gguf.with_gguf_architecture(config)
     stored = stored_as(describe(target), "gguf")
     read = {part.target: part for parts in plan(describe(config), source).values() for part in parts}
     kv = kv_token_bytes(config, kv_dtype)

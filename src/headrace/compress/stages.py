@@ -27,7 +27,7 @@ from headrace.compress.texts import Texts, passage_hashes
 from headrace.compress.work_folder import PLAN, WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress
-from headrace.models import gguf_keys
+from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.gguf import GGUFFile
@@ -200,7 +200,7 @@ def _write(
     source = opened.source
     whole, smaller = opened.config, target
     if not isinstance(source, GGUFFile):
-        whole, smaller = gguf_keys.stored_config(whole), gguf_keys.stored_config(target)
+        whole, smaller = gguf.stored_config(whole), gguf.stored_config(target)
     stored = stored_as(describe(smaller), "gguf")
     read = {part.target: part for parts in plan(describe(opened.config), source).values() for part in parts}
     extra = extra_tensors(opened, set(stored_as(describe(whole), "gguf")), smaller)

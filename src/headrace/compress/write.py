@@ -27,7 +27,7 @@ from headrace.compress.stages import copy_report, cut_model, heal_model
 from headrace.compress.texts import WINDOW, Texts, draw_texts, passage_hashes
 from headrace.compress.work_folder import WRITTEN, WorkFolder
 from headrace.data.progress import Progress, Silent, human_size
-from headrace.models import gguf_keys
+from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
 from headrace.weights.atomic_file import atomic_write, file_lock
@@ -179,7 +179,7 @@ def _finish(plan: CompressionPlan, work: WorkFolder, path: Path) -> None:
 
 def _importance(plan: CompressionPlan, output: PassOutput) -> dict[str, np.ndarray]:
     """Measured importance of the layers' matrices, by GGUF names."""
-    stored = stored_as(describe(gguf_keys.with_gguf_architecture(plan.opened.config)), "gguf")
+    stored = stored_as(describe(gguf.with_gguf_architecture(plan.opened.config)), "gguf")
     return {
         name: output.importance(parts[0].target)
         for name, parts in stored.items()

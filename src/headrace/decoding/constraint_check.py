@@ -14,8 +14,7 @@ from headrace.data.outputs import RequestOutput
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.constrained import limits
 from headrace.decoding.grammar import grammar_of
-from headrace.decoding.json_schema.prepare import prepare
-from headrace.decoding.json_schema.validate import late_keywords, why_broken
+from headrace.decoding.json_schema.prepare import late_keywords, prepare, why_broken
 from headrace.decoding.tools import CallReader, Tooling, gathered_calls
 from headrace.text.dialects.call_parser import Piece
 from headrace.text.dialects.json_calls import Steps

@@ -9,8 +9,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.json_schema.literals import literally
-from headrace.decoding.json_schema.prepare import prepare
-from headrace.decoding.json_schema.validate import read_schema
+from headrace.decoding.json_schema.prepare import prepare, read_schema
 
 # Between the parts of a JSON text: nothing, one space, or a new line with its indent, once. A model cannot lose itself in
 # blanks: an indent has six levels of four spaces, or eight of a tab; what is deeper is indented no further.

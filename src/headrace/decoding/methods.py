@@ -3,10 +3,9 @@
 from headrace.data.params import SamplingParams
 from headrace.decoding.base import Strategy
 from headrace.decoding.beam import BeamSearch
-from headrace.decoding.best_of import BestOf
 from headrace.decoding.contrastive import ContrastiveSearch
 from headrace.decoding.refine import Refine
-from headrace.decoding.sampling import Sampling
+from headrace.decoding.sampling import BestOf, Sampling
 
 
 def strategy_for(params: SamplingParams, mask: int | None = None, context: int = 1 << 31) -> Strategy:

@@ -9,8 +9,8 @@ Translation", arXiv 1808.08583.
 """
 
 from headrace.data.pairing import REFINE
+from headrace.data.params import RefineParams
 from headrace.data.plan import AnyWant, Feed, Top, Where
-from headrace.data.refine import RefineParams
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 from headrace.ops.refinement import Block, empty, guesses, refine

@@ -1,9 +1,10 @@
-"""Greedy decoding and sampling, with `n` parallel outputs that share their prompt."""
+"""Greedy decoding and sampling, with `n` parallel outputs that share their prompt, and best of several outputs."""
 
+import itertools
 from functools import cache
 
 from headrace.data.params import DRAWN
-from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, Verify, Where
+from headrace.data.plan import Answer, AnyWant, Drawn, Each, Feed, LogitRow, Logits, Reject, Sample, TokenLogprob, Verify, Where
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 
@@ -72,7 +73,7 @@ class Sampling(Strategy):
         rows = [one.row if isinstance(one, LogitRow) else b"" for one in answers]
         rejects = seq.decode.draft is not None and request.params.rejects
         if rejects:
-            from headrace.decoding.rejecting import verify_by_rejection  # torch
+            from headrace.decoding.host import verify_by_rejection  # torch
 
             return verify_by_rejection(request, seq, rows, self._logprobs(request))
         return draw(request, seq, rows, self._births(request, seq), self._logprobs(request))
@@ -88,3 +89,41 @@ class Sampling(Strategy):
     def _births(self, request: Request, seq: Sequence) -> int:
         """Outputs that start here: all at the end of the prompt, one later."""
         return self._outputs(request) if len(seq.tokens) == seq.prompt_len else 1
+
+
+class BestOf(Sampling):
+    """Sampling whose outputs are ranked by the mean log-probability of their tokens, the end token included.
+
+    Output i equals output i of a request with `n` = `best_of` and the same seed. Log-probabilities are those of
+    `logprobs_mode`; raw ones are the model's own. Exactness: as sampling.
+    """
+
+    streams = False  # which outputs are the best is known at the end
+    honours = Sampling.honours | {"best_of"}
+
+    def select(self, request: Request, outputs: Outputs) -> list[list[Child]]:
+        children = super().select(request, outputs)
+        drawn: dict[int, list[TokenLogprob]] = request.state or {}
+        for child in itertools.chain.from_iterable(children):
+            assert child.index is not None
+            drawn.setdefault(child.index, []).extend(child.logprobs)
+        request.state = drawn
+        return children
+
+    def results(self, request: Request) -> list[tuple[Sequence, float]]:
+        """The best n, best first, with their mean log-probabilities; of equals the one drawn first."""
+        ranked = [(seq, self._mean(request, seq)) for seq in sorted(request.finished, key=lambda seq: seq.decode.index)]
+        ranked.sort(key=lambda pair: -pair[1])
+        return ranked[: request.params.n]
+
+    def _mean(self, request: Request, seq: Sequence) -> float:
+        entries = request.state[seq.decode.index][: len(seq.output)]
+        seq.decode.score = sum(entry.logprob for entry in entries)
+        seq.text.logprobs = entries if request.params.logprobs is not None else []
+        return seq.decode.score / len(entries)
+
+    def _outputs(self, request: Request) -> int:
+        return request.params.best_of or request.params.n
+
+    def _logprobs(self, request: Request) -> int:
+        return request.params.logprobs or 0

@@ -13,9 +13,17 @@ from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.text.dialects.call_parser import HERMES, MISTRAL, CallFormat, CallParser, Piece, format_of, new_call_id
+from headrace.text.dialects.call_parser import (
+    HERMES,
+    MISTRAL,
+    CallFormat,
+    CallParser,
+    Piece,
+    RepeatFilter,
+    format_of,
+    new_call_id,
+)
 from headrace.text.dialects.json_calls import JsonCallFilter, Steps
-from headrace.text.dialects.repeats import RepeatFilter
 from headrace.text.dialects.truncated_json import ArgumentsReader
 
 MAX_TOOLS = 128

@@ -1,6 +1,7 @@
 """Interfaces of drafters. A drafter proposes the next tokens of a sequence; the target verifies them all in one step."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from headrace.data.plan import Answer, Answers, Feed
@@ -78,3 +79,25 @@ class Remembers(Protocol):
     """A drafter that learns from finished outputs."""
 
     def remember(self, request: Request, seq: Sequence) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """The source of drafts for a target: a draft model (role `draft`), trained heads (`heads`), a part of the target (`self`),
+    or the full target, which fills in masks (`blocks`).
+
+    model: its number in plans (StepPlan.model). group: its own KV group, if it has one. kind, count: of trained heads, and how
+    many tokens they draft at once. mask: id of the mask token (`blocks`).
+    """
+
+    role: str
+    model: int
+    group: int | None = None
+    kind: str = ""
+    count: int = 0
+    mask: int = -1
+
+    @property
+    def given(self) -> str:
+        """The start of an error message about an argument that the caller gave; empty for a part of the target."""
+        return {"draft": "a draft model was", "heads": "trained heads were"}.get(self.role, "")

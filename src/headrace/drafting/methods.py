@@ -1,9 +1,8 @@
 """Speculation by name: the drafters of `LLM(speculate=...)`."""
 
-from headrace.drafting.base import Drafter
+from headrace.drafting.base import Drafter, DraftSource
 from headrace.drafting.blocks import Blocks
 from headrace.drafting.draft_model import DraftModel
-from headrace.drafting.draft_model_kv import DraftSource
 from headrace.drafting.heads import TrainedHeads
 from headrace.drafting.lookahead import LENGTH, Jacobi, Lookahead
 from headrace.drafting.ngram import PromptLookup

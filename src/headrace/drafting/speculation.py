@@ -2,9 +2,11 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from statistics import mode
 from typing import Any, TypeVar
 
 from headrace.data.plan import MAX_NODES, Answers, Each, StepOutput, StepPlan
@@ -21,7 +23,6 @@ from headrace.drafting.base import (
     check_draft,
 )
 from headrace.drafting.draft_model import Chain, set_chain
-from headrace.drafting.mixed import MixedCosts
 from headrace.drafting.policy import Acceptance, Budgets, Candidate, Costs, choose_depths, draft_value, pause_steps
 from headrace.drafting.tuning import TUNING, Tuning
 
@@ -393,3 +394,39 @@ def prune(draft: Draft, fits: list[bool]) -> Draft | None:
     q = None if draft.q is None else [draft.q[node] for node in kept]
     memo = [draft.memo[node] for node in kept] if draft.memo else []
     return Draft(tokens, parents, draft.required, q, draft.drafter, draft.confidence, draft.observed, memo) if kept else None
+
+
+class MixedCosts:
+    """Costs of steps in which some rows may exit early, next to requests that draft.
+
+    Only the rows that run through the upper layers (of a cascade: through the target model) vary from step to step. So these
+    steps have a table of their own, by upper rows. A draft token adds a row to it, as to any step.
+    """
+
+    def __init__(self, tuning: Tuning = TUNING) -> None:
+        self.costs = Costs(tuning)
+        self._tuning = tuning
+        self._added: dict[int, deque[int]] = {}  # by number of such requests: upper rows in the last steps
+
+    def expected_rows(self, sequences: int, early: int) -> int:
+        """Upper rows to expect of a step without drafts over `sequences` rows, `early` of which may exit early.
+
+        It takes the most frequent number, not the mean: a step with that many rows has been measured."""
+        added = self._added.get(early)
+        return sequences - early + (mode(added) if added else early)
+
+    def record_step(self, plan: StepPlan, output: StepOutput) -> tuple[int, int]:
+        """Add a measured step without prompts; returns its upper rows without drafts, and with them."""
+        drafted = sum(len(feed.nodes) for feed in plan.feeds)
+        rows = upper_rows(plan, output)
+        early = len(output.exited)
+        added = rows - drafted - (len(plan.feeds) - early)
+        self._added.setdefault(early, deque(maxlen=self._tuning.upper_samples)).append(added)
+        self.costs.record_step(rows, output.seconds)
+        return rows - drafted, rows
+
+
+def upper_rows(plan: StepPlan, output: StepOutput) -> int:
+    """Rows of a step that ran through the upper layers, lagging rows included."""
+    exited = {*output.unfilled, *output.propagated}
+    return sum(feed.lag + feed.count + len(feed.nodes) for number, feed in enumerate(plan.feeds) if number not in exited)

@@ -25,10 +25,9 @@ from headrace.decoding.stopping import Stopping
 from headrace.drafting.base import check_draft
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
-from headrace.engine.children import Children
+from headrace.engine.children import Children, Outbox
 from headrace.engine.executor import Done, Executor, Ticket
 from headrace.engine.feeding import FeedWork, Flight
-from headrace.engine.outbox import Outbox
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
 from headrace.text.tokenizer import Tokenizer

@@ -1,8 +1,15 @@
 """One engine for callers in any thread: they run its steps one at a time, and each receives the deltas of its own requests."""
 
+# `_signal` has the functions of `signal` without conversions to enums, which would take 50 µs of each step.
+import _signal  # type: ignore[import-not-found]
+import contextlib
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
 
 from headrace.data.explicit import PlainPrompt
 from headrace.data.outputs import RequestOutput, empty_output
@@ -11,12 +18,19 @@ from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.constraint_check import check_outputs
 from headrace.decoding.processors import Processor
-from headrace.engine.call_order import FairLock
 from headrace.engine.engine import Engine
-from headrace.engine.signals import Uninterrupted
 
 Inbox = deque[Delta]  # deltas of one caller's requests, whichever thread ran the step
 Unchecked = tuple[RequestOutput, Inbox, Delta]  # an output, and its last delta, not added to it yet
+# Signals for which programs install handlers. The interpreter cannot catch SIGKILL and SIGSTOP, and faults such as SIGSEGV
+# must not wait.
+NAMES = (
+    *("SIGINT", "SIGALRM", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+    *("SIGCHLD", "SIGCONT", "SIGIO", "SIGURG", "SIGWINCH", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGBREAK"),
+)
+DEFERRED = tuple(int(getattr(signal, name)) for name in NAMES if hasattr(signal, name))
+
+Handler = Callable[[int, FrameType | None], Any]
 
 
 class ClosedError(RuntimeError):
@@ -190,3 +204,75 @@ class Lockstep:
                         one.finish_reason = "abort" if one.finish_reason == "stop" else one.finish_reason
                 for output, _ in [self._open.pop(name) for name in names if name in self._open]:
                     output.add(Delta(output.request_id, 0, finish_reason="abort", finished=True))
+
+
+class FairLock:
+    """First in, first out, unlike `threading.Lock`: a thread that asks again does not overtake one that waits. Not
+    reentrant."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()  # released by the thread that holds the lock
+        except BaseException:  # Ctrl-C
+            with self._guard:
+                handed = turn not in self._waiting
+                if not handed:
+                    self._waiting.remove(turn)
+            if handed:
+                self._hand_on()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+
+class Uninterrupted:
+    """While open, Python's signal handlers wait. They run when it closes, and their exceptions reach the caller.
+
+    An exception raised by a handler inside a step would look like an error of the step: it would fail the requests and not
+    reach the caller. Handlers run in the main thread, so in any other thread this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[int, FrameType | None] = {}  # by signal number, in order of arrival
+        self._before: dict[int, Handler] = {}
+
+    def __enter__(self) -> "Uninterrupted":
+        if threading.current_thread() is threading.main_thread():
+            for number in DEFERRED:
+                handler = _signal.getsignal(number)
+                # Entries nest (a step inside an abort): the outer one delivers.
+                if callable(handler) and getattr(handler, "__func__", None) is not Uninterrupted._note:
+                    self._before[number] = handler
+                    _signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            _signal.signal(number, handler)
+        # ExitStack: every handler runs, also if an earlier one raises.
+        with contextlib.ExitStack() as stack:
+            for number, frame in reversed(self._pending.items()):
+                stack.callback(self._before[number], number, frame)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending.setdefault(number, frame)

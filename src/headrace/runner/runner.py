@@ -5,18 +5,16 @@ Each program has its own pool with the same number of blocks. Changes of slots, 
 hold for all pools; the plan of another model carries only feeds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 
-from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, NewSlot, Pooled, Ranked, StepOutput, StepPlan, Top
 from headrace.runner.classifier import ClassifierRun, ExitClassifiers, asked
-from headrace.runner.early_exit import EarlyExit, PropagatingExit, TokenCascade
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import EarlyExit, Exit, PropagatingExit, TokenCascade
 from headrace.runner.program import AnyLive, Program, Step
-from headrace.runner.slots import Slots
 from headrace.runner.span import WHOLE, Span
 from headrace.runner.stored_rows import Rows
 from headrace.runner.wants import add_rows, pools
@@ -232,3 +230,22 @@ class Runner:
                     for ranked, near in zip(answer.answers, kept.closest(feed, live.table), strict=True):
                         if isinstance(ranked, Ranked):
                             ranked.closest = near
+
+
+class Slots(dict[int, AnyLive]):
+    """Live sequences by slot, updated by each plan. live: makes one from a NewSlot."""
+
+    def __init__(self, live: Callable[[NewSlot], AnyLive]) -> None:
+        self._live = live
+
+    def apply(self, plan: StepPlan) -> None:
+        """Free, set up and fork slots, extend block tables, append the new tokens of each feed."""
+        for slot in plan.free:
+            self.pop(slot, None)  # after a failed step a slot may be freed twice
+        for new in plan.new:
+            self[new.slot] = self[new.source].fork() if new.source >= 0 else self._live(new)
+        for delta in plan.tables:
+            self[delta.slot].set_table(delta.table, delta.start, delta.blocks)
+        for feed in plan.feeds:
+            if feed.new:
+                self[feed.slot].extend(feed.new)

@@ -15,7 +15,7 @@ from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
 from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
-from headrace.runner.exit_head import Exit
+from headrace.runner.early_exit import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner

@@ -4,7 +4,8 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from headrace.text.tokenizer import Tokenizer
 __all__ = ["ChatTemplate", "TemplateError", "TemplateLimits", "validate_messages"]
 
 NO_TEMPLATE = "this model has no chat template: use `generate` or `run --raw`, or pass a template"
+Message = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
@@ -251,3 +253,36 @@ def _part(index: int, part: Any) -> dict[str, str]:
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "quoted") or not isinstance(part.get("text"), str):
         raise TemplateError(f'message {index}: only parts {{"type": "text", "text": …}} can be read; this model takes text')
     return {"type": str(part["type"]), "text": str(part["text"])}
+
+
+def check_continues(talks: Iterable[Sequence[Message]]) -> None:
+    """Raise TemplateError unless the last message of each conversation is text of the assistant."""
+    for *_, last in talks:
+        if last["role"] != "assistant":
+            raise TemplateError(
+                "continue_final_message: the last message is not the assistant's; end with one of the assistant",
+                "continue_final_message",
+            )
+        if last.get("tool_calls"):
+            raise TemplateError(
+                "continue_final_message: the last message calls tools and has no text; add the tools' results",
+                "continue_final_message",
+            )
+
+
+def render_open(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> str:
+    """Return the prompt of a conversation up to the end of its last message's text.
+
+    render: applies the template without opening a new turn. A random mark after the text shows where to cut.
+    Raises TemplateError if the template drops the mark.
+    """
+    messages = validate_messages(messages)
+    check_continues([messages])
+    *earlier, last = messages
+    mark = secrets.token_hex(16)
+    before, separator, _ = render([*earlier, {**last, "content": last["content"] + mark}]).rpartition(mark)
+    if not separator or mark in before:
+        raise TemplateError(
+            "continue_final_message: the model's template does not allow it; leave it out", "continue_final_message"
+        )
+    return before

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from headrace.backends.eager.play import play
+from headrace.backends.eager.program import play
 from headrace.compress.export import CONFIG, hf_config, write_json
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.data.progress import Progress, Silent
@@ -23,8 +23,7 @@ from headrace.models.base import Model
 from headrace.models.families import t5
 from headrace.models.layers.embedding import Relative
 from headrace.models.registry import describe
-from headrace.ops.attention import rotate
-from headrace.ops.relative import buckets
+from headrace.ops.attention import buckets, rotate
 from headrace.ops.weights import RelativeWeights
 from headrace.runner.record import Segment, record, record_cross
 from headrace.training.masked_batches import Batch, make_batch, rows_of

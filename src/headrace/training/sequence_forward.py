@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import log_softmax
 
-from headrace.backends.eager.play import play
+from headrace.backends.eager.program import play
 from headrace.kv.pool import FreshPool
 from headrace.models.base import Model
 from headrace.ops.attention import rotate

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from headrace import host
-from headrace.backends.eager.heads import EagerHeads
-from headrace.backends.eager.program import EagerProgram
+from headrace.backends.eager.program import EagerHeads, EagerProgram
 from headrace.backends.eager.rounded import round_inputs
 from headrace.backends.memory import check_weights_fit
 from headrace.backends.protocol import LoadedPrograms

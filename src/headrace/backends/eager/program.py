@@ -1,23 +1,49 @@
-"""The program of the torch back end, on any device of torch. It is the reference for other back ends."""
+"""The program of the torch back end, on any device, and that of trained heads. It is the reference for other back ends."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.backends.eager.live import EagerLive
-from headrace.backends.eager.play import play
 from headrace.backends.eager.step import EagerStep
-from headrace.backends.eager.stored_rows import EagerStoredRows
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import Context, FeedRows, build
+from headrace.ops.registry import OPS
+from headrace.runner.heads import HeadInputs, Heads, HeadsSource, enter, heads_config
 from headrace.runner.last_use import kv_only, sublayers
 from headrace.runner.program import InputRows, Source
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
+from headrace.runner.stored_rows import StoredRows
+from headrace.weights.loader import load_model
+from headrace.weights.source import WeightSource
+
+
+class EagerStoredRows(StoredRows):
+    """Stored rows in the model's dtype, on its device."""
+
+    def __init__(self, num_blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_blocks, block_size, width, dtype.itemsize)
+        self.dtype, self.device = dtype, device
+
+    def allocate(self) -> torch.Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(parts)
+
+    def unit(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows, dim=-1)
+
+    def nearest(self, rows: torch.Tensor, nodes: torch.Tensor) -> list[float]:
+        best: list[float] = (rows @ nodes.T).amax(0).tolist()
+        return best
 
 
 class EagerProgram:
@@ -141,3 +167,52 @@ class EagerProgram:
         barred = torch.ones(self.config.vocab_size, dtype=torch.bool, device=self._weight.device)
         barred[torch.from_numpy(head_ids).long()] = False
         return barred
+
+
+class EagerHeads(EagerProgram):
+    """A program of trained heads. It uses the target's block ids."""
+
+    inputs: HeadInputs
+
+    def __init__(self, heads: Heads, target: EagerProgram, source: WeightSource) -> None:
+        config, weight = heads_config(heads.kind, target.config), next(target.model.parameters())
+        model = load_model(HeadsSource(heads, target.config, source), weight.dtype, weight.device, config)
+        pool = KVPool(config, target.pool.num_blocks, target.pool.block_size, target.pool.dtype, weight.device)
+        super().__init__(model, pool, target.threads, heads.vocab)
+        self.target = target
+        self.inputs = HeadInputs(heads)
+
+    def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:
+        assert rows is not None, "heads begin with hidden rows"
+        if self.inputs.chains:
+            rows = enter(self.inputs.tensors, self.target.model.embed(ctx), rows)
+        return rows.to(self._weight.dtype)
+
+
+def play(
+    segment: Segment,
+    marks: list[int],
+    skip: int,
+    x: torch.Tensor,
+    ctx: Context,
+    instead: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> torch.Tensor:
+    """A recorded layer without the sublayers whose bits `skip` has: hidden rows [n, hidden] -> [n, hidden].
+
+    `marks` are those of `sublayers`. What leads to the residuals of these is not computed, nor are K and V written; a residual
+    hands its rows on. `instead`: what some ops are carried out by.
+    """
+    values: dict[int | None, Any] = {segment.entry: x}
+    for node, mark in zip(segment.nodes, marks, strict=True):
+        if mark & skip:
+            if node.op == "residual":
+                values[node.outputs[0]] = values[node.inputs["x"]]
+            continue
+        first, *others = (
+            (name, values[node.inputs[name]] if name in node.inputs else node.settings.get(name, ctx))
+            for name in OPS[node.op].parameters
+        )
+        result = instead.get(node.op, OPS[node.op])(first[1], **dict(others))
+        values.update(zip(node.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+    rows: torch.Tensor = values[segment.result]
+    return rows

@@ -9,8 +9,7 @@ import torch
 from headrace import core
 from headrace.backends.native.buffers import HIDDEN, Buffers, Ropes
 from headrace.backends.native.lowering import FUSIONS, Lowered, Lowering
-from headrace.backends.native.program import NativeProgram
-from headrace.backends.native.threads import thread_pool
+from headrace.backends.native.program import NativeProgram, thread_pool
 from headrace.data.plan import Feed
 from headrace.models.registry import describe
 from headrace.runner.heads import UNIT_EPS, HeadInputs, Heads, HeadsSource, heads_config

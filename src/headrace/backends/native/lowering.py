@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace import core
-from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes
-from headrace.backends.native.relative import bias_by_distance
-from headrace.backends.native.value_places import Values
+from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes, Values
 from headrace.backends.native.weights import PackedPart, PackedWeights
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -380,3 +378,28 @@ def _bfloat16(value: float) -> float:
     """Rounded to nearest even."""
     bits = int(np.float32(value).view(np.uint32))
     return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
+
+
+def bias_by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
+    """Attention bias by distance (key - query) from -most to most, [heads, 2 * most + 1] float32. Farther keys have the last.
+
+    weight: [buckets, heads].
+    """
+    added: np.ndarray = weight[buckets(np.arange(-most, most + 1), len(weight), most, both)].T
+    return np.ascontiguousarray(added, np.float32)
+
+
+def buckets(distance: np.ndarray, count: int, most: int, both: bool) -> np.ndarray:
+    """The bucket (of `count`) of each distance, as `ops.attention.buckets` computes it."""
+    base = np.zeros_like(distance)
+    if both:
+        count //= 2
+        base = (distance > 0) * count
+        far = np.abs(distance)
+    else:
+        far = np.maximum(-distance, 0)
+    exact = count // 2
+    ratio = np.maximum(far, exact).astype(np.float32) / np.float32(exact)
+    grown = np.log(ratio) / np.float32(math.log(most / exact)) * np.float32(count - exact)
+    large = np.minimum(exact + grown.astype(np.int64), count - 1)
+    return base + np.where(far < exact, far, large)

@@ -1,8 +1,10 @@
-"""The program of the native back end: a model that the compiled core runs, one call per step."""
+"""The program of the native back end: a model that the compiled core runs, one call per step. Engines share thread pools."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,6 @@ from headrace.backends.native.encoder import NativeEncoder, scratch_blocks
 from headrace.backends.native.live import NativeLive
 from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
-from headrace.backends.native.stored_rows import NativeStoredRows
-from headrace.backends.native.threads import thread_pool
 from headrace.backends.native.weights import PackedWeights
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
@@ -22,6 +22,7 @@ from headrace.models.base import Model
 from headrace.runner.program import InputRows, Source
 from headrace.runner.record import record
 from headrace.runner.span import Span
+from headrace.runner.stored_rows import StoredRows
 from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")
@@ -31,6 +32,32 @@ OUTLIERS = 6.0
 # `activations` -> the core's name.
 ROUNDINGS = {"auto": "group", **{name: name for name in ("group", "token", "split", "tensor")}}
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8", "int4": "int4"}
+
+# Smallest length that a row is divided by.
+SHORTEST = 1e-12
+SPIN_MICROSECONDS = 1000  # idle workers stay awake while Python works between two steps
+QUOTA_SPIN_MICROSECONDS = 50  # under a CPU quota, time that a worker spins is missing for its work
+
+
+class NativeStoredRows(StoredRows):
+    """Stored rows in float32."""
+
+    def __init__(self, num_blocks: int, block_size: int, width: int) -> None:
+        super().__init__(num_blocks, block_size, width, 4)
+
+    def allocate(self) -> np.ndarray:
+        return np.zeros(self.shape, np.float32)
+
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def unit(self, rows: np.ndarray) -> np.ndarray:
+        scaled: np.ndarray = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), SHORTEST)
+        return scaled
+
+    def nearest(self, rows: np.ndarray, nodes: np.ndarray) -> list[float]:
+        best: list[float] = (rows @ nodes.T).max(axis=0).tolist()
+        return best
 
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
@@ -167,3 +194,26 @@ class NativeProgram:
     def close(self) -> None:
         """Release the packed weights and the pool."""
         del self.core, self.encoder, self.weights, self.kv
+
+
+def thread_pool(threads: int) -> Any:
+    """Return the process's pool of `threads` threads; 0: one for each core that the process may use. Engines take turns on it.
+
+    Raises _core.ThreadsError (a RuntimeError) if the system does not start them all; fewer threads may work.
+    """
+    return _pool(threads or core.processors())
+
+
+@cache
+def _pool(threads: int) -> Any:
+    pool = core.module().ThreadPool(threads)
+    pool.set_spin(spin_microseconds(core.module().cpu_info()["quota"]))
+    return pool
+
+
+def spin_microseconds(quota: float) -> int:
+    """Time that an idle worker spins for the next step. `quota`: CPUs that the control group grants; 0: no limit."""
+    return QUOTA_SPIN_MICROSECONDS if quota else SPIN_MICROSECONDS
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has no workers; a model that it loads gets a new pool

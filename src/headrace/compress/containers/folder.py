@@ -18,7 +18,7 @@ from headrace.compress.pipeline import Pipeline
 from headrace.compress.plan import CompressionPlan, EncodedRows, encoding_bytes, new_report, parts_by_target
 from headrace.compress.structure import pruned_config
 from headrace.data.config import ModelConfig
-from headrace.models import gguf_keys
+from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.describe import COMPRESSED
@@ -61,7 +61,7 @@ class FolderPlan(CompressionPlan):
             raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not rounded; use them as they are")
         if pipeline.cuts and not isinstance(original.source, GGUFFile):
             # The model that cuts leave is written as a GGUF file.
-            gguf_keys.stored_config(original.config)
+            gguf.stored_config(original.config)
         final = config if cut is not None else reduce(pruned_config, pipeline.cuts, config)
         stored = stored_as(describe(final), "safetensors")
         if any(parts[0].transpose for parts in stored.values()):
@@ -250,7 +250,7 @@ def _importance(imatrix: Path | None, stored: dict[str, list[WeightPart]], confi
     if imatrix is None:
         return {}
     by_gguf_name = read_imatrix(imatrix)
-    names = stored_as(describe(gguf_keys.with_gguf_architecture(config)), "gguf")
+    names = stored_as(describe(gguf.with_gguf_architecture(config)), "gguf")
     gguf_names = {part.target: name for name, parts in names.items() for part in parts}
     found = {name: by_gguf_name.get(gguf_names[parts[0].target]) for name, parts in stored.items()}
     return {name: values for name, values in found.items() if values is not None}

@@ -22,7 +22,7 @@ from headrace.compress.pruning import is_pruned, zero_kind
 from headrace.compress.structure import pruned_config
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
-from headrace.models import gguf_keys
+from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.text.gguf_keys import tokenizer_keys
@@ -71,7 +71,7 @@ class GGUFPlan(CompressionPlan):
         importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
         if config.encoder:
             raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not written as GGUF; use them as they are")
-        final = config if isinstance(source, GGUFFile) else gguf_keys.stored_config(config)
+        final = config if isinstance(source, GGUFFile) else gguf.stored_config(config)
         pruned = final if cut is not None else reduce(pruned_config, pipeline.cuts, final)
         extra = extra_tensors(opened, set(stored_as(describe(final), "gguf")), pruned)
         stored = stored_as(describe(pruned), "gguf")
@@ -243,7 +243,7 @@ def extra_tensors(opened: Opened, stored: set[str], config: ModelConfig) -> dict
     source = opened.source
     if isinstance(source, GGUFFile):
         return {name: (source.info(name), source.raw(name)) for name in source.names() if name not in stored}
-    made = gguf_keys.made_tensors(config)
+    made = gguf.made_tensors(config)
     return {name: (tensor_info(name, data.shape, "F32"), data.view(np.uint8)) for name, data in made.items()}
 
 
@@ -256,10 +256,10 @@ def entries(opened: Opened, config: ModelConfig, ours: Mapping[str, Any], vocabu
     source = opened.source
     if isinstance(source, GGUFFile):
         same = config == opened.config
-        made = {} if same else gguf_keys.shape_keys(source.metadata["general.architecture"], config)
+        made = {} if same else gguf.shape_keys(source.metadata["general.architecture"], config)
         kept = [key for key in source.metadata if key == "general.alignment" or not OURS.fullmatch(key)]
         copied = [source.entry(key) for key in kept if key not in made]
         return copied + [entry(key, value) for key, value in (made | dict(ours)).items()]
-    keys = gguf_keys.metadata(config) | {"general.name": opened.path.name}
+    keys = gguf.metadata(config) | {"general.name": opened.path.name}
     keys |= (tokenizer_keys(opened.path, config.vocab_size) if vocabulary else {}) | dict(ours)
     return [entry(key, value) for key, value in keys.items()]

@@ -9,8 +9,7 @@ import msgspec
 from headrace.data.plan import Exited, TokenLogprob
 from headrace.server.protocols.openai_types import TokenExit
 from headrace.server.protocols.time_slices import slices
-from headrace.text.detokenizer import IncrementalDetokenizer
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 # Stands for minus infinity, which JSON cannot write.
 MIN_LOGPROB = -9999.0

@@ -10,8 +10,7 @@ import msgspec
 from headrace.confined.pool import shared_pool
 from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutputs
 from headrace.decoding.constraint_check import raise_on_error, refuse_overruns
-from headrace.decoding.json_schema.prepare import Prepared
-from headrace.decoding.json_schema.validate import read_schema
+from headrace.decoding.json_schema.prepare import Prepared, read_schema
 from headrace.server.engines.messages import Grammar
 from headrace.server.engines.service import Service
 from headrace.server.http.api_error import ApiError, bad
