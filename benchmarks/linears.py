@@ -16,9 +16,8 @@ from headrace import core
 from headrace.backends.native.program import thread_pool
 from headrace.bench.machine import Say
 from headrace.bench.profile import limits, share_of
-from headrace.cli.files import writable
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import writable
+from headrace.cli.output import print_table, say, status
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS

@@ -20,8 +20,7 @@ import typer
 
 from benchmarks.command import run
 from benchmarks.jsonl import read_lines
-from headrace.cli.output import print_table
-from headrace.cli.status import status
+from headrace.cli.output import print_table, status
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.json_schema.prepare import late_keywords, prepare, read_schema, why_broken

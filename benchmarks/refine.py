@@ -13,9 +13,8 @@ import typer
 
 from benchmarks.command import run
 from headrace.bench.questions import Question, read_fields
-from headrace.cli.files import writable
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions
+from headrace.cli.options import ModelName, ModelOptions, writable
 from headrace.cli.output import print_table, say
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import ParamError, RefineParams, SamplingParams

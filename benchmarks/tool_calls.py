@@ -21,9 +21,8 @@ import typer
 
 from benchmarks.command import run
 from benchmarks.jsonl import read_lines
-from headrace.cli.files import writable
 from headrace.cli.opening import open_llm
-from headrace.cli.options import ModelName, ModelOptions
+from headrace.cli.options import ModelName, ModelOptions, writable
 from headrace.cli.output import print_table
 from headrace.cli.output import say as print_line
 from headrace.data.outputs import RequestOutput

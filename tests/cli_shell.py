@@ -16,7 +16,7 @@ from types import TracebackType
 import pytest
 
 from headrace.cli.app import main
-from headrace.cli.status import status
+from headrace.cli.output import status
 
 ROOT = Path(__file__).parents[1]
 ERASE = "\x1b[2K"  # what the line that says how far it is begins with

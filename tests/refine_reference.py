@@ -8,8 +8,7 @@ from headrace.data.params import RefineParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
-from headrace.training.masked import TrainableModel
-from headrace.training.masked_batches import Batch, whole
+from headrace.training.masked import Batch, TrainableModel, whole
 
 Forward = Callable[[list[int], list[int]], torch.Tensor]  # logits [block, V] of an open block behind known tokens
 

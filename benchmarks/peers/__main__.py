@@ -11,10 +11,9 @@ import typer
 from benchmarks.command import run
 from benchmarks.peers import engines as peer_engines
 from benchmarks.peers.comparison import compare
-from headrace.bench import cells as bench_cells
-from headrace.cli.files import writable
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.bench import interleave as bench_cells
+from headrace.cli.options import writable
+from headrace.cli.output import print_table, say, status
 
 # Share of the cores that other processes may use before a cell is reported as disturbed.
 QUIET = 0.05

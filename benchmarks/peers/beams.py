@@ -12,14 +12,11 @@ import typer
 
 from benchmarks.command import run
 from benchmarks.peers import engines
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import SOURCE, heading, kv_bytes, start_worker, worker_command
-from headrace.bench.interleave import Variant, measure
-from headrace.bench.machine import Say
-from headrace.cli.files import writable
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.bench.interleave import Cell, Variant, measure
+from headrace.bench.machine import BandwidthProbe, Say
+from headrace.cli.options import writable
+from headrace.cli.output import print_table, say, status
 from headrace.host import cores
 from headrace.startup.loading import open_model
 from headrace.stats.paired_ratio import ratio

@@ -5,11 +5,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.peers.engines import PeerEngine
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import fitting, heading, kv_bytes, load_competitors
-from headrace.bench.interleave import judge, measure
-from headrace.bench.machine import Say
+from headrace.bench.interleave import Cell, judge, measure
+from headrace.bench.machine import BandwidthProbe, Say
 from headrace.host import cores
 from headrace.startup.loading import open_model
 

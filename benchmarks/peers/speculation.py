@@ -19,15 +19,12 @@ import typer
 from benchmarks.command import run
 from benchmarks.peers import llamacpp_programs
 from benchmarks.peers.engines import ENGINES, WORKERS, PeerEngine, PeerError
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import KV_ELEMENT, OURS, SOURCE, SPARE_TOKENS, heading, start_worker, worker_command
-from headrace.bench.interleave import Engine, Variant, judge, measure
-from headrace.bench.machine import Say
+from headrace.bench.interleave import Cell, Engine, Variant, judge, measure
+from headrace.bench.machine import BandwidthProbe, Say
 from headrace.bench.worker import EngineProcess
-from headrace.cli.files import writable
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import writable
+from headrace.cli.output import print_table, say, status
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
 from headrace.startup.loading import Opened, open_model

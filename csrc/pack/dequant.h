@@ -1,4 +1,4 @@
-// Decoding of GGUF blocks to float32. src/headrace/weights/dequant.py computes the same bits with numpy.
+// Decoding of GGUF blocks to float32. src/headrace/weights/decode.py computes the same bits with numpy.
 #pragma once
 
 #include <cstddef>

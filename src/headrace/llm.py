@@ -28,8 +28,7 @@ from headrace.data.explicit import (
 from headrace.data.fields import ParamError
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit_vector, whole
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Progress, Silent
-from headrace.data.progress_bar import Moving, on_terminal, waiting
+from headrace.data.progress import Moving, Progress, Silent, on_terminal, waiting
 from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from headrace.cli.files import writable_folder
+from headrace.cli.options import writable_folder
 from headrace.llm import LLM
 from headrace.startup.supported import missing_requirement
 from headrace.workflows.batch_output import BatchOutput

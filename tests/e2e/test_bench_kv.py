@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from headrace.bench import kv
-from headrace.bench.cells import Cell
+from headrace.bench.interleave import Cell
 from headrace.bench.kv import EXACT, FORMATS, measure_losses
-from headrace.compress.mean_keys import TOKENS, mean_keys
+from headrace.compress.calibration_pass import TOKENS, mean_keys
 from headrace.compress.texts import draw_texts
 from headrace.data.progress import Silent
 from headrace.startup.opening import open_files

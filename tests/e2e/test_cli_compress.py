@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.files import writable, writable_output
+from headrace.cli.options import writable, writable_output
 from tests.cli_shell import SECONDS, Shell
 from tests.tiny_files import write_tiny_gguf
 

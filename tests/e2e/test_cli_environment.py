@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.app import main
-from headrace.cli.status import status
+from headrace.cli.output import status
 from headrace.llm import LLM
 from headrace.weights.store import StoreError, home
 from tests.cli_shell import MAIN, SECONDS, Shell, environment

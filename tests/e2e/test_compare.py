@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import sharing
-from headrace.bench.block_usage import run_requests
-from headrace.bench.repetition import distinct, rep
-from headrace.bench.strategies import MODES, mode
+from headrace.bench.sharing import run_requests
+from headrace.bench.strategies import MODES, distinct, mode, rep
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
 from headrace.workflows.prompts import read_prompts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.data.progress_bar import SPINNER, Moving
+from headrace.data.progress import SPINNER, Moving
 from headrace.llm import LLM
 from tests.cli_shell import ERASE, Shell, Terminal, environment, screen
 

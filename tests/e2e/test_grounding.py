@@ -11,10 +11,9 @@ from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.types import RequestMetrics
 from headrace.llm import LLM
-from headrace.workflows.grounding import tasks
+from headrace.workflows.grounding import asking
 from headrace.workflows.grounding.asking import Answer, ask, begin, follow, hit_rate
-from headrace.workflows.grounding.documents import Passage, read_folder, split
-from headrace.workflows.grounding.packing import pack, shown
+from headrace.workflows.grounding.documents import Passage, pack, read_folder, shown, split
 from headrace.workflows.grounding.retrieval import Index, words
 from tests.cli_shell import Shell
 
@@ -129,12 +128,16 @@ def test_an_answer_comes_in_pieces_while_others_are_computed(folder: Path, tiny_
 def test_the_six_tasks_have_prompts_that_begin_alike(tiny_llm: LLM) -> None:
     passages = [Passage("a.md", 1, "The code is 4417.")]
     made = [
-        (tasks.translation("水车", "English"), tasks.translation("河", "English"), "水车"),
-        (tasks.summary("Long text."), tasks.summary("Other."), "Long text."),
-        (tasks.document_qa(passages, "What?"), tasks.document_qa(passages, "Who?"), "4417"),
-        (tasks.chat([("hi", "hello")], "and now?", "Be brief."), tasks.chat([("hi", "hello")], "what?", "Be brief."), "hello"),
-        (tasks.code_edit("x = 1", "rename x"), tasks.code_edit("y = 2", "rename y"), "x = 1"),
-        (tasks.transcript("um so yes"), tasks.transcript("well"), "um so yes"),
+        (asking.translation("水车", "English"), asking.translation("河", "English"), "水车"),
+        (asking.summary("Long text."), asking.summary("Other."), "Long text."),
+        (asking.document_qa(passages, "What?"), asking.document_qa(passages, "Who?"), "4417"),
+        (
+            asking.chat([("hi", "hello")], "and now?", "Be brief."),
+            asking.chat([("hi", "hello")], "what?", "Be brief."),
+            "hello",
+        ),
+        (asking.code_edit("x = 1", "rename x"), asking.code_edit("y = 2", "rename y"), "x = 1"),
+        (asking.transcript("um so yes"), asking.transcript("well"), "um so yes"),
     ]
     for one, other, needed in made:
         assert needed in str(one)

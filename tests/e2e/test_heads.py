@@ -26,10 +26,9 @@ from headrace.runner.early_exit import Exit
 from headrace.runner.heads import EXIT, FEATURE, HEADS, HeadInputs, Heads, affine, enter, heads_config, predict
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
-from headrace.training.feature_layer import FeatureLayer, norm, shifted
 from headrace.training.head_kinds import initial_tensors
 from headrace.training.heads import loss_of
-from headrace.training.teacher import Batch, Teacher
+from headrace.training.teacher import Batch, FeatureLayer, Teacher, norm, shifted
 from headrace.training.texts import Text
 from tests.e2e.test_draft_model import GREEDY, Native, Torch, load, watched
 from tests.tiny import VOCAB, finish, run_alone, tokens_of

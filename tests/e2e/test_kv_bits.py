@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from headrace.compress.mean_keys import mean_keys
+from headrace.compress.calibration_pass import mean_keys
 from headrace.kv import rounded
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool

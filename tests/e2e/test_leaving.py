@@ -22,7 +22,7 @@ from headrace.runner.early_exit import MOST_BEHIND
 from headrace.startup import heads as files
 from headrace.startup import thresholds
 from headrace.startup.opening import open_files
-from headrace.stats.text_similarity import rouge_l
+from headrace.stats.paired_ratio import rouge_l
 from headrace.training.early_exit_calibration import CalibrationConfig, calibrate_threshold
 from headrace.training.overlap import hashes
 from tests.cli_shell import Shell

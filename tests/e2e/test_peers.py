@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.engines import ENGINES
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import OURS, load_competitors
+from headrace.bench.interleave import Cell
 from headrace.startup.loading import open_model
 from tests.places import STORE
 

@@ -13,7 +13,7 @@ from headrace.data.params import BeamSearchParams, ParamError, SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
 from headrace.weights import catalog
-from headrace.weights import fingerprints as known
+from headrace.weights import catalog as known
 from headrace.weights.defaults import FALLBACK, Setting, family_of, gguf_settings, own_settings, stated, summary, values
 from tests.cli_shell import Shell
 from tests.places import default_model

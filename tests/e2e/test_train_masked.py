@@ -14,8 +14,7 @@ from benchmarks import refine as benchmark
 from benchmarks.refine import measure, read_questions
 from headrace.data.params import RefineParams, SamplingParams
 from headrace.llm import LLM
-from headrace.training.masked import MaskedConfig, train, train_masked
-from headrace.training.masked_batches import block_causal, make_batch
+from headrace.training.masked import MaskedConfig, block_causal, make_batch, train, train_masked
 from headrace.training.masked_tasks import TASKS, Numbers, Reverse, TextFile, task_named
 from headrace.weights.loader import load_model
 from headrace.weights.safetensors import SafetensorsFolder

@@ -9,10 +9,10 @@ from headrace.compress.pipeline import Pipeline
 from headrace.compress.plan import CompressionPlan, new_report, parts_by_target
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
+from headrace.weights.gguf import Chunks
 from headrace.weights.kinds import KINDS
 from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo
-from headrace.weights.write_gguf import Chunks
 
 
 class NpzPlan(CompressionPlan):

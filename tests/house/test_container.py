@@ -8,7 +8,7 @@ import pytest
 from headrace.compress import write
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.write import compress
-from headrace.weights.dequant import dequantize
+from headrace.weights.decode import dequantize
 from headrace.weights.gguf import GGUFFile
 from tests.house.npz_container import NpzPlan
 from tests.models.test_walk import book, model  # noqa: F401

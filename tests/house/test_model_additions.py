@@ -18,7 +18,7 @@ from headrace.models.registry import MODELS, describe
 from headrace.ops.context import FeedRows, build
 from headrace.ops.registry import OPS
 from headrace.runner.record import record
-from headrace.weights import dequant
+from headrace.weights import decode
 from headrace.weights.decode import DECODERS
 from headrace.weights.gguf import TYPE_NAMES, GGUFFile
 from headrace.weights.kinds import KINDS
@@ -164,5 +164,5 @@ def test_a_number_format_is_three_rows_and_the_core(file: Path, monkeypatch: pyt
             read_tensor(source, "q8")
         with pytest.raises(ValueError, match="no native kernels for weights of type Q8_TOO"):
             core.module().packed_bytes("Q8_TOO", 3, 64)
-    monkeypatch.setattr(dequant.core, "available", lambda: False)
+    monkeypatch.setattr(decode.core, "available", lambda: False)
     assert torch.equal(read_tensor(source, "q8"), expected)

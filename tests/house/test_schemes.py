@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from headrace.compress.grids.targets import target
 from headrace.compress.layouts import grouped
-from headrace.weights.dequant import dequantize, read_floats
+from headrace.weights.decode import dequantize, read_floats
 from headrace.weights.schemes import folder as folders
 from headrace.weights.schemes.awq import AWQWriter
 from headrace.weights.schemes.base import IntegerFormat, SchemeWriter

@@ -33,11 +33,10 @@ from headrace.text.gguf_keys import split_name
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vocabulary import TokenizerError
 from headrace.weights import imatrix
-from headrace.weights.gguf import GGUFFile
+from headrace.weights.gguf import TYPE_CODES, GGUFFile
 from headrace.weights.loader import load_model, read_tensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
-from headrace.weights.write_gguf import TYPE_CODES
 from tests.models.feeding import feed
 from tests.models.gguf_writer import write_gguf
 from tests.models.test_gguf_models import _peer_python, llama_cpp_tolerance

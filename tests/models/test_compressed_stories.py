@@ -15,13 +15,13 @@ from headrace.backends.eager import rounded as inputs
 from headrace.bench.kv import FORMATS, measure_losses
 from headrace.compress import cutting
 from headrace.compress.base import Compressor, Matrix, Visit
+from headrace.compress.calibration_pass import mean_keys
 from headrace.compress.folding import AWQ, SmoothQuant
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.grids.targets import nearest, target
 from headrace.compress.judge import compare_logits
 from headrace.compress.kv_heads import KVHeads
 from headrace.compress.least_squares import Residual
-from headrace.compress.mean_keys import mean_keys
 from headrace.compress.rounding import Rounding, importance_of
 from headrace.compress.structure import Cut
 from headrace.data.config import LayerConfig

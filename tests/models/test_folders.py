@@ -22,8 +22,7 @@ from headrace.compress.work_folder import WorkFolder
 from headrace.compress.write import compress, prepare, work_path
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.weights.decode import dequantize_numpy
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import dequantize_numpy, read_floats
 from headrace.weights.describe import describe
 from headrace.weights.imatrix import read_imatrix
 from headrace.weights.loader import load_model, read_tensor

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.compress.grids.keep import keep_mask, magnitude, parse_sparsity, wanda
-from headrace.compress.pipeline import Pipeline
-from headrace.compress.recipe import METHODS
+from headrace.compress.pipeline import METHODS, Pipeline
 from headrace.compress.write import compress, predict
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_tensor

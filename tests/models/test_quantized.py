@@ -17,7 +17,7 @@ from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.layers.embedding import Embedding
 from headrace.models.layers.linear import Linear
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.loader import load_model
 from headrace.weights.parts import plan

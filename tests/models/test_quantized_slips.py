@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import read_floats
 from headrace.weights.schemes import awq as reader
 from headrace.weights.schemes.folder import open_folder
 from tests.quantized import DATA, LAYER, Made, awq, gptq, kept, mxfp4

@@ -18,8 +18,8 @@ from headrace.data.progress import Silent
 from headrace.llm import LLM
 from headrace.models.registry import read_config
 from headrace.startup.opening import open_files
-from headrace.training.healing import Healing
-from headrace.weights.dequant import read_floats
+from headrace.training.distil import Healing
+from headrace.weights.decode import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model

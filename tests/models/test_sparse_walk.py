@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.compress.grids.column_masks import KeptBlocks
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.report import Report
+from headrace.compress.rounding import KeptBlocks
 from headrace.compress.write import compress
 from headrace.startup.opening import open_files
 from headrace.weights.gguf import GGUFFile

@@ -9,13 +9,12 @@ from headrace.data.params import SamplingParams
 from headrace.models.base import Model
 from headrace.runner.heads import EXIT, affine
 from headrace.training.examples import batch_of, windows
-from headrace.training.feature_layer import norm
 from headrace.training.head_kinds import KINDS, initial_tensors
 from headrace.training.losses import DistillationLoss
 from headrace.training.run import Budget, Run
 from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.students import Student
-from headrace.training.teacher import Teacher
+from headrace.training.teacher import Teacher, norm
 from headrace.training.teacher_forward import TorchForward
 from headrace.training.texts import Text
 from headrace.weights.loader import load_model

@@ -20,11 +20,10 @@ from headrace.compress.base import Inputs, Matrix, ScaleMapping, Visit
 from headrace.compress.calibration_pass import plan_of
 from headrace.compress.folding import SmoothQuant
 from headrace.compress.judge import judge
-from headrace.compress.layer_pass import LayerPass
+from headrace.compress.layer_pass import LayerPass, scale_mappings
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.report import report_path
 from headrace.compress.rounding import Rounding
-from headrace.compress.scale_mappings import scale_mappings
 from headrace.compress.texts import check_apart, draw_texts, passage_hashes
 from headrace.compress.work_folder import PLAN, STATE, TEXTS, WorkFolder
 from headrace.compress.write import compress, predict, work_path

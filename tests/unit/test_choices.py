@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.choices import answer, compare_answers
-from headrace.bench.questions import ChoiceQuestion, read_choice_questions
+from headrace.bench.questions import ChoiceQuestion, answer, compare_answers, read_choice_questions
 from headrace.llm import LLM
 from tests.tiny_files import write_tiny_gguf
 

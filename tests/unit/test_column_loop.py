@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headrace.compress.grids.codes import CODES
 from headrace.compress.grids.encode import encode
-from headrace.compress.grids.hessian import DAMPING, inverse_factor, output_error
 from headrace.compress.grids.loop import Grids, Keep, Round, StoredGrids, reconstruct
+from headrace.compress.least_squares import DAMPING, inverse_factor, output_error
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 

@@ -14,11 +14,10 @@ import pytest
 
 import headrace
 from headrace.bench import compare_builds as module
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.compare_builds import FLOOR, PAIRS, check, compare_builds, verdict
 from headrace.bench.competitors import Build, Competitors
-from headrace.bench.interleave import Variant
+from headrace.bench.interleave import Cell, Variant
+from headrace.bench.machine import BandwidthProbe
 from tests.tiny_files import write_tiny_gguf
 
 CELLS = [Cell("b1", 1, 5, 4), Cell("pp9", 1, 9, 0)]

@@ -19,8 +19,8 @@ from headrace.text.chat import ChatTemplate
 from headrace.text.content_marks import LITERAL, MARK, SIGN, Marker, unmark
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights.gguf import GGUFFile
+from headrace.workflows.grounding.asking import document_qa
 from headrace.workflows.grounding.documents import Passage
-from headrace.workflows.grounding.tasks import document_qa
 from tests.places import model_file
 from tests.unit.test_chat_template import CALL, CHATML, HEADERS
 from tests.unit.vocabularies import byte_level, sentence_piece

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from headrace import core
-from headrace.weights import dequant
-from headrace.weights.decode import dequantize_numpy
-from headrace.weights.dequant import dequantize
+from headrace.weights import decode
+from headrace.weights.decode import dequantize, dequantize_numpy
 from headrace.weights.kinds import KINDS, NOT_GGUF
 from headrace.weights.loader import to_torch
 from headrace.weights.source import WeightError
@@ -145,7 +144,7 @@ def test_tensors_are_rounded_from_float32(kind: str, dtype: torch.dtype, built: 
         monkeypatch.setattr(core, "available", lambda: False)
     elif not core.available():
         pytest.skip(core.reason())
-    monkeypatch.setattr(dequant, "CHUNK", 512)
+    monkeypatch.setattr(decode, "CHUNK", 512)
     rows = random_blocks(kind, 5 * 768 // KINDS[kind].block).reshape(5, -1)
     values = torch.from_numpy(dequantize_numpy(rows, kind)).reshape(5, 3, 256)
     tensor = to_torch(rows, kind, (5, 3, 256), dtype)

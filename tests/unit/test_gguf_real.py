@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights.decode import dequantize_numpy
-from headrace.weights.dequant import dequantize
+from headrace.weights.decode import dequantize, dequantize_numpy
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import read_tensor
 

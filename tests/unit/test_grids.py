@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.compress.grids import tables
+from headrace.compress.grids import grid
 from headrace.compress.grids.codes import CODES
 from headrace.compress.grids.errors import measure, split
 from headrace.compress.grids.grid import Table, Uniform, fit, grouped
@@ -93,14 +93,14 @@ def test_w52_uniform_grids_are_evenly_spaced_and_others_are_not() -> None:
     assert np.unique(np.diff(one.values(np.arange(-8, 8)))).size == 1
     sizes = {"e4m3": (253, 448), "e5m2": (247, 57344), "e2m1": (15, 6)}
     for name, (count, most) in sizes.items():
-        assert (len(tables.minifloat(name)), tables.minifloat(name)[-1]) == (count, most)
-    assert tables.minifloat("e2m1").tolist()[7:] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    for table in (*map(tables.minifloat, sizes), tables.normal_float(), tables.powers(4)):
+        assert (len(grid.minifloat(name)), grid.minifloat(name)[-1]) == (count, most)
+    assert grid.minifloat("e2m1").tolist()[7:] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for table in (*map(grid.minifloat, sizes), grid.normal_float(), grid.powers(4)):
         gaps = np.diff(table[table >= 0])
         assert np.unique(gaps).size > 1
         assert gaps[-1] == gaps.max()
     np.testing.assert_allclose(  # the constants that bitsandbytes has
-        tables.normal_float()[[0, 1, 6, 7, 8, 14, 15]],
+        grid.normal_float()[[0, 1, 6, 7, 8, 14, 15]],
         [-1.0, -0.6961928009986877, -0.09105003625154495, 0, 0.07958029955625534, 0.7229568362236023, 1.0],
         atol=1e-6,
     )

@@ -11,8 +11,7 @@ from headrace.compress.grids.groups import fit, stored
 from headrace.compress.grids.loop import GroupGrids, reconstruct
 from headrace.compress.grids.targets import integers_named, target
 from headrace.weights.bits import pack_fields, unpack_fields
-from headrace.weights.decode import dequantize_numpy
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import dequantize_numpy, read_floats
 from headrace.weights.schemes.awq import AWQWriter
 from headrace.weights.schemes.base import IntegerFormat, SchemeWriter
 from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter

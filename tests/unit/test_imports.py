@@ -72,7 +72,7 @@ ROOMS = {
     "server": "server.storage server.page server.protocols server.http server.engines server.access server.settings "
     "server.http.api_error server.logs startup backends decoding text weights confined host data",
     "cli": "server server.settings server.http.proxies server.logs "
-    "bench workflows compress training llm startup startup.opening decoding text "
+    "bench workflows compress training llm startup startup.opening decoding "
     "backends weights core host stats data",
     "__main__": "cli",
     "": "",  # the package itself: its version, and names that load late

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.compress.grids.column_masks import KeptBlocks
 from headrace.compress.grids.keep import LAYER, ROW, Sparsity, keep_mask, magnitude, obs, parse_sparsity, wanda
+from headrace.compress.rounding import KeptBlocks
 
 SHARES = [Sparsity(share, per=per) for share in (0.0, 0.3, 0.5, 0.99) for per in (ROW, LAYER)]
 NEIGHBOURS = [parse_sparsity(text) for text in ("2:4", "1:4", "4:8", "1:2")]

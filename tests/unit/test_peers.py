@@ -15,12 +15,10 @@ import pytest
 
 from benchmarks.peers import comparison, engines
 from benchmarks.peers.engines import ENGINES, WORKERS, PeerEngine, PeerError
-from headrace.bench import cells
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import CELLS, Cell
+from headrace.bench import interleave
 from headrace.bench.competitors import SERVE
-from headrace.bench.interleave import MachineState, Variant, judge, measure
-from headrace.bench.machine import commit, machine, others_share
+from headrace.bench.interleave import CELLS, Cell, MachineState, Variant, judge, measure
+from headrace.bench.machine import BandwidthProbe, commit, machine, others_share
 from headrace.bench.worker import EngineProcess, WorkerError
 from headrace.host import cores
 from headrace.stats.paired_ratio import ratio
@@ -50,10 +48,10 @@ def test_prompts_are_random_equal_for_a_seed_and_never_repeated() -> None:
 
 
 def test_cells_and_engines_are_picked_by_name() -> None:
-    assert cells.pick("") == list(CELLS.values())
-    assert cells.pick(" b4, pp512,b4") == [CELLS["b4"], CELLS["pp512"]]
+    assert interleave.pick("") == list(CELLS.values())
+    assert interleave.pick(" b4, pp512,b4") == [CELLS["b4"], CELLS["pp512"]]
     with pytest.raises(ValueError, match="no cell 'b3'; choose from pp512"):
-        cells.pick("b1,b3")
+        interleave.pick("b1,b3")
     assert [engine.name for engine in engines.pick("ort,llama.cpp,ort")] == ["ort", "llama.cpp"]
     with pytest.raises(PeerError, match="no engine 'mlx'; choose from llama.cpp"):
         engines.pick("mlx")

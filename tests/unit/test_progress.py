@@ -7,8 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from headrace.cli.output import print_table
-from headrace.data.progress import counted, human_size
-from headrace.data.progress_bar import Lines, Moving, for_stream
+from headrace.data.progress import Lines, Moving, counted, for_stream, human_size
 
 
 class Terminal(io.StringIO):

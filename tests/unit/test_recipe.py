@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from headrace.compress.pipeline import Pipeline
-from headrace.compress.recipe import FOLDS, METHODS, ROUNDS, check_known, check_order
+from headrace.compress.pipeline import FOLDS, METHODS, ROUNDS, Pipeline, check_known, check_order
 
 RIGHT = (
     *("rtn", "gptq", "awq", "awq,gptq", "awq,rtn", "smoothquant,gptq", "magnitude", "wanda,gptq", "sparsegpt"),

@@ -8,12 +8,12 @@ import torch
 
 from headrace.compress.grids.grid import fit as plain_grid
 from headrace.compress.grids.grid import grouped
-from headrace.compress.grids.hessian import inverse_factor, output_error
 from headrace.compress.grids.loop import reconstruct
 from headrace.compress.grids.nvfp4 import Nvfp4
 from headrace.compress.grids.spec import parse
 from headrace.compress.grids.targets import nearest, target
-from headrace.weights.dequant import read_floats
+from headrace.compress.least_squares import inverse_factor, output_error
+from headrace.weights.decode import read_floats
 from headrace.weights.schemes.compressed_tensors import SmallFloatsWriter
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.schemes.small_floats import GROUPS, MXFP4, NVFP4, nvfp4_parts

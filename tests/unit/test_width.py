@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cli.output import print_table
-from headrace.text.terminal_width import crop, width, wrapped
+from headrace.cli.output import crop, print_table, width, wrapped
 
 
 def test_width_in_cells() -> None:

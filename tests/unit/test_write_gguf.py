@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from headrace.weights import write_gguf as writer
+from headrace.weights import gguf as writer
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.source import TensorInfo, WeightError
 from tests.unit.gguf_bytes import sample

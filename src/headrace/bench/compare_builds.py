@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import OURS, Build, fitting, heading, kv_bytes, load_competitors
 from headrace.bench.figures import Column, Table, named
-from headrace.bench.interleave import judge, measure
-from headrace.bench.machine import Say, commit
+from headrace.bench.interleave import Cell, judge, measure
+from headrace.bench.machine import BandwidthProbe, Say, commit
 from headrace.host import cores
 from headrace.startup.loading import open_model
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.bench.cells import Cell
-from headrace.bench.interleave import Variant
+from headrace.bench.interleave import Cell, Variant
 from headrace.bench.machine import Say, commit, machine
 from headrace.bench.worker import EngineProcess
 from headrace.data.config import ModelConfig

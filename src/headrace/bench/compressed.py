@@ -8,13 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
-from headrace.bench.choices import answer, compare_answers
 from headrace.bench.competitors import Competitors, fitting, heading, kv_bytes
-from headrace.bench.interleave import Variant, measure
-from headrace.bench.machine import Say
-from headrace.bench.questions import ChoiceQuestion
+from headrace.bench.interleave import Cell, Variant, measure
+from headrace.bench.machine import BandwidthProbe, Say
+from headrace.bench.questions import ChoiceQuestion, answer, compare_answers
 from headrace.compress.format_cost import format_costs
 from headrace.compress.judge import judge
 from headrace.compress.report import report_path
@@ -23,7 +20,7 @@ from headrace.data.progress import Progress
 from headrace.host import cores
 from headrace.llm import LLM
 from headrace.startup.loading import Opened, open_model
-from headrace.stats.perplexity import perplexity
+from headrace.stats.paired_ratio import perplexity
 from headrace.weights.describe import describe
 
 CELLS = "b1,b8,pp512"

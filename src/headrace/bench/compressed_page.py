@@ -5,8 +5,7 @@ from functools import partial
 from typing import Any
 
 from headrace.bench.figures import Column, Line, Table, percent
-from headrace.bench.page import document, html_table
-from headrace.bench.plots import Axis, Point, about, scatter
+from headrace.bench.plots import Axis, Point, about, document, html_table, scatter
 
 # The axis of perplexities is logarithmic if the largest exceeds this many times the smallest.
 LOG_SCALE_RANGE = 8

@@ -21,7 +21,7 @@ from headrace.runner.early_exit import MOST_BEHIND
 from headrace.runner.heads import Heads
 from headrace.startup.thresholds import load
 from headrace.stats.calibration import calibration_error
-from headrace.stats.text_similarity import rouge_l
+from headrace.stats.paired_ratio import rouge_l
 from headrace.training.exit_heads import BINS, WeightBytes, unchecked_exit, weight_bytes
 from headrace.training.heads import prompt_tokens
 from headrace.workflows.prompts import Prompt, tokens_of

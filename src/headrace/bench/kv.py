@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import Cell
 from headrace.bench.competitors import OURS, Build, fitting, kv_bytes, load_competitors
 from headrace.bench.figures import Column
+from headrace.bench.interleave import Cell
 from headrace.bench.interleave import measure as measure_rounds
-from headrace.bench.machine import Say
+from headrace.bench.machine import BandwidthProbe, Say
 from headrace.compress.judge import compare_logits
 from headrace.data.progress import Progress, Silent
 from headrace.host import cores

@@ -5,12 +5,10 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
-from headrace.bench.bandwidth import BandwidthProbe
-from headrace.bench.cells import CELLS, Cell
 from headrace.bench.competitors import fitting, heading, kv_bytes, load_competitors
 from headrace.bench.figures import Column, Table, named
-from headrace.bench.interleave import measure
-from headrace.bench.machine import Say
+from headrace.bench.interleave import CELLS, Cell, measure
+from headrace.bench.machine import BandwidthProbe, Say
 from headrace.host import cores
 from headrace.startup.loading import open_model
 

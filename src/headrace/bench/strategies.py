@@ -1,15 +1,14 @@
-"""Compare decoding methods on the same prompts: speed, repetition of the texts, KV blocks."""
+"""Compare decoding methods on the same prompts: speed, repetition of the texts (n-grams of tokens), KV blocks."""
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.block_usage import BlockUsage, run_requests
 from headrace.bench.figures import Column
-from headrace.bench.repetition import distinct, rep
+from headrace.bench.sharing import BlockUsage, run_requests
 from headrace.data.explicit import params_of
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
@@ -41,6 +40,7 @@ COLUMNS = (
     Column("saved by sharing", "{0.usage.saved:.1%}"),
     Column("tokens", lambda result: sum(map(len, result.outputs))),
 )
+Tokens = Sequence[int]
 
 
 @dataclass(slots=True)
@@ -121,3 +121,19 @@ def write_csv(path: Path, results: Sequence[MethodResult]) -> None:
         writer.writerow(CSV_COLUMNS)
         for result in results:
             writer.writerows(result.rows())
+
+
+def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+
+
+def rep(tokens: Tokens, n: int = 4) -> float:
+    """Share of n-grams that occur earlier in the same text, 0 for short texts (seq-rep-n of Welleck et al., 2020)."""
+    grams = ngrams(tokens, n)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct(texts: Iterable[Tokens], n: int = 4) -> float:
+    """Distinct n-grams divided by all n-grams of all texts together, 1 if there are none (Li et al., 2016)."""
+    grams = [gram for tokens in texts for gram in ngrams(tokens, n)]
+    return len(set(grams)) / len(grams) if grams else 1.0

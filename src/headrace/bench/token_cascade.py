@@ -18,7 +18,7 @@ from headrace.data.params import SamplingParams
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.runner.early_exit import MOST_BEHIND
-from headrace.stats.text_similarity import rouge_l
+from headrace.stats.paired_ratio import rouge_l
 
 PLAIN, DRAFT = "plain", "draft"
 THRESHOLDS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)

@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.cli.output import say
-from headrace.cli.status import begin, status
+from headrace.cli.output import begin, say, status
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 

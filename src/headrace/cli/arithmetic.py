@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import ModelName
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.output import print_table, say, status
 from headrace.data.progress import human_size
 
 FORMATS = ("F16", "Q8_0", "Q4_K_M")
@@ -45,7 +44,7 @@ def arithmetic(
 
     path = fetch(model)
 
-    from headrace.bench.bandwidth import BandwidthProbe
+    from headrace.bench.machine import BandwidthProbe
     from headrace.compress.format_cost import format_costs
 
     status().start("measuring")

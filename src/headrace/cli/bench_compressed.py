@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace.bench.figures import Measurement
-from headrace.cli.files import writable
 from headrace.cli.measuring import Rounds, Threads, add_measurement
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.options import writable
+from headrace.cli.output import say, status
 
 
 def register(bench: typer.Typer) -> None:

@@ -10,7 +10,7 @@ import typer
 from headrace.bench.figures import Measurement, Plot
 from headrace.cli.measuring import add_measurement
 from headrace.cli.options import ModelName, WeightOptions
-from headrace.cli.status import status
+from headrace.cli.output import status
 
 
 def register(bench: typer.Typer) -> None:

@@ -7,8 +7,7 @@ import typer
 
 from headrace.bench.figures import Measurement, Table
 from headrace.cli.measuring import Rounds, Threads, add_measurement
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 
 
 def register(bench: typer.Typer) -> None:
@@ -67,7 +66,7 @@ def _losses(model: str, text: Path, limit: int, window: int, threads: int | None
 
     from headrace.bench import kv as bench
     from headrace.cli.opening import look_at
-    from headrace.compress.mean_keys import TOKENS, mean_keys
+    from headrace.compress.calibration_pass import TOKENS, mean_keys
     from headrace.compress.texts import check_apart, draw_texts, passage_hashes
 
     if threads is not None:

@@ -8,8 +8,7 @@ import typer
 
 from headrace.bench.figures import Measurement
 from headrace.cli.measuring import Threads, add_measurement, report_cell
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 
 
 def register(bench: typer.Typer) -> None:

@@ -7,8 +7,7 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.options import ModelName
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.output import print_table, say, status
 
 PROMPTS = (
     "Write a Python function that counts the vowels in a text.",

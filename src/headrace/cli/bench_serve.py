@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace.bench.figures import Measurement, Table
-from headrace.cli.files import writable, writable_folder
 from headrace.cli.measuring import add_measurement
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.options import writable, writable_folder
+from headrace.cli.output import say, status
 
 ASKED, WHEN, WHAT, TOLD = "Server", "Arrivals", "Requests", "Output"
 KINDS = ("ids", "text", "chat")
@@ -186,8 +185,7 @@ def _target(
 
     if find_spec("h11") is None:
         raise ValueError("the load generator needs h11; install it with: pip install '.[serve]' in Headrace's folder")
-    from headrace.bench.load.client import Target
-    from headrace.bench.load.server import first_model
+    from headrace.bench.load.client import Target, first_model
 
     if kind not in KINDS:
         raise ValueError(f"--kind is one of {', '.join(KINDS)}, not {kind!r}")

@@ -8,8 +8,7 @@ import typer
 
 from headrace.bench.figures import Measurement, Table
 from headrace.cli.measuring import add_measurement
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 from headrace.data.progress import counted
 
 

@@ -10,8 +10,7 @@ import typer
 from headrace.bench.figures import Measurement, Plot, Table, named
 from headrace.cli.measuring import add_measurement
 from headrace.cli.options import ModelName, ModelOptions
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 
 SWEEP = (1, 2, 4, 8, 16, 32)
 GAMMAS, SWEEP_GAMMAS = (0, 1, 2, 4, 8), (0, 2, 4)

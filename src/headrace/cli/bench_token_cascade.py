@@ -9,8 +9,7 @@ import typer
 from headrace.bench.figures import Measurement, Plot, Table
 from headrace.cli.measuring import add_measurement
 from headrace.cli.options import ModelName, ModelOptions
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 
 
 def register(bench: typer.Typer) -> None:

@@ -26,14 +26,13 @@ from headrace.cli.options import (
     check,
     with_groups,
 )
-from headrace.cli.status import moving, watch_prompt
+from headrace.cli.output import crop, moving, watch_prompt, width
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
 from headrace.data.outputs import RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.progress import counted
 from headrace.data.spelling import did_you_mean
-from headrace.text.terminal_width import crop, width
 from headrace.weights.store import expand
 from headrace.workflows.conversation import Conversation, Message, load
 

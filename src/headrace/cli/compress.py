@@ -7,12 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.files import writable, writable_output
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt
-from headrace.cli.options import ModelName, with_groups
-from headrace.cli.output import print_fields, print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import ModelName, with_groups, writable, writable_output
+from headrace.cli.output import print_fields, print_table, say, status
 from headrace.data.config import parse_bytes
 from headrace.data.progress import human_size
 
@@ -208,7 +206,7 @@ def _healer(pipeline: Any) -> Any:
     """The trainer, if the pipeline heals."""
     if pipeline.heal is None:
         return None
-    from headrace.training.healing import Healing
+    from headrace.training.distil import Healing
 
     return Healing(Interrupt())
 

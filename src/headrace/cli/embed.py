@@ -10,8 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
-from headrace.cli.output import json_text
-from headrace.cli.status import status
+from headrace.cli.output import json_text, status
 from headrace.data.progress import Silent
 
 # Texts of one engine call.

@@ -19,12 +19,10 @@ from headrace.cli.options import (
     check,
     with_groups,
 )
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.output import say, status
 from headrace.data.outputs import RequestOutput
 from headrace.data.plan import Exited
-from headrace.data.progress import counted
-from headrace.data.progress_bar import Moving
+from headrace.data.progress import Moving, counted
 from headrace.weights.defaults import stated
 from headrace.workflows.batch_output import BatchOutput
 

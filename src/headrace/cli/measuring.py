@@ -9,11 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from headrace.bench.figures import Measurement, Plot
-from headrace.cli.files import writable
 from headrace.cli.help import short_help
-from headrace.cli.options import with_groups
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import with_groups, writable
+from headrace.cli.output import print_table, say, status
 
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads (default: every core).")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each cell, after one warm-up.")]

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.help import complete_model
-from headrace.cli.output import print_fields, print_table, say
-from headrace.cli.status import status
+from headrace.cli.output import print_fields, print_table, say, status
 from headrace.data.progress import human_size
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import HelperOptions, SamplingOptions, WeightOptions
-from headrace.cli.output import say
-from headrace.cli.status import moving, status
+from headrace.cli.output import moving, say, status
 from headrace.cli.terminal import note
-from headrace.data.progress import human_size
-from headrace.data.progress_bar import Moving
+from headrace.data.progress import Moving, human_size
 
 
 def fetch(model: str) -> Path:

@@ -1,11 +1,14 @@
-"""Options that several commands share, as dataclasses: opening a model, and sampling."""
+"""Options that several commands share: opening a model, sampling, and output files, which are checked before any work."""
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -365,3 +368,46 @@ def _spellings(tokenizer: Any, word: str) -> list[list[int]]:
     """Token ids of a word at the beginning of a text and after a space."""
     spellings = [tokenizer.encode(text, add_special=False, parse_special=False) for text in (word, f" {word}")]
     return [list(ids) for ids in dict.fromkeys(map(tuple, spellings)) if ids]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Check a file to write. Creates nothing, so a killed command leaves no empty file. Raises typer.BadParameter."""
+    if path is not None and writable_output(path) is not None and path.exists() and not path.is_file():
+        raise typer.BadParameter(f"{path} is not a file; name a file")
+    return path
+
+
+def writable_output(path: Path | None) -> Path | None:
+    """Check a file or a folder to write, which may exist. Raises typer.BadParameter."""
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it first")
+    try:
+        if path.is_file():
+            os.close(os.open(path, os.O_WRONLY))
+        elif not path.exists():
+            with TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written ({error.strerror}); give another name") from None
+    return path
+
+
+def writable_folder(path: Path | None) -> Path | None:
+    """Check a folder to write into, which may be missing. Raises typer.BadParameter."""
+    if path is None:
+        return None
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written into ({error.strerror}); name another folder") from None
+    finally:
+        for folder in new:
+            with suppress(OSError):
+                folder.rmdir()
+    return path

@@ -11,10 +11,9 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import read_text
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
-from headrace.cli.output import json_text, print_fields, say
-from headrace.cli.status import status
+from headrace.cli.output import json_text, print_fields, say, status
 from headrace.data.progress import counted
-from headrace.stats.perplexity import tokens_for_error
+from headrace.stats.paired_ratio import tokens_for_error
 
 # Relative errors of a perplexity: above WIDE the command warns, and advises as many tokens as give NARROW.
 WIDE, NARROW = 0.05, 0.02
@@ -50,7 +49,7 @@ def perplexity(
     least half a window of text. Perplexities are comparable only between models with the same tokenizer, on the same text and
     windows.
     """
-    from headrace.stats import perplexity as statistics
+    from headrace.stats import paired_ratio as statistics
     from headrace.workflows.perplexity import BATCH, DEFAULT_WINDOW, score, text_windows
 
     options.check()

@@ -20,8 +20,7 @@ from headrace.cli.options import (
     check,
     with_groups,
 )
-from headrace.cli.output import json_text
-from headrace.cli.status import moving, watch_prompt
+from headrace.cli.output import json_text, moving, watch_prompt
 from headrace.cli.terminal import AnswerWriter, note
 
 INTERRUPTED = 130

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from headrace.cli.output import printable
-from headrace.cli.status import status
-from headrace.text.terminal_width import width as cell_len
+from headrace.cli.output import printable, status
+from headrace.cli.output import width as cell_len
 
 # What moves the cursor, changes colours or hides text: C0 but tab and newline, DEL, C1.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}

@@ -6,12 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.files import writable_folder
 from headrace.cli.inputs import layers_of
 from headrace.cli.interrupt import Interrupt, resumable
-from headrace.cli.options import ModelName
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import ModelName, writable_folder
+from headrace.cli.output import print_table, say, status
 
 
 def register(app: typer.Typer) -> None:

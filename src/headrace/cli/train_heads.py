@@ -6,13 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.inputs import layers_of
 from headrace.cli.interrupt import Interrupt, resumable
-from headrace.cli.options import ModelName, with_groups
-from headrace.cli.output import print_table, say
-from headrace.cli.status import status
+from headrace.cli.options import ModelName, with_groups, writable_folder
+from headrace.cli.output import print_table, say, status
 
 
 class Kind(StrEnum):

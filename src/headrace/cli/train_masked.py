@@ -5,12 +5,10 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.files import writable_folder
 from headrace.cli.help import short_help
 from headrace.cli.interrupt import Interrupt, resumable
-from headrace.cli.options import with_groups
-from headrace.cli.output import say
-from headrace.cli.status import status
+from headrace.cli.options import with_groups, writable_folder
+from headrace.cli.output import say, status
 
 
 def register(app: typer.Typer) -> None:

@@ -10,8 +10,7 @@ from headrace.cli.help import short_help
 from headrace.cli.inputs import texts_of
 from headrace.cli.opening import look_at, open_llm
 from headrace.cli.options import HelperOptions, LeavingOptions, ModelName, ShowExitsOfMany, check_helpers, with_groups
-from headrace.cli.output import json_text
-from headrace.cli.status import status
+from headrace.cli.output import json_text, status
 from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
 from headrace.data.progress import Silent

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.compress.base import Visit
-from headrace.compress.grids.hessian import output_error
 from headrace.compress.grids.targets import integers_named, nearest, target
+from headrace.compress.least_squares import output_error
 from headrace.compress.rounding import importance_of
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.small_floats import GROUPS

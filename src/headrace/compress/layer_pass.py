@@ -1,4 +1,7 @@
-"""Layer pass: texts run through a model with one layer in memory at a time. Hidden rows are kept on disk."""
+"""Layer pass: texts run through a model with one layer in memory at a time. Hidden rows are kept on disk.
+
+Scale mappings of a layer come from its recorded operations; there is no table of models.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.compress.base import HELD, InputObserver, Inputs, Matrix, Visit
-from headrace.compress.scale_mappings import scale_mappings
+from headrace.compress.base import HELD, InputObserver, Inputs, Matrix, ScaleMapping, Visit
 from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
 from headrace.models.layers.linear import Linear
 from headrace.ops.context import Context
-from headrace.runner.record import record
+from headrace.runner.last_use import ValueUses
+from headrace.runner.record import Node, Segment, record
 from headrace.runner.streamed import TABLE, OneLayer, Streamed
 from headrace.weights.source import WeightSource
 
@@ -207,3 +210,37 @@ class TimeEstimate:
 def layer_width(model: Model) -> int:
     """Inputs of the widest matrix of the layers; the number of calibration tokens is counted in these."""
     return max(holder.n_in for path, holder in model.holders() if isinstance(holder, Linear) and path.startswith("layers."))
+
+
+def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleMapping, ...]:
+    """The mappings of a layer in order. holders: by name. A value that anything but linear layers reads has none."""
+    names = {id(holder): name for name, holder in holders.items()}
+    uses = ValueUses(segment)
+    producers_of = {value: node for node in segment.nodes for value in node.outputs}
+    mappings = []
+    for node in segment.nodes:
+        readers = uses.by_linears(node.outputs[0])
+        produced = _producer(node, producers_of)
+        if readers and produced is not None:
+            rule, holder = produced
+            consumers = tuple(dict.fromkeys(names[id(reader.settings["w"])] for reader in readers))
+            mappings.append(ScaleMapping(rule, names[id(holder)], consumers))
+    return tuple(mappings)
+
+
+def _producer(node: Node, makers: Mapping[int, Node]) -> tuple[str, Any] | None:
+    """Rule and holder that can divide a node's result; None if unknown."""
+    if node.op == "norm":
+        return "norm", node.settings["w"]
+    if node.op == "act_mul":
+        maker = makers.get(node.inputs["gate_up"])
+        if maker is not None and maker.op == "linear" and [name for name, _ in maker.settings["w"].parts] == ["gate", "up"]:
+            return "gate", maker.settings["w"]
+    if node.op == "attention":
+        value = node.inputs.get("v", -1)
+        maker = makers.get(value)
+        if maker is not None and maker.op == "linear" and maker.settings["w"].split:
+            parts = [name for name, _ in maker.settings["w"].parts]
+            if parts[maker.outputs.index(value)] == "v":
+                return "value", maker.settings["w"]
+    return None

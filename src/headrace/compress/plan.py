@@ -26,13 +26,13 @@ from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
-from headrace.weights.dequant import dequantize
+from headrace.weights.decode import dequantize
+from headrace.weights.gguf import Chunks
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
 from headrace.weights.loader import read_part, write_parts
 from headrace.weights.parts import WeightPart, plan
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks
 
 CHUNK = 1 << 22  # numbers encoded at a time
 

@@ -30,12 +30,11 @@ from headrace.data.progress import Progress
 from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
-from headrace.weights.gguf import GGUFFile
+from headrace.weights.gguf import Chunks, GGUFFile, write_gguf
 from headrace.weights.loader import part_values, read_part, write_parts
 from headrace.weights.parts import plan, stored_as
 from headrace.weights.source import TensorInfo
-from headrace.weights.verify_download import sha256_of
-from headrace.weights.write_gguf import Chunks, write_gguf
+from headrace.weights.store import sha256_of
 
 HEALED = "heal.json"  # result of training; written after the model
 

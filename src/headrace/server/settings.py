@@ -4,7 +4,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.data.server_limits import Limits
+from headrace.data.settings import Limits
 from headrace.server.http.proxies import Proxies
 from headrace.stats.confidence import TOKEN_SCORES, TokenScore
 

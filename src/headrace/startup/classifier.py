@@ -20,7 +20,7 @@ from headrace.decoding.prompts import POOLS
 from headrace.runner.classifier import BOTH, ExitClassifiers, probabilities
 from headrace.startup.opening import Opened, missing_heads_error
 from headrace.weights.atomic_file import atomic_write
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import read_floats
 from headrace.weights.source import CLASSIFIER_INFO
 
 INFO, WEIGHTS, CALIBRATION = CLASSIFIER_INFO, "classifier.safetensors", "calibration.json"

@@ -12,7 +12,7 @@ from headrace.data.progress import Progress
 from headrace.models.configs import read_config
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.weights import catalog, fingerprints, hub, names
+from headrace.weights import catalog, hub, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
@@ -109,7 +109,7 @@ def open_files(
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
-    entry = entries.get(target) or fingerprints.catalog_entry(path, entries)
+    entry = entries.get(target) or catalog.catalog_entry(path, entries)
     source = open_folder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")

@@ -1,4 +1,4 @@
-"""Ratios of paired measurements: two speeds measured in the same round, under the same load of the machine."""
+"""Statistics of measurements: ratios of pairs with an interval, perplexity with its standard error, similarity of texts."""
 
 import math
 from collections.abc import Sequence
@@ -38,3 +38,39 @@ def _rank(count: int) -> tuple[int, float]:
             break
         best = (k, 1 - 2 * tail)
     return best
+
+
+def rouge_l(candidate: Sequence[int], reference: Sequence[int]) -> float:
+    """ROUGE-L F1: length of the longest common subsequence over the mean of both lengths; 1 if both are empty.
+
+    Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", ACL 2004.
+    """
+    if not candidate and not reference:
+        return 1.0
+    row = [0] * (len(reference) + 1)
+    for token in candidate:
+        diagonal = 0
+        for column, other in enumerate(reference, 1):
+            diagonal, row[column] = row[column], diagonal + 1 if token == other else max(row[column], row[column - 1])
+    return 2 * row[-1] / (len(candidate) + len(reference))
+
+
+def perplexity(logprobs: Sequence[float]) -> tuple[float, float | None]:
+    """exp of the mean negative log-likelihood, and its standard error (delta method, tokens taken as independent).
+
+    logprobs: natural logarithms, at least one. The error is None for one token; the perplexity is inf if exp overflows.
+    """
+    mean = math.fsum(logprobs) / len(logprobs)
+    value = math.exp(-mean) if mean > -700 else math.inf
+    if len(logprobs) < 2:
+        return value, None
+    variance = math.fsum((logprob - mean) ** 2 for logprob in logprobs) / (len(logprobs) - 1)
+    return value, value * math.sqrt(variance / len(logprobs))
+
+
+def tokens_for_error(count: int, share: float, target: float) -> int:
+    """Tokens that bring a relative error of `share`, measured on `count` tokens, down to `target`; in steps of 100.
+
+    The error falls with the square root of the number of tokens.
+    """
+    return math.ceil(count * (share / target) ** 2 / 100) * 100

@@ -1,4 +1,7 @@
-"""Distillation: a student learns from a teacher. Healing is the same for a model that was pruned or rounded."""
+"""Distillation: a student learns from a teacher. Healing is the same for a model that was pruned or rounded.
+
+`Healing` is the same training within `compress`: a pruned or rounded model learns from the original.
+"""
 
 import hashlib
 import json
@@ -12,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
+from headrace.compress.healing import BATCH, Healed, HealReport
 from headrace.compress.judge import Judgement
-from headrace.compress.pipeline import SELF
-from headrace.compress.texts import draw_texts
+from headrace.compress.pipeline import SELF, Heal
+from headrace.compress.texts import WINDOW, Texts, draw_texts
 from headrace.data.params import SamplingParams
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
@@ -34,11 +38,11 @@ from headrace.training.exit_heads import check as check_exits
 from headrace.training.heads import ANSWER_TOKENS, Prompt, acceptance, prompt_tokens
 from headrace.training.losses import HARD, LOSSES, MAPS, DistillationLoss, check_maps
 from headrace.training.run import Budget, Interrupt, Run, TrainingConfig, exclusive, record_job
-from headrace.training.students import Student, student_of
+from headrace.training.students import Student, ends, student_of
 from headrace.training.teacher_forward import AUTO, backend_of, forward_of
 from headrace.training.texts import CONTEXT, context_of, open_writer, own_prompts
 from headrace.weights.atomic_file import atomic_write
-from headrace.weights.loader import stored_tensors
+from headrace.weights.loader import load_model, stored_tensors
 
 # Texts held out to judge by.
 HELD_OUT = 16
@@ -47,6 +51,7 @@ REPORT = "distil.json"
 RATE, RANDOM_RATE = 1e-4, 1e-3
 # Token count above that of any text file.
 UNLIMITED = 1 << 40
+HEALING_LOSSES = ("kl", "ce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +310,44 @@ def save(folder: Path, student: Student) -> None:
         save_file(tensors, part, {"format": "pt"})
     write_words(student.opened, folder)
     write_json(folder / CONFIG, settings_of(student.opened, student.model.config))
+
+
+class Healing:
+    """Implements `Healer` of compress.healing. backend: where the original runs, one of `teacher_forward.BACKENDS`."""
+
+    def __init__(self, interrupt: Interrupt | None = None, backend: str = AUTO) -> None:
+        self._interrupt, self._backend = interrupt, backend
+
+    def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, tell: Progress) -> Healed:
+        """Train on all texts but those held out to judge by. Restores torch's thread count.
+
+        The same bytes for the same request on the same machine and threads, whether it was stopped or not.
+        """
+        backend = backend_of(self._backend, original, maps=False)
+        record_job(folder, {"backend": backend})
+        threads = torch.get_num_threads()
+        torch.set_num_threads(how.threads)
+        try:
+            return self._heal(original, cut, texts, how, folder, tell, backend)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _heal(
+        self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress, backend: str
+    ) -> Healed:
+        model = load_model(cut.source)
+        student = Student(model, cut, ends(model.config.num_layers, original.config.num_layers))
+        config = DistilConfig(
+            "", Budget(steps=how.steps), HEALING_LOSSES, batch=BATCH, rate=how.rate, seed=how.seed, threads=how.threads
+        )
+        teacher = forward_of(backend, original, min(WINDOW, original.config.max_position), how.threads, maps=False)
+        loss = DistillationLoss(teacher, student, HEALING_LOSSES, config.temperature, config.share)
+        learned, held = held_apart(windows(texts), HELD_OUT, how.seed)
+        progress.start("judging")
+        before, _ = judge_untrained(loss, original, folder, held, config)
+        run = Run(loss.tensors, folder, config.budget, how.rate)
+        train(run, loss, learned, config, progress, self._interrupt)
+        progress.start("judging")
+        after = loss.judge(held)
+        progress.finish()
+        return Healed(model, HealReport(run.steps, *tokens_seen(learned, run.steps, config), before, after))

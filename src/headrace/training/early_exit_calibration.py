@@ -19,7 +19,7 @@ from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.thresholds import CalibratedThreshold
 from headrace.stats.calibration import Calibration, calibrate
-from headrace.stats.text_similarity import rouge_l
+from headrace.stats.paired_ratio import rouge_l
 
 # Thresholds, the safest first.
 GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for step in range(18)))

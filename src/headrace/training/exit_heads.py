@@ -16,11 +16,10 @@ from headrace.runner.heads import EXIT, Tensors, unit
 from headrace.startup import heads as files
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibration_error
-from headrace.training.feature_layer import norm
 from headrace.training.head_kinds import KINDS, initial_tensors
 from headrace.training.heads import HeadsConfig, TrainedHeads, judge, learn
 from headrace.training.run import Interrupt, exclusive
-from headrace.training.teacher import Batch, Teacher
+from headrace.training.teacher import Batch, Teacher, norm
 from headrace.training.texts import Text, open_writer, write_texts
 from headrace.weights.parts import plan
 

@@ -7,8 +7,7 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from headrace.runner.heads import EXIT, FEATURE, HEADS, Tensors, affine, enter, heads_config, predict, shapes, unit
-from headrace.training.feature_layer import FeatureLayer, shifted
-from headrace.training.teacher import Batch, Teacher
+from headrace.training.teacher import Batch, FeatureLayer, Teacher, shifted
 from headrace.training.texts import Text
 
 # Weight of the hidden rows' own loss next to the cross-entropy.

@@ -24,11 +24,10 @@ from headrace.startup import heads as files
 from headrace.startup.classifier import fingerprint
 from headrace.startup.opening import Opened, open_model
 from headrace.text.chat import TemplateError
-from headrace.training.feature_layer import norm
 from headrace.training.head_kinds import KINDS, initial_tensors
 from headrace.training.overlap import hashes
 from headrace.training.run import Budget, Interrupt, Run, TrainingConfig, exclusive, record_job
-from headrace.training.teacher import Batch, Teacher, read_teacher
+from headrace.training.teacher import Batch, Teacher, norm, read_teacher
 from headrace.training.texts import SHARD, Shards, Text, context_of, open_writer, own_prompts, write_texts
 
 # One of HELD_OUT texts is held out.

@@ -1,14 +1,18 @@
-"""Dequantisation of stored blocks in numpy, bit for bit as the native core does it; also the core's test oracle.
+"""Dequantisation of stored blocks, by the native core or in numpy with the same bits; also the core's test oracle.
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and `weights.kinds` for the kinds that GGUF lacks.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from headrace import core
 from headrace.weights.bits import split_planes, unpack_halves
 from headrace.weights.kinds import KINDS
+from headrace.weights.source import WeightError, WeightSource
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 MXFP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # 2 * E2M1
@@ -16,6 +20,7 @@ NF4_VALUES = np.array([-123, -86, -65, -49, -35, -23, -11, 0, 10, 20, 30, 42, 54
 FP4_VALUES = np.array([0, 1, 64, 96, 32, 48, 16, 24, 0, -1, -64, -96, -32, -48, -16, -24], np.float32)
 
 Blocks = np.ndarray  # uint8 [n, bytes of a block] -> float32 [n, elements of a block]
+CHUNK = 1 << 20  # elements decoded at a time if a scratch buffer is needed
 
 
 def dequantize_numpy(data: np.ndarray, kind: str) -> np.ndarray:
@@ -203,3 +208,43 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "G8_32": _g8,
     "G8_128": _g8,
 }
+
+
+def read_floats(source: WeightSource, name: str) -> np.ndarray:
+    """A stored tensor as float32, a new array. Raises WeightError."""
+    info = source.info(name)
+    values = dequantize(source.raw(name).reshape(-1), info.kind).reshape(info.shape)
+    columns = source.columns(name)
+    return values if columns is None else values[:, np.argsort(columns)]
+
+
+def check_finite(values: Any, dtype: Any, name: str, source: WeightSource) -> None:
+    """Raise WeightError if a tensor (numpy or torch) holds NaN or infinities.
+
+    The tensor is first summed in `dtype`. That sum may overflow by itself, so only then every value is checked.
+    """
+    with np.errstate(all="ignore"):
+        if math.isfinite(float(values.sum(dtype=dtype))):
+            return
+        bad = int((values * 0 != 0).sum())
+    if bad:
+        kind = str(values.dtype).removeprefix("torch.")
+        raise WeightError(
+            f"{source.path}: tensor {name!r} has {bad} values that are NaN or infinite in {kind}; "
+            "the file is damaged, or needs a wider dtype (float32)"
+        )
+
+
+def dequantize(data: np.ndarray, kind: str, out: np.ndarray | None = None) -> np.ndarray:
+    """Whole blocks of `kind`, uint8 [bytes] contiguous, as float32 [elements], written to `out` if given."""
+    block, block_bytes = KINDS[kind]
+    if out is None:
+        out = np.empty(data.size // block_bytes * block, np.float32)
+    if core.available():
+        core.module().dequantize(kind, data, out, core.module().cpu_info()["threads"])
+        return out
+    step = CHUNK // block * block_bytes
+    for start in range(0, data.size, step):
+        done = start // block_bytes * block
+        out[done : done + CHUNK] = dequantize_numpy(data[start : start + step], kind)
+    return out

@@ -18,8 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers
 
 from headrace.data.progress import Progress
-from headrace.weights.store import StoredFile, require_space
-from headrace.weights.verify_download import FetchError, HubFile, one_line, verify_file
+from headrace.weights.store import FetchError, HubFile, StoredFile, one_line, require_space, verify_file
 
 HUB_PATIENCE = 2.5  # seconds for the hub to describe a file; HF_HUB_ETAG_TIMEOUT may raise it
 STALL = 10.0  # seconds without a byte after which a download reconnects

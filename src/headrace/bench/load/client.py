@@ -1,10 +1,13 @@
-"""One request to an OpenAI server, with the arrival time of each piece of the answer.
+"""One request to an OpenAI server, with the arrival time of each piece of the answer; queries for its models and cache hits.
 
 During a load the client only stores bytes with their times. It parses HTTP and events after the last answer, so that it uses
 little of the CPU that it shares with the measured server.
 """
 
 import asyncio
+import http.client
+import json
+import re
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -19,6 +22,9 @@ from headrace.bench.load.workload import ScheduledRequest
 HTTP_OK = 200
 # Characters of an error message that are kept.
 MESSAGE = 300
+TIMEOUT = 30.0
+# Metric of Headrace and of vLLM.
+HITS = re.compile(rb"^\w+:prefix_cache_hits(?:_total)?(?:\{[^\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +219,43 @@ class _AnswerReader:
         else:
             # Until the usage event arrives.
             self.answer.output_tokens = len(self.answer.times)
+
+
+def first_model(target: Target) -> str:
+    """Name of the first model of /v1/models. Raises ValueError."""
+    try:
+        status, data = _get(target, urlsplit(target.base).path + "/models")
+        if status != HTTP_OK:
+            raise ValueError(f"{target.base} does not list its models (status {status}); give --model")
+        return str(json.loads(data)["data"][0]["id"])
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{target.base} cannot be reached ({error}); is the server running?") from None
+    except (KeyError, IndexError, TypeError, json.JSONDecodeError):
+        raise ValueError(f"{target.base} does not list its models; give --model") from None
+
+
+def cached_so_far(target: Target) -> float | None:
+    """Prompt tokens that the server has taken from its prefix cache for all clients; None if /metrics lacks the counter."""
+    try:
+        status, data = _get(target, "/metrics")
+    except (OSError, http.client.HTTPException):
+        return None
+    counters = HITS.findall(data) if status == HTTP_OK else []
+    return sum(map(float, counters)) if counters else None
+
+
+def _get(target: Target, path: str) -> tuple[int, bytes]:
+    """Status and body of a GET. Raises OSError, HTTPException."""
+    host, port, tls = target.address()
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=TIMEOUT)
+        if tls is None
+        else http.client.HTTPSConnection(host, port, timeout=TIMEOUT, context=tls)
+    )
+    headers = {"Authorization": f"Bearer {target.key}"} if target.key is not None else {}
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()

@@ -3,8 +3,7 @@
 from typing import Any
 
 from headrace.bench.figures import Column, Line, Table, named
-from headrace.bench.page import document, html_table
-from headrace.bench.plots import about, distribution, draw
+from headrace.bench.plots import about, distribution, document, draw, html_table
 
 TIMES = {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Time to the end"}
 # Figures and latencies of each load, by name.

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.bench.load.client import Target, TimedAnswer
+from headrace.bench.load.client import Target, TimedAnswer, cached_so_far
 from headrace.bench.load.drive import LoadRun, drive
-from headrace.bench.load.server import cached_so_far
 from headrace.bench.load.workload import ScheduledRequest
 
 SHARES = (50, 75, 90, 95, 99)  # percent

@@ -22,15 +22,14 @@ from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.weights.describe import COMPRESSED
-from headrace.weights.gguf import GGUFFile
+from headrace.weights.gguf import Chunks, GGUFFile
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.parts import WeightPart, stored_as
+from headrace.weights.safetensors import safetensors_header, write_safetensors
 from headrace.weights.schemes.base import SchemeWriter
 from headrace.weights.schemes.two_four import TwoFourWriter
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks
-from headrace.weights.write_safetensors import safetensors_header, write_safetensors
 
 SINGLE = "model.safetensors"
 _MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.[\w.]+\.weight")

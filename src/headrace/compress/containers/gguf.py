@@ -26,13 +26,12 @@ from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened
 from headrace.text.gguf_keys import tokenizer_keys
-from headrace.weights.gguf import DEFAULT_ALIGNMENT, GGUFFile
+from headrace.weights.gguf import DEFAULT_ALIGNMENT, Chunks, GGUFFile, entry, file_size, write_gguf
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
 from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo, WeightError
-from headrace.weights.write_gguf import Chunks, entry, file_size, write_gguf
 
 # Metadata keys that the reader's file may have and that are written anew.
 OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|headrace\..*")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.weights.dequant import read_floats
+from headrace.weights.decode import read_floats
 from headrace.weights.kinds import KINDS
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.rows import BLOCK, kind_of, row_integers

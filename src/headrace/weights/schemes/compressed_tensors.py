@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.weights.bits import pack_fields, unpack_fields
-from headrace.weights.dequant import dequantize
+from headrace.weights.decode import dequantize
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.schemes import float8
+from headrace.weights.schemes import fp8
 from headrace.weights.schemes.base import SCALES, IntegerWriter, SchemeReader, SchemeWriter, Tensors, TensorSpec
 from headrace.weights.schemes.rows import BLOCK, grouped_rows, integer_rows, kind_of, map_rows, mxfp4_rows
 from headrace.weights.schemes.small_floats import GROUPS, MXFP4, NVFP4, SmallFloats, read_nvfp4
@@ -140,9 +140,9 @@ class CompressedTensorsReader(SchemeReader):
         if kind == "I8":
             self._bits[matrix] = 8
             return self._integer_kind(matrix, 8, n, k)
-        if kind not in float8.KINDS:
+        if kind not in fp8.KINDS:
             raise self._stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
-        float8.check_scale(self._stored, matrix, "weight_scale", n, k)
+        fp8.check_scale(self._stored, matrix, "weight_scale", n, k)
         return "F32", (n, k), f"{kind} as bfloat16"
 
     def _measure_sparse(self, matrix: str) -> tuple[str, tuple[int, int], str]:
@@ -227,8 +227,8 @@ class CompressedTensorsReader(SchemeReader):
         if not self._stored.has(matrix, "weight_scale"):
             return dequantize(kept.reshape(-1).view(np.uint8), self._stored.info(matrix, "compressed").kind).reshape(n, k)
         field = "compressed" if self._stored.has(matrix, "bitmask") else "weight"
-        values = float8.VALUES[self._stored.info(matrix, field).kind][kept]
-        return values * float8.scales(self._stored, matrix, "weight_scale", n, k)
+        values = fp8.VALUES[self._stored.info(matrix, field).kind][kept]
+        return values * fp8.scales(self._stored, matrix, "weight_scale", n, k)
 
     def _kept(self, matrix: str, n: int) -> np.ndarray:
         """The weight; of 2:4 with its zeros."""

@@ -13,7 +13,7 @@ from headrace.weights.bits import pack_pairs, unpack_fields, unpack_halves
 from headrace.weights.decode import MXFP4_VALUES
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.base import Tensors, TensorSpec
-from headrace.weights.schemes.float8 import VALUES
+from headrace.weights.schemes.fp8 import VALUES
 from headrace.weights.schemes.rows import map_rows
 
 MXFP4, NVFP4 = "mxfp4", "nvfp4"

@@ -1,7 +1,7 @@
-"""Text files of a folder as passages: whole paragraphs up to a size, with file and line."""
+"""Text files of a folder as passages: paragraphs up to a size, with file and line. Selection within a token budget."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ SUFFIXES = frozenset(".md .txt .rst .html .csv .json .toml .yaml .yml .py .c .cp
 LARGEST = 2 << 20
 # Most characters of a passage.
 PASSAGE = 900
+Count = Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,3 +92,24 @@ def _pieces(text: str, size: int) -> Iterator[tuple[int, str]]:
                 yield at, cut.strip("\n")
             at += cut.count("\n")
             part = part[len(cut) :]
+
+
+def pack(found: Sequence[Passage], budget: int, count: Count) -> list[Passage]:
+    """Choose the best passages that fit `budget` tokens together. Returns them in the order of the documents.
+
+    found: passages, the best first; a passage that does not fit is skipped. count: returns the tokens of a shown passage.
+    The order does not depend on the question, so prompts with the same passages share their prefix in the cache.
+    """
+    kept: list[Passage] = []
+    for passage in dict.fromkeys(found):
+        # Counts with the longest number that the passage can get.
+        cost = count(shown(len(found), passage))
+        if cost <= budget:
+            kept.append(passage)
+            budget -= cost
+    return sorted(kept)
+
+
+def shown(number: int, passage: Passage) -> str:
+    """Return a passage as the prompt shows it."""
+    return f"[{number}] {passage.source}:{passage.line}\n{passage.text}\n\n"
