@@ -12,9 +12,7 @@ import torch
 from headrace.backends.native.weights import PackedWeights
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Biased, Embedding
-from headrace.models.layers.holder import Holder
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Biased, Embedding, Holder, Linear
 from headrace.models.registry import describe
 from headrace.ops.attention import rotate
 from headrace.ops.context import Context

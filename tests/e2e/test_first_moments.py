@@ -35,7 +35,7 @@ def test_a_terminal_is_told_from_the_first_moment_to_the_answer(tiny_gguf: Path)
 def test_the_first_sign_comes_before_anything_slow_is_imported(tiny_gguf: Path) -> None:
     """Python alone is between the person and it."""
     look = (
-        "import sys; from headrace.data import progress_bar as progress; start = progress.Moving.start\n"
+        "import sys; from headrace.data import progress; start = progress.Moving.start\n"
         "def first(self, *args, **more):\n"
         "    print(*sys.modules); sys.exit(0)\n"
         "progress.Moving.start = first; progress.for_stream = lambda: progress.Moving(sys.stderr)\n"

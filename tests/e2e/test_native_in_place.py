@@ -11,10 +11,7 @@ from headrace.data.config import ModelConfig
 from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.families import FAMILIES
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm
 from headrace.ops.vocabulary import embed, head, linear, norm, residual
 from tests.tiny import tiny_config, tiny_model
 from tests.tiny_native import Feeder, as_bfloat16, family, native_program

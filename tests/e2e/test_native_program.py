@@ -17,10 +17,7 @@ from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models import registry
 from headrace.models.base import Model
 from headrace.models.families import FAMILIES
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, tap
 from headrace.runner.record import RecordError
 from headrace.runner.span import ATTENTION, MLP

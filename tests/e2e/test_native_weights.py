@@ -12,7 +12,7 @@ from headrace.backends.memory import DoesNotFit, check_weights_fit
 from headrace.backends.native.program import NativeProgram
 from headrace.backends.native.weights import packed_bytes, total_packed_bytes
 from headrace.models.base import Model
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Norm
 from headrace.models.registry import describe
 from headrace.weights.source import TensorInfo
 from tests.models.zoo import MemorySource

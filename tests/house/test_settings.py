@@ -14,7 +14,7 @@ from headrace.cli import serve_options
 from headrace.cli.options import WeightOptions, setting_fields, with_groups
 from headrace.cli.serve_options import MODELS, read_config
 from headrace.data import fields
-from headrace.data.settings import Group, ModelSettings, Setting, option_settings
+from headrace.data.settings import ModelSettings, Setting, SettingGroup, option_settings
 from headrace.llm import LLM
 from tests.reference.params import setting
 from tests.tiny_files import write_tiny_gguf
@@ -23,7 +23,7 @@ from tests.tiny_files import write_tiny_gguf
 class Pinned(ModelSettings, frozen=True, kw_only=True):
     """The settings of a model, and one more."""
 
-    pinned_core: Annotated[int | None, Setting("The core that runs the engine", group=Group.OPENING, ge=0)] = None
+    pinned_core: Annotated[int | None, Setting("The core that runs the engine", group=SettingGroup.OPENING, ge=0)] = None
 
 
 def differences(settings: type[msgspec.Struct]) -> list[str]:
@@ -41,7 +41,7 @@ def differences(settings: type[msgspec.Struct]) -> list[str]:
 
 def command_of(settings: type[msgspec.Struct], heard: list[Any]) -> typer.Typer:
     """A command like `serve`, with the options of `settings` and a --config file."""
-    fields = setting_fields(option_settings(Group.OPENING, of=settings))
+    fields = setting_fields(option_settings(SettingGroup.OPENING, of=settings))
     options: Any = make_dataclass("Options", fields, bases=(WeightOptions,))
 
     def serve(

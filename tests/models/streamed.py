@@ -6,8 +6,7 @@ import torch
 
 from headrace.backends.native.weights import PackedWeights
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Embedding, Linear
 from headrace.runner.streamed import Streamed
 from headrace.weights.loader import Allocator
 from headrace.weights.source import WeightSource

@@ -26,7 +26,7 @@ from headrace.compress.rounding import Rounding, importance_of
 from headrace.compress.structure import Cut
 from headrace.data.config import LayerConfig
 from headrace.models.base import Model
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.models.registry import read_config
 from headrace.weights.loader import load_model
 from tests.models.lossy import After, likelihood, predictions, rounded, walked

@@ -12,7 +12,7 @@ import torch
 
 from headrace.data.config import LayerConfig, RopeConfig
 from headrace.models.families import FAMILIES
-from headrace.models.layers.rotary import frequencies
+from headrace.models.layers import frequencies
 from headrace.models.registry import MODELS, read_config
 from headrace.startup.opening import open_model
 from headrace.weights.source import WeightError

@@ -17,7 +17,7 @@ from headrace.compress.structure import Cut, pruned_config
 from headrace.data.config import ModelConfig, RopeConfig
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.ops.context import FeedRows, build
 from tests.models.test_walk import Seen
 from tests.models.zoo import pieces

@@ -15,8 +15,7 @@ from headrace import core
 from headrace.backends.native.weights import packed_bytes
 from headrace.models import registry
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Embedding, Linear
 from headrace.weights.decode import read_floats
 from headrace.weights.describe import describe
 from headrace.weights.loader import load_model

@@ -17,8 +17,7 @@ from headrace.compress.write import compress
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Embedding, Linear
 from headrace.startup.opening import open_files
 from headrace.weights.describe import describe
 from headrace.weights.loader import input_scales, load_model, weight_kinds

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.models.base import Model
-from headrace.models.layers.holder import ParamSpec
+from headrace.models.layers import ParamSpec
 from headrace.models.registry import describe
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model, read_part, write_parts

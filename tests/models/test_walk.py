@@ -31,7 +31,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.progress import Silent
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.ops.context import FeedRows, build
 from headrace.runner.record import record
 from headrace.startup.opening import open_files

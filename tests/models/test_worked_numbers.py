@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.models.reader import windowed
 from headrace.models.registry import describe
 from headrace.ops.context import FeedRows, build

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
 from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, StructuredOutputs
-from headrace.data.settings import Group, ModelSettings, Setting
+from headrace.data.settings import ModelSettings, Setting, SettingGroup
 from tests.pages import item
 
 
@@ -64,7 +64,7 @@ def default(one: Declared) -> str:
 def settings() -> str:
     """Settings of a model, by the commands that have an option for them."""
     parts = []
-    for group in Group:
+    for group in SettingGroup:
         found = [one for one in declared(ModelSettings) if isinstance(one.field, Setting) and one.field.group is group]
         parts += [f"## {group.value[0].upper()}{group.value[1:]}", "\n".join(map(setting, found))]
     return "\n\n".join(parts)
@@ -73,6 +73,6 @@ def settings() -> str:
 def setting(one: Declared) -> str:
     """The entry of a setting: its name, its option, its help text and default."""
     assert isinstance(one.field, Setting)
-    option = "" if one.field.group is Group.PYTHON else f", `--{one.name.replace('_', '-')}`"
+    option = "" if one.field.group is SettingGroup.PYTHON else f", `--{one.name.replace('_', '-')}`"
     preset = f" *Default {default(one)}.*" if default(one) else ""
     return item(f"`{one.name}`{option}", f"{one.field.doc}.{preset}")

@@ -10,7 +10,7 @@ import pytest
 from headrace.server.access.principals import ANONYMOUS
 from headrace.server.http.api_error import MODEL_UNUSABLE
 from headrace.server.http.errors import ENGINE_LOST, QUARANTINED
-from headrace.server.http.ids import now
+from headrace.server.protocols.openai_types import now
 from headrace.server.settings import Limits
 from headrace.server.storage import batch_rows, batches
 from headrace.server.storage.batch_worker import MAX_RUNNING, BatchWorker

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from headrace.server.http.connection_limits import GRACE, ConnectionTable
+from headrace.server.http.connection import GRACE, ConnectionTable
 from headrace.server.http.proxies import client_group
 
 

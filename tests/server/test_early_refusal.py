@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.server.http.early_refusal import LARGEST, read_head
+from headrace.server.http.guard import LARGEST, read_head
 from headrace.server.settings import Limits
 from tests.server.harness import PATIENCE, Running
 

@@ -13,8 +13,7 @@ from headrace.decoding import constrained
 from headrace.decoding.constrained import Grammars
 from headrace.decoding.constraint_check import inspect_constraint
 from headrace.llm import LLM
-from headrace.server.engines.engine_process import EngineLoop
-from headrace.server.engines.grammar_queue import CHEAP_SECONDS, COSTLY_PERIOD, MOST_LARGE, GrammarQueue
+from headrace.server.engines.engine_process import CHEAP_SECONDS, COSTLY_PERIOD, MOST_LARGE, EngineLoop, GrammarQueue
 from headrace.server.engines.messages import Deltas, Grammar, Refused, Submit
 from tests.server.harness import PATIENCE, until
 
@@ -100,7 +99,7 @@ def test_requests_that_left_the_queue_are_not_compiled(compiling: GrammarQueue, 
 
 def test_the_smallest_turn_is_compiled_first(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's third request comes after another's first, though it was sent before it."""
-    monkeypatch.setattr("headrace.server.engines.grammar_queue.CHEAP_THREADS", 1)
+    monkeypatch.setattr("headrace.server.engines.engine_process.CHEAP_THREADS", 1)
     slow = Slow(monkeypatch)
     for turn, name in enumerate("abc"):
         queue(compiling, name, turn=turn + 1)

@@ -83,7 +83,7 @@ def test_a_refusal_closes_the_connection_and_a_mistake_with_a_key_does_not(locke
 
 def test_an_address_without_a_key_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its oldest is closed, and a client with a key at the same address keeps its connection, and gets new ones."""
-    monkeypatch.setattr("headrace.server.http.connection_limits.GRACE", 0.0)
+    monkeypatch.setattr("headrace.server.http.connection.GRACE", 0.0)
     limits = Limits(anonymous=4, header_seconds=PATIENCE)
     ask = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n" + RIGHT + b"\r\n"
     with Running("no-model", begin=False, key=KEY, limits=limits) as server, contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from pygments.lexers import get_lexer_by_name
 
-from headrace.server.page import files, formulas, markdown
+from headrace.server.page import formulas, markdown, routes
 from tests.server.harness import PATIENCE, Running
 
 # What a hostile model might write; each would run, load or submit something on a page that let it.
@@ -174,10 +174,10 @@ def test_long_texts_are_escaped_and_not_parsed() -> None:
 
 def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) -> None:
     with Running("no-model", begin=False, key="a-long-enough-key") as locked:
-        for path, name in files.PATHS.items():
+        for path, name in routes.PATHS.items():
             answer = locked.http.get(path, headers={"Authorization": ""})
             assert answer.status_code == 200, path
-            assert answer.headers["content-type"] == files.KINDS[name.rpartition(".")[2]]
+            assert answer.headers["content-type"] == routes.KINDS[name.rpartition(".")[2]]
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
             assert "unsafe" not in policy
@@ -192,8 +192,8 @@ def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) ->
 
 
 def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
-    texts = {path: file.data.decode() for path, file in files.load().items() if file.kind != "font/woff2"}
-    assert set(files.STATIC) == {path.name for path in (files.files(files.__package__) / "static").iterdir()}
+    texts = {path: file.data.decode() for path, file in routes.load().items() if file.kind != "font/woff2"}
+    assert set(routes.STATIC) == {path.name for path in (routes.files(routes.__package__) / "static").iterdir()}
     page = texts["/"]
     assert re.findall(r"<script(?![^>]* src=\"/page/)", page) == []
     assert re.findall(r"<style|\son\w+=|\sstyle=", page) == []
@@ -212,7 +212,7 @@ def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
 
 
 def test_both_languages_say_the_same_things() -> None:
-    text = files.load()["/page/texts.js"].data.decode()
+    text = routes.load()["/page/texts.js"].data.decode()
     english, chinese = (re.search(rf"const {name} = {{(.*?)\n}};", text, re.DOTALL) for name in ("EN", "ZH"))
     assert english is not None
     assert chinese is not None

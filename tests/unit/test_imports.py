@@ -56,19 +56,18 @@ ROOMS = {
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "server.logs": "",
     "server.http.proxies": "",
-    "server.http.ids": "",
     "server.http.api_error": "",
     "server.settings": "server.http.proxies stats data",
     "server.access": "server.settings",
     "server.engines": "server.access server.settings server.http.api_error server.logs llm startup startup.opening engine "
     "decoding weights confined host data",
-    "server.http": "server.engines server.access server.settings server.http.api_error server.http.ids server.http.proxies "
+    "server.http": "server.engines server.access server.settings server.http.api_error server.http.proxies "
     "server.logs decoding text confined data",
-    "server.protocols": "server.http server.engines server.access server.settings server.http.api_error server.http.ids "
+    "server.protocols": "server.http server.engines server.access server.settings server.http.api_error "
     "startup decoding text stats weights confined data",
     "server.page": "server.protocols server.http confined",
     "server.storage": "server.protocols server.http server.engines server.access server.settings server.http.api_error "
-    "server.http.ids confined",
+    "confined",
     "server": "server.storage server.page server.protocols server.http server.engines server.access server.settings "
     "server.http.api_error server.logs startup backends decoding text weights confined host data",
     "cli": "server server.settings server.http.proxies server.logs "
@@ -88,7 +87,7 @@ STOREYS = (
     "engine startup",
     "llm",
     "training compress",
-    "server server.logs server.settings server.access server.engines server.http server.http.proxies server.http.ids "
+    "server server.logs server.settings server.access server.engines server.http server.http.proxies "
     "server.http.api_error server.protocols server.page server.storage",
     "workflows",
     "bench bench.workers.ours",

@@ -10,7 +10,7 @@ from headrace.data.explicit import params_of
 from headrace.data.params import BeamSearchParams, ParamError, RefineParams, SamplingParams
 from headrace.data.plan import Each, Failed, Ranked
 from headrace.engine.engine import AdmissionError, Engine
-from headrace.ops.refinement import Block, empty, guesses, masked_after, refine
+from headrace.ops.refinement import MaskedBlock, empty, guesses, masked_after, refine
 
 MASK = 0
 
@@ -37,14 +37,14 @@ def test_how_many_are_masked_after_each_pass(size: int, passes: int, left: list[
 
 def test_the_least_sure_are_masked_again() -> None:
     first = refine(empty(4, MASK), [(5, -0.1), (6, -2.0), (7, -0.5), (8, -1.0)], 2, MASK)
-    assert first == Block((5, MASK, 7, MASK), (-0.1, float("-inf"), -0.5, float("-inf")), 1)
+    assert first == MaskedBlock((5, MASK, 7, MASK), (-0.1, float("-inf"), -0.5, float("-inf")), 1)
     second = refine(first, [(1, -9.0), (2, -0.2), (3, -9.0), (4, -0.3)], 2, MASK)
     assert second.tokens == (5, 2, 7, 4)  # what was kept is as it was, whatever the pass says of it
     assert second.sure == (-0.1, -0.2, -0.5, -0.3)
 
 
 def test_what_was_kept_may_be_masked_again_or_stays() -> None:
-    before = Block((5, MASK, MASK), (-3.0, float("-inf"), float("-inf")), 1)
+    before = MaskedBlock((5, MASK, MASK), (-3.0, float("-inf"), float("-inf")), 1)
     found = [(9, 0.0), (6, -0.1), (7, -0.2)]
     assert refine(before, found, 3, MASK).tokens == (MASK, 6, 7)
     assert refine(before, found, 3, MASK, kept_stay=True).tokens == (5, 6, MASK)

@@ -100,12 +100,12 @@ def chat(
     if reader.terminal:
         note("/help lists the commands, Ctrl-D leaves")
     try:
-        return Chat(llm, conversation, sampling.bind(llm)(), show_exits, chat_template).run(reader)
+        return ChatSession(llm, conversation, sampling.bind(llm)(), show_exits, chat_template).run(reader)
     finally:
         reader.close()
 
 
-class Chat:
+class ChatSession:
     """The loop of one chat: reads messages and commands, and answers them.
 
     last: the last answer. tokens: of all answers. chat_template: name of the model's template, None for its default.

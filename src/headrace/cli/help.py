@@ -83,7 +83,7 @@ class ShortHelp(Help):
         return not always and one.name not in {*self.common, "help_all", "help"}
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group whose help lists commands by panel."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -101,7 +101,7 @@ class App(typer.Typer):
     """Typer application with plain-text help, which needs no slow drawing library."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(rich_markup_mode=None, cls=Group, context_settings=SETTINGS, **more)
+        super().__init__(rich_markup_mode=None, cls=CommandGroup, context_settings=SETTINGS, **more)
 
     def command(self, name: str | None = None, *, cls: Any = Help, **more: Any) -> Callable[[Any], Any]:
         """Register a command as Typer does."""

@@ -20,7 +20,7 @@ from headrace.cli.output import say
 from headrace.data.explicit import applicable_settings, params_of
 from headrace.data.fields import Declared, Use, declared
 from headrace.data.params import FILTERS, PRESETS, BeamSearchParams, ParamError, RefineParams, SamplingParams
-from headrace.data.settings import Group, ModelSettings, option_settings
+from headrace.data.settings import ModelSettings, SettingGroup, option_settings
 from headrace.data.structured import StructuredOutputs
 from headrace.weights.defaults import Defaults, SamplingDefaults, Setting, summary, values
 
@@ -157,7 +157,7 @@ def setting_fields(settings: Iterable[Declared], panel: str = MODEL_PANEL, **mor
     return rows
 
 
-Opening: Any = make_dataclass("Opening", setting_fields(option_settings(Group.OPENING)))
+Opening: Any = make_dataclass("Opening", setting_fields(option_settings(SettingGroup.OPENING)))
 
 
 class WeightOptions(Opening):
@@ -169,7 +169,7 @@ class WeightOptions(Opening):
 
     def check(self) -> None:
         """Raises typer.BadParameter for a number out of its range."""
-        for one in option_settings(Group.OPENING):
+        for one in option_settings(SettingGroup.OPENING):
             value = getattr(self, one.name)
             if isinstance(value, int) and not one.field.holds(value):
                 raise typer.BadParameter(f"--{one.name.replace('_', '-')} must be {one.field.bounds}, not {value}")
@@ -177,14 +177,14 @@ class WeightOptions(Opening):
             say(f"headrace: {self.threads} threads on {cores} cores wait for each other; --threads {cores} is faster")
 
 
-Generating: Any = make_dataclass("Generating", setting_fields(option_settings(Group.GENERATING)), bases=(WeightOptions,))
+Generating: Any = make_dataclass("Generating", setting_fields(option_settings(SettingGroup.GENERATING)), bases=(WeightOptions,))
 
 
 class HelperOptions(Generating):
     """These, and the drafters, exits and smaller models of a model that generates."""
 
 
-Decoding: Any = make_dataclass("Decoding", setting_fields(option_settings(Group.DECODING)), bases=(HelperOptions,))
+Decoding: Any = make_dataclass("Decoding", setting_fields(option_settings(SettingGroup.DECODING)), bases=(HelperOptions,))
 
 
 class ModelOptions(Decoding):

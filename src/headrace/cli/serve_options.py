@@ -15,7 +15,7 @@ import typer
 
 from headrace.cli.options import setting_fields
 from headrace.cli.output import say
-from headrace.data.settings import Group, Limits, option_settings
+from headrace.data.settings import Limits, SettingGroup, option_settings
 from headrace.data.spelling import did_you_mean
 from headrace.server.settings import CascadeSettings, SettingsError
 from headrace.weights.defaults import SamplingDefaults
@@ -26,7 +26,7 @@ FILE: dict[str, Any] = {"exists": True, "dir_okay": False, "readable": True}
 # Keys of typer's context: the models and cascades of a configuration file.
 MODELS, CASCADES = "headrace.models", "headrace.cascades"
 MODEL_OPTIONS = tuple(one.name for one in option_settings())
-*BATCHING, CLASSIFIER = option_settings(Group.SERVING)
+*BATCHING, CLASSIFIER = option_settings(SettingGroup.SERVING)
 
 
 NO_SETTINGS = ("config", "help_all", "help")  # options of the command line alone

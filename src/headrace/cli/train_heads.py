@@ -13,7 +13,7 @@ from headrace.cli.options import ModelName, with_groups, writable_folder
 from headrace.cli.output import print_table, say, status
 
 
-class Kind(StrEnum):
+class HeadKindName(StrEnum):
     """The kinds of heads."""
 
     HEADS = "heads"
@@ -40,12 +40,12 @@ def train_heads(
         typer.Option("--out", "-o", file_okay=False, help="Output folder; a run in it continues.", callback=writable_folder),
     ],
     kind: Annotated[
-        Kind,
+        HeadKindName,
         typer.Option(
             help="heads: one head per token ahead; feature: a layer that drafts token by token; exit: heads after some"
             " of the model's layers."
         ),
-    ] = Kind.FEATURE,
+    ] = HeadKindName.FEATURE,
     exits: Annotated[
         str | None, typer.Option(help="Layers with an exit, such as 10,20,25 (default: at 2, 4 and 5 sixths).")
     ] = None,
@@ -84,7 +84,7 @@ def train_heads(
     # Loading the model shows its own progress.
     status().finish()
     with resumable(out):
-        if kind is Kind.EXIT:
+        if kind is HeadKindName.EXIT:
             _print_exits(exit_heads.train_exits(str(path), out, config, status(), Interrupt()))
             say(f"the exits are in {out}; use them with --draft {out}")
             return
@@ -95,8 +95,8 @@ def train_heads(
     say(f"the heads are in {out}; use them with --draft {out}")
 
 
-def _exit_layers(exits: str | None, kind: Kind) -> tuple[int, ...]:
-    if exits is not None and kind is not Kind.EXIT:
+def _exit_layers(exits: str | None, kind: HeadKindName) -> tuple[int, ...]:
+    if exits is not None and kind is not HeadKindName.EXIT:
         raise typer.BadParameter(f"--exits is for --kind exit, not {kind}; leave one of the two out")
     return layers_of(exits, "--exits")
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headrace.data.config import LayerConfig
-from headrace.models.layers.holder import Allocator
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Allocator, Linear
 
 HELD = 8  # every eighth text is held out: errors are also measured on these texts
 

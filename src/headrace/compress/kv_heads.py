@@ -16,7 +16,7 @@ from headrace.compress.cutting import consumer, part_fields, producers
 from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.compress.structure import ALIGNED, FIRST
 from headrace.data.config import LayerConfig, RopeConfig
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 
 ROUNDS = 3
 Turn = Callable[[Tensor], Tensor]  # products [d, d] of target rows with the rows to rotate -> rotation [d, d]

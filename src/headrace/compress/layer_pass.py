@@ -16,7 +16,7 @@ from headrace.compress.base import HELD, InputObserver, Inputs, Matrix, ScaleMap
 from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.ops.context import Context
 from headrace.runner.last_use import ValueUses
 from headrace.runner.record import Node, Segment, record

@@ -20,7 +20,7 @@ ACTIVATIONS = ("auto", "group", "token", "split", "tensor")
 DEFERRED, PROPAGATE = "deferred", "propagate"
 
 
-class Group(Enum):
+class SettingGroup(Enum):
     """The commands that offer a setting as an option."""
 
     OPENING = "commands that open a model"
@@ -35,44 +35,44 @@ class Setting(Field):
     """Declaration of one setting, next to its type and default. `ge`, `le`: its range."""
 
     _: KW_ONLY
-    group: Group = Group.PYTHON
+    group: SettingGroup = SettingGroup.PYTHON
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings with which a model is opened. "auto" and None: Headrace chooses. Values are checked when the model is opened."""
 
-    dtype: Annotated[str, Setting("auto, float64, float32, bfloat16 or float16", group=Group.OPENING)] = "auto"
-    device: Annotated[str, Setting("auto, cpu, cuda or cuda:N", group=Group.OPENING)] = "auto"
-    backend: Annotated[str, Setting("auto, native or torch", group=Group.OPENING)] = "auto"
-    threads: Annotated[int | None, Setting("CPU threads", group=Group.OPENING, ge=1)] = None
+    dtype: Annotated[str, Setting("auto, float64, float32, bfloat16 or float16", group=SettingGroup.OPENING)] = "auto"
+    device: Annotated[str, Setting("auto, cpu, cuda or cuda:N", group=SettingGroup.OPENING)] = "auto"
+    backend: Annotated[str, Setting("auto, native or torch", group=SettingGroup.OPENING)] = "auto"
+    threads: Annotated[int | None, Setting("CPU threads", group=SettingGroup.OPENING, ge=1)] = None
     max_model_len: Annotated[
-        int | None, Setting("Context in tokens, answer included (default: the model's own)", group=Group.OPENING, ge=1)
+        int | None, Setting("Context in tokens, answer included (default: the model's own)", group=SettingGroup.OPENING, ge=1)
     ] = None
     kv_cache_memory: Annotated[
         int | str | None,
         Setting(
             "Upper limit of the KV cache, such as 2GiB (default: 2048 tokens per sequence, at least one context)",
-            group=Group.OPENING,
+            group=SettingGroup.OPENING,
         ),
     ] = None
     kv_dtype: Annotated[
-        str, Setting("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype", group=Group.OPENING)
+        str, Setting("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype", group=SettingGroup.OPENING)
     ] = "auto"
-    quantize: Annotated[str | None, Setting("Quantise float weights at load: int8 or int4", group=Group.OPENING)] = None
+    quantize: Annotated[str | None, Setting("Quantise float weights at load: int8 or int4", group=SettingGroup.OPENING)] = None
     activations: Annotated[
         str,
         Setting(
             "Quantisation of activations for integer weights: group (a scale per 32 values), token (per row), "
             "split (outliers apart), tensor (static scales of the folder); auto: as the folder says, otherwise "
             "group",
-            group=Group.OPENING,
+            group=SettingGroup.OPENING,
         ),
     ] = "auto"
     draft: Annotated[
         str | Path | None,
         Setting(
             "Draft model: a smaller model with the same vocabulary, or a folder of trained heads",
-            group=Group.GENERATING,
+            group=SettingGroup.GENERATING,
         ),
     ] = None
     speculate: Annotated[
@@ -81,57 +81,60 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             "Drafter: auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks or off. The native core "
             "gives the same output with each of them; in torch near ties may differ, and --verification rejection"
             " or block samples other outputs",
-            group=Group.GENERATING,
+            group=SettingGroup.GENERATING,
         ),
     ] = "auto"
     draft_tokens: Annotated[
         int | None,
-        Setting("Tokens of a draft (default: chosen by measuring)", group=Group.GENERATING, ge=1, le=16),
+        Setting("Tokens of a draft (default: chosen by measuring)", group=SettingGroup.GENERATING, ge=1, le=16),
     ] = None
     draft_vocab: Annotated[
         int | None,
-        Setting("Number of frequent tokens that the draft model chooses from (default: 49152; 0: all)", group=Group.GENERATING),
+        Setting(
+            "Number of frequent tokens that the draft model chooses from (default: 49152; 0: all)",
+            group=SettingGroup.GENERATING,
+        ),
     ] = None
     cascade: Annotated[
         str | Path | None,
         Setting(
             "Smaller model with the same vocabulary for a cascade by token, with --cascade-threshold",
-            group=Group.GENERATING,
+            group=SettingGroup.GENERATING,
         ),
     ] = None
     exits: Annotated[
         str | Path | None,
         Setting(
             "Folder of exits that train-heads --kind exit wrote for MODEL, used with --exit-threshold",
-            group=Group.GENERATING,
+            group=SettingGroup.GENERATING,
         ),
     ] = None
     exit_state: Annotated[
         str,
         Setting(
             "Layers above an exit: computed later (deferred), or K and V made from the exit's hidden state (propagate)",
-            group=Group.GENERATING,
+            group=SettingGroup.GENERATING,
         ),
     ] = DEFERRED
     amateur: Annotated[
         str | Path | None,
         Setting(
             "Smaller model with the same vocabulary, for contrastive decoding and speculative cascades",
-            group=Group.DECODING,
+            group=SettingGroup.DECODING,
         ),
     ] = None
     parse_special: Annotated[
         bool,
         Setting(
             "Read names of control tokens in messages and documents as control tokens; for trusted content only",
-            group=Group.DECODING,
+            group=SettingGroup.DECODING,
         ),
     ] = False
-    max_num_seqs: Annotated[int, Setting("Most sequences in a batch", group=Group.SERVING, ge=1)] = 32
-    max_num_batched_tokens: Annotated[int | None, Setting("Most tokens of a step", group=Group.SERVING, ge=1)] = None
+    max_num_seqs: Annotated[int, Setting("Most sequences in a batch", group=SettingGroup.SERVING, ge=1)] = 32
+    max_num_batched_tokens: Annotated[int | None, Setting("Most tokens of a step", group=SettingGroup.SERVING, ge=1)] = None
     classifier: Annotated[
         str | Path | None,
-        Setting("Folder that train-classifier wrote for MODEL; enables /v1/classify", group=Group.SERVING),
+        Setting("Folder that train-classifier wrote for MODEL; enables /v1/classify", group=SettingGroup.SERVING),
     ] = None
     enable_prefix_caching: Annotated[bool, Setting("Reuse K and V of equal prompt beginnings")] = True
     seed: Annotated[int | None, Setting("Source of seeds for requests without one")] = None
@@ -154,9 +157,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.exit_state == PROPAGATE
 
 
-def option_settings(*groups: Group, of: type[msgspec.Struct] = ModelSettings) -> tuple[Declared, ...]:
+def option_settings(*groups: SettingGroup, of: type[msgspec.Struct] = ModelSettings) -> tuple[Declared, ...]:
     """The declared settings that commands of these groups offer; without groups all that any command offers."""
-    wanted = groups or tuple(group for group in Group if group is not Group.PYTHON)
+    wanted = groups or tuple(group for group in SettingGroup if group is not SettingGroup.PYTHON)
     return tuple(one for one in declared(of) if isinstance(one.field, Setting) and one.field.group in wanted)
 
 

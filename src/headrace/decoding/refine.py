@@ -13,7 +13,7 @@ from headrace.data.params import RefineParams
 from headrace.data.plan import AnyWant, Feed, Top, Where
 from headrace.data.types import Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
-from headrace.ops.refinement import Block, empty, guesses, refine
+from headrace.ops.refinement import MaskedBlock, empty, guesses, refine
 
 
 class Refine(Strategy):
@@ -55,14 +55,14 @@ class Refine(Strategy):
             children.append([Child(state=refined)])
         return children
 
-    def _block(self, seq: Sequence) -> Block:
+    def _block(self, seq: Sequence) -> MaskedBlock:
         """The block behind the known tokens."""
-        block: Block | None = seq.decode.state
+        block: MaskedBlock | None = seq.decode.state
         if block is not None:
             return block
         known = len(seq.tokens)
         end = self.context if self.params.length is None else min(self.context, seq.prompt_len + self.params.length)
         return empty(max(1, min(self.params.block, end - known)), self.mask)
 
-    def _passes(self, block: Block) -> int:
+    def _passes(self, block: MaskedBlock) -> int:
         return min(self.params.passes, len(block.tokens))

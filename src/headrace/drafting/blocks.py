@@ -8,7 +8,7 @@ from headrace.data.plan import Answer, Feed, Top, Where
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import MarkFilled, RunModel, TargetFeed
 from headrace.drafting.draft_model import Chain, set_chain
-from headrace.ops.refinement import Block, empty, guesses, refine
+from headrace.ops.refinement import MaskedBlock, empty, guesses, refine
 
 
 class Blocks:
@@ -46,12 +46,12 @@ class Blocks:
         for target, block in zip(targets, blocks, strict=True):
             set_chain(target, self._chain(target, block))
 
-    def _refined(self, block: Block, answer: Answer) -> Block:
+    def _refined(self, block: MaskedBlock, answer: Answer) -> MaskedBlock:
         """The block after one more pass; a short block needs fewer passes."""
         passes = min(self.passes, len(block.tokens))
         return block if block.done == passes else refine(block, guesses(answer, self.mask), passes, self.mask)
 
-    def _chain(self, target: TargetFeed, block: Block) -> Chain:
+    def _chain(self, target: TargetFeed, block: MaskedBlock) -> Chain:
         chain = Chain()
         for token, log_prob in zip(block.tokens, block.sure, strict=True):
             chain.log_prob += log_prob
@@ -69,7 +69,7 @@ def _size(target: TargetFeed) -> int:
     return len(draft.tokens)
 
 
-def _feed(target: TargetFeed, block: Block) -> Feed:
+def _feed(target: TargetFeed, block: MaskedBlock) -> Feed:
     """The last known token, and the block as nodes that see each other."""
     size, start = len(block.tokens), len(target.seq.tokens) - 1
     wants = (Top(2, at=Where.NODES),)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from headrace.data.config import ModelConfig
-from headrace.models.layers.holder import Group
+from headrace.models.layers import Group
 from headrace.ops.vocabulary import norm
 
 # A tensor, or a recorder's symbolic value.

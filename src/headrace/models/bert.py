@@ -4,14 +4,11 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm
 from headrace.ops.vocabulary import act, attention, embed, linear, norm, residual, tap
 
 
-class Block(Group):
+class BertLayer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
         self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
@@ -30,7 +27,7 @@ class Bert(Model):
         self.positions = Embedding(config.max_position, config.hidden_size)
         self.types = Embedding(config.token_types, config.hidden_size)
         self.embed_norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
-        self.layers = [Block(config, layer) for layer in config.layers]
+        self.layers = [BertLayer(config, layer) for layer in config.layers]
 
     def embed(self, ctx: Any) -> Value:
         x = embed(ctx.ids, self.tokens, types=self.types, pos=self.positions, positions=ctx.positions)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.models.layers.rotary import frequencies
+from headrace.models.layers import frequencies
 from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
 from headrace.weights.source import WeightError
 

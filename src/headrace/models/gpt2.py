@@ -4,14 +4,11 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm
 from headrace.ops.vocabulary import act, attention, embed, head, linear, norm, residual, tap
 
 
-class Block(Group):
+class GPT2Layer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.attn_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
@@ -26,7 +23,7 @@ class GPT2(Model):
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.positions = Embedding(config.max_position, config.hidden_size)
-        self.layers = [Block(config, layer) for layer in config.layers]
+        self.layers = [GPT2Layer(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
         self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 

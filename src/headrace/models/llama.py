@@ -4,15 +4,11 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers.embedding import Biased, Embedding
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
-from headrace.models.layers.rotary import rotaries
+from headrace.models.layers import Biased, Embedding, Group, Linear, Norm, rotaries
 from headrace.ops.vocabulary import act_mul, attention, embed, head, linear, norm, residual, tap
 
 
-class Block(Group):
+class LlamaLayer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
@@ -29,7 +25,7 @@ class Llama(Model):
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.ropes = rotaries(config)
-        self.layers = [Block(config, layer) for layer in config.layers]
+        self.layers = [LlamaLayer(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps)
         tied = Biased(self.tokens, config.never) if config.head_bias else self.tokens
         self.output = tied if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")

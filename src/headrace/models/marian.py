@@ -4,14 +4,11 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers.embedding import Biased, Embedding, Sinusoids
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Biased, Embedding, Group, Linear, Norm, Sinusoids
 from headrace.ops.vocabulary import act, attention, embed, head, linear, norm, residual, store, tap
 
 
-class Block(Group):
+class MarianLayer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=True, split=True, rows="heads")
         self.out = Linear(layer.q_size, c.hidden_size, bias=True, columns="heads")
@@ -24,7 +21,7 @@ class Block(Group):
         return norm(residual(x, linear(act(linear(x, self.up, ctx), kind), self.down, ctx)), self.mlp_norm)
 
 
-class DecoderBlock(Block):
+class MarianDecoderLayer(MarianLayer):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__(c, layer)
         self.cross_q = Linear(c.hidden_size, layer.q_size, bias=True, rows="heads")
@@ -33,12 +30,12 @@ class DecoderBlock(Block):
         self.cross_norm = Norm(c.hidden_size, c.norm_eps, "layer", bias=True)
 
 
-class Encoder(Model):
+class MarianEncoder(Model):
     def __init__(self, config: ModelConfig, tokens: Embedding) -> None:
         super().__init__(config)
         self.tokens = tokens
         self.positions = Sinusoids(config.max_position, config.hidden_size)
-        self.layers = [Block(config, layer) for layer in config.layers]
+        self.layers = [MarianLayer(config, layer) for layer in config.layers]
 
     def embed(self, ctx: Any) -> Value:
         return embed(ctx.ids, self.tokens, scale=self.config.embed_scale, pos=self.positions, positions=ctx.positions)
@@ -58,9 +55,9 @@ class Marian(Model):
         super().__init__(config)
         assert config.source is not None
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
-        self.encoder = Encoder(config.source, self.tokens)
+        self.encoder = MarianEncoder(config.source, self.tokens)
         self.positions = Sinusoids(config.max_position, config.hidden_size)
-        self.layers = [DecoderBlock(config, layer) for layer in config.layers]
+        self.layers = [MarianDecoderLayer(config, layer) for layer in config.layers]
         self.output = Biased(self.tokens, config.never)
 
     def embed(self, ctx: Any) -> Value:

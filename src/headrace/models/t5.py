@@ -4,14 +4,11 @@ from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers.embedding import Embedding, Relative
-from headrace.models.layers.holder import Group
-from headrace.models.layers.linear import Linear
-from headrace.models.layers.norm import Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm, Relative
 from headrace.ops.vocabulary import act, act_mul, attention, embed, head, linear, norm, residual, store, tap
 
 
-class Block(Group):
+class T5Layer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.gated = c.gated
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
@@ -26,7 +23,7 @@ class Block(Group):
         return residual(x, linear(act_mul(wide, kind) if self.gated else act(wide, kind), self.down, ctx))
 
 
-class DecoderBlock(Block):
+class T5DecoderLayer(T5Layer):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         super().__init__(c, layer)
         self.cross_norm = Norm(c.hidden_size, c.norm_eps)
@@ -38,7 +35,7 @@ class DecoderBlock(Block):
 class Half(Model):
     """What encoder and decoder have in common. Scores are not scaled; all layers share one table of relative positions."""
 
-    def __init__(self, config: ModelConfig, tokens: Embedding, block: type[Block]) -> None:
+    def __init__(self, config: ModelConfig, tokens: Embedding, block: type[T5Layer]) -> None:
         super().__init__(config)
         self.tokens = tokens
         self.relative = Relative(config.buckets, config.each_layer.heads, config.bucket_distance, both=config.encoder)
@@ -56,9 +53,9 @@ class Half(Model):
         return residual(x, linear(attention(q, k, v, ctx, i, scale=1.0, causal=causal, bias=self.relative), block.out, ctx))
 
 
-class Encoder(Half):
+class T5Encoder(Half):
     def __init__(self, config: ModelConfig, tokens: Embedding) -> None:
-        super().__init__(config, tokens, Block)
+        super().__init__(config, tokens, T5Layer)
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         return self.layers[i].mlp(self.attend(i, x, ctx), self.config.activation, ctx)
@@ -66,9 +63,9 @@ class Encoder(Half):
 
 class T5(Half):
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, Embedding(config.vocab_size, config.hidden_size, rows="vocab"), DecoderBlock)
+        super().__init__(config, Embedding(config.vocab_size, config.hidden_size, rows="vocab"), T5DecoderLayer)
         assert config.source is not None
-        self.encoder = Encoder(config.source, self.tokens)
+        self.encoder = T5Encoder(config.source, self.tokens)
         self.output = self.tokens if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 
     def cross(self, i: int, memory: Value, ctx: Any) -> Value:

@@ -10,7 +10,7 @@ from headrace.ops.cases import attention_cases, store_cases
 from headrace.ops.context import Context
 from headrace.ops.dtypes import TOLERANCE, accumulator
 from headrace.ops.elementwise import normalise
-from headrace.ops.paging import Group, Sight, groups
+from headrace.ops.paging import Sight, TileGroup, groups
 from headrace.ops.weights import EmbeddingWeights, NormWeights, RelativeWeights, RopeWeights
 
 
@@ -153,7 +153,7 @@ def rotate(x: torch.Tensor, rope: RopeWeights, ctx: Context) -> torch.Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
-def bias_of(ctx: Context, group: Group, w: RelativeWeights | None, dtype: torch.dtype) -> torch.Tensor | None:
+def bias_of(ctx: Context, group: TileGroup, w: RelativeWeights | None, dtype: torch.dtype) -> torch.Tensor | None:
     """The numbers [b, heads, c, t] that relative positions add to a group's scores, None if the model has none.
 
     A number per head is learned for buckets of distances. It is computed once per step, as layers share their table.

@@ -15,7 +15,7 @@ MAX_SCORES = 1 << 22  # attention scores formed at once, over all heads (16 MB o
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TileGroup:
     """b tiles of equal padded size: up to c rows each, over w blocks (t = w * block_size keys)."""
 
     rows: torch.Tensor  # [b, c] rows of the step; padding repeats row 0
@@ -54,16 +54,16 @@ class Sight:
     relative: bool = False
 
 
-def groups(ctx: Context, sight: Sight) -> list[Group]:
+def groups(ctx: Context, sight: Sight) -> list[TileGroup]:
     """The step's rows in groups that attend together; computed once per step and kind of layer."""
     key = ("groups", sight)
     if key not in ctx.memo:
         ctx.memo[key] = list(_groups(ctx, sight))
-    made: list[Group] = ctx.memo[key]
+    made: list[TileGroup] = ctx.memo[key]
     return made
 
 
-def _groups(ctx: Context, sight: Sight) -> Iterator[Group]:
+def _groups(ctx: Context, sight: Sight) -> Iterator[TileGroup]:
     by_shape: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
     for tile in _tiles(ctx, sight):
         by_shape[tile.shape()].append(tile)
@@ -100,7 +100,7 @@ def _sources(ctx: Context) -> torch.Tensor:
     return ctx.source
 
 
-def _group(ctx: Context, tiles: list[_Tile], rows: int, blocks: int, sight: Sight) -> Group:
+def _group(ctx: Context, tiles: list[_Tile], rows: int, blocks: int, sight: Sight) -> TileGroup:
     device = ctx.ids.device
     feed, first, count, block, held = torch.tensor(
         [(t.feed, t.first, t.last - t.first, t.block, t.blocks) for t in tiles], device=device
@@ -115,7 +115,7 @@ def _group(ctx: Context, tiles: list[_Tile], rows: int, blocks: int, sight: Sigh
     visible = _visible(ctx, feed, row, key, sight) & valid[:, :, None]
     meant = valid.flatten().nonzero()[:, 0]
     distance = _key_positions(ctx, feed, key)[:, None, :] - ctx.positions[row][:, :, None] if sight.relative else None
-    return Group(row, meant, row.flatten()[meant], gathered, visible, visible.any(1), distance)
+    return TileGroup(row, meant, row.flatten()[meant], gathered, visible, visible.any(1), distance)
 
 
 def _visible(ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Tensor, sight: Sight) -> torch.Tensor:

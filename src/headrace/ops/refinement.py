@@ -10,7 +10,7 @@ from headrace.data.plan import Answer, Each, Failed, Ranked
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MaskedBlock:
     """A block between two passes. tokens: mask ids at positions to be guessed. sure: log-probability of each guess (-inf for a
     mask). done: passes so far."""
 
@@ -19,9 +19,9 @@ class Block:
     done: int = 0
 
 
-def empty(size: int, mask: int) -> Block:
+def empty(size: int, mask: int) -> MaskedBlock:
     """A block of masks."""
-    return Block((mask,) * size, (float("-inf"),) * size)
+    return MaskedBlock((mask,) * size, (float("-inf"),) * size)
 
 
 def masked_after(size: int, passes: int, done: int) -> int:
@@ -41,7 +41,9 @@ def guesses(answer: Answer, mask: int) -> list[tuple[int, float]]:
     return tokens
 
 
-def refine(block: Block, guessed: Sequence[tuple[int, float]], passes: int, mask: int, *, kept_stay: bool = False) -> Block:
+def refine(
+    block: MaskedBlock, guessed: Sequence[tuple[int, float]], passes: int, mask: int, *, kept_stay: bool = False
+) -> MaskedBlock:
     """The block after one more pass with the guesses [size] (token, log-probability). Masked tokens take their guesses; then
     the least certain are masked again, of equals the last ones. kept_stay: only tokens that were masked before this pass are
     masked again."""
@@ -53,4 +55,4 @@ def refine(block: Block, guessed: Sequence[tuple[int, float]], passes: int, mask
     least = sorted(open_, key=lambda at: (now[at][1], -at))[: masked_after(len(now), passes, done)]
     for at in least:
         now[at] = mask, float("-inf")
-    return Block(tuple(token for token, _ in now), tuple(sure for _, sure in now), done)
+    return MaskedBlock(tuple(token for token, _ in now), tuple(sure for _, sure in now), done)

@@ -6,7 +6,7 @@ import torch
 
 
 class Multiplies(Protocol):
-    """The part of a LinearMethod (models.layers.linear) that ops use."""
+    """The part of a LinearMethod (models.layers) that ops use."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, n_in] -> [n, n_out], in x's dtype."""

@@ -9,7 +9,7 @@ import torch
 
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
-from headrace.models.layers.holder import Holder
+from headrace.models.layers import Holder
 from headrace.models.registry import describe, read_config
 from headrace.ops.context import Context, FeedRows, build
 from headrace.weights.loader import Allocator, fill, read_part

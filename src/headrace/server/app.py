@@ -29,14 +29,13 @@ from headrace.server.engines.async_llm import (
     State,
 )
 from headrace.server.engines.inflight import RETRY_DOWN
-from headrace.server.engines.models import Models
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Models, Service
 from headrace.server.http.api_error import ApiError
 from headrace.server.http.errors import as_api_error, wrong_field
 from headrace.server.http.guard import Guard
 from headrace.server.http.limits_check import StrictStruct
 from headrace.server.http.refusal_pace import RefusalPace
-from headrace.server.page import files as page_files
+from headrace.server.page import routes as page_files
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.protocols import classify as classes
 from headrace.server.protocols import embeddings
@@ -55,7 +54,6 @@ from headrace.server.protocols.fields import (
 )
 from headrace.server.protocols.generation import TextProtocol
 from headrace.server.protocols.openai_types import Calibrated, Exit, Model, TokenCascade
-from headrace.server.protocols.openapi import document
 from headrace.server.protocols.routes import Api, Call, as_response
 from headrace.server.protocols.schemas import (
     CHAT_ANSWER,
@@ -70,6 +68,7 @@ from headrace.server.protocols.schemas import (
     TOKENIZER,
     TOKENS,
     VERSION,
+    document,
     plain,
 )
 from headrace.server.protocols.stream import ClientGoneError

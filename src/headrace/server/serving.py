@@ -19,8 +19,7 @@ from headrace.server.app import make_app
 from headrace.server.engines.async_llm import AsyncLLM, LoadError
 from headrace.server.engines.metrics import ServerMetrics
 from headrace.server.engines.models import LoadedModel, Models, expected_size, make_service
-from headrace.server.http.connection import make_protocol
-from headrace.server.http.connection_limits import ConnectionTable
+from headrace.server.http.connection import ConnectionTable, make_protocol
 from headrace.server.logs import without_cancelled
 from headrace.server.page.markdown import start_renderer
 from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError

@@ -18,7 +18,7 @@ RIDGE = 1e-3
 PredictedRows = tuple[torch.Tensor, torch.Tensor]
 
 
-class Kind(ABC):
+class HeadKind(ABC):
     """One kind of heads. chained: its draft is a chain, in which a token counts only if all tokens before it are right."""
 
     chained = True
@@ -43,7 +43,7 @@ class Kind(ABC):
         return
 
 
-class Blockwise(Kind):
+class Blockwise(HeadKind):
     """One head for each drafted token, all on the target's last hidden row.
 
     Source: Stern et al., "Blockwise Parallel Decoding", arXiv 1811.03115; Cai et al., "Medusa", arXiv 2401.10774.
@@ -61,7 +61,7 @@ class Blockwise(Kind):
             yield predicted, _without_first(batch.rows, head + 1)
 
 
-class Feature(Kind):
+class Feature(HeadKind):
     """One decoder layer that drafts token by token, from embeddings and the target's last hidden rows.
 
     Source: EAGLE, Li et al., arXiv 2401.15077.
@@ -87,7 +87,7 @@ class Feature(Kind):
         return FEATURE_WEIGHT * smooth_l1_loss(unit(predicted), unit(hidden))
 
 
-class Exits(Kind):
+class Exits(HeadKind):
     """One affine map after each of some layers. Untrained it is the identity, which gives the logit lens."""
 
     chained = False
@@ -120,7 +120,7 @@ class Exits(Kind):
             tensors[f"exits.{exit}.bias"].data.copy_(solution[width])
 
 
-KINDS: dict[str, Kind] = {HEADS: Blockwise(), FEATURE: Feature(), EXIT: Exits()}
+KINDS: dict[str, HeadKind] = {HEADS: Blockwise(), FEATURE: Feature(), EXIT: Exits()}
 
 
 def initial_tensors(kind: str, teacher: Teacher, count: int, seed: int = 0) -> Tensors:

@@ -21,7 +21,7 @@ from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.families import t5
-from headrace.models.layers.embedding import Relative
+from headrace.models.layers import Relative
 from headrace.models.registry import describe
 from headrace.ops.attention import buckets, rotate
 from headrace.ops.weights import RelativeWeights

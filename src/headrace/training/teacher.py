@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import silu, softmax
 
 from headrace.data.config import ModelConfig, RopeConfig
-from headrace.models.layers.rotary import frequencies
+from headrace.models.layers import frequencies
 from headrace.models.registry import describe
 from headrace.runner.heads import LAYER, Tensors, unit
 from headrace.startup.opening import Opened

@@ -107,7 +107,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"package index, {self.pieces[0].wheel}{more}"
 
 
-class Chat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Defaults of a conversation. system: system message; None: that of the model's chat template."""
 
     system: str | None = None
@@ -125,7 +125,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
     size: int | None = None
     sampling: dict[str, Any] = {}
     sampling_source: str = ""  # the vendor's page with these values
-    chat: Chat = Chat()
+    chat: ChatDefaults = ChatDefaults()
 
     def __post_init__(self) -> None:
         if not is_name(self.name):

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """Allocates a model's tensors (models.layers.holder.Allocator)."""
+    """Allocates a model's tensors (models.layers.Allocator)."""
 
     dtype: torch.dtype
     device: torch.device | str = "cpu"

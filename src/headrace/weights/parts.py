@@ -13,7 +13,7 @@ from typing import Any
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model
 from headrace.models.configs import name_map
-from headrace.models.layers.holder import ParamSpec
+from headrace.models.layers import ParamSpec
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource
 

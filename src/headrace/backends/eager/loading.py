@@ -19,7 +19,7 @@ from headrace.kv.layout import kv_shape
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import FORMATS, Rounded
 from headrace.models.base import Model
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Linear
 from headrace.runner.centring import k_shifts
 from headrace.startup.opening import Opened
 from headrace.weights.kinds import FLOATS

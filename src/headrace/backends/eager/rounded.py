@@ -8,9 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Embedding
-from headrace.models.layers.holder import Allocator
-from headrace.models.layers.linear import Linear
+from headrace.models.layers import Allocator, Embedding, Linear
 
 # Absolute value from which an input is an outlier (LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339).
 THRESHOLD = 6.0

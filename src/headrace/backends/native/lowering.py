@@ -20,7 +20,7 @@ from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats,
 from headrace.backends.native.weights import PackedPart, PackedWeights
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
-from headrace.models.layers.embedding import Sinusoids
+from headrace.models.layers import Sinusoids
 from headrace.runner.centring import k_shift
 from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment

@@ -16,8 +16,7 @@ import numpy as np
 from headrace import core
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
-from headrace.models.layers.embedding import Biased, Embedding, Relative
-from headrace.models.layers.holder import Holder
+from headrace.models.layers import Biased, Embedding, Holder, Relative
 from headrace.weights.decode import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan

@@ -15,7 +15,7 @@ T = TypeVar("T")
 CHUNK = 1 << 16  # numbers encoded at a time: several times as many fit a core's cache
 
 
-class Encoder(NamedTuple):
+class BlockEncoder(NamedTuple):
     """encode(x [size, groups], weight) -> uint8 [blocks, bytes]. size: numbers that share a scale."""
 
     size: int
@@ -23,18 +23,18 @@ class Encoder(NamedTuple):
 
 
 ENCODERS = {
-    "Q4_0": Encoder(32, blocks.q4_0),
-    "Q4_1": Encoder(32, blocks.q4_1),
-    "Q5_0": Encoder(32, blocks.q5_0),
-    "Q5_1": Encoder(32, blocks.q5_1),
-    "Q8_0": Encoder(32, blocks.q8_0),
-    "Q2_K": Encoder(16, superblocks.q2_k),
-    "Q3_K": Encoder(16, superblocks.q3_k),
-    "Q4_K": Encoder(32, superblocks.q4_k),
-    "Q5_K": Encoder(32, superblocks.q5_k),
-    "Q6_K": Encoder(16, superblocks.q6_k),
-    "IQ4_NL": Encoder(32, blocks.iq4_nl),
-    "MXFP4": Encoder(32, blocks.mxfp4),
+    "Q4_0": BlockEncoder(32, blocks.q4_0),
+    "Q4_1": BlockEncoder(32, blocks.q4_1),
+    "Q5_0": BlockEncoder(32, blocks.q5_0),
+    "Q5_1": BlockEncoder(32, blocks.q5_1),
+    "Q8_0": BlockEncoder(32, blocks.q8_0),
+    "Q2_K": BlockEncoder(16, superblocks.q2_k),
+    "Q3_K": BlockEncoder(16, superblocks.q3_k),
+    "Q4_K": BlockEncoder(32, superblocks.q4_k),
+    "Q5_K": BlockEncoder(32, superblocks.q5_k),
+    "Q6_K": BlockEncoder(16, superblocks.q6_k),
+    "IQ4_NL": BlockEncoder(32, blocks.iq4_nl),
+    "MXFP4": BlockEncoder(32, blocks.mxfp4),
 }
 WRITTEN = ("F32", "F16", "BF16", *ENCODERS)
 

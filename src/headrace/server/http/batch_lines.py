@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.body_limits import read_json
-from headrace.server.http.json_errors import json_problem
+from headrace.server.http.body_limits import json_problem, read_json
 
 BOM = b"\xef\xbb\xbf"
 LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})

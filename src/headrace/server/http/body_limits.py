@@ -1,8 +1,8 @@
 """Decoding of request bodies. The first error is a 400 that names the field and what to change.
 
-Values that cost much to decode are counted before anything is decoded. Two spellings are accepted besides strict JSON: null for
-an unknown field, and 5.0 for the integer 5. The types of a request decide where that holds; inside data (schemas, metadata,
-template variables) nothing changes.
+Bytes that are not JSON have one message per cause, with the position in bytes. Values that cost much to decode are counted
+before anything is decoded. Two spellings are accepted besides strict JSON: null for an unknown field, and 5.0 for the integer
+5. The types of a request decide where that holds; inside data (schemas, metadata, template variables) nothing changes.
 """
 
 import functools
@@ -17,7 +17,6 @@ from msgspec import inspect
 
 from headrace.data.spelling import did_you_mean
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.json_errors import json_problem
 from headrace.server.http.limits_check import StrictStruct
 
 T = TypeVar("T", bound=StrictStruct)
@@ -43,6 +42,18 @@ EXPECTED = re.compile(
 )
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+NO_NUMBER = re.compile(rb"-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+PLACE = re.compile(r"(?:JSON is malformed: )?(?P<cause>.*) \(byte (?P<at>\d+)\)")
+# First bytes of data that is not UTF-8 text, and the message for it.
+BEGINNINGS = (
+    (b"\x1f\x8b", "is compressed with gzip (byte 0); send it without compression"),
+    (b"\xef\xbb\xbf", "begins with a byte order mark (byte 0); remove it"),
+    (b"\xff\xfe", "is UTF-16 (byte 0 is a byte order mark); send UTF-8"),
+    (b"\xfe\xff", "is UTF-16 (byte 0 is a byte order mark); send UTF-8"),
+)
 
 
 def read_json(data: bytes, kind: Any = Any) -> Any:
@@ -238,3 +249,35 @@ def _normalize_union(value: Any, kinds: Sequence[inspect.Type]) -> Any:
             return value
     inner = next((one for one in kinds if isinstance(one, wanted)), None)
     return value if inner is None else normalize(value, inner)
+
+
+def json_problem(data: bytes, what: str = "the body") -> str:
+    """Return one line about bytes that `read_json` refuses. `what` names them."""
+    for beginning, cause in BEGINNINGS:
+        if data.startswith(beginning):
+            return f"{what} {cause}"
+    try:
+        data.decode()
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except UnicodeDecodeError as error:
+        return f"{what} is not UTF-8 at byte {error.start}; send UTF-8"
+    except RecursionError:
+        return f"{what} is nested too deeply; flatten it"
+    except msgspec.DecodeError as error:
+        return f"{what} is not JSON: {_cause(data, str(error))}"
+    return f"{what} is not JSON, or is nested too deeply"
+
+
+def _cause(data: bytes, message: str) -> str:
+    found = PLACE.fullmatch(message)
+    if found is None or "surrogate" in message:  # msgspec reports some lone surrogates as cut off
+        if lone := LONE_SURROGATE.search(data.replace(rb"\\", b"  ")):
+            return f"the escape {lone[0].decode()} at byte {lone.start()} is a lone surrogate; remove it"
+        return f"it ends at byte {len(data)} inside a value; send all of it"
+    at, cause = int(found["at"]), found["cause"]
+    if "trailing comma" in cause:
+        return f"there is a trailing comma before byte {at}; remove it"
+    for start in (at - 1, at):  # msgspec reports -Infinity at its second byte
+        if start >= 0 and (number := NO_NUMBER.match(data, start)):
+            return f"{number[0].decode()} at byte {start} is not a number of JSON; send null or leave the field out"
+    return f"{cause} at byte {at}"

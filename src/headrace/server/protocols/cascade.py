@@ -18,13 +18,11 @@ from headrace.decoding.tools import callable_tools
 from headrace.server.engines.async_llm import RequestFailedError, State
 from headrace.server.engines.inflight import DeadlineError, TooLongError, collect_answer
 from headrace.server.engines.metrics import LABELS
-from headrace.server.engines.models import Models
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Models, Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import ENGINE_LOST, UNFIT, as_api_error
-from headrace.server.http.ids import now
 from headrace.server.protocols.generation import Generation, GenerationRequest, Write, answer, start
-from headrace.server.protocols.openai_types import CascadeAttempt, Model, Usage
+from headrace.server.protocols.openai_types import CascadeAttempt, Model, Usage, now
 from headrace.server.protocols.prompts import Conversation, Texts
 from headrace.server.protocols.stream import unless_disconnected
 from headrace.server.settings import CascadeSettings

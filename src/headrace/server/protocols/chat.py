@@ -7,7 +7,6 @@ import msgspec
 
 from headrace.decoding.tools import ToolChoice
 from headrace.server.http.api_error import bad
-from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.fields import CHAT_UNSUPPORTED, ChatRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
 from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
@@ -21,6 +20,8 @@ from headrace.server.protocols.openai_types import (
     ToolCall,
     ToolFunction,
     new_call,
+    new_id,
+    now,
 )
 from headrace.server.protocols.prompts import Conversation, check_effort
 from headrace.server.protocols.sampling import check_stream_options, check_top_logprobs, refuse_unsupported

@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.server.engines.inflight import InflightRequest
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols.embeddings import GROUP_SIZE, encode_inputs, run_in_groups
 from headrace.server.protocols.fields import ClassifyRequest

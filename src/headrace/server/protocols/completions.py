@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.fields import COMPLETION_UNSUPPORTED, CompletionRequest, StreamOptions
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, TextProtocol, Writer
 from headrace.server.protocols.logprobs import CompletionLogprobs, EncodedLogprobs, joined
-from headrace.server.protocols.openai_types import Completion, CompletionChoice
+from headrace.server.protocols.openai_types import Completion, CompletionChoice, new_id, now
 from headrace.server.protocols.prompts import Texts
 from headrace.server.protocols.sampling import check_stream_options, refuse_unsupported
 from headrace.server.protocols.stream import sse_event as sse

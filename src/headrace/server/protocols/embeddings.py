@@ -12,7 +12,7 @@ from headrace.data.outputs import unit_vector
 from headrace.data.params import SamplingParams
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.engines.inflight import DeadlineError, InflightRequest, stream_deltas
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols.fields import ClassifyRequest, EmbeddingRequest
 from headrace.server.protocols.sampling import priority_of

@@ -17,7 +17,7 @@ from headrace.data.plan import Exited, TokenLogprob
 from headrace.data.types import Delta
 from headrace.decoding.tools import CallReader, ToolError, Tooling
 from headrace.server.engines.inflight import InflightRequest, stream_deltas
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import as_api_error
 from headrace.server.protocols.fields import Sampling

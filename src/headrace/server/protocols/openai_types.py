@@ -1,5 +1,7 @@
-"""Response objects of the OpenAI protocol as structs, which msgspec encodes."""
+"""Response objects of the OpenAI protocol as structs, which msgspec encodes; their identifiers and timestamps."""
 
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,9 @@ import msgspec
 
 from headrace.server.engines.inflight import InflightRequest
 from headrace.text.dialects.call_parser import new_call_id
+
+# Kinds of objects whose identifier has a dash after the kind.
+DASHED = frozenset({"cmpl", "chatcmpl", "file"})
 
 
 class TierUsage(msgspec.Struct):
@@ -209,3 +214,13 @@ def _add_usages(usages: Sequence[Usage]) -> Usage:
     cached = {"cached_tokens": sum(one.prompt_tokens_details["cached_tokens"] for one in usages)}
     tiers = [tier for one in usages for tier in one.tiers or []]
     return Usage(prompt, generated, prompt + generated, cached, tiers)
+
+
+def new_id(kind: str) -> str:
+    """A new random identifier: cmpl-…, chatcmpl-…, file-…; with an underscore for other kinds (msg_…, fc_…)."""
+    return f"{kind}{'-' if kind in DASHED else '_'}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    """Seconds since 1970."""
+    return int(time.time())

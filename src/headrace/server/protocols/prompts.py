@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from headrace.data.structured import StructuredOutputs
 from headrace.decoding.tools import ToolChoice, Tooling, callable_tools, conversation, for_mask, schemas_of, tooling
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import bad
 from headrace.server.http.body_limits import read_json
 from headrace.server.protocols.chat_messages import CONTINUE, Message, check_ending, read_messages

@@ -3,9 +3,8 @@
 from typing import Any
 
 from headrace.server.http.api_error import ApiError, bad
-from headrace.server.http.ids import new_id
 from headrace.server.protocols.chat_messages import check_keys, without_nulls
-from headrace.server.protocols.openai_types import ToolCall
+from headrace.server.protocols.openai_types import ToolCall, new_id
 
 ROLES = ("user", "assistant", "system", "developer")
 Item = dict[str, Any]

@@ -8,12 +8,11 @@ import msgspec
 from headrace.decoding.tools import ToolChoice
 from headrace.server.http.api_error import bad
 from headrace.server.http.errors import as_api_error
-from headrace.server.http.ids import new_id, now
 from headrace.server.protocols.chat_messages import without_nulls
 from headrace.server.protocols.fields import RESPONSE_SAMPLING_FIELDS, RESPONSE_UNSUPPORTED, ResponseRequest, Sampling
 from headrace.server.protocols.generation import Answer, AnswerEvent, Generation, GenerationRequest, Writer
 from headrace.server.protocols.logprobs import EncodedLogprobs, chat_logprobs, joined
-from headrace.server.protocols.openai_types import Usage, new_call
+from headrace.server.protocols.openai_types import Usage, new_call, new_id, now
 from headrace.server.protocols.prompts import Conversation, check_effort
 from headrace.server.protocols.response_items import (
     Item,

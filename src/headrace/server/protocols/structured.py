@@ -12,7 +12,7 @@ from headrace.data.structured import MAX_SOURCE, ConstraintError, StructuredOutp
 from headrace.decoding.constraint_check import raise_on_error, refuse_overruns
 from headrace.decoding.json_schema.prepare import Prepared, read_schema
 from headrace.server.engines.messages import Grammar
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import UNFIT
 from headrace.server.protocols.fields import Sampling

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import bad
 from headrace.server.protocols import chat
 from headrace.server.protocols.fields import ChatRequest, DetokenizeRequest, TokenizeRequest

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.server.access.principals import Principal
 from headrace.server.http.api_error import ApiError
-from headrace.server.http.ids import now
+from headrace.server.protocols.openai_types import now
 from headrace.server.storage import files
 
 log = logging.getLogger("headrace.server")

@@ -20,7 +20,7 @@ from headrace.server.access.principals import PRINCIPAL, Principal
 from headrace.server.http.api_error import MODEL_UNUSABLE, ApiError
 from headrace.server.http.errors import ENGINE_LOST
 from headrace.server.http.guard import App
-from headrace.server.http.ids import new_id, now
+from headrace.server.protocols.openai_types import new_id, now
 from headrace.server.storage import batch_rows, files
 from headrace.server.storage.batch_rows import BatchRow
 from headrace.server.storage.store import StorageError, Store

@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.server.access.principals import PRINCIPAL, Principal
 from headrace.server.http.api_error import ApiError, bad
-from headrace.server.http.ids import new_id, now
+from headrace.server.protocols.openai_types import new_id, now
 from headrace.server.settings import Limits
 from headrace.server.storage.store import Store, listing
 from headrace.server.storage.store_schema import PIECE_BYTES

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.server.access.principals import PRINCIPAL
-from headrace.server.engines.service import Service
+from headrace.server.engines.models import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.body_limits import read_json
 from headrace.server.protocols.fields import InputTokensRequest, ResponseRequest

@@ -1,1 +1,0 @@
-"""Holders of weights, of which models consist. They compute nothing."""
