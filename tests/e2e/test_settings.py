@@ -12,7 +12,7 @@ from headrace.cli import run as run_module
 from headrace.data.params import BeamSearchParams, ParamError, SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_files
-from headrace.weights import catalog
+from headrace.weights import catalog, store
 from headrace.weights.defaults import FALLBACK, Setting, family_of, gguf_settings, own_settings, stated, summary, values
 from tests.cli_shell import Shell
 from tests.places import default_model
@@ -119,17 +119,17 @@ def test_a_file_is_hashed_once_and_again_when_it_changed(
     real = hashlib.file_digest
     monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: hashed.append(1) or real(file, kind))
     entries = catalog.load()
-    assert [catalog.catalog_entry(path, entries) == entries["known"] for _ in range(3)] == [True] * 3
+    assert [store.catalog_entry(path, entries) == entries["known"] for _ in range(3)] == [True] * 3
     assert len(hashed) == 1
     os.utime(path, ns=(1, 1))
-    assert catalog.catalog_entry(path, entries) == entries["known"]
+    assert store.catalog_entry(path, entries) == entries["known"]
     assert len(hashed) == 2
     other = write_tiny_gguf(shell.folder / "other.gguf", context=511, control="<x>")
     if other.stat().st_size != path.stat().st_size:
-        assert catalog.catalog_entry(other, entries) is None
+        assert store.catalog_entry(other, entries) is None
         assert len(hashed) == 2, "a file of another size is not read"
-    (shell.folder / "home" / catalog.SEEN).write_text("[1, 2]")
-    assert catalog.catalog_entry(path, entries) == entries["known"], "what cannot be read is nothing but time"
+    (shell.folder / "home" / store.SEEN).write_text("[1, 2]")
+    assert store.catalog_entry(path, entries) == entries["known"], "what cannot be read is nothing but time"
 
 
 def test_files_state_settings_of_their_own(tmp_path: Path) -> None:

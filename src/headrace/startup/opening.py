@@ -18,6 +18,7 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import HEADS_INFO, trained
+from headrace.weights.store import catalog_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def open_files(
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
-    entry = entries.get(target) or catalog.catalog_entry(path, entries)
+    entry = entries.get(target) or catalog_entry(path, entries)
     source = open_folder(path) if path.is_dir() else GGUFFile(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")

@@ -29,12 +29,10 @@ One TOML format for the shipped file and the user's own in `$XDG_CONFIG_HOME/hea
     sampling = { temperature = 0.7 }
 """
 
-import contextlib
-import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ import msgspec
 
 from headrace import host
 from headrace.data.params import SamplingParams
-from headrace.weights.store import StoreError, home, sha256_of
 
 DEFAULT = "smollm2-135m"
 SHIPPED = Path(__file__).with_name("catalog.toml")
@@ -50,8 +47,6 @@ SHIPPED = Path(__file__).with_name("catalog.toml")
 _NAME = re.compile(r"[A-Za-z0-9]+([._-][A-Za-z0-9]+)*")  # no slash, no "--": names are folders of the store
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-SEEN = "sha256.json"  # in the home folder: path -> [size, mtime in ns, SHA-256]
-MOST = 512  # cached digests
 
 
 class CatalogError(ValueError):
@@ -225,47 +220,3 @@ def _parse(path: Path) -> _File:
         return msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise CatalogError(f"{path}: {error}") from None
-
-
-def catalog_entry(path: Path, entries: Mapping[str, Entry]) -> Entry | None:
-    """The catalog entry with the SHA-256 of this file, or None. The file is hashed only if some entry has its size."""
-    if not path.is_file():
-        return None
-    size = path.stat().st_size
-    alike = [entry for entry in entries.values() if entry.sha256 is not None and entry.size == size]
-    if not alike:
-        return None
-    digest = cached_sha256(path)
-    return next((entry for entry in alike if entry.sha256 == digest), None)
-
-
-def cached_sha256(path: Path) -> str:
-    """SHA-256 of a file, from the cache if its size and modification time are unchanged."""
-    path = path.resolve()
-    stat = path.stat()
-    seen = _read_digests()
-    size, changed, digest = seen.get(str(path), (0, 0, ""))
-    if (size, changed) == (stat.st_size, stat.st_mtime_ns):
-        return digest
-    digest = sha256_of(path)
-    seen.pop(str(path), None)
-    seen[str(path)] = (stat.st_size, stat.st_mtime_ns, digest)
-    _write_digests(dict(list(seen.items())[-MOST:]))
-    return digest
-
-
-def _read_digests() -> dict[str, tuple[int, int, str]]:
-    """The cache: path -> (size, mtime in ns, SHA-256). Empty if the file is missing or invalid."""
-    try:
-        data = json.loads((home() / SEEN).read_text("utf-8"))
-        return {str(path): (int(size), int(changed), str(digest)) for path, (size, changed, digest) in data.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _write_digests(seen: Mapping[str, tuple[int, int, str]]) -> None:
-    with contextlib.suppress(OSError, StoreError):  # the cache only saves time
-        home().mkdir(parents=True, exist_ok=True)
-        draft = home() / f".{SEEN}.{os.getpid()}"
-        draft.write_text(json.dumps(seen), "utf-8")
-        draft.replace(home() / SEEN)

@@ -6,12 +6,14 @@ every file has been verified.
 A file is checked against its SHA-256 or git id.
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,14 +23,18 @@ import msgspec
 
 from headrace import host
 from headrace.data.progress import human_size
+from headrace.weights.catalog import Entry
 
 RECORD = ".headrace.json"
 SPARE = 16 << 20  # bytes left free on the disk
 
 _log = logging.getLogger(__name__)
 CHUNK = 1 << 20
+CHUNK = 1 << 20
 # Folder of a repository with its named chat templates.
 TEMPLATES = "additional_chat_templates"
+SEEN = "sha256.json"  # in the home folder: path -> [size, mtime in ns, SHA-256]
+MOST = 512  # cached digests
 
 
 class StoreError(ValueError):
@@ -273,3 +279,47 @@ def verify_file(path: Path, sha256: str | None, blob: str | None) -> StoredFile 
 def one_line(error: object) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
+
+
+def catalog_entry(path: Path, entries: Mapping[str, Entry]) -> Entry | None:
+    """The catalog entry with the SHA-256 of this file, or None. The file is hashed only if some entry has its size."""
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    alike = [entry for entry in entries.values() if entry.sha256 is not None and entry.size == size]
+    if not alike:
+        return None
+    digest = cached_sha256(path)
+    return next((entry for entry in alike if entry.sha256 == digest), None)
+
+
+def cached_sha256(path: Path) -> str:
+    """SHA-256 of a file, from the cache if its size and modification time are unchanged."""
+    path = path.resolve()
+    stat = path.stat()
+    seen = _read_digests()
+    size, changed, digest = seen.get(str(path), (0, 0, ""))
+    if (size, changed) == (stat.st_size, stat.st_mtime_ns):
+        return digest
+    digest = sha256_of(path)
+    seen.pop(str(path), None)
+    seen[str(path)] = (stat.st_size, stat.st_mtime_ns, digest)
+    _write_digests(dict(list(seen.items())[-MOST:]))
+    return digest
+
+
+def _read_digests() -> dict[str, tuple[int, int, str]]:
+    """The cache: path -> (size, mtime in ns, SHA-256). Empty if the file is missing or invalid."""
+    try:
+        data = json.loads((home() / SEEN).read_text("utf-8"))
+        return {str(path): (int(size), int(changed), str(digest)) for path, (size, changed, digest) in data.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write_digests(seen: Mapping[str, tuple[int, int, str]]) -> None:
+    with contextlib.suppress(OSError, StoreError):  # the cache only saves time
+        home().mkdir(parents=True, exist_ok=True)
+        draft = home() / f".{SEEN}.{os.getpid()}"
+        draft.write_text(json.dumps(seen), "utf-8")
+        draft.replace(home() / SEEN)
