@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from headrace.server.page import files
+from headrace.server.page import routes
 from tests.reference.glossary import terms
 
 
@@ -22,7 +22,7 @@ def test_no_word_of_the_glossary_is_rejected() -> None:
 
 
 def test_the_page_uses_the_words_of_the_glossary() -> None:
-    found = re.search(r"const ZH = \{(.*?)\n\};", files.load()["/page/texts.js"].data.decode(), re.DOTALL)
+    found = re.search(r"const ZH = \{(.*?)\n\};", routes.load()["/page/texts.js"].data.decode(), re.DOTALL)
     assert found
     assert rejected(found[1]) == []
     assert rejected(found[1].replace("早退", "提前退出")) == ["提前退出"]

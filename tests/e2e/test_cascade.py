@@ -8,7 +8,7 @@ import pytest
 
 from headrace.bench.questions import read_questions
 from headrace.cli.app import main
-from headrace.cli.serve_options import read_cascade
+from headrace.cli.cascade_files import read_cascade
 from headrace.data.outputs import CompletionOutput, RequestOutput
 from headrace.data.params import SamplingParams
 from headrace.data.plan import TokenLogprob

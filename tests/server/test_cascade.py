@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli import serve as command
 from headrace.cli.app import main
-from headrace.cli.serve_options import read_cascade
+from headrace.cli.cascade_files import read_cascade
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.server.access.queueing import QueueFullError

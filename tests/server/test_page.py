@@ -185,7 +185,7 @@ def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) ->
             assert again.status_code == 304
             assert again.content == b""
         assert locked.http.get("/page/../app.py", headers={"Authorization": ""}).status_code == 401
-        assert locked.http.get("/page/files.py").status_code == 404
+        assert locked.http.get("/page/routes.py").status_code == 404
         assert locked.http.post("/page/render", json={"text": "*a*"}, headers={"Authorization": ""}).status_code == 401
         assert locked.http.post("/page/render", json={"text": "*a*"}).json() == {"html": "<p><em>a</em></p>\n"}
         assert locked.http.post("/page/render", json={"text": "a" * (markdown.MAX_TEXT + 1)}).status_code == 400

@@ -63,7 +63,7 @@ def serve(
     finish running requests; a second signal ends at once. --config may name one or several models instead of MODEL.
     """
     _check(model, options)
-    from headrace.cli.serve_options import read_cascade
+    from headrace.cli.cascade_files import read_cascade
     from headrace.server.http.proxies import Proxies
     from headrace.server.logs import use_json
     from headrace.server.settings import ServerSettings

@@ -30,7 +30,6 @@ SPARE = 16 << 20  # bytes left free on the disk
 
 _log = logging.getLogger(__name__)
 CHUNK = 1 << 20
-CHUNK = 1 << 20
 # Folder of a repository with its named chat templates.
 TEMPLATES = "additional_chat_templates"
 SEEN = "sha256.json"  # in the home folder: path -> [size, mtime in ns, SHA-256]
