@@ -275,10 +275,6 @@ def serve(channel: Channel) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
-
-
 class GrammarQueue:
     """Grammars of one engine's requests. Only grammars with a known cost come here; each takes about a second of CPU time at
     most. The request with the smallest `turn` starts first. Grammars above `CHEAP_SECONDS` are compiled one by one, with pauses
@@ -370,3 +366,7 @@ def _spec(message: Submit) -> StructuredOutputs:
     spec = message.params.structured_outputs
     assert spec is not None
     return spec
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
