@@ -128,6 +128,14 @@ def test_large_bodies_are_not_normalized(name: str, monkeypatch: pytest.MonkeyPa
         reading.read_body(LARGE[name], fields.ChatRequest if name == "messages" else fields.CompletionRequest)
 
 
+def test_an_unknown_name_of_megabytes_is_refused_at_once() -> None:
+    for value in (b"1", b"null"):
+        start = time.process_time()
+        with pytest.raises(ApiError, match="unknown field 'kkk"):
+            reading.read_body(b'{"model": "m", "' + b"k" * 4_000_000 + b'": ' + value + b"}", fields.CompletionRequest)
+        assert time.process_time() - start < 2
+
+
 def test_commas_in_texts_do_not_count_for_it() -> None:
     body = b'{"model": "m", "prompt": "' + b"a, [" * 100_000 + b'", "max_tokens": 5.0, "other": null}'
     assert reading.read_body(body, fields.CompletionRequest).max_tokens == 5

@@ -26,6 +26,7 @@ CONTAINERS, STRINGS, VALUES = 1 << 17, 1 << 18, 3 << 18
 QUOTE, COMMA, BACKSLASH, OBJECT = b'",\\{'
 OTHER_CASE = 0x20  # the bit in which [ and { differ
 PIECE = 1 << 16  # bytes counted together
+MOST_NAME = 256  # characters of an unknown field that may be null; a pattern of megabytes takes seconds to compile
 MOST_FIELDS = 1024  # objects with more fields are not normalized; no request has as many
 MOST = np.array([CONTAINERS, 2 * STRINGS, VALUES])  # brackets, quotes, commas
 NORMALIZED = 1 << 14  # brackets and commas of the largest body that is normalized, value by value in Python
@@ -93,6 +94,8 @@ def _may_be_normalized(message: str, data: bytes) -> bool:
     """
     if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
         other_spelling = "got `float`" in message
+    elif len(unknown["name"]) > MOST_NAME:
+        return False
     else:
         name = re.escape(msgspec.json.encode(unknown["name"]))
         other_spelling = re.search(rb"%s\s*:\s*null\b" % name, data) is not None
