@@ -26,6 +26,7 @@ CONTAINERS, STRINGS, VALUES = 1 << 17, 1 << 18, 3 << 18
 QUOTE, COMMA, BACKSLASH, OBJECT = b'",\\{'
 OTHER_CASE = 0x20  # the bit in which [ and { differ
 PIECE = 1 << 16  # bytes counted together
+LONG_MESSAGE = 2048  # characters kept at each end of a message of msgspec
 MOST_NAME = 256  # characters of an unknown field that may be null; a pattern of megabytes takes seconds to compile
 MOST_FIELDS = 1024  # objects with more fields are not normalized; no request has as many
 MOST = np.array([CONTAINERS, 2 * STRINGS, VALUES])  # brackets, quotes, commas
@@ -80,7 +81,7 @@ def read_body(data: bytes, kind: type[T]) -> T:
     try:
         return read_json(data, kind)
     except msgspec.ValidationError as error:
-        if not _may_be_normalized(str(error), data):
+        if not _may_be_normalized(_shortened(error), data):
             raise _refusal(error, data, kind) from None
         return _read_normalized(data, kind, error)
     except (msgspec.DecodeError, RecursionError):
@@ -108,7 +109,13 @@ def _refusal(error: msgspec.ValidationError, data: bytes, kind: type[StrictStruc
         msgspec.json.decode(data, type=msgspec.Raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return ApiError(400, json_problem(data))
-    return _wrong_field(str(error), kind)
+    return _wrong_field(_shortened(error), kind)
+
+
+def _shortened(error: msgspec.ValidationError) -> str:
+    """Return the message of an error without the middle of a name of megabytes, which patterns would walk through."""
+    message = str(error)
+    return message if len(message) <= 2 * LONG_MESSAGE else message[:LONG_MESSAGE] + message[-LONG_MESSAGE:]
 
 
 def _read_normalized(data: bytes, kind: type[T], first: msgspec.ValidationError) -> T:
