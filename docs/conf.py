@@ -4,6 +4,7 @@ Navigation follows the links of en/index.md and zh/index.md. Formulas become Mat
 """
 
 import re
+from gettext import translation
 from pathlib import Path
 from posixpath import normpath
 from typing import Any
@@ -12,7 +13,6 @@ from bs4 import BeautifulSoup
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx import package_dir
-from sphinx.locale import init
 
 HERE = Path(__file__).parent
 DOORS = {
@@ -113,7 +113,7 @@ def set_language(app: Any, page: str, template: str, context: dict[str, Any], tr
 
 
 # Texts of the theme in Chinese.
-CHINESE, _ = init([Path(package_dir, "locale")], "zh_CN", "sphinx")
+CHINESE = translation("sphinx", Path(package_dir, "locale"), ["zh_CN"])
 
 
 def visit_math(self: Any, node: nodes.math) -> None:
