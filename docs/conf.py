@@ -23,6 +23,7 @@ DOORS = {
 WIDE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef（）“”]"
 
 project = "Headrace"
+language = "en"  # `set_language` sets that of Chinese pages
 copyright = "the Headrace authors"
 extensions = ["myst_parser"]
 myst_enable_extensions = ["dollarmath"]
@@ -44,7 +45,7 @@ html_theme_options = {"navigation_with_keys": True}
 def linked(language: str) -> list[str]:
     """Pages that the start page of a language links, in its order."""
     start = (HERE / language / "index.md").read_text("utf-8")
-    return [f"{language}/{name}" for name in re.findall(r"\]\(([\w/-]+)\.md[)#]", start)]
+    return [f"{language}/{name}" for name in dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md[)#]", start))]
 
 
 def navigation() -> str:
@@ -109,11 +110,17 @@ def set_language(app: Any, page: str, template: str, context: dict[str, Any], tr
             context[way] = None
     context["language"] = "zh-CN" if language == "zh" else "en"
     if language == "zh":
-        context["gettext"] = context["_"] = CHINESE.gettext
+        context["gettext"] = context["_"] = in_chinese
 
 
-# Texts of the theme in Chinese.
+# `sphinx.locale.init` would set these texts for the pages of every language.
 CHINESE = translation("sphinx", Path(package_dir, "locale"), ["zh_CN"])
+# Texts of the theme that Sphinx does not translate.
+THEME = {"Next": "下一页", "Previous": "上一页", "Home": "首页", "On this page": "本页目录"}
+
+
+def in_chinese(text: str) -> str:
+    return THEME.get(text) or CHINESE.gettext(text)
 
 
 def visit_math(self: Any, node: nodes.math) -> None:

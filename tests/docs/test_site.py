@@ -55,7 +55,10 @@ def test_pages_are_in_the_language_of_their_folder(site: Path) -> None:
     english, chinese = ((site / name / "index.html").read_text("utf-8") for name in ("en", "zh"))
     assert ('lang="en"' in english, 'lang="zh-CN"' in chinese) == (True, True)
     assert (">Use<" in english, ">Use<" in chinese) == (True, False)
-    assert ("搜索" in english, "搜索" in chinese) == (False, True)
+    for name, texts, others in (("en", ("Search", "Next"), ("搜索", "下一页")), ("zh", ("搜索", "下一页"), ("Search", "Next"))):
+        pages = "".join(page.read_text("utf-8") for page in (site / name).rglob("*.html"))
+        assert (f'placeholder="{texts[0]}"' in pages, f"<span>{texts[1]}</span>" in pages) == (True, True)
+        assert (f'placeholder="{others[0]}"' in pages, f"<span>{others[1]}</span>" in pages) == (False, False)
 
 
 def test_a_page_with_a_dead_anchor_fails_the_build(tmp_path: Path) -> None:
