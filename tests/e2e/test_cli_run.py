@@ -42,6 +42,15 @@ def test_answer_on_stdout_figures_on_stderr(shell: Shell, tiny_gguf: Path, tiny_
     assert shell("run", "-q", tiny_gguf, "水轮怎么转？", "-t", "0", "-m", "20", *EXACT) == (0, out, "")
 
 
+def test_contrastive_search_runs_to_the_end_of_the_context(shell: Shell, tmp_path: Path) -> None:
+    """The pool of `run` holds one full context and the candidates that the last step verifies."""
+    model = write_tiny_gguf(tmp_path / "short.gguf", context=64)
+    arguments = ("run", "-q", "--raw", model, "The water", "--penalty-alpha", "0.6", "--top-k", "4", "--ignore-eos", *EXACT)
+    code, out, _ = shell(*arguments)
+    _, shorter, _ = shell(*arguments, "-m", "40")
+    assert (code, out.startswith(shorter.rstrip("\n")), len(out) > len(shorter)) == (0, True, True)
+
+
 def test_raw_continues_the_text_and_system_goes_first(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
     code, out, _ = shell("run", "--raw", tiny_gguf, "The water", "-t", "0", "-m", "9", *EXACT)
     assert (code, out) == (0, greedy(tiny_llm, "The water", 9) + "\n")

@@ -27,11 +27,11 @@ def test_layers_of_one_shape_make_a_pool_and_others_are_refused() -> None:
         kv_shape(replace(tiny_config(), layers=(*tiny_config().layers, *wide)))
 
 
-def test_the_default_is_2048_tokens_a_sequence_and_a_whole_context_at_least() -> None:
-    """128 bytes a token. A full batch of usual requests has room, and nothing is set aside for 32 whole contexts."""
+def test_the_default_is_2048_tokens_per_sequence_and_at_least_one_context_with_draft_nodes() -> None:
+    """128 bytes per token. The pool holds a full batch of 2,048 tokens per sequence, not 32 full contexts."""
     assert plan(GIB).kv_bytes == 4 * 2048 * 128
     assert plan(GIB, max_num_seqs=32).kv_bytes == 32 * 2048 * 128
-    assert plan(GIB, max_num_seqs=1).kv_bytes == 4096 * 128
+    assert plan(GIB, max_num_seqs=1).kv_bytes == (4096 + 64) * 128
     assert plan(GIB, max_model_len=1024, max_num_seqs=32).kv_bytes == 32 * 1024 * 128
     assert plan(GIB, max_num_seqs=1).max_model_len == plan(GIB, max_num_seqs=32).max_model_len == 4096
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headrace.data.config import ModelConfig, parse_bytes
+from headrace.data.plan import MAX_NODES
 
 # Default limit of the KV cache, as a share of free memory.
 SHARE = 0.25
@@ -110,9 +111,12 @@ def plan(
 
 
 def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:
-    """Default number of blocks: 2,048 tokens for each sequence of a full batch, and at least one whole context."""
-    whole, usual = -(-context // block_size), -(-TOKENS // block_size)
-    return max(whole, max_num_seqs * min(whole, usual))
+    """Default number of blocks: 2,048 tokens for each sequence of a full batch, at least one context and the nodes of a draft.
+
+    Contrastive search and block filling verify nodes after the last token of the context, too.
+    """
+    longest, usual = -(-(context + MAX_NODES) // block_size), max_num_seqs * -(-min(context, TOKENS) // block_size)
+    return max(longest, usual)
 
 
 def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
