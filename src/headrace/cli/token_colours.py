@@ -17,7 +17,7 @@ COLOURS = {
     "suffix": "cyan",
     "draft": "blue",
     "self": "magenta",
-    "exit": "magenta",
+    "heads": "magenta",
     "lookahead": "yellow",
     "jacobi": "yellow",
 }

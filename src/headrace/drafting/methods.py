@@ -72,5 +72,4 @@ def _model_drafter(source: DraftSource) -> Drafter:
         return Blocks(source.mask, model=source.model)
     if source.kind == "heads":
         return TrainedHeads(source.count, model=source.model)
-    name, keeps = source.kind or source.role, source.role != "heads"
-    return DraftModel(name, model=source.model, group=source.group, keeps=keeps)
+    return DraftModel(source.role, model=source.model, group=source.group, keeps=source.role != "heads")
