@@ -11,7 +11,7 @@ from headrace.models.base import Model
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, Span
 from headrace.startup import selfdraft
-from headrace.training.selfdraft import SpanTrial, search
+from headrace.training.selfdraft import SpanReport, SpanTrial, search
 from tests.tiny import run_alone, tiny_config, tiny_model
 
 
@@ -50,6 +50,17 @@ def test_the_search_finds_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best.span == Span(skips=(0, ATTENTION, MLP))
     assert best.alpha == 1.0
     assert best.speedup > 1.3
+    assert trial.repeat(best) == (best.speedup, best.speedup)
+    assert best.name == "without 2 sublayers"
+    assert trial.rate(Span(skips=(ATTENTION,))).name == "without 1 sublayer"
+
+
+def test_the_spread_of_a_speed_up_is_that_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third round a step of the span takes three times as long."""
+    trial, costs = trial_of(tiny_model(tiny_config(num_layers=3))), iter((0.5, 0.5, 1.5, 0.5, 0.5))
+    monkeypatch.setattr(trial, "_seconds", lambda nodes, span, repeats: 1.0 if span == Span() else next(costs))
+    slowest, fastest = trial.repeat(SpanReport(Span(layers=2), alpha=0.9, cost=0.5, speedup=1.0, gamma=1))
+    assert slowest < 1.0 < fastest
 
 
 def test_a_choice_is_kept_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

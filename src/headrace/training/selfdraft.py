@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
+from headrace.data.progress import counted
 from headrace.drafting.policy import expected_tokens
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
@@ -40,8 +41,9 @@ class SpanReport:
 
     @property
     def name(self) -> str:
-        left_out = sum(bits.bit_count() for bits in self.span.skips)
-        return f"the first {self.span.layers} layers" if self.span.layers else f"without {left_out} sublayers"
+        if self.span.layers:
+            return f"the first {counted(self.span.layers, 'layers')}"
+        return f"without {counted(sum(bits.bit_count() for bits in self.span.skips), 'sublayers')}"
 
     @property
     def summary(self) -> str:
@@ -70,6 +72,15 @@ class SpanTrial:
         alpha = sum(agrees) / len(agrees)
         cost = self._seconds(0, span, repeats) / self.verify[0]
         return self._report(span, alpha, cost)
+
+    def repeat(self, report: SpanReport, rounds: int = 5) -> tuple[float, float]:
+        """Measure the times of the model and of a span `rounds` times again. Returns the lowest and the highest speed-up."""
+        speedups = []
+        for _ in range(rounds):
+            self.verify = self._verify_costs()
+            cost = self._seconds(0, report.span, 5) / self.verify[0]
+            speedups.append(self._report(report.span, report.alpha, cost).speedup)
+        return min(speedups), max(speedups)
 
     def _report(self, span: Span, alpha: float, cost: float) -> SpanReport:
         plain, gammas = self.verify[0], range(1, LONGEST_DRAFT + 1)
