@@ -302,4 +302,6 @@ def test_the_command(bert: Path, folder: Path, shell: Shell) -> None:
     found = [json.loads(line) for line in out.splitlines()]
     assert [one["text"] for one in found] == TEXTS
     assert all(one["label"] in LABELS and 1 <= one["layers"] <= LAYERS for one in found)
+    probabilities = [value for one in found for value in one["probabilities"].values()]
+    assert probabilities == [float(f"{value:.7g}") for value in probabilities]
     assert "must be 0 to 1" in shell("classify", bert, "-c", folder, "a", "--criterion", "margin", "--threshold", "2")[2]

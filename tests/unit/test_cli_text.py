@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from headrace.cli.message_input import MessageReader, TypedMessage
 from headrace.cli.options import as_options
 from headrace.cli.terminal import AnswerWriter, Wrap, fold
+from headrace.data.progress import threshold_text
 
 TEXTS = [
     "The headrace brings water to the wheel, and the wheel turns the stones.",
@@ -31,6 +32,11 @@ def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int, piece: int) -
         assert cell_len(line.replace("\t", " ")) <= width or len(words) == 1, line
     whole = Wrap(width)
     assert whole.write(text) + whole.close() == out, "the pieces do not matter"
+
+
+def test_a_threshold_below_1_is_not_shown_as_1() -> None:
+    shown = [threshold_text(value) for value in (1, 0.99999, 0.999999, 1 - 1e-8, 0.5, 1e-6, 0.123456, 3.0)]
+    assert shown == ["1", "0.99999", "0.999999", "0.99999999", "0.5", "1e-06", "0.1235", "3"]
 
 
 def test_messages_for_python_name_options() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.bench.figures import Column, Line, Table
 from headrace.bench.machine import machine
+from headrace.data.progress import threshold_text
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, first_exit, probabilities
 from headrace.startup.classifier import Pair
@@ -206,7 +207,7 @@ def _summary(result: dict[str, Any]) -> list[str]:
     lost = 100 * (result["full_accuracy"] - result["accuracy"])
     thought = result["overthinking"]
     return [
-        f"{result['criterion']} {result['threshold']:.4g}: {result['accuracy']:.3f} right of {result['n']} "
+        f"{result['criterion']} {threshold_text(result['threshold'])}: {result['accuracy']:.3f} right of {result['n']} "
         f"(whole model {result['full_accuracy']:.3f}, {lost:+.1f} points lost), "
         f"{result['mean_layers']:.2f} layers a text, {result['layers']:.2f} times fewer",
         f"overthinking: {thought['wasteful']:.1%} were right before the last exit already, {thought['destructive']:.1%} were, "

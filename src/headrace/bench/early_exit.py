@@ -15,6 +15,7 @@ from headrace.bench.machine import machine
 from headrace.data.outputs import RequestOutput, whole
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited
+from headrace.data.progress import threshold_text
 from headrace.data.settings import DEFERRED
 from headrace.llm import LLM
 from headrace.runner.early_exit import MOST_BEHIND
@@ -311,7 +312,7 @@ def _summary(result: dict[str, Any]) -> list[str]:
     return [
         f"of {result['tokens']} tokens of {result['texts']} answers; "
         f"curves are of the exit after {result['leave_after']} layers, "
-        f"timed by {rule['criterion']} {rule['threshold']:.4g}{falls}",
+        f"timed by {rule['criterion']} {threshold_text(rule['threshold'])}{falls}",
         f"who knew the first exit that agrees would compute {oracle['needed']:.1f} layers a token; "
         f"{oracle['wasteful']:.1%} of tokens have one",
         f"overthinking, of {thought['tokens']} tokens of the prompts: {thought['wasteful']:.1%} are right at an exit already, "

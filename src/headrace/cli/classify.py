@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,7 +54,8 @@ def classify(
 ) -> None:
     """Classify texts: one JSON line each, {"text", "tokens", "label", "probabilities", "layers"}.
 
-    A text exits at the first layer whose confidence passes the threshold; the layers above are skipped for it.
+    A text exits at the first layer whose confidence passes the threshold; the layers above are skipped for it. Numbers have
+    seven significant digits, the precision of the logits.
     """
     options.check()
     given = texts_of(texts, file)
@@ -70,6 +71,15 @@ def classify(
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
         for text, output in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
             line = {"text": text, "tokens": len(output.token_ids), **output.record(votes=show_exits)}
-            print(json_text(line), flush=True)
+            print(json_text(_rounded(line)), flush=True)
         progress.advance(len(part))
     progress.finish()
+
+
+def _rounded(value: Any) -> Any:
+    """JSON data with floats rounded to the seven significant digits of float32 logits."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value

@@ -10,6 +10,7 @@ from headrace.cli.inputs import layers_of
 from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import ModelName, writable_folder
 from headrace.cli.output import print_table, say, status
+from headrace.data.progress import threshold_text
 
 
 def register(app: typer.Typer) -> None:
@@ -79,7 +80,7 @@ def train_classifier(
 def _print(result: Any, delta: float, epsilon: float) -> None:
     exits = zip(result.exits.layers, result.accuracy, strict=True)
     print_table(("after layer", "right"), [(str(layer), f"{share:.3f}") for layer, share in exits])
-    rows = [(one.criterion, f"{one.threshold:.4g}", f"{one.mean_layers:.2f}", f"{one.risk:.4f}") for one in result.rules]
+    rows = [(one.criterion, threshold_text(one.threshold), f"{one.mean_layers:.2f}", f"{one.risk:.4f}") for one in result.rules]
     if rows:
         print_table(("criterion", "threshold", "layers a text", "lost"), rows)
     say(

@@ -62,6 +62,12 @@ def counted(count: int, plural: str) -> str:
     return f"{count:,} {singular if count == 1 else plural}"
 
 
+def threshold_text(value: float) -> str:
+    """A threshold with four significant digits, or as many as distinguish it from 1."""
+    texts = (f"{value:.{digits}g}" for digits in (4, 6, 9, 17))
+    return next(text for text in texts if value == 1 or float(text) != 1)
+
+
 def human_size(nbytes: int | None) -> str:
     """Bytes in decimal units, as disks and the model hub count them: "98.4 MB"."""
     if nbytes is None:
