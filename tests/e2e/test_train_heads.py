@@ -133,7 +133,7 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     drafted = ("--draft", out, "--speculate", "heads", "--draft-tokens", "2", "--show-speculation")
     code, shown, said = shell("run", model, "Hello", "--raw", "-m", "24", *drafted)
     assert code == 0, said
-    assert re.search(r"exit: \d+ tokens? accepted of \d+ drafted", shown), shown
+    assert re.search(r"heads: \d+ tokens? accepted of \d+ drafted", shown), shown
     code, _, said = shell(*args, "--exits", "2")
     assert code == 1
     assert "holds another training (tokens: 2 then, 1 now; exits: [1, 2] then, [2] now)" in said
