@@ -190,7 +190,7 @@ def test_figures_from_the_command_line(shell: Shell, model: Path, folder: Path, 
     assert found["oracle"]["destructive"] == 0.0, "the model is always right about itself"
     assert AFTER[0] <= found["oracle"]["needed"] <= 4
     assert plot.read_text().startswith("<svg")
-    for said in ("agrees", "falling: leave", "by bytes", "another token after", "who knew the first exit that agrees"):
+    for said in ("agrees", "falling: early", "by bytes", "token replaced after", "stops at the first exit that agrees"):
         assert said in out
     wrong = "--classifier and --data, of an encoder, or --exits and --input, of a decoder"
     for some in (("--exits", folder), ("-i", prompts), ("--exits", folder, "-d", prompts), ("-d", prompts), ()):

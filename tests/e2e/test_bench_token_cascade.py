@@ -111,11 +111,11 @@ def test_the_command(shell: Shell, files: tuple[Path, Path]) -> None:
     code, out, err = shell(*command, "--cascade", small, *more, "--json", told, "--plot", plot)
     assert code == 0, err
     rows = [line.split("\t")[0] for line in out.splitlines()]
-    assert rows[:7] == ["way", "plain", "draft", "max_prob 0.02", "margin 0.02", "chow 0.3", "opt 0.3"]
+    assert rows[:7] == ["method", "plain", "draft", "max_prob 0.02", "margin 0.02", "chow 0.3", "opt 0.3"]
     assert "a draft by the same model, which changes no token, is" in out
     found = json.loads(told.read_text())
     assert (found["n"], found["batch"], len(found["rows"])) == (2, 1, 6)
-    assert "Tokens left to a smaller model" in plot.read_text()
+    assert "Cascade by token" in plot.read_text()
     drafts = ("--cascade", small, "--draft", small)
     for arguments, why in (((), "needs a smaller model"), (drafts, "leave --draft and --amateur out")):
         code, _, err = shell(*command, *arguments)

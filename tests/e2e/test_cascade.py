@@ -147,7 +147,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     given = ["--input", str(lines(tmp_path / "q.jsonl", 12)), "--price", "0.3", "--json", str(told)]
     assert main(["bench", "cascade", str(small), str(large), *given]) == 0
     printed = capsys.readouterr().out
-    assert "no threshold loses at most 0.05 for sure on 6 questions" in printed
+    assert "no threshold is guaranteed to lose at most 0.05 on 6 questions" in printed
     result = json.loads(told.read_text())
     assert (result["n"], result["score"], result["models"]) == (12, "min", [str(small), str(large)])
     with pytest.raises(SettingsError, match="found no threshold"):  # a server reads it

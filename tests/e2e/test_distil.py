@@ -51,7 +51,7 @@ def test_a_student_is_trained_and_runs(shell: Shell, model: Path, text: Path, tm
     assert "first choice as its" in table
     assert "drafts accepted" in table
     assert "96 tokens seen, 96 of them different" in said
-    assert "as a draft it " in said
+    assert "as a draft model it " in said
     report = json.loads((out / "distil.json").read_text())
     assert (report["steps"], report["tokens"], report["losses"][0] > 0) == (2, 96, True)
     code, _, said = shell(*args, "--student", "layers:0,2", "--steps", "3")

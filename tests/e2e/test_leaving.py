@@ -372,8 +372,8 @@ def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path
     assert code == 0, err
     assert f"after {AFTER} of {LAYERS} layers: 11 tokens" in out
     assert f"after {LAYERS} of {LAYERS} layers: 1 token" in out
-    assert "92% left early" in out
-    assert "audit: the exit says what the whole model does at" in out
+    assert "92% exited early" in out
+    assert "audit: the exit agrees with the full model at" in out
     code, out, err = shell(*ask, "--exits", exits, "--exit-threshold", "1.01", "--json")
     assert [one["layers"] for one in json.loads(out)["outputs"][0]["exits"]] == [LAYERS] * 12
     assert f"{LAYERS}.0 layers a token" in err

@@ -321,7 +321,7 @@ def test_commands_show_who_left(shell: Shell, folders: tuple[Path, Path]) -> Non
     code, out, err = shell("chat", model, *of, "--exit-threshold", "0.0", stdin="one\n/set exit_threshold none\ntwo\n")
     assert code == 0, err
     assert out.count(f"after {AFTER} of {LAYERS} layers: 7 tokens") == 1
-    assert "88% left early" in out
+    assert "88% exited early" in out
     source, target = shell.folder / "in.jsonl", shell.folder / "out.jsonl"
     lines = ({"prompt": f"line {at}", "exit_threshold": 0.0} for at in range(2))
     source.write_text("".join(json.dumps(one) + "\n" for one in lines))

@@ -324,7 +324,7 @@ def test_the_command_line(shell: Shell, files: tuple[Path, Path]) -> None:
     assert code == 0, err
     assert "by the smaller model: 11 tokens" in out
     assert f"after {LAYERS} of {LAYERS} layers: 1 token" in out
-    assert "audit: the smaller model says what the whole model does at" in out
+    assert "audit: the smaller model agrees with the full model at" in out
     code, out, err = shell(*ask, "--cascade", small, "--cascade-threshold", "1.01", "--json")
     assert [one["layers"] for one in json.loads(out)["outputs"][0]["exits"]] == [LAYERS] * 12
     code, _, err = shell(*ask, "--cascade-threshold", "0.5")

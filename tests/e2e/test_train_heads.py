@@ -51,7 +51,7 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
     code, table, said = shell.watched("train-heads", model, "--out", out, "--kind", kind, "--minutes", "0.01", *QUICK)
     assert code == 0, said
     check_bar(said, "loading tiny.gguf", "of 34 texts", "generating", "training")
-    assert "all as the model has it" in table
+    assert "all agree with the model" in table
     assert "of drafted tokens accepted" in said
     state = reached(out)
     info = json.loads((out / "heads.json").read_text())
@@ -110,7 +110,7 @@ def test_exits_are_trained_and_draft(shell: Shell, tmp_path: Path) -> None:
     code, table, said = shell(*args, "--exits", "1,2")
     assert code == 0, said
     assert "exit agrees" in table
-    assert "when as sure as" in table
+    assert "share of tokens" in table
     assert "nan" not in table
     assert "tokens of fresh answers; training had seen" in said
     info = json.loads((out / "heads.json").read_text())

@@ -135,10 +135,12 @@ def _held_out(
 def summary(result: dict[str, Any]) -> list[str]:
     """Lines below the table: the score's quality, and the threshold with its guarantee, if there is one."""
     chosen, held, at = result["calibration"], result["held_out"], result["at_20"]
-    quality = f"AUROC of the score {result['auroc']:.2f}; a fifth deferred: {at['gain']:+.3f} beside chance (p {at['p']:.3f})"
-    pays = f"it is cheaper than LARGE alone below {result['break_even']:.0%} deferred"
+    quality = (
+        f"AUROC of the score {result['auroc']:.2f}; 20% deferred: {at['gain']:+.3f} over random deferral (p {at['p']:.3f})"
+    )
+    pays = f"the cascade is cheaper than LARGE alone if less than {result['break_even']:.0%} is deferred"
     if chosen["threshold"] is None:
-        shown = f"no threshold loses at most {chosen['delta']:g} for sure on {chosen['n']} questions: LARGE answers everything"
+        shown = f"no threshold is guaranteed to lose at most {chosen['delta']:g} on {chosen['n']} questions: LARGE answers all"
         return [quality, pays, shown]
     shown = (
         f"threshold {chosen['threshold']:.2f}: loses at most {chosen['delta']:g} with probability {1 - chosen['epsilon']:g}, "

@@ -27,13 +27,13 @@ BINS = 15
 PRINTED_LABELS = 10
 BATCH_COLUMNS = (
     Column("batch", "{batch}"),
-    Column("times as fast", "{speedup:.2f}"),
+    Column("speed-up", "{speedup:.2f}"),
     Column("rounds", "{least:.2f}..{most:.2f}"),
 )
 EXIT_COLUMNS = (
     Column("after layer", "{0[0]}"),
     Column("right", "{0[1]:.3f}"),
-    Column("off its own word", "{0[2]:.3f}"),
+    Column("calibration error", "{0[2]:.3f}"),
 )
 
 
@@ -194,7 +194,7 @@ def printed(result: dict[str, Any]) -> list[Table | str]:
     parts: list[Table | str] = [Table(BATCH_COLUMNS, result["batches"]), Table(EXIT_COLUMNS, list(exits))]
     labels = result["labels"]
     if len(labels) <= PRINTED_LABELS:
-        columns = [Column("is, and said to be", "{label}"), *(Column(label, itemgetter(label)) for label in labels)]
+        columns = [Column("class, predicted", "{label}"), *(Column(label, itemgetter(label)) for label in labels)]
         rows = [
             {"label": label, **dict(zip(labels, row, strict=True))}
             for label, row in zip(labels, result["confusion"], strict=True)
@@ -208,9 +208,8 @@ def _summary(result: dict[str, Any]) -> list[str]:
     thought = result["overthinking"]
     return [
         f"{result['criterion']} {threshold_text(result['threshold'])}: {result['accuracy']:.3f} right of {result['n']} "
-        f"(whole model {result['full_accuracy']:.3f}, {lost:+.1f} points lost), "
+        f"(full model {result['full_accuracy']:.3f}, {lost:+.1f} points lost), "
         f"{result['mean_layers']:.2f} layers a text, {result['layers']:.2f} times fewer",
-        f"overthinking: {thought['wasteful']:.1%} were right before the last exit already, {thought['destructive']:.1%} were, "
-        f"and end wrong ({thought['of_errors']:.0%} of what is wrong in the end); leaving where it is right would give "
-        f"{thought['best']:.3f}",
+        f"overthinking: {thought['wasteful']:.1%} of texts are right at an earlier exit, {thought['destructive']:.1%} "
+        f"only there ({thought['of_errors']:.0%} of the last exit's errors); accuracy of an oracle {thought['best']:.3f}",
     ]

@@ -84,7 +84,7 @@ def measure_compressed(
     result["models"] = {name: _size(opened) for name, opened in models.items()}
     right: dict[str, list[bool | None]] = {}
     for number, (name, opened) in enumerate(models.items()):
-        say(f"{name}: what it says of the text" + (", and of questions" if tasks else ""))
+        say(f"{name}: scoring the text" + (" and questions" if tasks else ""))
         figures, own = _quality(opened, texts, tasks, threads, tell)
         right = right or own
         figures["tasks"] = {task: compare_answers(own[task], right[task]) for task in tasks}

@@ -45,31 +45,31 @@ EXIT_COLUMNS = (
     Column("cost by bytes", "{cost:.2f}"),
     Column("calibration error", "{calibration_error[max_prob]:.3f}"),
     Column(
-        "its classifier's",
+        "classifier's error",
         lambda row: f"{error:.3f}" if (error := row["calibration_error"].get("classifier")) is not None else "",
     ),
 )
 CURVE_COLUMNS = (
     Column("criterion", "{criterion}"),
     Column("threshold", "{threshold:.4g}"),
-    Column("leave", "{share:.1%}"),
+    Column("early", "{share:.1%}"),
     Column("agree", lambda row: percent(row["agreement"])),
     Column("layers", "{layers:.1f}"),
     Column("bytes", "{bytes:.2f}"),
-    Column("falling: leave", "{falling[share]:.1%}"),
+    Column("falling: early", "{falling[share]:.1%}"),
     Column("agree", lambda row: percent(row["falling"]["agreement"])),
 )
 BATCH_COLUMNS = (
     Column("batch", "{batch}"),
-    Column("leave", "{share:.1%}"),
-    Column("times as fast", "{speedup:.2f}"),
+    Column("early", "{share:.1%}"),
+    Column("speed-up", "{speedup:.2f}"),
     Column("rounds", "{least:.2f}..{most:.2f}"),
     Column("by bytes", "{bytes:.2f}"),
 )
 PERTURBED_COLUMNS = (
-    Column("another token after", "{place:.0%}"),
-    Column("of the answer is lost", "{lost:.3f}"),
-    Column("of what follows", "{after:.3f}"),
+    Column("token replaced after", "{place:.0%}"),
+    Column("answer lost", "{lost:.3f}"),
+    Column("rest lost", "{after:.3f}"),
     Column("answers", "{n}"),
 )
 
@@ -311,13 +311,12 @@ def _summary(result: dict[str, Any]) -> list[str]:
     falls = f", decay {rule['decay']:g}" if rule["decay"] else ""
     return [
         f"of {result['tokens']} tokens of {result['texts']} answers; "
-        f"curves are of the exit after {result['leave_after']} layers, "
+        f"curves of the exit after {result['leave_after']} layers, "
         f"timed by {rule['criterion']} {threshold_text(rule['threshold'])}{falls}",
-        f"who knew the first exit that agrees would compute {oracle['needed']:.1f} layers a token; "
+        f"an oracle that stops at the first exit that agrees computes {oracle['needed']:.1f} layers a token; "
         f"{oracle['wasteful']:.1%} of tokens have one",
-        f"overthinking, of {thought['tokens']} tokens of the prompts: {thought['wasteful']:.1%} are right at an exit already, "
-        f"{thought['destructive']:.1%} are, and the whole model is wrong",
-        f"to look after every layer whether a token may leave reads {checks['every_layer']:.2f} times a plain step's weights "
-        f"with the model's head, {checks['every_layer_short']:.2f} with the exits' tokens alone; one exit "
-        f"{checks['one_exit']:.2f}",
+        f"overthinking, of {thought['tokens']} tokens of the prompts: {thought['wasteful']:.1%} are right at an exit, "
+        f"{thought['destructive']:.1%} only there: the full model is wrong",
+        f"an exit after every layer reads {checks['every_layer']:.2f} times the weights of a plain step with the model's head, "
+        f"{checks['every_layer_short']:.2f} times with the exits' vocabulary; one exit {checks['one_exit']:.2f} times",
     ]

@@ -73,9 +73,9 @@ FORMATS = (
     KVFormat("int8, V alone", v=to_int8, bits=(16, 8), scales=(0, 32)),
     KVFormat("int4, K alone", HALVES, bits=(4, 16), scales=(64, 0), centred=True),
     KVFormat("int4, V alone", v=to_int4, bits=(16, 4), scales=(0, 32)),
-    KVFormat("int4, K as it is", HALVES, to_int4, (4, 4), (64, 32)),
+    KVFormat("int4, K not centred", HALVES, to_int4, (4, 4), (64, 32)),
     KVFormat("int4, one scale for K", to_int4, to_int4, (4, 4), (32, 32), True),
-    KVFormat("int4, one scale, K as it is", to_int4, to_int4, (4, 4), (32, 32)),
+    KVFormat("int4, one scale, K not centred", to_int4, to_int4, (4, 4), (32, 32)),
     KVFormat("int4, K by channel (not served)", by_channel, to_int4, (4, 4), (32, 32)),
 )
 

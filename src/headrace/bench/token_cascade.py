@@ -26,13 +26,13 @@ DEFER = (0.1, 0.3, 0.5, 0.7)
 CRITERIA: tuple[Literal["max_prob", "margin"], ...] = ("max_prob", "margin")
 RULES: tuple[Literal["chow", "opt"], ...] = ("chow", "opt")
 COLUMNS = (
-    Column("way", "{name}"),
-    Column("by the smaller", lambda row: percent(row["smaller"])),
-    Column("the larger's choice", "{agrees:.1%}"),
-    Column("likeness", "{likeness:.3f}"),
-    Column("passes a token", "{passes:.2f}"),
+    Column("method", "{name}"),
+    Column("by smaller model", lambda row: percent(row["smaller"])),
+    Column("larger model's choice", "{agrees:.1%}"),
+    Column("ROUGE-L", "{likeness:.3f}"),
+    Column("passes per token", "{passes:.2f}"),
     Column("tokens/s", "{speed:.1f}"),
-    Column("beside plain", "{ratio:.2f}x"),
+    Column("speed-up", "{ratio:.2f}x"),
     Column("rounds", lambda row: f"{min(row['ratios']):.2f}..{max(row['ratios']):.2f}"),
 )
 

@@ -77,7 +77,7 @@ def exits(
             sizes: dict[str, Any] = {"max_tokens": max_tokens, "decay": decay, "rounds": rounds}
             result = early_exit.measure(llm, load(folder, llm.opened), prompts, chosen, **sizes)
         printed, lines = early_exit.printed(result), early_exit.curve_lines(result)
-        axes = "layers a token", "of those that leave as the whole model, percent"
+        axes = "layers a token", "early tokens that agree with the full model, percent"
     else:
         raise typer.BadParameter("give --classifier and --data, of an encoder, or --exits and --input, of a decoder")
     return Measurement(result, printed, Plot("Exits", *axes, lines, Path(model).name))

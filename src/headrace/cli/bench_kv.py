@@ -37,7 +37,7 @@ def kv(
     """Compare K and V in bfloat16, int8 and int4: bytes per token, loss on a text, tokens/s at long contexts.
 
     The loss is measured in float32 torch, where nothing else is quantised. Keys are centred by their mean over other parts of
-    the text, as `headrace compress --kv` stores them, except in lines marked "as it is". Scales per channel would lose less,
+    the text, as `headrace compress --kv` stores them, except in lines marked "not centred". Scales per channel would lose less,
     but then the K of a token depends on later tokens, and outputs would depend on the batch.
     """
     if text is None and not cells:

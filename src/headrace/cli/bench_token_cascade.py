@@ -62,6 +62,6 @@ def token_cascade(
     methods = bench.methods(max_tokens, threshold or bench.THRESHOLDS, defer or bench.DEFER)
     result = bench.measure(llm, [prompt_tokens(llm, text) for text in texts], methods, batch=batch, rounds=rounds, say=say)
     llm.close()
-    axes = "Tokens left to a smaller model", "times as fast as plain", "the larger's choice, percent"
+    axes = "Cascade by token", "times as fast as plain", "larger model's choice, percent"
     plot = Plot(*axes, bench.lines(result), f"{Path(model).name} with {Path(options.cascade).name}")
     return Measurement(result, [Table(bench.COLUMNS, result["rows"]), bench.verdict(result)], plot)

@@ -161,5 +161,7 @@ def _print(result: Any, out: Path, as_json: bool) -> None:
     say(f"{result.tokens:,} tokens seen, {result.different:,} of them different; the teacher's back end: {result.backend}")
     if drafting is not None:
         formula = f"(1 + {drafting.after:.2f}) / (1 + {drafting.cost:.2f}) = {drafting.speed:.2f} at the most"
-        say(f"as a draft it {'may pay' if drafting.speed > 1 else 'does not pay'}: {formula}, where both are stored alike")
+        say(
+            f"as a draft model it {'may be faster' if drafting.speed > 1 else 'is slower'}: {formula}, if both are stored alike"
+        )
     say(f"the student is in {out}")

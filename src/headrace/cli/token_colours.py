@@ -69,7 +69,7 @@ class OriginPrinter(TokenPrinter):
             drafted = f" accepted of {self._drafted[origin]} drafted" if origin in self._drafted else ""
             self._console.print(Text(f"{origin}: {counted(count, 'tokens')}{drafted}", style=style))
         if not self._drafted:
-            self._console.print("nothing was drafted: speculation is off, found nothing to propose, or would not have paid")
+            self._console.print("no drafts: speculation is off, found nothing to propose, or would have been slower")
 
 
 class ExitPrinter(TokenPrinter):
@@ -101,13 +101,13 @@ def legend(exits: Sequence[Any], layers: int) -> Iterator[tuple[int | None, str]
         yield depth, f"{who}: {counted(depths.count(depth), 'tokens')}"
     if depths:
         early = sum(depth < layers for depth in depths)
-        yield None, f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} left early"
+        yield None, f"{sum(depths) / len(depths):.1f} layers on average, {early / len(depths):.0%} exited early"
     first = "the exit" if 0 not in depths else "the smaller model"
     audited = [exited for exited in exits if len(exited.votes) == 2]
-    for what, group in (("all", audited), ("those that left", [exited for exited in audited if exited.layers < layers])):
+    for what, group in (("all", audited), ("early", [exited for exited in audited if exited.layers < layers])):
         if group:
             same = sum(exited.votes[0] == exited.votes[1] for exited in group)
-            yield None, f"audit: {first} says what the whole model does at {same / len(group):.0%} of {what}"
+            yield None, f"audit: {first} agrees with the full model at {same / len(group):.0%} of {what} tokens"
 
 
 def print_exit_legend(exits: Sequence[Any], layers: int) -> None:
@@ -115,7 +115,7 @@ def print_exit_legend(exits: Sequence[Any], layers: int) -> None:
     for _, line in legend(exits, layers):
         say(line)
     if not exits:
-        say("no token could leave early, or be a smaller model's; set an exit_threshold or a cascade_threshold")
+        say("no token could exit early or come from a smaller model; set an exit_threshold or a cascade_threshold")
 
 
 def _complete_text(data: bytes) -> tuple[str, bytes]:

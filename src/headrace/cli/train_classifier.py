@@ -86,5 +86,5 @@ def _print(result: Any, delta: float, epsilon: float) -> None:
     say(
         f"thresholds lose at most {delta:g} with probability {1 - epsilon:g}"
         if rows
-        else f"no threshold loses at most {delta:g} for sure on so few texts: none is set"
+        else f"no threshold is guaranteed to lose at most {delta:g} on so few texts: none is set"
     )

@@ -90,7 +90,7 @@ def train_heads(
             return
         report = heads.train_heads(str(path), out, config, status(), Interrupt())
     rows = [(str(position + 1), f"{share:.0%}") for position, share in enumerate(report.agreement)]
-    print_table(("tokens ahead", "all as the model has it"), rows)
+    print_table(("tokens ahead", "all agree with the model"), rows)
     say(f"held-out prompts: {report.accepted:.0%} of drafted tokens accepted, {report.tokens_per_step:.2f} tokens a step")
     say(f"the heads are in {out}; use them with --draft {out}")
 
@@ -103,8 +103,8 @@ def _exit_layers(exits: str | None, kind: HeadKindName) -> tuple[int, ...]:
 
 def _print_exits(report: Any) -> None:
     columns = (
-        *("after layer", "row as it is", "exit agrees", "of drafted accepted", "tokens a step", "cost by bytes", "at best"),
-        *("calibration error", "its classifier's"),
+        *("after layer", "logit lens", "exit agrees", "drafts accepted", "tokens a step", "cost by bytes", "at best"),
+        *("calibration error", "classifier's error"),
     )
     rows = [
         (
@@ -123,7 +123,7 @@ def _print_exits(report: Any) -> None:
         for exit in report.exits
         for unchecked in exit.unchecked
     ]
-    print_table(("left unchecked after", "when as sure as", "of tokens", "agree", "bytes at least"), thresholds)
+    print_table(("exit after layer", "threshold", "share of tokens", "agree", "least bytes"), thresholds)
     say(f"on {report.tokens} tokens of fresh answers; training had seen {report.seen:.1%} of their runs of 8 tokens")
     say(f"the exit after {report.drafts} layers drafts")
 
