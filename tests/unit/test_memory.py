@@ -65,7 +65,7 @@ def test_a_context_that_was_asked_for_must_fit_and_the_message_names_what_works(
 def test_more_than_is_free_or_known_is_refused() -> None:
     with pytest.raises(DoesNotFit, match="lower it to"):
         plan(2**20, kv_cache_memory="2GiB")
-    with pytest.raises(DoesNotFit, match="beyond the 4096 positions"):
+    with pytest.raises(DoesNotFit, match="larger than the model.s context of 4096"):
         plan(GIB, max_model_len=5000)
     for narrower, said in ((" ", "model or  , or"), ("", "choose a smaller model, or free memory")):
         with pytest.raises(DoesNotFit, match=said):
