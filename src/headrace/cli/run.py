@@ -93,7 +93,7 @@ def run(
 
         printer = ExitPrinter(llm.tokenizer, llm.model_config.num_layers) if show_exits else OriginPrinter(llm.tokenizer)
     if llm.model_config.source is not None and system is not None:
-        raise ValueError(f"{model} reads a text as it is, without roles; leave --system out")
+        raise ValueError(f"{model} has no chat roles; leave --system out")
     # An encoder-decoder has no chat template.
     raw = raw or llm.model_config.source is not None
     return _answer(llm, text if raw else _conversation(llm, text, system, chat_template), params, as_json, quiet, printer)
