@@ -89,7 +89,7 @@ def measure_compressed(
         right = right or own
         figures["tasks"] = {task: compare_answers(own[task], right[task]) for task in tasks}
         if number:
-            tell.start(f"{name} beside {first.path.name}")
+            tell.start(f"{name} compared with {first.path.name}")
             figures["float32"] = asdict(judge(first.source, opened.source, texts, text.name))
             tell.finish()
         result["models"][name] |= figures

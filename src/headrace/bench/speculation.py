@@ -88,7 +88,7 @@ def measure(
     ours = llm.engine.speculation
     if ours is None:
         raise ValueError(
-            "this model does not speculate here; say who drafts, with speculate (--speculate ngram) or draft (--draft MODEL)"
+            "this model was opened without a drafter; choose one with speculate (--speculate ngram) or draft (--draft MODEL)"
         )
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
     rows = []
