@@ -59,7 +59,7 @@ def test_from_texts_to_figures(tmp_path: Path, shell: Shell) -> None:
         made = llm.classify(known.texts)
     assert np.mean([one.layers for one in made]) == pytest.approx(found["mean_layers"])
     assert np.mean([one.label == label for one, label in zip(made, known.labels, strict=True)]) == found["accuracy"]
-    assert "the classifier knows no label 'x'" in shell("bench", "exits", bert, "-c", folder, "-d", _one_label(tmp_path))[2]
+    assert "the classifier has no label 'x'" in shell("bench", "exits", bert, "-c", folder, "-d", _one_label(tmp_path))[2]
 
 
 def _one_label(folder: Path) -> Path:
