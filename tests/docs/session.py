@@ -110,7 +110,8 @@ class Session:
         known = {"HEADRACE_HOME": str(home), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1", "PATH": paths}
         self.environment = {**os.environ, **known, "PYTHONPATH": str(ROOT / "src"), "XDG_CONFIG_HOME": str(home / "config")}
         self.servers: list[subprocess.Popen[bytes]] = []
-        (folder / "docs").symlink_to(ROOT / "docs")
+        for name in ("docs", "LICENSE"):
+            (folder / name).symlink_to(ROOT / name)
 
     def __enter__(self) -> Self:
         self.shell = subprocess.Popen(
