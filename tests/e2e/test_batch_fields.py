@@ -168,4 +168,4 @@ def test_tools_and_formats_hold_answers_in_a_file(shell: Shell, tiny_gguf: Path,
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("go", {})
     assert found["tool"]["finish_reason"] == "tool_calls"
     assert found["form"]["outputs"][0]["text"] in ("yes", "no")
-    assert "both say what an answer must be" in found["many"]["error"]
+    assert "both set the form of the answer" in found["many"]["error"]

@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "architecture": (lambda at: folder(at / "m", model_type="phi3"), "unknown architecture 'phi3'; known are bert"),
     "hqq": (
         lambda at: folder(at / "m", **LLAMA, quantization_config={"quant_method": "hqq", "bits": 4}),
-        "the weights are quantised by 'hqq', which is not read; take the model's own safetensors",
+        "has weights quantised by 'hqq', which is not supported; take the model's own safetensors",
     ),
     "yarn": (
         lambda at: folder(at / "m", **LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0}),

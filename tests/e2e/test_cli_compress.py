@@ -134,7 +134,7 @@ def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Pat
     predicted = json.loads(said)
     assert (code, list(tmp_path.glob("*.gguf"))) == (0, [model])
     assert predicted["error"] is None
-    assert "rows of 32, 48 numbers are no multiple of 256, which K-quants need" in err
+    assert "rows of 32, 48 values are not a multiple of 256, which K-quants need" in err
     shell("compress", model, "-o", out, "-f", "Q4_K_M")
     assert out.stat().st_size == predicted["bytes"]
     given = ("compress", model, "-f", "Q8_0", "--kv", "int4", "--tokens", 256, "-o", tmp_path / "kv.gguf")

@@ -236,7 +236,7 @@ AT_ONCE: list[tuple[str, str]] = [
     ("--beams 4 -t 0.5", "temperature does not go with beam search"),
     ("--beams 4 --bad-word mill", "--bad-word does not go with beam search"),
     ("--beams 4 --json --logprobs 1", "logprobs does not go with beam search"),
-    ("--beams 4 --preset creative", "--preset says how tokens are drawn, and beam search draws none"),
+    ("--beams 4 --preset creative", "--preset sets how tokens are sampled, and beam search does not sample"),
     ("--penalty-alpha 0.6 --top-k 4 -n 2", "contrastive search has one answer"),
 ]
 

@@ -379,7 +379,7 @@ def test_a_file_that_is_no_text_is_named(folder: Path, shell: Shell, tmp_path: P
 def test_translate_refuses_a_model_without_a_source(shell: Shell, tmp_path: Path) -> None:
     code, _, said = shell("translate", str(write_tiny_gguf(tmp_path / "tiny.gguf")), "a dog")
     assert code == 1
-    assert "is no encoder-decoder" in said
+    assert "is not an encoder-decoder" in said
 
 
 def test_run_reads_a_text_as_the_source(folder: Path, llm: LLM, shell: Shell) -> None:
@@ -388,4 +388,4 @@ def test_run_reads_a_text_as_the_source(folder: Path, llm: LLM, shell: Shell) ->
     assert (code, out.strip()) == (0, made.outputs[0].text.strip())
     code, _, said = shell("run", str(folder), "a dog", "--system", "Be brief.", "-q", "--threads", "1")
     assert code == 1
-    assert "without roles; leave --system out" in said
+    assert "has no chat roles; leave --system out" in said

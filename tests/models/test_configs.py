@@ -208,7 +208,7 @@ def test_divisors_of_another_head_size_are_refused() -> None:
         ),
         (
             {**LLAMA31_8B, "quantization_config": {"quant_method": "gptq"}},
-            "the weights are quantised by 'gptq', which is not read",
+            "config.json has weights quantised by 'gptq', which is not supported",
         ),
         ({**LLAMA31_8B, "hidden_act": "relu"}, "has the activation 'relu'; llama is built with silu"),
         ({**LLAMA31_8B, "hidden_size": None}, "must have hidden_size as an integer from 1 to 2147483647, not None"),

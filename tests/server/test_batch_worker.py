@@ -274,7 +274,7 @@ def test_a_worker_that_fails_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch
             await come(lambda: worker.trouble == "")
             worker._task.cancel()  # type: ignore[union-attr]  # what ends it for good
             await come(lambda: worker.trouble)
-            assert "their worker has ended" in worker.trouble
+            assert "the batch worker ended" in worker.trouble
         assert worker.trouble == ""  # in an orderly end it has, and that is as it should be
         store.close()
 

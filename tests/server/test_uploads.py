@@ -103,7 +103,7 @@ def kept_in(server: Running) -> tuple[int, int]:
 def test_a_form_that_is_none_is_refused(server: Running, body: bytes) -> None:
     before = kept_in(server)
     answer = server.http.post("/v1/files", content=body, headers={"Content-Type": "multipart/form-data; boundary=xyz"})
-    assert (answer.status_code, "multipart form of one file" in answer.text) == (400, True)
+    assert (answer.status_code, "multipart form with one file" in answer.text) == (400, True)
     assert kept_in(server) == before
 
 

@@ -255,7 +255,7 @@ def test_no_server_and_no_answer_in_time_are_errors() -> None:
     assert "no connection" in (answers[0].error or "")
     with pytest.raises(ValueError, match="answers none of 1 requests: no connection"):
         drive.warm_up(HERE, [ScheduledRequest(0.0, 1, 1)], print)
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="is not the address of a server"):
         Target("localhost:8000", "m").address()
 
 

