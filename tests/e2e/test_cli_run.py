@@ -286,7 +286,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("hi --file /tmp", 2, "is a directory"),
     ("hi --threads 0", 2, "--threads must be 1 or more"),
     ("hi --max-model-len -5", 2, "--max-model-len must be 1 or more"),
-    ("hi --max-model-len 100000", 1, "--max-model-len 100000 is beyond the 512 positions"),
+    ("hi --max-model-len 100000", 1, "--max-model-len 100000 is larger than the model's context of 512 tokens"),
     ("hi --kv-cache-memory 1KiB", 1, "use --max-model-len 16 or --kv-cache-memory "),
     ("hi --kv-cache-memory lots", 1, "'lots' is not a size"),
     ("hi --kv-cache-memory 900TiB", 1, "is not a size"),
