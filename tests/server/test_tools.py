@@ -358,7 +358,7 @@ def test_beside_tools_a_text_is_held_to_its_format(template: str, text: str, may
 def test_calls_that_read_like_the_format_are_refused(server: Running) -> None:
     request = ChatRequest(model="x", messages=[], tools=[TURN])
     for template, schema in (("{{ tools }}<|python_tag|>", SAID), (MISTRALS, {"type": "array"})):
-        with pytest.raises(ToolError, match="could not be told from an answer of this format"):
+        with pytest.raises(ToolError, match="cannot be distinguished from an answer of this format"):
             tooling(request, template, lambda text: None, None, schema)
 
 
