@@ -51,14 +51,14 @@ def linked(language: str) -> list[str]:
 def navigation() -> str:
     """Table of contents of the site: the pages of each language by door, then the log."""
     parts = [contents("", [f"{language}/index" for language in DOORS])]
-    found = {page.relative_to(HERE).with_suffix("").as_posix() for page in HERE.rglob("*.md")}
+    names = {page.relative_to(HERE).with_suffix("").as_posix() for page in HERE.rglob("*.md")}
     for language, doors in DOORS.items():
-        order = [name for name in linked(language) if name in found]
-        order += sorted(found - set(order))
+        order = [name for name in linked(language) if name in names]
+        order += sorted(names - set(order))
         for folder, title in doors.items():
             parts.append(contents(title, [name for name in order if name.startswith(f"{language}/{folder}/")]))
-    months = sorted((name for name in found if re.match(r"log/\d", name)), reverse=True)
-    others = sorted(name for name in found if name.startswith("log/") and name not in months)
+    months = sorted((name for name in names if re.match(r"log/\d", name)), reverse=True)
+    others = sorted(name for name in names if name.startswith("log/") and name not in months)
     parts.append(contents("Log", [*others, *months]))
     return "\n".join(parts)
 

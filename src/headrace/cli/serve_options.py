@@ -137,7 +137,7 @@ class ServerOptions:
     port: Annotated[int, _server("Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
     served_model_name: Annotated[str | None, _server("Name of the model for clients (default: its own name).")] = None
     api_key_file: Annotated[Path | None, _server("File with the key that clients send.", **FILE)] = None
-    api_key_env: Annotated[str, _server("Environment variable with the key, if there is no file.")] = "HEADRACE_API_KEY"
+    api_key_env: Annotated[str, _server("Environment variable with the key, used without a key file.")] = "HEADRACE_API_KEY"
     keys: Annotated[
         Path | None,
         _server("TOML file of several keys with names, salts and quotas; it is read again when it changes.", **FILE),

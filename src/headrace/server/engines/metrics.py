@@ -167,7 +167,7 @@ class ModelMetrics:
         by_place = "Drafts that were accepted as far as this token; 0 is the first."
         self.accepted_at = self._figures.counter("spec_decode_num_accepted_tokens_per_pos", by_place, (*LABELS, "position"))
         self.ended = self._figures.counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"))
-        looked = "Finished answers that were checked against what no mask could hold them to, by what came of it."
+        looked = "Finished answers that were checked against a constraint that no mask enforces, by result."
         self.looked = self._figures.counter("late_checks", looked, (*LABELS, "result"))
         for result in LOOKS:
             self.looked.labels(self._model, result)

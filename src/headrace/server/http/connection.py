@@ -62,9 +62,8 @@ class ConnectionTable:
         self._limit = anonymous
         self._clock = clock
         self._all: set[TrackedConnection] = set()
-        self._anonymous: dict[
-            str, dict[TrackedConnection, float]
-        ] = {}  # by address: start time of each connection, oldest first
+        # By address: start time of each connection, oldest first.
+        self._anonymous: dict[str, dict[TrackedConnection, float]] = {}
         self._idle: dict[TrackedConnection, None] = {}  # admitted, without a request; idle for the longest time first
 
     def add(self, connection: TrackedConnection, limited: bool = True) -> None:
@@ -100,7 +99,7 @@ class ConnectionTable:
         self.admit(connection)
 
     def _victim(self, newest: TrackedConnection) -> TrackedConnection | None:
-        """Return the connection to close in favour of `newest`, if there is connection."""
+        """Return the connection to close in favour of `newest`, or None if every other one has a request."""
         group = max(self._anonymous.values(), key=len)
         oldest = next(iter(group))
         return oldest if oldest is not newest else next(iter(self._idle), None)

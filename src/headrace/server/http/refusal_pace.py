@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-BURST = 20  # refusals of a client that are answered at once
-RATE = 10.0  # and as many more each second
-LONGEST = 2.0  # seconds that a refusal waits at most
-MOST = 256  # refusals that wait at the same time; any more are answered at once
+BURST = 20  # refusals of one client without a wait
+RATE = 10.0  # further refusals a second
+LONGEST = 2.0  # longest wait, seconds
+MOST = 256  # waiting refusals; any more are answered without a wait
 
 
 class RefusalPace:
@@ -46,7 +46,7 @@ class RefusalPace:
         """Count a refusal; return the seconds that it waits."""
         now = self._clock()
         paid = max(now, self._paid.get(client, now)) + 1 / RATE
-        # A client that is far over its rate begins at the longest wait, and owes no more than that.
+        # The count is capped: no refusal waits longer than LONGEST.
         self._paid[client] = min(paid, now + BURST / RATE + LONGEST)
         return self._paid[client] - now - BURST / RATE
 
