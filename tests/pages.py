@@ -5,12 +5,12 @@ PYTHONPATH=src python -m tests.pages PART...    write these parts
 """
 
 import sys
-import textwrap
 from importlib import import_module
 from pathlib import Path
 
+from tests import wrapping
+
 DOCS = Path(__file__).parents[1] / "docs"
-COLUMNS = 100
 # (page below docs, module and function that return its text) of each part.
 PARTS = {
     "commands": ("en/reference/commands.md", "tests.reference.commands:text"),
@@ -69,10 +69,8 @@ def write(part: str) -> None:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Text in lines of at most COLUMNS columns; a word that is longer keeps its own line."""
-    return textwrap.fill(
-        text, COLUMNS, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    """Text in lines of at most 100 columns; code and links are not broken."""
+    return "\n".join(indent + line for line in wrapping.wrapped(text, wrapping.COLUMNS - len(indent)))
 
 
 def item(name: str, text: str) -> str:

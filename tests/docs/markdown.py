@@ -1,7 +1,6 @@
 """Markdown pages, split into what the checks of the documentation look at."""
 
 import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,11 +112,6 @@ def slug(heading: str) -> str:
     """The anchor of a heading, as code hosts and the site make it."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
-
-
-def columns(line: str) -> int:
-    """Width of a line on a terminal: a Chinese character has two columns."""
-    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in line)
 
 
 def read(path: Path, name: str | None = None) -> Page:

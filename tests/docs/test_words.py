@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import CHINESE, Page, bad, columns, pages
+from tests.docs.markdown import CHINESE, Page, bad, pages
 from tests.house.sizes import PHRASES
 from tests.pages import PARTS
+from tests.wrapping import COLUMNS, columns
 
 TO_REWRITE = set((Path(__file__).parent / "to_rewrite.txt").read_text("utf-8").split())
 GENERATED = {f"docs/{page}" for page, _ in PARTS.values()}
-COLUMNS, GENERATED_COLUMNS = 100, 120
+GENERATED_COLUMNS = 120
 CELL = 120  # characters
 WORDS = 40  # of one English sentence
 CHARACTERS = 90  # of one Chinese sentence

@@ -4,10 +4,10 @@ import tomllib
 from collections.abc import Iterable
 from typing import Any
 
-from tests.docs.markdown import DOCS, columns
+from tests.docs.markdown import DOCS
+from tests.wrapping import COLUMNS, columns
 
 DATA = DOCS / "data/glossary.toml"
-COLUMNS = 100
 Pairs = list[tuple[str, str]]
 
 

@@ -15,7 +15,8 @@ from headrace.data.structured import StructuredOutputs
 from headrace.decoding.base import Strategy
 from headrace.decoding.processors import Processor
 from headrace.drafting.base import Drafter
-from tests.pages import COLUMNS, item, wrapped
+from tests.pages import item, wrapped
+from tests.wrapping import COLUMNS
 
 # Types in signatures of the public classes that `headrace` itself does not export.
 RETURNED = (Embedding, Classification, Vote, Score, StructuredOutputs)

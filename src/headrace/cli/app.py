@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.cli.interrupt import INTERRUPTED
 from headrace.cli.output import begin, say, status
 
-OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, ERROR, USAGE = 0, 1, 2
 
 
 def main(

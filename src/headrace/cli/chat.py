@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.help import short_help
-from headrace.cli.interrupt import Interrupt
+from headrace.cli.interrupt import INTERRUPTED, Interrupt
 from headrace.cli.markdown import Markdown
 from headrace.cli.message_input import MessageReader, TypedMessage
 from headrace.cli.opening import open_llm
@@ -36,7 +36,6 @@ from headrace.data.spelling import did_you_mean
 from headrace.weights.store import expand
 from headrace.workflows.conversation import Conversation, Message, load
 
-INTERRUPTED = 130
 HELP = """\
 /system [TEXT]      show or set the system prompt ("" for none)
 /set [NAME VALUE]   show the settings (/set all: every one), or change one: /set temperature 0.5, /set seed none

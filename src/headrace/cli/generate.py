@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.help import short_help
-from headrace.cli.interrupt import Interrupt
+from headrace.cli.interrupt import INTERRUPTED, Interrupt
 from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import (
     ChoiceOptions,
@@ -26,7 +26,6 @@ from headrace.data.progress import Moving, counted
 from headrace.weights.defaults import stated
 from headrace.workflows.batch_output import BatchOutput
 
-INTERRUPTED = 130
 # Seconds between two lines of progress, if stderr is no terminal.
 REPORT_SECONDS = 10.0
 

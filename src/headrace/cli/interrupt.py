@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from headrace.cli.output import say
 
+# Exit code of a command that Ctrl-C ended: 128 and the number of SIGINT.
+INTERRUPTED = 130
 # Seconds between two checks for Ctrl-C while a line is read.
 CHECK_SECONDS = 0.2
 

@@ -7,7 +7,7 @@ import typer
 
 from headrace.cli.help import short_help
 from headrace.cli.inputs import join_prompt
-from headrace.cli.interrupt import Interrupt
+from headrace.cli.interrupt import INTERRUPTED, Interrupt
 from headrace.cli.opening import open_llm
 from headrace.cli.options import (
     ChoiceOptions,
@@ -22,8 +22,6 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import json_text, moving, watch_prompt
 from headrace.cli.terminal import AnswerWriter, note
-
-INTERRUPTED = 130
 
 
 def register(app: typer.Typer) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.help import complete_model, short_help
+from headrace.cli.interrupt import INTERRUPTED
 from headrace.cli.opening import look_at
 from headrace.cli.options import ModelOptions, with_groups
 from headrace.cli.output import say
@@ -23,7 +24,6 @@ from headrace.cli.serve_options import (
 from headrace.data.settings import ModelSettings
 from headrace.weights.store import expand, find_home
 
-INTERRUPTED = 130
 ServedModel = Annotated[
     str,
     typer.Argument(
