@@ -27,15 +27,22 @@ SESSIONS = [
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    """A home of Headrace with the default model."""
-    pulled = STORE.find(catalog.DEFAULT)
-    if pulled is None:
-        pytest.skip("the default model was not pulled (make run)")
+def home(page: Page, tmp_path: Path) -> Path:
+    """A home of Headrace with the default model and those of the catalog that the commands of the page name."""
+    typed = " ".join(step.command for step in steps(page) if is_run(step.command))
     folder = tmp_path / "home"
     (folder / "models").mkdir(parents=True)
-    (folder / "models" / catalog.DEFAULT).symlink_to(STORE.path(pulled).parent)
+    for name in catalog.load():
+        if name == catalog.DEFAULT or name in typed.split():
+            pulled = STORE.find(name)
+            if pulled is None:
+                pytest.skip(f"{name} was not pulled (headrace pull {name})")
+            (folder / "models" / name).symlink_to(STORE.path(pulled).parent)
     return folder
+
+
+def is_run(command: str) -> bool:
+    return not any(command.startswith(begin) for begin, _ in NOT_RUN)
 
 
 def differences(page: Page, folder: Path, home: Path) -> list[str]:
@@ -45,7 +52,7 @@ def differences(page: Page, folder: Path, home: Path) -> list[str]:
         for step in steps(page):
             if step.file:
                 session.write(step.file, step.expected)
-            elif not any(step.command.startswith(begin) for begin, _ in NOT_RUN):
+            elif is_run(step.command):
                 if tool := missing_tool(step.command):
                     pytest.skip(f"{tool} is not installed")
                 printed = session.run(step.command, step.expected)
