@@ -21,7 +21,7 @@ from tests.pages import wrapped
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 
-COLUMNS = 5  # methods of one table
+COLUMNS = 4  # methods of one table
 MASK = 3
 PROPAGATED, QUERY = "early exit, propagated", "query cascade"
 

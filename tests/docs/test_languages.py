@@ -1,25 +1,18 @@
-"""English and Chinese pages: the same pages and sections, one Chinese word for a term, Chinese prose in Chinese pages.
-
-tests/docs/to_translate.txt lists Chinese pages that are missing, or differ from these rules, one a line. Delete a line when its
-page passes; a listed page that passes fails.
-"""
+"""English and Chinese pages: the same pages and sections, one Chinese word for a term, Chinese prose in Chinese pages."""
 
 import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.docs.markdown import CHINESE, DOCS, ROOT, Page, bad, read
 
-HERE = Path(__file__).parent
 GLOSSARY = tomllib.loads((DOCS / "data/glossary.toml").read_text("utf-8"))["group"]
 TERMS = [term for group in GLOSSARY for term in group["terms"]]
 # Pages that exist in both languages, below docs/en and docs/zh.
 IN_BOTH = ("index.md", "learn/*.md", "use/*.md", "understand/seeds.md")
 SHARE = 0.4  # of the letters and characters of a Chinese page's prose that must be Chinese
-TO_TRANSLATE = set((HERE / "to_translate.txt").read_text("utf-8").split())
 # Marks of a page in English that a Chinese page names next to its link.
 ENGLISH = "英文"
 
@@ -34,16 +27,8 @@ PAIRS = [("README.md", "README.zh-CN.md"), *((f"docs/en/{name}", f"docs/zh/{name
 CHINESE_PAGES = [read(page) for page in [ROOT / "README.zh-CN.md", *sorted((DOCS / "zh").rglob("*.md"))]]
 
 
-def test_every_chinese_page_has_an_english_one() -> None:
-    assert names("zh") - names("en") == set()
-
-
-def expect(found: list[str], name: str) -> None:
-    """No faults in a page, or some if it is listed as not written yet."""
-    if name in TO_TRANSLATE:
-        assert found, f"{name} passes: delete its line in tests/docs/to_translate.txt"
-    else:
-        assert found == []
+def test_both_languages_have_the_same_pages() -> None:
+    assert names("zh") == names("en")
 
 
 def shape(page: Page) -> list[int]:
@@ -65,11 +50,8 @@ def differences(english: Page, chinese: Page) -> Iterator[str]:
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda name: name)
 def test_a_page_exists_in_both_languages_by_the_same_rules(english: str, chinese: str) -> None:
-    if not (ROOT / chinese).exists():
-        expect([f"{chinese} is missing"], chinese)
-    else:
-        page = read(ROOT / chinese)
-        expect([*differences(read(ROOT / english), page), *faults(page)], chinese)
+    page = read(ROOT / chinese)
+    assert [*differences(read(ROOT / english), page), *faults(page)] == []
 
 
 def wrong_terms(page: Page) -> Iterator[str]:
@@ -124,11 +106,7 @@ def faults(page: Page) -> list[str]:
     "page", [page for page in CHINESE_PAGES if page.name not in dict(PAIRS).values()], ids=lambda page: page.name
 )
 def test_a_chinese_page_alone_uses_the_terms_and_is_chinese(page: Page) -> None:
-    expect(faults(page), page.name)
-
-
-def test_the_list_of_pages_to_translate_names_pages() -> None:
-    assert TO_TRANSLATE - {chinese for _, chinese in PAIRS} - {page.name for page in CHINESE_PAGES} == set()
+    assert faults(page) == []
 
 
 def test_bad_pages_are_rejected() -> None:

@@ -1,6 +1,7 @@
 """Reference of the command line: every command with its arguments and options, from the typer application."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ from typer.main import get_command
 
 from headrace.cli.commands import BENCH, COMMANDS, build
 from tests.pages import item, wrapped
+from tests.wrapping import COLUMNS
 
 # Options of every command.
 COMMON = ("--help", "--help-all")
@@ -48,7 +50,7 @@ def section(name: str, command: Any, seen: dict[str, str]) -> Iterator[str]:
     yield f"```text\n{usage}\n```"
     yield from (wrapped(escaped(" ".join(paragraph.split()))) for paragraph in (command.help or "").split("\n\n"))
     if examples := getattr(command, "examples", ()):
-        yield "\n".join(["```sh", *(f"# {what}\n{line}" for line, what in examples), "```"])
+        yield "\n".join(["```sh", *(f"# {what}\n{in_lines(line)}" for line, what in examples), "```"])
     panels: dict[str, list[str]] = {}
     for param in command.get_params(context):
         record = param.get_help_record(context)
@@ -61,6 +63,11 @@ def section(name: str, command: Any, seen: dict[str, str]) -> Iterator[str]:
         yield f"**{panel}**" if first == name else f"**{panel}**: as of [`{first}`](#{first.replace(' ', '-')})."
         if first == name:
             yield listed
+
+
+def in_lines(command: str) -> str:
+    """A command in lines of at most 100 columns, joined by backslashes."""
+    return " \\\n    ".join(textwrap.wrap(command, COLUMNS - 6, break_long_words=False, break_on_hyphens=False))
 
 
 def entry(names: str, help_text: str) -> str:

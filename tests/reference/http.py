@@ -10,6 +10,13 @@ from tests.server.harness import Running
 
 # Fields of every request that generates text; the page of sampling parameters describes them.
 SAMPLING = {one.flat for one in declared(SamplingParams)}
+# Media types of answers, in words.
+MEDIA = {
+    "application/json": "JSON",
+    "text/event-stream": "event stream",
+    "text/plain": "text",
+    "application/octet-stream": "the file",
+}
 WIDEST = 2**31 - 1
 
 
@@ -22,13 +29,13 @@ def text() -> str:
 
 
 def endpoints(paths: dict[str, Any]) -> str:
-    """All endpoints, with the object in the body and the media types of the answer."""
+    """All endpoints, with the object in the body and the kind of the answer."""
     rows = ["| endpoint | body | answer |", "|---|---|---|"]
     for path, methods in paths.items():
         for method, operation in methods.items():
             bodies = operation.get("requestBody", {}).get("content", {})
             taken = ", ".join(typed(one["schema"]) if "$ref" in one["schema"] else f"`{kind}`" for kind, one in bodies.items())
-            answers = " or ".join(f"`{kind}`" for kind in operation["responses"]["200"]["content"])
+            answers = " or ".join(MEDIA[kind] for kind in operation["responses"]["200"]["content"])
             rows.append(f"| `{method.upper()} {path}` | {taken} | {answers} |")
     return "\n".join(rows)
 
