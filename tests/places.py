@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.weights import catalog
-from headrace.weights.store import Store
+from headrace.weights.store import RECORD, Record, Store, StoredFile, catalog_entry
 
 MODELS = Path(os.environ.get("HEADRACE_TEST_MODELS") or "~/.cache/headrace-test-models").expanduser()
 DATA = Path(os.environ.get("HEADRACE_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data").expanduser()
@@ -33,3 +34,24 @@ def data_path(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"{name} is not in {DATA} (HEADRACE_TEST_DATA)")
     return path
+
+
+def catalog_file(name: str) -> Path:
+    """The file of a catalog model: from the store, or a file of the models folder with the same SHA-256 under any name."""
+    if pulled := STORE.find(name):
+        return STORE.path(pulled)
+    entry = catalog.load()[name]
+    for path in sorted(MODELS.glob("*.gguf")):
+        if catalog_entry(path, {name: entry}):
+            return path
+    pytest.skip(f"{name} is neither in {STORE.root} (headrace pull {name}) nor in {MODELS} (HEADRACE_TEST_MODELS)")
+
+
+def link_model(models: Path, name: str) -> None:
+    """Put a catalog model into the store `models` by a link to its file, which `catalog_file` finds."""
+    entry, path = catalog.load()[name], catalog_file(name)
+    folder = models / name
+    folder.mkdir(parents=True)
+    (folder / entry.file).symlink_to(path)
+    stored = StoredFile(entry.file, path.stat().st_size, entry.sha256 or "")
+    (folder / RECORD).write_bytes(msgspec.json.encode(Record(name, (stored,), entry.file, licence=entry.licence)))

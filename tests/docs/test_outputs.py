@@ -8,7 +8,7 @@ import pytest
 from headrace.weights import catalog
 from tests.docs.markdown import ROOT, Page, bad, read
 from tests.docs.session import Session, matches, missing_tool, steps
-from tests.places import STORE
+from tests.places import link_model
 
 HERE = Path(__file__).parent
 NOT_RUN = [
@@ -31,13 +31,9 @@ def home(page: Page, tmp_path: Path) -> Path:
     """A home of Headrace with the default model and those of the catalog that the commands of the page name."""
     typed = " ".join(step.command for step in steps(page) if is_run(step.command))
     folder = tmp_path / "home"
-    (folder / "models").mkdir(parents=True)
     for name in catalog.load():
         if name == catalog.DEFAULT or name in typed.split():
-            pulled = STORE.find(name)
-            if pulled is None:
-                pytest.skip(f"{name} was not pulled (headrace pull {name})")
-            (folder / "models" / name).symlink_to(STORE.path(pulled).parent)
+            link_model(folder / "models", name)
     return folder
 
 
