@@ -10,6 +10,7 @@ from typing import Any
 from headrace.data.plan import Failed, StepOutput, StepPlan
 from headrace.data.types import Request, Sequence
 from headrace.engine.engine import Engine
+from headrace.engine.feeding import Flight
 
 OFTEN = {"results": 15, "draft": 2, "retry": 8}  # what is asked, or comes, seldom fails more often
 HOOKS = ("want", "observe", "select", "done", "results", "draft", "masks", "apply")
@@ -22,7 +23,8 @@ class BrokenError(RuntimeError):
 class Chaos:
     """Breaks hooks of chosen requests, rows of theirs, and steps with whoever is in them, each time with some probability.
 
-    `struck`: ids of the requests that something was done to; all others must end as if nothing had happened.
+    `struck`: ids of the requests that something was done to; all others must end as if nothing had happened. `stale`: chunks of
+    prompts that were under way behind a failed chunk.
     """
 
     def __init__(self, seed: int, rate: float = 0.04, step_rate: float = 0.02) -> None:
@@ -31,6 +33,7 @@ class Chaos:
         self.step_rate = step_rate
         self.struck: set[str] = set()
         self.hooks: dict[str, int] = {}
+        self.stale = 0
 
     def install(self, engine: Engine, victim: Callable[[Request], bool]) -> None:
         """From now on, requests for which `victim` says so meet faults, and steps fail."""
@@ -44,6 +47,13 @@ class Chaos:
 
         engine.add = adding  # type: ignore[method-assign]
         self._break_steps(engine, victim)
+        land = engine.scheduler.land
+
+        def landing(flight: Flight) -> None:
+            self.stale += sum(work.stale for work in flight.works)
+            land(flight)
+
+        engine.scheduler.land = landing  # type: ignore[method-assign]
 
     def strikes(self, what: str, *requests: Request, rate: float | None = None) -> bool:
         if self.rng.random() >= (self.rate if rate is None else rate):

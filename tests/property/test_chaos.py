@@ -94,7 +94,9 @@ def test_everything_fails_somewhere() -> None:
         chaos, drafter = play(seed)
         seen.update(chaos.hooks)
         seen["drafter"] += drafter.raised
-    everything = {*HOOKS, *STEPS_FAIL, "row", "drafter"} - {"results", "draft"}  # of strategies on real models
+        seen["chunk behind a failed one"] += chaos.stale
+    others = {"row", "drafter", "chunk behind a failed one"}
+    everything = {*HOOKS, *STEPS_FAIL, *others} - {"results", "draft"}  # these two only of strategies on real models
     assert all(seen[what] >= 2 for what in everything), seen
 
 
@@ -157,6 +159,19 @@ def a_failed_step_is_taken_for_done(engine: Engine) -> None:
     scheduler.fail = fail  # type: ignore[method-assign]
 
 
+def a_chunk_behind_a_failed_one_counts(engine: Engine) -> None:
+    """The chunks of a prompt that were under way behind a failed chunk are used as if it had not failed."""
+    scheduler = engine.scheduler
+    land = scheduler.land
+
+    def landing(flight: Flight) -> None:
+        for work in flight.works:
+            work.stale = False
+        land(flight)
+
+    scheduler.land = landing  # type: ignore[method-assign]
+
+
 def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
     engine.scheduler.fail = lambda flight: None  # type: ignore[method-assign]
 
@@ -169,6 +184,7 @@ def slots_of_a_failed_step_are_forgotten(engine: Engine) -> None:
         a_flight_known_too_late,
         a_failed_step_ends_its_requests,
         a_failed_step_is_taken_for_done,
+        a_chunk_behind_a_failed_one_counts,
         slots_of_a_failed_step_are_forgotten,
     ],
 )

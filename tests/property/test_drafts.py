@@ -63,7 +63,7 @@ def test_the_loads_do_what_they_are_for() -> None:
             seen["rejected"] += request.metrics.drafted - request.metrics.accepted
             seen["preempted"] += request.metrics.preemptions > 0 and request.metrics.accepted > 0
             seen["forked"] += request.width > 1 and request.metrics.accepted > 0
-            seen["depth 2"] += engine.executor.depth == 2 and request.metrics.accepted > 0
+            seen["depth 2"] += engine.executor.depth > 1 and request.metrics.accepted > 0
     assert all(count >= 10 for count in seen.values()), seen
 
 

@@ -15,6 +15,7 @@ from headrace.data.types import Request, Sequence
 from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import blocks_needed
 from headrace.engine.engine import Engine
+from headrace.engine.feeding import Flight
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
 
@@ -70,7 +71,7 @@ def make_load(seed: int, make: type[Job] = Job) -> tuple[list[Job], EngineConfig
         max_model_len=256,
     )
     cache = CacheConfig(largest + rng.choice([0, 0, 1, 7]), block_size, prefix_caching=rng.random() < 0.7)
-    return jobs, EngineConfig(scheduler, cache), rng.choice([1, 2])
+    return jobs, EngineConfig(scheduler, cache), rng.choice([1, 2, 3, 4])
 
 
 def forbid_reuse(engine: Engine) -> None:
@@ -169,7 +170,7 @@ def test_every_output_equals_the_reference(seed: int) -> None:
 
 def test_the_loads_do_what_they_are_for() -> None:
     """Preemption, copy-on-write, prefix hits, forks that were preempted: all of it happens in these loads."""
-    seen = {"preempted": 0, "forked and preempted": 0, "copies": 0, "hits": 0, "depth 2": 0, "mixed steps": 0}
+    seen = {"preempted": 0, "forked and preempted": 0, "copies": 0, "hits": 0, "depth 2": 0, "mixed steps": 0, "chunks": 0}
     for seed in SEEDS:
         copies: list[int] = []
         requests: list = []
@@ -180,6 +181,7 @@ def test_the_loads_do_what_they_are_for() -> None:
             def counting(plan: StepPlan) -> object:
                 copies.append(len(plan.copies))
                 counts = [feed.count for feed in plan.feeds]
+                seen["chunks"] += any(request.in_flight > 1 for request in engine.requests.values())
                 seen["mixed steps"] += min(counts) == 1 and max(counts) > 1
                 return submit(plan)
 
@@ -194,7 +196,7 @@ def test_the_loads_do_what_they_are_for() -> None:
             engine.add = remembering  # type: ignore[method-assign, assignment]
 
         _, _, engine = run(seed, watch, check=False)
-        seen["depth 2"] += engine.executor.depth == 2
+        seen["depth 2"] += engine.executor.depth > 1
         seen["copies"] += sum(copies)
         seen["preempted"] += engine.scheduler.preemptions
         seen["forked and preempted"] += sum(r.metrics.preemptions > 0 and r.width > 1 for r in requests)
@@ -282,6 +284,18 @@ def reuse_within_a_plan(engine: Engine) -> None:
     blocks.begin = at_once  # type: ignore[method-assign]
 
 
+def skip_a_token_between_chunks(engine: Engine) -> None:
+    """The chunk behind a chunk under way starts one token too late."""
+    feeding = engine.scheduler.feeding
+    add = feeding._add
+
+    def adding(request: Request, seq: Sequence, start: int, end: int, flight: Flight) -> None:
+        add(request, seq, start, end, flight)
+        seq.wire.fed += 1
+
+    feeding._add = adding  # type: ignore[method-assign]
+
+
 def drop_the_needy(engine: Engine) -> None:
     """A request that ran short of blocks is not tried again while others run."""
     scheduler: Scheduler = engine.scheduler
@@ -295,6 +309,7 @@ def drop_the_needy(engine: Engine) -> None:
         (publish_too_early, "wrong output"),
         (reuse_within_a_plan, "a block was freed and reused"),
         (drop_the_needy, "the engine can feed no request"),
+        (skip_a_token_between_chunks, "wrong output"),
     ],
 )
 def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None], expected: str) -> None:

@@ -59,7 +59,7 @@ def test_every_output_equals_the_reference(kind: str) -> None:
         assert engine.blocks.used == 0
         assert not engine.scheduler.requests
         seen["preempted"] += engine.scheduler.preemptions
-        seen["depth 2"] += engine.executor.depth == 2
+        seen["depth 2"] += engine.executor.depth > 1
     assert all(count >= 5 for count in seen.values()), seen
 
 

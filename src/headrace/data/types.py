@@ -95,11 +95,13 @@ class Wire:
     """State of a sequence's slot in the runner. Owned by the scheduler.
 
     slot: -1 if it has none. sent: number of tokens that the slot has. synced: per block table, number of entries that it has.
+    fed: KV index up to which steps under way feed it.
     """
 
     slot: int = -1
     sent: int = 0
     synced: list[int] = field(default_factory=lambda: [0])
+    fed: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -193,12 +195,13 @@ class Request:
     tenant: owner; cached prefixes and learnt drafts are used for the same tenant only.
     stop_ids: token ids that end an output. processors: the caller's logit processors, run on the host.
     state: the strategy's, of the whole request. seqs, finished: running and ended sequences.
-    in_flight: a submitted step contains it, so it is neither scheduled nor preempted until the result is in.
+    in_flight: number of submitted steps that contain it. Until their results are in, it is not preempted; it is scheduled only
+    if it `overlaps`.
     constraint_failed: `error` is that of an output's constraint.
     dropped: reason of the last dropped sequence while others continue.
     pooled: of an embedding, the row or the sum of the rows so far. classified: class logits of the computed exits.
     speculates: optional drafts may be verified. drafts: its strategy drafts itself. observes: its strategy sees each answer.
-    shares: number of its tokens that may come from the prefix cache.
+    shares: number of its tokens that may come from the prefix cache. overlaps: several chunks of its prompt may be under way.
     """
 
     id: str
@@ -216,7 +219,7 @@ class Request:
     seqs: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
     status: Status = Status.WAITING
-    in_flight: bool = False
+    in_flight: int = 0
     aborted: bool = False
     error: str | None = None
     constraint_failed: bool = False
@@ -227,6 +230,7 @@ class Request:
     shares: int = ALL
     drafts: bool = False
     observes: bool = False
+    overlaps: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
 

@@ -128,10 +128,11 @@ class Engine:
         )
         admit(request, self.limits)
         request.drafts = request.strategy.nodes(request) > 0
+        request.overlaps = self._overlaps(request)
         if params.prompt_logprobs is not None:
             request.strategy = Scored(request.strategy)
         request.shares = request.strategy.shares(request)
-        request.observes = getattr(request.strategy.observe, "__func__", None) is not Strategy.observe
+        request.observes = _observes(request.strategy)
         request.speculates = self.speculation is not None and self.speculation.serves(request)
         if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
             raise AdmissionError("verification", why)
@@ -154,6 +155,12 @@ class Engine:
             kv.source, kv.tables, wire.synced = len(request.prompt), [[], []], [0, 0]
             kv.root += sha256(np.array(request.prompt, dtype="<i4").tobytes()).digest()
         return Sequence(next(self._ids), list(tokens), len(tokens), kv, wire)
+
+    def _overlaps(self, request: Request) -> bool:
+        """Whether a chunk of the prompt may be submitted before the answers to the chunk before it are in. A strategy that
+        observes answers may use them for its next wants; rows of sources and of exits are fed in an order of their own."""
+        in_order = self.limits.start is not None or self.scheduler.feeding.upper is not None
+        return not in_order and not request.drafts and not _observes(request.strategy)
 
     def _free_name(self) -> str:
         """A request id that no open request uses."""
@@ -354,6 +361,8 @@ class Engine:
         for request, fed in itertools.groupby(pairs, lambda pair: pair[0].request):
             outputs = []
             for work, answers in fed:
+                if work.stale:
+                    continue
                 seq = work.seq
                 dead = "" if seq.decode.constraint is None else seq.decode.constraint.error
                 if dead and request.strategy.drops_failed:
@@ -412,7 +421,8 @@ class Engine:
     def _sweep(self, flight: Flight) -> None:
         """End the flight's requests that were aborted or failed."""
         for request in [work.request for work in flight.works]:
-            if (request.error is not None or request.aborted) and request.status is not Status.FINISHED:
+            ended = request.status is Status.FINISHED or request.in_flight > 0
+            if (request.error is not None or request.aborted) and not ended:
                 self._end(request, "abort" if request.error is None else "error")
 
     def _end(self, request: Request, reason: str | None) -> None:
@@ -444,3 +454,8 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless block tables, reference counts and the prefix cache agree."""
         self.blocks.check(self.scheduler.held)
+
+
+def _observes(strategy: Strategy) -> bool:
+    """Whether a strategy sees the answers to each feed."""
+    return getattr(strategy.observe, "__func__", None) is not Strategy.observe

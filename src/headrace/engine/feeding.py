@@ -13,13 +13,17 @@ from headrace.kv.blocks import BlockManager, Span
 
 
 class FeedWork(msgspec.Struct, eq=False, gc=False):
-    """One feed of a plan with its request and sequence. last: the feed reaches the last known token and the end of a required
-    draft."""
+    """One feed of a plan with its request and sequence.
+
+    last: the feed reaches the last known token and the end of a required draft. stale: an earlier chunk of the prompt failed;
+    the result is dropped.
+    """
 
     request: Request
     seq: Sequence
     feed: Feed
     last: bool
+    stale: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -158,7 +162,8 @@ class Feeding:
         flight.works.append(FeedWork(request, seq, feed, end == goal(seq)))
         if known // self.blocks.block_size > start // self.blocks.block_size:
             flight.promises.update(self._completed(seq, start, known))
-        request.in_flight = True
+        request.in_flight += 1
+        wire.fed = known
 
     def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
         """Move accepted K/V to the places of their tokens, before anything else in the step."""

@@ -117,10 +117,14 @@ class Scheduler:
         return flight
 
     def land(self, flight: Flight) -> None:
-        """The flight's result is there: its requests may be scheduled again."""
+        """The flight's result is there: its requests may be scheduled again. Those whose earlier chunk failed are retried after
+        their last flight."""
         self._flights.remove(flight)
         for work in flight.works:
-            work.request.in_flight = False
+            work.request.in_flight -= 1
+        for work in flight.works:
+            if work.stale and not work.request.in_flight:
+                self._preempt_to_retry(work.request)
 
     def fail(self, flight: Flight) -> None:
         """Undo a failed flight, whose plan the runner may have carried out in part.
@@ -136,15 +140,26 @@ class Scheduler:
             self._preempt(request)
         if flight.retry:
             return
-        for request in {work.request: None for work in flight.works}:
-            if request.error is None and not request.aborted:
-                self._preempt(request)
-                self.retries.append(request)
+        failed = {work.request: None for work in flight.works if not work.stale}
+        later = [work for other in self._flights if other is not flight for work in other.works if work.request in failed]
+        for work in later:
+            work.stale, work.seq.wire.fed = True, len(work.seq.tokens)  # no further chunk
+        still_fed = {work.request for work in later}
+        for request in failed:
+            if request not in still_fed:
+                self._preempt_to_retry(request)
+
+    def _preempt_to_retry(self, request: Request) -> None:
+        if request.error is None and not request.aborted:
+            self._preempt(request)
+            self.retries.append(request)
 
     def advance(self, flight: Flight, output: StepOutput) -> None:
         """Record a successful step: its feeds are computed, and full blocks are published. Above an exit K/V reach as far as a
         feed ran; a lagging sequence has then filled blocks that were published without them."""
         for number, work in enumerate(flight.works):
+            if work.stale:
+                continue
             reached = number not in output.unfilled
             if number in output.propagated:
                 self.blocks.leave(work.seq, work.feed.start)
@@ -214,9 +229,11 @@ class Scheduler:
         """Feed the running requests; returns whether blocks ran short."""
         short = False
         for request in self._lane():
-            if request.in_flight or request.status is not Status.RUNNING or request in self.retries:
+            if request.status is not Status.RUNNING or request in self.retries:
                 continue
-            if not self.feeding.feed_token(request, flight):
+            if request.in_flight:
+                short |= self._feed_next_chunk(request, flight)
+            elif not self.feeding.feed_token(request, flight):
                 short |= self._feed(request, flight)
         return short
 
@@ -231,6 +248,19 @@ class Scheduler:
                 return short
         self.feeding.feed(request, spans, flight)
         return short
+
+    def _feed_next_chunk(self, request: Request, flight: Flight) -> bool:
+        """Feed the chunk behind the chunks of a prompt that are under way; returns whether blocks ran short."""
+        seq = request.seqs[0]
+        start, end = seq.wire.fed, len(seq.tokens)
+        waits = not request.overlaps or request.aborted or request.error is not None or len(request.seqs) > 1
+        if waits or start >= end or flight.room < 1:
+            return False
+        spans = [(seq, start, min(start + flight.room, end))]
+        if self.blocks.need(spans) > self.blocks.available:
+            return True
+        self.feeding.feed(request, spans, flight)
+        return False
 
     def _lane(self) -> list[Request]:
         """The running requests that a step looks at. With depth d a step takes 1/d of those that only decode, so that the
