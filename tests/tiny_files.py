@@ -66,7 +66,8 @@ def write_tiny_gguf(
 
 @cache
 def _vocabulary() -> dict[str, Any]:
-    return byte_level()
+    """All files of one process share it, so its lists are tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in byte_level().items()}
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str | None) -> None:

@@ -101,11 +101,11 @@ def test_a_draft_must_share_the_targets_vocabulary(tmp_path: Path, monkeypatch: 
     (output,) = llm.generate("The mill", GREEDY.replace(max_tokens=8))
     assert output.metrics.drafted > 0
     llm.close()
-    vocabulary = tiny_files._vocabulary()
-    names = vocabulary["tokenizer.ggml.tokens"]
+    names = list(tiny_files._vocabulary()["tokenizer.ggml.tokens"])
     first, second = names.index("a"), names.index("b")
     names[first], names[second] = "b", "a"
-    monkeypatch.setattr(tiny_files, "_vocabulary", lambda: vocabulary)
+    swapped = {**tiny_files._vocabulary(), "tokenizer.ggml.tokens": names}
+    monkeypatch.setattr(tiny_files, "_vocabulary", lambda: swapped)
     other = write_tiny_gguf(tmp_path / "other.gguf", seed=1)
     for role in ("draft", "amateur"):
         with pytest.raises(
