@@ -234,7 +234,8 @@ def test_objects_are_closed_unless_the_server_or_the_request_opens_them(
 
 
 FAILING: dict[str, dict[str, Any]] = {
-    "nested counts": {"guided_regex": "((a{1,99}){1,99}){1,99}"},
+    # The answer may end after 40 letters at the earliest, and the matcher fails before them.
+    "nested counts": {"guided_regex": "((a{1,99}){1,99}){40,99}"},
     "optional and counted": {"guided_regex": "(a?){500}a{500}"},
     "doubling rules": {
         "guided_grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(40)) + '\na40: "x"'

@@ -144,3 +144,19 @@ def test_pretty_json_fits(tokenizer: Tokenizer, indent: int | str | None) -> Non
     text = json.dumps({"a": [{"b": [1, {"c": "x"}]}, {}]}, indent=indent)
     spec = StructuredOutputs(json_object=True)
     assert comes_through(grammars, spec, tokenizer.encode(text, add_special=False, parse_special=False))
+
+
+def test_a_lexer_that_failed_for_one_output_does_not_fail_the_next(tokenizer: Tokenizer) -> None:
+    """Copies of a matcher share their lexer, which stays broken once it exceeds its limit of work."""
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    spec = StructuredOutputs.of({"regex": "((a{1,99}){1,99}){1,99}"})
+    (letter,) = tokenizer.encode("a", add_special=False)
+    lengths = []
+    for _ in range(2):
+        constraint, length = grammars.constraint(spec), 0
+        while constraint.masks() and length < 99:
+            constraint.push(letter)
+            length += 1
+        assert constraint.error == "lexer error: too many expressions constructed"
+        lengths.append(length)
+    assert lengths[0] == lengths[1] > 9

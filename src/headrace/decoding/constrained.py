@@ -45,20 +45,30 @@ def limits() -> llguidance.LLParserLimits:
     )
 
 
+@dataclass(slots=True)
+class _Compiled:
+    """A compiled grammar. All copies of its matcher share one lexer, and a lexer that exceeds a limit fails for good."""
+
+    matcher: Any
+    bytes: int  # upper bound of its memory
+    lexer_failed: bool = False
+
+
 class Constraint:
     """One output's position in its grammar."""
 
-    __slots__ = ("_matcher", "_words", "done", "error")
+    __slots__ = ("_compiled", "_matcher", "_words", "done", "error")
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, words: int, compiled: _Compiled | None = None) -> None:
         self._matcher = matcher
         self._words = words
+        self._compiled = compiled
         self.error = ""  # why no token can follow although the output is incomplete
         self.done = False  # the output is complete, and no token can follow
 
     def copy(self) -> Self:
         """The same position, for a fork."""
-        twin = type(self)(self._matcher.deep_copy(), self._words)
+        twin = type(self)(self._matcher.deep_copy(), self._words, self._compiled)
         twin.error, twin.done = self.error, self.done
         return twin
 
@@ -67,10 +77,10 @@ class Constraint:
         if self.error or self.done:
             return
         if not self._matcher.consume_token(token):
-            self.error = _why(self._matcher) or f"token {token} does not fit the constraint"
+            self.error = self._failure(self._matcher) or f"token {token} does not fit the constraint"
         elif self._matcher.is_stopped():
             self.done = self._matcher.is_accepting()
-            self.error = "" if self.done else _why(self._matcher) or "the constraint leaves nothing that may come"
+            self.error = "" if self.done else self._failure(self._matcher) or "the constraint leaves nothing that may come"
 
     def masks(self, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> bytes:
         """One bit per token id (little-endian words of 32), set for allowed tokens: a row for the next token and one for the
@@ -83,7 +93,8 @@ class Constraint:
             matcher.unsafe_compute_mask_ptr(rows[row].ctypes.data, rows[row].nbytes)
             if matcher.is_error():
                 rows[row] = 0
-                self.error = "" if row else _why(matcher) or "the constraint has failed"
+                reason = self._failure(matcher)
+                self.error = "" if row else reason or "the constraint has failed"
         return b"" if self.error else rows.tobytes()
 
     def fitting(self, tokens: Sequence[int], parents: Sequence[int]) -> list[bool]:
@@ -94,6 +105,13 @@ class Constraint:
     def whole(self) -> bool:
         """Whether the output could end here."""
         return not self.error and bool(self._matcher.is_accepting())
+
+    def _failure(self, matcher: Any) -> str:
+        """Why a matcher failed. If its lexer failed, no later output may start from this compiled grammar."""
+        reason = _why(matcher)
+        if self._compiled is not None and reason.startswith("lexer error"):
+            self._compiled.lexer_failed = True
+        return reason
 
     def _nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Any]:
         """The matcher after each node; None if the node does not fit."""
@@ -130,12 +148,6 @@ class Cost:
             )
 
 
-@dataclass(slots=True)
-class _Compiled:
-    matcher: Any
-    bytes: int  # upper bound of its memory
-
-
 class Grammars:
     """Compiled grammars of one vocabulary, the most recently used ones up to `REMEMBERED` bytes. All methods are thread-safe.
     `vocab_size` is the number of logits."""
@@ -154,10 +166,10 @@ class Grammars:
         """The start of an output if its grammar is remembered."""
         with self._lock:
             known = self._ready.get(spec)
-            if known is None:
+            if known is None or known.lexer_failed:
                 return None
             self._ready.move_to_end(spec)
-            return Constraint(known.matcher.deep_copy(), self._words)
+            return Constraint(known.matcher.deep_copy(), self._words, known)
 
     def constraint(self, spec: StructuredOutputs, grammar: str = "", size: int | None = None) -> Constraint:
         """The start of an output. Compiles its grammar unless it is remembered. Raises ConstraintError.
@@ -172,9 +184,10 @@ class Grammars:
         made = _Compiled(matcher, GROWTH + (max(0, host.heap_memory() - before) if size is None else size))
         with self._lock:
             self._ready[spec] = made
+            self._ready.move_to_end(spec)
             while len(self._ready) > 1 and sum(one.bytes for one in self._ready.values()) > REMEMBERED:
                 self._ready.popitem(last=False)
-        return Constraint(matcher.deep_copy(), self._words)
+        return Constraint(matcher.deep_copy(), self._words, made)
 
     def measure(self, grammar: str) -> Cost:
         """Compile a grammar, drop it, and return what that took. Raises ConstraintError. Other threads must be idle: their
