@@ -23,7 +23,7 @@ import transformers
 
 from headrace.compress import plan
 from headrace.compress.format_cost import format_costs
-from headrace.compress.mixes import MIXES, mix_named, tensor_kind
+from headrace.compress.mixes import mix_named
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.write import compress, predict
 from headrace.data.params import SamplingParams
@@ -35,6 +35,7 @@ from headrace.text.vocabulary import TokenizerError
 from headrace.weights import imatrix
 from headrace.weights.gguf import TYPE_CODES, GGUFFile
 from headrace.weights.loader import load_model, read_tensor
+from headrace.weights.mixes import MIXES, tensor_kind
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed

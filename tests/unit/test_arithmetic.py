@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from headrace.backends.native.program import kv_block_bytes
-from headrace.compress.grids.arithmetic import KV_BITS, Cost, kv_token_bytes
+from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
 from headrace.compress.grids.encode import encode
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
+from headrace.kv.layout import KV_FORMATS
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS, KINDS
 
@@ -32,7 +33,7 @@ def test_kv_of_the_seeds() -> None:
     assert kv_token_bytes(LLAMA2_7B, "float32") == 2**20
 
 
-@pytest.mark.parametrize("kv_dtype", KV_BITS)
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS)
 def test_kv_bytes_are_those_of_the_native_pool(kv_dtype: str) -> None:
     assert kv_token_bytes(LLAMA2_7B, kv_dtype) * 16 == kv_block_bytes(LLAMA2_7B, 16, kv_dtype)
 

@@ -11,12 +11,12 @@ import torch
 from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
 from headrace.compress.grids.errors import ErrorParts, measure
 from headrace.compress.grids.spec import NumberFormat, parse, unknown
-from headrace.compress.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
 from headrace.data.config import ModelConfig
 from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
 from headrace.weights.loader import read_part, write_parts
+from headrace.weights.mixes import HEAD, MIXES, SHORT, TABLE, tensor_kind
 from headrace.weights.parts import WeightPart, plan, stored_as
 from headrace.weights.schemes.small_floats import GROUPS
 from headrace.weights.source import WeightError, WeightSource

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.compress.grids.targets import EXAMPLES, integers_named
-from headrace.compress.mixes import MIXES, SHORT
 from headrace.compress.pipeline import LAYOUTS, Pipeline
+from headrace.weights.mixes import MIXES, SHORT
 from headrace.weights.schemes.awq import AWQWriter
 from headrace.weights.schemes.base import IntegerFormat, SchemeWriter
 from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter, GroupWriter, SmallFloatsWriter, mixed_settings

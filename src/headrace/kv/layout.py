@@ -1,8 +1,13 @@
-"""Layout of a model's K/V: the shape of its pool and the bytes of a block, for pools and memory plans."""
+"""Layout of a model's K/V: the shape of its pool and the bytes of a block, for pools, memory plans and `headrace fit`."""
 
 from typing import NamedTuple
 
 from headrace.data.config import ModelConfig
+
+# The native core stores K/V in pages of PAGE tokens of one head, with the head size padded to a multiple of LANES.
+PAGE, LANES = 16, 16
+# Bits of a number, and bytes of the scales of a page (K and V together).
+KV_FORMATS = {"float32": (32, 0), "bfloat16": (16, 0), "int8": (8, 128), "int4": (4, 192)}
 
 
 class KVShape(NamedTuple):
@@ -16,6 +21,21 @@ class KVShape(NamedTuple):
     def block_bytes(self, block_size: int, element_bytes: int) -> int:
         """Bytes of a block of `block_size` tokens with `element_bytes` per element, without padding."""
         return 2 * self.layers * self.heads * self.head_dim * block_size * element_bytes
+
+    def native_block_bytes(self, block_size: int, kv_dtype: str) -> int:
+        """Bytes of a block of `block_size` tokens in the native core: whole pages, with padding and scales."""
+        return self.layers * self.heads * 2 * vector_bytes(self.head_dim, kv_dtype) * block_size // PAGE
+
+
+def vector_bytes(width: int, kv_dtype: str) -> int:
+    """Bytes of PAGE vectors of `width` numbers (K or V of one head in a page), with padding and scales.
+
+    Raises ValueError for an unknown format.
+    """
+    if kv_dtype not in KV_FORMATS:
+        raise ValueError(f"unknown number format {kv_dtype!r} of K and V; choose {', '.join(KV_FORMATS)}")
+    bits, scales = KV_FORMATS[kv_dtype]
+    return (-(-width // LANES) * LANES * PAGE * bits) // 8 + scales // 2
 
 
 def kv_shape(config: ModelConfig) -> KVShape:

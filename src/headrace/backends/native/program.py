@@ -62,8 +62,7 @@ class NativeStoredRows(StoredRows):
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
     """Bytes of one block of the pool, in all layers."""
-    layers, heads, head_dim = kv_shape(config)
-    return int(core.module().KVPool.block_bytes(layers, block_size, heads, head_dim, KV_DTYPES[kv_dtype]))
+    return kv_shape(config).native_block_bytes(block_size, "bfloat16" if kv_dtype == "auto" else kv_dtype)
 
 
 def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:

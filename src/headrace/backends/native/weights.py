@@ -16,7 +16,7 @@ import numpy as np
 from headrace import core
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
-from headrace.models.layers import Biased, Embedding, Holder, Relative
+from headrace.models.layers import Biased, Embedding, Holder, ParamSpec, Relative
 from headrace.weights.decode import check_finite, read_floats
 from headrace.weights.kinds import FLOATS
 from headrace.weights.parts import WeightPart, plan
@@ -45,25 +45,48 @@ class PackedPart:
     scale: float = 0.0
 
 
-def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
-    """Bytes of a model's parameters after packing, padding included: whole tiles of matrices, float32 vectors.
+@dataclass(frozen=True, slots=True)
+class PackedSize:
+    """Size of one part of a parameter after packing.
 
-    Raises ValueError for stored kinds that the core has no kernels for.
+    path: its holder ("layers.3.qkv"). spec: the parameter, with the axes that ranks split. kind: stored number format as the
+    packer reads it; into: integers that it is rounded to, or "". rows, columns: of the part; columns is 0 for vectors and
+    small tables, which stay float32.
     """
-    plans, total = plan(model, source), 0
+
+    path: str
+    spec: ParamSpec
+    kind: str
+    into: str
+    rows: int
+    columns: int
+    nbytes: int
+
+
+def packed_sizes(model: Model, source: WeightSource, quantize: str = "") -> Iterator[PackedSize]:
+    """Sizes of a model's parameters after packing, padding included: whole tiles of matrices, float32 vectors.
+
+    Reads names and shapes only. Raises ValueError for stored kinds that the core has no kernels for.
+    """
+    plans = plan(model, source)
     for path, holder in model.holders():
         for field, spec in holder.params().items():
-            parts = plans[f"{path}.{field}"]
             table = isinstance(holder, Embedding) or spec.rows == "vocab"
-            for part in parts:
+            for part in plans[f"{path}.{field}"]:
                 n, kind = part.shape[0], source.info(part.source).kind
                 if len(part.shape) == 1 or isinstance(holder, Biased | Relative):
-                    total += -(-math.prod(part.shape) // 16) * 16 * 4
+                    count = -(-math.prod(part.shape) // 16) * 16
+                    yield PackedSize(path, spec, "F32", "", count, 0, 4 * count)
                     continue
                 as_read = "F32" if part.transpose or part.shift else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
-                total += core.module().packed_bytes(as_read, n, math.prod(part.shape[1:]), into)
-    return total
+                columns = math.prod(part.shape[1:])
+                yield PackedSize(path, spec, as_read, into, n, columns, core.module().packed_bytes(as_read, n, columns, into))
+
+
+def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
+    """Bytes of a model's parameters after packing. Raises ValueError as `packed_sizes` does."""
+    return sum(size.nbytes for size in packed_sizes(model, source, quantize))
 
 
 def total_packed_bytes(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:

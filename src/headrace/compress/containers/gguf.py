@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from headrace.compress.budget import Ladder, check_budget, gguf_ladder
-from headrace.compress.mixes import MIXES, kind_named, mix_named, tensor_kind
+from headrace.compress.mixes import kind_named, mix_named
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.plan import CompressionPlan, EncodedRows, new_report, parts_by_target
 from headrace.compress.pruning import is_pruned, zero_kind
@@ -30,6 +30,7 @@ from headrace.weights.gguf import DEFAULT_ALIGNMENT, Chunks, GGUFFile, entry, fi
 from headrace.weights.imatrix import check_widths, read_imatrix
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.kv_settings import KVSettings
+from headrace.weights.mixes import MIXES, tensor_kind
 from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo, WeightError
 

@@ -4,19 +4,12 @@ from dataclasses import dataclass
 from math import inf
 
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import kv_shape
-
-# Bits of a number, and of the scales of a vector; int4 has two pairs for K and one for V.
-KV_BITS = {"float32": (32, 0), "bfloat16": (16, 0), "int8": (8, 32), "int4": (4, 48)}
+from headrace.kv.layout import PAGE, kv_shape
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
-    """Bytes of K and V of one token over all layers. Raises ValueError for an unknown format."""
-    if kv_dtype not in KV_BITS:
-        raise ValueError(f"unknown number format {kv_dtype!r} of K and V; choose {', '.join(KV_BITS)}")
-    shape = kv_shape(config)
-    number, scale = KV_BITS[kv_dtype]
-    return shape.block_bytes(1, 1) * (number + scale / shape.head_dim) / 8
+    """Bytes of K and V of one token over all layers, as the native core stores them. Raises ValueError for an unknown format."""
+    return kv_shape(config).native_block_bytes(PAGE, kv_dtype) / PAGE
 
 
 @dataclass(frozen=True, slots=True)
