@@ -22,6 +22,8 @@ One TOML format for the shipped file and the user's own in `$XDG_CONFIG_HOME/hea
     temperature = 0.7
     [model.chat]
     system = "You are a helpful assistant."
+    [model.config]                       # keys of its config.json, for `headrace fit` before the download
+    hidden_size = 576
 
     [[family]]                           # settings for models without their own that are not in the catalog
     name = "My models"                   # matches models whose name or file contains it …
@@ -109,7 +111,8 @@ class ChatDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sources": "source"}):
-    """A model of the catalog. sha256, size (bytes): of `file`; without `file` the model is a folder."""
+    """A model of the catalog. sha256, size (bytes): of `file`; without `file` the model is a folder. config: keys of its
+    config.json that say its sizes."""
 
     name: str
     sources: tuple[Source, ...]
@@ -121,6 +124,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"so
     sampling: dict[str, Any] = {}
     sampling_source: str = ""  # the vendor's page with these values
     chat: ChatDefaults = ChatDefaults()
+    config: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if not is_name(self.name):

@@ -8,7 +8,7 @@ from headrace.kv.layout import PAGE, kv_shape
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> float:
-    """Bytes of K and V of one token over all layers, as the native core stores them. Raises ValueError for an unknown format."""
+    """Bytes of K and V of one token over all layers, in the native core. Raises ValueError for an unknown format."""
     return kv_shape(config).native_block_bytes(PAGE, kv_dtype) / PAGE
 
 
