@@ -43,8 +43,8 @@ ROOMS = {
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "backends runner models models.layers weights.parts ops kv weights core host data",
     "engine": "drafting decoding text kv data",
-    "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text models kv weights "
-    "confined core host data",
+    "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text weights.parts models kv "
+    "weights confined core host data",
     "llm": "startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",
