@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import AnyWant, Feed, KVGroup, Sample
+from headrace.data.plan import AnyWant, Feed, KVGroup, RankLostError, Sample, StepOutput, StepPlan
 from headrace.data.types import Child, Delta, Holding, Request, Sequence, Status
 from headrace.decoding.base import Outputs, Strategy
 from headrace.drafting.speculation import Speculation
@@ -236,3 +236,22 @@ def test_what_lies_off_its_place_counts_in_every_group_of_the_targets() -> None:
     Scheduler(SchedulerConfig(4, 64, 64), blocks).accept(seq, 3, (1,))
     assert seq.kv.moves == [(4, 3)]
     assert seq.kv.computed == [4, 4, 2]
+
+
+@pytest.mark.parametrize("error", [RankLostError, RuntimeError])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_lost_rank_ends_the_engine_and_a_failed_step_does_not(error: type[Exception], depth: int) -> None:
+    class Broken(FakeRunner):
+        def execute(self, plan: StepPlan) -> StepOutput:
+            raise error("rank 1 ended (signal SIGKILL)")
+
+    config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
+    engine = Engine(Deferred(Broken(12, 4), depth), config, vocab_size=VOCAB)
+    engine.add([1, 2, 3], SHORT)
+    if error is RankLostError:
+        for _ in range(2):
+            with pytest.raises(RankLostError, match="rank 1 ended"):
+                engine.step()
+    else:
+        deltas = [delta for _ in range(6) for delta in engine.step()]
+        assert [delta.error for delta in deltas] == ["the step failed: rank 1 ended (signal SIGKILL)"]

@@ -319,6 +319,10 @@ class StepOutput(msgspec.Struct):
     propagated: tuple[int, ...] = ()
 
 
+class RankLostError(RuntimeError):
+    """A process that holds a part of the model has ended or hangs: its K/V are lost, and no step can run any more."""
+
+
 class KVGroup(msgspec.Struct, frozen=True):
     """Per-token state of one kind: the target's K/V, a draft model's K/V, hidden rows. It lies in the blocks of `table`.
 

@@ -13,7 +13,20 @@ import numpy as np
 
 from headrace.data.config import EngineConfig
 from headrace.data.params import SamplingParams
-from headrace.data.plan import HIDDEN, TARGET, Answers, Failed, Feed, KVGroup, Sample, StepOutput, StepPlan, Where, wanted
+from headrace.data.plan import (
+    HIDDEN,
+    TARGET,
+    Answers,
+    Failed,
+    Feed,
+    KVGroup,
+    RankLostError,
+    Sample,
+    StepOutput,
+    StepPlan,
+    Where,
+    wanted,
+)
 from headrace.data.torch_threads import keep_torch_threads
 from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status, Wire
 from headrace.decoding.base import Outputs, Strategy
@@ -81,6 +94,7 @@ class Engine:
         self.fed = 0  # tokens of the last step
         # Failed steps since the last successful one; a retried request's step does not reset it.
         self.failing = 0
+        self._lost: RankLostError | None = None
         self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
         self._names = itertools.count()
@@ -205,7 +219,12 @@ class Engine:
     # -- the loop ------------------------------------------------------------------------------------------------------
     @keep_torch_threads()
     def step(self) -> list[Delta]:
-        """Run one step; returns the deltas of all requests, empty if there is nothing to do."""
+        """Run one step; returns the deltas of all requests, empty if there is nothing to do.
+
+        Raises RankLostError if a part of the model is lost; every later step raises it, too.
+        """
+        if self._lost is not None:
+            raise self._lost
         self.fed = 0
         self._launch()
         if self._flights:
@@ -256,6 +275,9 @@ class Engine:
     def _submit(self, plan: StepPlan) -> Ticket:
         try:
             return self.executor.submit(plan)
+        except RankLostError as error:
+            self._lost = error
+            raise
         except Exception as error:
             return Done(None, error)
 
@@ -336,6 +358,9 @@ class Engine:
             if list(map(len, output.feeds)) != [len(work.feed.wants) for work in flight.works]:
                 raise RuntimeError("a feed was not answered as it wanted")
             self.failing = self.failing if flight.retry else 0
+        except RankLostError as error:
+            self._lost = error
+            raise
         except Exception as error:
             # An error of the back end must not end the other requests.
             output = None
