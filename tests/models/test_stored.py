@@ -1,5 +1,4 @@
-"""A weight's way into a model and back: what is written is what was read, in both kinds of file, and shares of ranks make the
-whole."""
+"""A weight's way into a model and back: what is written is what was read, in both kinds of file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +7,10 @@ import pytest
 import torch
 
 from headrace.models.base import Model
-from headrace.models.layers import ParamSpec
-from headrace.models.registry import describe
 from headrace.weights.gguf import GGUFFile
-from headrace.weights.loader import load_model, read_part, write_parts
-from headrace.weights.parts import WeightPart, cut, plan, stored_as
+from headrace.weights.loader import load_model, write_parts
+from headrace.weights.parts import stored_as
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.source import WeightError
 from tests.models.gguf_writer import write_gguf
 from tests.models.zoo import CONFIGS, MemorySource, hf_source, loaded, oracle, pieces, written
 from tests.tiny_bert import write_tiny_bert
@@ -80,32 +76,3 @@ def test_the_tensors_are_those_of_the_gguf_package(name: str, tmp_path: Path) ->
     assert sorted(tensors) == sorted(source.names())
     for key, ours in tensors.items():
         assert torch.equal(ours.reshape(-1), torch.from_numpy(source.raw(key).copy()).reshape(-1).view(torch.float32))
-
-
-@pytest.mark.parametrize(("name", "container"), [("llama-gqa", "gguf"), ("qwen2-tied", "safetensors"), ("gpt2", "safetensors")])
-@pytest.mark.parametrize("world", [1, 2])
-def test_shares_of_ranks_make_the_whole(name: str, container: str, world: int) -> None:
-    whole = loaded(oracle(name))
-    source = MemorySource(container, written(whole, container), {})
-    model, cuts = describe(whole.config), 0
-    plans = plan(model, source)
-    for path, holder in model.holders():
-        for field, spec in holder.params().items():
-            for part in plans[f"{path}.{field}"]:
-                shares = [cut(part, spec, rank, world) for rank in range(world)]
-                read = [read_part(share, source, torch.float32) for share in shares]
-                assert [tuple(values.shape) for values in read] == [share.shape for share in shares]
-                if shares[0] == part:
-                    continue
-                cuts += 1
-                assert torch.equal(torch.cat(read, 0 if spec.rows else 1), read_part(part, source, torch.float32))
-    assert (cuts > 10) == (world > 1)
-
-
-def test_what_cannot_be_shared_evenly_is_refused() -> None:
-    part = WeightPart("a", "a", (6, 4), (6, 4))
-    assert cut(part, ParamSpec((("", 6),), (4,)), 1, 4) is part  # every rank has all of it
-    with pytest.raises(WeightError, match="6 rows cannot be cut for 4 ranks"):
-        cut(part, ParamSpec((("", 6),), (4,), rows="heads"), 0, 4)
-    with pytest.raises(WeightError, match="4 columns cannot be cut for 3 ranks"):
-        cut(part, ParamSpec((("", 6),), (4,), columns="ffn"), 0, 3)

@@ -28,11 +28,12 @@ ROOMS = {
     "weights": "core host data",
     "compress.grids": "kv weights data",
     "kv": "data",
+    "parallel.ranks.share": "data",  # sizes alone
     "kv.pool": "kv data",  # the tensors; the loop knows none
     "ops": "kv.pool data",
     "models.layers": "data",
     "models": "models.layers ops weights data",
-    "weights.parts": "models models.layers weights data",
+    "weights.parts": "parallel.ranks.share models models.layers weights data",
     "weights.loader": "weights.parts models weights data",
     "text": "confined",
     "decoding": "text ops confined host data",
@@ -41,7 +42,8 @@ ROOMS = {
     "startup.opening": "text models weights data",
     "backends": "startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
-    "backends.native": "backends runner models models.layers weights.parts ops kv weights core host data",
+    "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
+    "parallel": "",
     "engine": "drafting decoding text kv data",
     "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text weights.parts models kv "
     "weights confined core host data",
@@ -79,11 +81,12 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host stats",
-    "kv kv.pool weights core confined compress.grids",
+    "kv kv.pool weights core confined compress.grids parallel.ranks.share",
     "ops models.layers models",
     "weights.loader weights.parts text",
     "decoding drafting runner startup.opening",
     "backends backends.eager backends.native",
+    "parallel",
     "engine startup",
     "llm",
     "training compress",
@@ -116,6 +119,7 @@ TOP = {"__init__", "__main__", "host", "llm"} | {
         "kv",
         "models",
         "ops",
+        "parallel",
         "runner",
         "server",
     ),

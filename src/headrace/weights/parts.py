@@ -5,7 +5,7 @@ for writers.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -14,6 +14,7 @@ from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model
 from headrace.models.configs import name_map
 from headrace.models.layers import ParamSpec
+from headrace.parallel.ranks.share import Share
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource
 
@@ -66,24 +67,31 @@ class WeightPart:
         return values + self.shift if self.shift else values
 
 
-def cut(part: WeightPart, spec: ParamSpec, rank: int, world: int) -> WeightPart:
-    """Share of rank `rank` of `world` in a part, if its rows or columns are split (spec.rows, spec.columns).
+def cut(part: WeightPart, spec: ParamSpec, share: Share) -> WeightPart:
+    """The rows or columns of a part that a rank holds, by spec.rows and spec.columns; the whole part if neither is set.
 
-    Raises WeightError if the split is uneven. The caller ensures that no head is split.
+    Query rows are cut by heads, K and V rows by the K/V heads that these read, all others by units of the fixed segments.
     """
-    if world == 1 or (spec.rows is None and spec.columns is None):
+    axis = spec.columns or spec.rows
+    if axis is None:
         return part
-    axis = 1 if spec.rows is None else 0
-    if part.shape[axis] % world:
-        raise WeightError(f"{part.shape[axis]} {'columns' if axis else 'rows'} cannot be cut for {world} ranks; use a divisor")
-    size = part.shape[axis] // world
-    mine = (rank * size, (rank + 1) * size)
-    if axis == 1:
-        return replace(part, shape=(part.shape[0], size), columns=mine)
-    if part.row_order is not None:
-        return replace(part, shape=(size, *part.shape[1:]), row_order=tuple(part.row_order)[slice(*mine)])
-    first = part.rows[0] if part.rows else 0
-    return replace(part, shape=(size, *part.shape[1:]), rows=(first + mine[0], first + mine[1]))
+    layer = re.search(r"\.(\d+)\.", part.target)
+    held = share.layers[int(layer[1])].cut(axis, part.target.split(".")[-2]) if layer else share.vocab
+    if spec.columns is not None:
+        return replace(part, shape=(part.shape[0], len(held)), columns=(held.start, held.stop))
+    order, first = part.row_order, part.rows[0] if part.rows else 0
+    shape, rows = (len(held), *part.shape[1:]), (first + held.start, first + held.stop)
+    if isinstance(order, Unpaired):  # reorders rows within a head, and heads are not cut
+        order = replace(order, heads=len(held) // order.head_dim)
+    elif order is not None:
+        return replace(part, shape=shape, row_order=order[held.start : held.stop])
+    return replace(part, shape=shape, rows=rows, row_order=order)
+
+
+def cut_plan(plans: Mapping[str, tuple[WeightPart, ...]], model: Model, share: Share) -> dict[str, tuple[WeightPart, ...]]:
+    """A rank's part of the load plan of a whole model."""
+    specs = {f"{path}.{field}": spec for path, holder in model.holders() for field, spec in holder.params().items()}
+    return {key: tuple(cut(part, specs[key], share) for part in parts) for key, parts in plans.items()}
 
 
 def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:

@@ -17,9 +17,11 @@ from headrace import core
 from headrace.data.progress import Progress, Silent
 from headrace.models.base import Model
 from headrace.models.layers import Biased, Embedding, Holder, ParamSpec, Relative
+from headrace.models.registry import describe
+from headrace.parallel.ranks.share import Share
 from headrace.weights.decode import check_finite, read_floats
-from headrace.weights.kinds import FLOATS
-from headrace.weights.parts import WeightPart, plan
+from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.parts import WeightPart, cut_plan, plan
 from headrace.weights.schemes.folder import input_scale
 from headrace.weights.source import WeightError, WeightSource
 
@@ -63,12 +65,15 @@ class PackedSize:
     nbytes: int
 
 
-def packed_sizes(model: Model, source: WeightSource, quantize: str = "") -> Iterator[PackedSize]:
+def packed_sizes(model: Model, source: WeightSource, quantize: str = "", share: Share | None = None) -> Iterator[PackedSize]:
     """Sizes of a model's parameters after packing, padding included: whole tiles of matrices, float32 vectors.
 
-    Reads names and shapes only. Raises ValueError for stored kinds that the core has no kernels for.
+    share: the rank's part of them. Reads names and shapes only. Raises ValueError for stored kinds that the core has no kernels
+    for.
     """
     plans = plan(model, source)
+    if share is not None:
+        plans = cut_plan(plans, model, share)
     for path, holder in model.holders():
         for field, spec in holder.params().items():
             table = isinstance(holder, Embedding) or spec.rows == "vocab"
@@ -80,13 +85,13 @@ def packed_sizes(model: Model, source: WeightSource, quantize: str = "") -> Iter
                     continue
                 as_read = "F32" if part.transpose or part.shift else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
-                columns = math.prod(part.shape[1:])
+                columns = _width(part, as_read)
                 yield PackedSize(path, spec, as_read, into, n, columns, core.module().packed_bytes(as_read, n, columns, into))
 
 
-def packed_bytes(model: Model, source: WeightSource, quantize: str = "") -> int:
+def packed_bytes(model: Model, source: WeightSource, quantize: str = "", share: Share | None = None) -> int:
     """Bytes of a model's parameters after packing. Raises ValueError as `packed_sizes` does."""
-    return sum(size.nbytes for size in packed_sizes(model, source, quantize))
+    return sum(size.nbytes for size in packed_sizes(model, source, quantize, share))
 
 
 def total_packed_bytes(models: Sequence[tuple[Model, WeightSource, str]]) -> tuple[int, str]:
@@ -106,14 +111,28 @@ def _quantized(kind: str, quantize: str, table: bool) -> str:
     return "int8" if table else quantize
 
 
+def _stored_columns(part: WeightPart, kind: str) -> tuple[int, int]:
+    """Columns of a part with those around it that share a stored block."""
+    block = KINDS[kind].block
+    first, last = part.columns or (0, math.prod(part.shape[1:]))
+    return first // block * block, -(-last // block) * block
+
+
+def _width(part: WeightPart, kind: str) -> int:
+    """Columns that are packed of a part: whole stored blocks."""
+    first, last = _stored_columns(part, kind)
+    return last - first
+
+
 class PackedWeights:
     """Packed parameters of a model from an open file. The first use of a parameter lays it out; `pack` fills it.
 
     quantize: "", int8 or int4 rounds float weights with one scale per 32 columns; token tables and the head become int8. Raises
     WeightError if the file has no float weights to quantise, or values that are not finite.
+    share: the part of the file's parameters to pack; `model` is then the rank's, of `share.narrowed()`.
     """
 
-    def __init__(self, model: Model, source: WeightSource, pool: Any, quantize: str = "") -> None:
+    def __init__(self, model: Model, source: WeightSource, pool: Any, quantize: str = "", share: Share | None = None) -> None:
         if quantize not in QUANTIZE:
             raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
         self.source = source
@@ -123,7 +142,10 @@ class PackedWeights:
         self._packer = core.module().Packer(self.arena)
         # By the packer's number.
         self._packed: list[WeightPart] = []
-        self._plans = plan(model, source)
+        whole = model if share is None else describe(share.config)
+        self._plans = plan(whole, source)
+        if share is not None:
+            self._plans = cut_plan(self._plans, whole, share)
         self._paths = {id(holder): path for path, holder in model.holders()}
         self._tables: dict[str, Any] = {}
         self._linears: dict[str, list[PackedPart]] = {}
@@ -294,9 +316,7 @@ class PackedWeights:
     def _read(self, part: WeightPart) -> bool:
         """Whether a part is decoded to float32 before packing. Quantising would hide a NaN, so quantised parts are decoded and
         checked."""
-        return bool(
-            part.transpose or part.shift or part.columns or (self.quantize and self.source.info(part.source).kind in FLOATS)
-        )
+        return bool(part.transpose or part.shift or (self.quantize and self.source.info(part.source).kind in FLOATS))
 
     def _mapped(self, part: WeightPart) -> bool:
         return not self._read(part) and self.source.mapped(part.source)
@@ -309,6 +329,10 @@ class PackedWeights:
         rows = self.source.raw(part.source)
         if part.rows is not None:
             rows = rows[part.rows[0] : part.rows[1]]
+        if part.columns is not None:
+            block, block_bytes = KINDS[kind]
+            first, last = _stored_columns(part, kind)
+            rows = rows[:, first // block * block_bytes : last // block * block_bytes]
         order = None if part.row_order is None else np.fromiter(part.row_order, np.int32)
         return rows, kind, order, self._mapped(part)
 
@@ -316,7 +340,7 @@ class PackedWeights:
         rows, kind, order, mapped = self._rows(part)
         if ids is not None:
             order = (ids if order is None else order[ids]).astype(np.int32)
-        n, k = part.shape[0] if ids is None else len(ids), math.prod(part.shape[1:])
+        n, k = part.shape[0] if ids is None else len(ids), _width(part, kind)
         quantize = self._quantize(part, wide)
         tensor = self._packer.add(rows, kind, n, k, permutation=order, quantize=quantize, bias=bias, mapped=mapped)
         self._note(part, mapped=mapped)
