@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace import host
 from headrace.data.params import ParamError
+from headrace.data.plan import RankLostError
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.data.types import Delta, Request
 from headrace.decoding.base import Strategy
@@ -272,6 +273,9 @@ def serve(channel: Channel) -> int:
         EngineLoop(llm, channel, message.beat).run()
     except EOFError:
         return 0
+    except RankLostError as error:
+        log.error("%s; the engine ends", error)
+        return 1
     return 0
 
 
