@@ -1,6 +1,5 @@
 """calibrate: a threshold with a guarantee for early exit, or for tokens of a smaller model."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,20 +11,8 @@ from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 
 
-class Criterion(StrEnum):
-    """The confidence of an exit or of a smaller model."""
-
-    MAX_PROB = "max_prob"
-    MARGIN = "margin"
-    SATURATION = "saturation"
-    CLASSIFIER = "classifier"
-
-
-class Loss(StrEnum):
-    """The loss of an answer, measured against the full model."""
-
-    TEXT = "text"
-    TOKEN = "token"
+# The confidence of an exit or of a smaller model.
+Criterion = Literal["max_prob", "margin", "saturation", "classifier"]
 
 
 def register(app: typer.Typer) -> None:
@@ -48,12 +35,12 @@ def calibrate(
     ],
     criterion: Annotated[
         Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")
-    ] = Criterion.MAX_PROB,
+    ] = "max_prob",
     decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: decay of the threshold.")] = 0.0,
     loss: Annotated[
-        Loss,
+        Literal["text", "token"],
         typer.Option(help="text: 1 - ROUGE-L with the full model's answer; token: share of early tokens that differ."),
-    ] = Loss.TEXT,
+    ] = "text",
     delta: Annotated[float, typer.Option(help="Largest mean loss.")] = 0.1,
     epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Most tokens of an answer.")] = 64,
@@ -80,9 +67,8 @@ def calibrate(
             f"{source} has {len(prompts)} prompts, and fewer than {least} can show nothing at this delta; add some"
         )
     llm = open_llm(model, options)
-    lost: Literal["text", "token"] = "text" if loss is Loss.TEXT else "token"
     cascade = options.cascade is not None
-    config = CalibrationConfig(str(criterion), decay, max_tokens, lost, delta, epsilon, cascade)
+    config = CalibrationConfig(criterion, decay, max_tokens, loss, delta, epsilon, cascade)
     rule, result = calibrate_threshold(
         llm,
         [prompt_tokens(llm, prompt) for prompt in prompts],
@@ -126,5 +112,5 @@ def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:
             "calibrate needs exits of the model: --exits FOLDER (headrace train-heads --kind exit), "
             "or a smaller model: --cascade MODEL"
         )
-    if options.cascade is not None and (criterion in (Criterion.SATURATION, Criterion.CLASSIFIER) or decay):
+    if options.cascade is not None and (criterion in ("saturation", "classifier") or decay):
         raise typer.BadParameter("--criterion saturation, classifier and --decay are of exits; leave them out with --cascade")

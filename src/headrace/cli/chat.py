@@ -18,7 +18,6 @@ from headrace.cli.opening import open_llm
 from headrace.cli.options import (
     ModelName,
     ModelOptions,
-    Preset,
     SamplingOptions,
     ShowExits,
     SystemPrompt,
@@ -30,7 +29,7 @@ from headrace.cli.output import crop, moving, watch_prompt, width
 from headrace.cli.terminal import AnswerWriter, note
 from headrace.data.fields import declared
 from headrace.data.outputs import RequestOutput
-from headrace.data.params import SamplingParams
+from headrace.data.params import PRESETS, SamplingParams
 from headrace.data.progress import counted
 from headrace.data.spelling import did_you_mean
 from headrace.weights.store import expand
@@ -245,7 +244,7 @@ class ChatSession:
             raise ValueError(f"unknown setting {name}; {question}")
         elif not value.strip():
             if name == "preset":
-                raise ValueError(f"/set preset takes a name: {', '.join(Preset)}")
+                raise ValueError(f"/set preset takes a name: {', '.join(PRESETS)}")
             note(_table(self.params, names=(name,)))
         elif name == "preset":
             self.params = self.params.replace(**_preset(value.strip()))
@@ -322,8 +321,8 @@ def _path(text: str, command: str) -> Path:
 
 def _preset(name: str) -> dict[str, Any]:
     """Return the sampling settings of a preset, without those that end answers."""
-    if name not in list(Preset):
-        raise ValueError(f"unknown preset {name}; known: {', '.join(Preset)}")
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name}; known: {', '.join(PRESETS)}")
     params = getattr(SamplingParams, name)()
     return {setting: getattr(params, setting) for setting in DRAW}
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass, make_dataclass
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -101,22 +100,6 @@ def as_options(text: str, names: Iterable[str]) -> str:
     return re.sub(rf"(?<![\w./-])({long})s?(?![\w/])", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
-class Preset(StrEnum):
-    """Named sampling settings, in place of the model's own."""
-
-    PRECISE = "precise"
-    BALANCED = "balanced"
-    CREATIVE = "creative"
-
-
-class EarlyStopping(StrEnum):
-    """When beam search stops."""
-
-    TRUE = "true"
-    FALSE = "false"
-    NEVER = "never"
-
-
 def _sampling(help: str) -> Any:
     return typer.Option(help=help, rich_help_panel=SAMPLING_PANEL)
 
@@ -126,7 +109,7 @@ def _form(help: str, **more: Any) -> Any:
 
 
 # Types that one value on the command line can have.
-KINDS: dict[Any, Any] = {str: str, bool: bool, int: int, float: float, bool | Literal["never"]: EarlyStopping}
+KINDS: dict[Any, Any] = {str: str, bool: bool, int: int, float: float, bool | Literal["never"]: Literal["true", "false", "never"]}
 
 
 def option_kind(one: Declared) -> Any:
@@ -201,7 +184,7 @@ CHOOSES = [
     *(*declared(BeamSearchParams), *declared(RefineParams)),
 ]
 Drawing: Any = make_dataclass(
-    "Drawing", [("preset", Annotated[Preset | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
+    "Drawing", [("preset", Annotated[Literal["precise", "balanced", "creative"] | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
 )
 Choosing: Any = make_dataclass("Choosing", option_fields(CHOOSES, CHOICE_PANEL))
 LEAVES = [one for one in DRAWS if one.name.startswith(("exit_", "cascade_"))]
@@ -214,7 +197,7 @@ class SamplingOptions(Drawing):
 
     sampling_defaults: Annotated[
         SamplingDefaults, _sampling("Settings that are not given: the model's own, or neutral ones (for evaluations).")
-    ] = SamplingDefaults.MODEL
+    ] = "model"
     dry_breaker: Annotated[list[str] | None, _sampling("DRY: text that ends a repetition; may be repeated.")] = None
     logit_bias: Annotated[list[str] | None, _sampling("ID=BIAS, added to the token's logit; may be repeated.")] = None
     bad_word: Annotated[list[str] | None, _sampling("Excluded text; may be repeated.")] = None
@@ -253,8 +236,8 @@ class SamplingOptions(Drawing):
 
     def settings(self) -> dict[str, Any]:
         """The given options as plain data."""
-        neutral = {"sampling_defaults": "neutral"} if self.sampling_defaults == SamplingDefaults.NEUTRAL else {}
-        return self.changes() | ({"preset": str(self.preset)} if self.preset else {}) | neutral
+        neutral = {"sampling_defaults": "neutral"} if self.sampling_defaults == "neutral" else {}
+        return self.changes() | ({"preset": self.preset} if self.preset else {}) | neutral
 
     def bind(self, llm: Any, own_of: Callable[[Defaults], dict[str, Any]] = values) -> Callable[..., SamplingParams]:
         """Return a function that makes parameters for an opened `LLM`: its own settings or the preset, then the given options,
@@ -264,7 +247,7 @@ class SamplingOptions(Drawing):
             given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
         if words := given.pop("dry_breakers", None):
             given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
-        defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else own_of(llm.opened.defaults)
+        defaults = {} if self.sampling_defaults == "neutral" else own_of(llm.opened.defaults)
         own = {"max_tokens": None, **(defaults if self.preset is None else PRESETS[self.preset])}
 
         def made(**changes: Any) -> SamplingParams:
@@ -275,9 +258,9 @@ class SamplingOptions(Drawing):
     def summary(self, defaults: Defaults, **more: Any) -> str:
         """One line with the settings in force and their sources. more: other given settings."""
         given = {**self.changes(), **{name: value for name, value in more.items() if value is not None}}
-        defaults = {} if self.sampling_defaults == SamplingDefaults.NEUTRAL else defaults
+        defaults = {} if self.sampling_defaults == "neutral" else defaults
         if self.preset is not None:
-            defaults = {name: Setting(value, "preset", str(self.preset)) for name, value in PRESETS[self.preset].items()}
+            defaults = {name: Setting(value, "preset", self.preset) for name, value in PRESETS[self.preset].items()}
         heeds = SHOWN & set(applicable_settings(values(defaults), given))
         defaults = {name: one for name, one in defaults.items() if name in heeds}
         shown = {name: value for name, value in given.items() if name in SHOWN}

@@ -97,7 +97,7 @@ def serve(
         tls_cert=str(server.tls_cert) if server.tls_cert else None,
         tls_key=str(server.tls_key) if server.tls_key else None,
         grace=server.grace,
-        sampling_defaults=str(server.sampling_defaults),
+        sampling_defaults=server.sampling_defaults,
         state=server.state or _state(server.port),
         limits=as_limits(limits),
         open_objects=server.open_objects,

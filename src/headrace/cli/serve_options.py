@@ -153,7 +153,7 @@ class ServerOptions:
     ] = ""
     sampling_defaults: Annotated[
         SamplingDefaults, _server("Settings of requests that give none: the model's own, or neutral ones (for evaluations).")
-    ] = SamplingDefaults.MODEL
+    ] = "model"
     log_json: Annotated[bool, _server("Write the log as JSON lines; with HEADRACE_LOG=info one line per request.")] = False
     grace: Annotated[float, _server("Seconds for running requests to finish after SIGTERM.", min=0)] = 30.0
     state: Annotated[

@@ -1,8 +1,7 @@
 """Command train-heads: train draft heads on a model's own answers."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -13,12 +12,7 @@ from headrace.cli.options import ModelName, with_groups, writable_folder
 from headrace.cli.output import print_table, say, status
 
 
-class HeadKindName(StrEnum):
-    """The kinds of heads."""
-
-    HEADS = "heads"
-    FEATURE = "feature"
-    EXIT = "exit"
+HeadKindName = Literal["heads", "feature", "exit"]
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +39,7 @@ def train_heads(
             help="heads: one head per token ahead; feature: a layer that drafts token by token; exit: heads after some"
             " of the model's layers."
         ),
-    ] = HeadKindName.FEATURE,
+    ] = "feature",
     exits: Annotated[
         str | None, typer.Option(help="Layers with an exit, such as 10,20,25 (default: at 2, 4 and 5 sixths).")
     ] = None,
@@ -84,7 +78,7 @@ def train_heads(
     # Loading the model shows its own progress.
     status().finish()
     with resumable(out):
-        if kind is HeadKindName.EXIT:
+        if kind == "exit":
             _print_exits(exit_heads.train_exits(str(path), out, config, status(), Interrupt()))
             say(f"the exits are in {out}; use them with --draft {out}")
             return
@@ -96,7 +90,7 @@ def train_heads(
 
 
 def _exit_layers(exits: str | None, kind: HeadKindName) -> tuple[int, ...]:
-    if exits is not None and kind is not HeadKindName.EXIT:
+    if exits is not None and kind != "exit":
         raise typer.BadParameter(f"--exits is for --kind exit, not {kind}; leave one of the two out")
     return layers_of(exits, "--exits")
 

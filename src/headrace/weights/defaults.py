@@ -6,9 +6,8 @@ In order: the name that the user gave (`headrace add`), the catalog (by name or 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from headrace.weights.catalog import Entry, Family
 
@@ -28,13 +27,6 @@ GGUF_FIELDS = {
 }
 
 
-class SamplingDefaults(StrEnum):
-    """Which defaults hold: the model's, or neutral ones."""
-
-    MODEL = "model"
-    NEUTRAL = "neutral"
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A value and its origin: name | catalog | model | family | default. of: name of the entry or family, unless it is the
@@ -47,6 +39,8 @@ class Setting:
 
 
 Defaults = Mapping[str, Setting]
+# Which defaults hold: the model's, or neutral ones.
+SamplingDefaults = Literal["model", "neutral"]
 
 
 def defaults_of(entry: Entry | None, called: str, own: Mapping[str, Any], family: Family | None) -> dict[str, Setting]:

@@ -19,7 +19,7 @@ from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.http.api_error import MODEL_UNUSABLE, ApiError
 from headrace.server.settings import CascadeSettings, Limits, ServerSettings, SettingsError
 from headrace.weights import catalog, hub
-from headrace.weights.defaults import Defaults, SamplingDefaults
+from headrace.weights.defaults import Defaults
 
 log = logging.getLogger("headrace.server")
 
@@ -44,7 +44,7 @@ class Service:
     @property
     def defaults(self) -> Defaults:
         """Sampling settings of requests without their own."""
-        return {} if self.settings.sampling_defaults == SamplingDefaults.NEUTRAL else self.llm.opened.defaults
+        return {} if self.settings.sampling_defaults == "neutral" else self.llm.opened.defaults
 
     @property
     def limits(self) -> Limits:
