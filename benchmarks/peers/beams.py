@@ -36,7 +36,7 @@ def compare(
     """Measure `batches` requests of `beams` beams each: 32 prompt tokens, 64 new tokens of the best hypothesis.
 
     Ratios: to the peer's tokens/s (if `with_peer`), and the time of beams over that of as many independent greedy
-    sequences. Raises ValueError if the peer cannot read the model, and WorkerError.
+    sequences. Raises ValueError if the peer cannot read the model, and ValueError.
     """
     opened = open_model(model)
     opened.source.close()

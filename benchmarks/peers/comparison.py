@@ -27,7 +27,7 @@ def compare(
 
     setting: arguments of our LLM. done: called after each cell with the result so far.
     An engine that cannot run the model is left out, reported and listed. Raises ValueError if the model is not a GGUF file,
-    and WorkerError if Headrace itself, or an engine that has started, fails.
+    and ValueError if Headrace itself, or an engine that has started, fails.
     """
     opened = open_model(model)
     opened.source.close()

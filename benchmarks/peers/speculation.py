@@ -170,7 +170,7 @@ def compare(
     """Measure every task with each kind of speculation: batch 1, greedy, tokens/s after the first token, a prompt a round.
 
     The result is that of `comparison.compare`, with a cell for each task and kind. done: called after each cell with the
-    result so far. Raises PeerError and WorkerError if an engine cannot be loaded or fails.
+    result so far. Raises PeerError and ValueError if an engine cannot be loaded or fails.
     """
     opened, small = open_model(model), open_model(draft)
     opened.source.close()

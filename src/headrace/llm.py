@@ -28,7 +28,7 @@ from headrace.data.explicit import (
 from headrace.data.fields import ParamError
 from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit_vector, whole
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Moving, Progress, Silent, on_terminal, waiting
+from headrace.data.progress import Moving, Progress, on_terminal, waiting
 from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
@@ -154,7 +154,7 @@ class LLM:
         """
         batch = as_batch(prompts)
         each = params_for_prompts(len(batch), params, sampling_params, settings)
-        progress = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Silent()
+        progress = self.progress if len(batch) > 1 and isinstance(self.progress, Moving) else Progress()
         return self._run(batch, each, tuple(processors), strategy, progress)
 
     def chat(
@@ -255,7 +255,7 @@ class LLM:
         if len(starts) != len(batch):
             raise ParamError("start", f"start has {len(starts)} numbers for {len(batch)} texts; give one, or one for each")
         each = [SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=at) for at in starts]
-        return [Score.of(output) for output in whole(self._run(batch, each, (), Scoring(), Silent()))]
+        return [Score.of(output) for output in whole(self._run(batch, each, (), Scoring(), Progress()))]
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
@@ -287,7 +287,7 @@ class LLM:
     def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy) -> list[RequestOutput]:
         """Run texts with a strategy that generates nothing."""
         batch = self._encode_running(texts)
-        return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Silent()))
+        return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Progress()))
 
     def render(
         self, messages: Messages, *, chat_template: str | None = None, parse_special: bool = False, **template: Any

@@ -11,7 +11,7 @@ from headrace.bench.interleave import Cell
 from headrace.bench.kv import EXACT, FORMATS, measure_losses
 from headrace.compress.calibration_pass import TOKENS, mean_keys
 from headrace.compress.texts import draw_texts
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.startup.opening import open_files
 from tests.cli_shell import Shell
 from tests.places import data_path, model_file
@@ -67,8 +67,8 @@ def test_what_smollm2_loses_is_within_the_promise() -> None:
     """Wikitext-2, 8 windows of 512, 2,048 tokens scored; half heads and the mean of keys each take more than a third off."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     text = str(data_path("wikitext2/valid.txt"))
-    scored = draw_texts(opened, text, 4096, 0, Silent(), 512, judging=True)
-    centre = mean_keys(opened.source, draw_texts(opened, text, TOKENS, 0, Silent(), 512))
+    scored = draw_texts(opened, text, 4096, 0, Progress(), 512, judging=True)
+    centre = mean_keys(opened.source, draw_texts(opened, text, TOKENS, 0, Progress(), 512))
     plain = "int4, one scale, K not centred"
     names = ("int8", "int4", "int4, K not centred", "int4, one scale for K", plain)
     lost = {

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from headrace.cli import message_input as lines
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
-from headrace.workflows.conversation import Conversation, ConversationError, load
+from headrace.workflows.conversation import Conversation, load
 from tests.cli_shell import ERASE, Shell, Terminal
 from tests.tiny_files import write_tiny_gguf
 
@@ -166,9 +166,9 @@ def test_a_model_without_a_template_cannot_chat(shell: Shell, tmp_path: Path) ->
 def test_files_that_are_no_conversation(data: str, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(data.encode("latin-1"))
-    with pytest.raises(ConversationError, match="x.json"):
+    with pytest.raises(ValueError, match="x.json"):
         load(file)
-    with pytest.raises(ConversationError, match="x.json"):
+    with pytest.raises(ValueError, match="x.json"):
         Conversation().save(file, "m")
     assert file.read_bytes() == data.encode("latin-1")
 

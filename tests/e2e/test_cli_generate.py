@@ -16,7 +16,7 @@ from headrace.cli.app import main
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.llm import LLM
 from headrace.workflows import batch, batch_output
-from headrace.workflows.batch_output import BatchOutput, OutputError
+from headrace.workflows.batch_output import BatchOutput
 from headrace.workflows.batch_requests import BatchRequest, InvalidLine, read_requests
 from tests.cli_shell import SECONDS, Shell
 
@@ -399,11 +399,11 @@ def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     second.read_existing()
     first.lock()
     first.start()
-    with pytest.raises(OutputError, match="another process is writing"):
+    with pytest.raises(ValueError, match="another process is writing"):
         second.lock()
     first.append({"id": "a", "error": None})
     first.close()
-    with pytest.raises(OutputError, match="another process"):
+    with pytest.raises(ValueError, match="another process"):
         second.lock()
     assert (tmp_path / "out.jsonl").read_text() == '{"id": "a", "error": null}\n'
 
@@ -420,7 +420,7 @@ def test_a_batch_from_python(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_p
     before = target.read_bytes()
     assert batch.run(tiny_llm, source, target, top_k=5).failed == 1
     assert target.read_bytes() == before
-    with pytest.raises(OutputError, match="started with different settings"):
+    with pytest.raises(ValueError, match="started with different settings"):
         batch.run(tiny_llm, source, target, top_k=6)
 
 

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.peers import llamacpp_programs as programs
 from benchmarks.peers import speculation as bench
 from benchmarks.peers.engines import PeerError
-from headrace.bench.worker import WorkerError
 from tests.cli_shell import Shell
 from tests.places import STORE
 from tests.tiny_files import write_tiny_gguf
@@ -83,7 +82,7 @@ def test_ours_beside_the_programs(built: Path) -> None:
 
 
 def test_a_program_that_fails_says_why(built: Path) -> None:
-    with pytest.raises(WorkerError, match="llama-lookup failed: no room for this"):
+    with pytest.raises(ValueError, match="llama-lookup failed: no room for this"):
         bench.compare(
             str(built), str(built), {"t": ["bad"]}, engines=["llama.cpp"], kinds=["lookup"], rounds=1, new_tokens=4, threads=1
         )

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from headrace.compress.export import CONFIG
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows
 from headrace.runner.classifier import _pool
@@ -122,7 +122,7 @@ def test_a_model_learns_with_its_exits(shell: Shell, bert: Path, tmp_path: Path)
 def learnt(
     bert: Path, work: Path, schedule: JointConfig, texts: list[list[int]] = TEXTS, layers: tuple[int, ...] = (3,)
 ) -> JointModel:
-    return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, Silent(), work, None)
+    return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, Progress(), work, None)
 
 
 def test_the_same_training_comes_to_the_same_weights(bert: Path, tmp_path: Path) -> None:

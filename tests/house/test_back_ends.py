@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.backends.memory import DoesNotFit
 from headrace.backends.recipe import BLOCK_SIZE, SELF, Recipe, Role
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
@@ -78,7 +77,7 @@ def test_torch_reads_nothing_where_not_all_has_room(tiny: Path, tmp_path: Path, 
     monkeypatch.setattr("headrace.backends.eager.loading.load_model", None)  # it would be called
     roles = [Role(name, each) for name, each in zip((TARGET.name, DRAFT), models, strict=True)]
     for memory, fits in (("1024GiB", "kv_cache_memory is 1024.00 GiB"), (None, "need .* for their weights")):
-        with pytest.raises(DoesNotFit, match=fits):
+        with pytest.raises(ValueError, match=fits):
             start(Recipe(tuple(roles), ModelSettings(device="cpu", backend="torch", dtype="float64", kv_cache_memory=memory)))
         monkeypatch.setattr("headrace.host.free_memory", lambda: 12 * numbers)  # for one and a half
     with pytest.raises(TypeError):

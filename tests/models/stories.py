@@ -11,7 +11,7 @@ from torch.nn.functional import kl_div
 from headrace.compress.stages import cut_model
 from headrace.compress.structure import Cut
 from headrace.compress.work_folder import WorkFolder
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.registry import read_config
 from headrace.startup.opening import Opened
@@ -67,7 +67,7 @@ def cut(source: MemorySource, wanted: Cut) -> Model:
     with TemporaryDirectory() as folder:
         work = WorkFolder(Path(folder) / "work")
         work.begin({})
-        left = cut_model(opened, [wanted], work, texts(0, MEASURED), Silent(), 1, vocabulary=False)
+        left = cut_model(opened, [wanted], work, texts(0, MEASURED), Progress(), 1, vocabulary=False)
         model = load_model(left.opened.source)
         left.opened.source.close()
     return model

@@ -10,7 +10,7 @@ from headrace.compress.folding import AWQ
 from headrace.compress.grids.keep import parse_sparsity
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import draw_texts
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.loader import load_model
@@ -34,8 +34,8 @@ class SmolLM2:
         train, rest = folder / "train.txt", folder / "rest.txt"
         train.write_text(whole[:TRAIN].decode(errors="ignore"))
         rest.write_text(whole[TRAIN:].decode(errors="ignore"))
-        self.read = draw_texts(self.opened, str(train), MEASURED, 0, Silent())
-        self.judged = draw_texts(self.opened, str(rest), WINDOWS * WINDOW, 0, Silent(), WINDOW, judging=True)
+        self.read = draw_texts(self.opened, str(train), MEASURED, 0, Progress())
+        self.judged = draw_texts(self.opened, str(rest), WINDOWS * WINDOW, 0, Progress(), WINDOW, judging=True)
         self.before = self.cost(load_model(self.opened.source))
         self.lost = cache(self._lost)
 

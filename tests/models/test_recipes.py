@@ -14,7 +14,7 @@ from headrace.compress.report import Report
 from headrace.compress.texts import draw_texts, passage_hashes
 from headrace.compress.write import compress, prepare, work_path
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.llm import LLM
 from headrace.models.registry import read_config
 from headrace.startup.opening import open_files
@@ -105,7 +105,7 @@ def test_cut_healed_and_rounded_in_one_command(
     assert (healed["steps"], healed["tokens"]) == (6, 6 * 4 * 256)
     assert 0 < healed["different"] <= healed["tokens"]
     assert healed["after"]["perplexity"] < 0.9 * healed["before"]["perplexity"]
-    assert set(passage_hashes(draw_texts(open_files(model), str(book), 1024, 0, Silent()))) < set(report.passages)
+    assert set(passage_hashes(draw_texts(open_files(model), str(book), 1024, 0, Progress()))) < set(report.passages)
     for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("heal.json", 1), ("layer_0001.safetensors", 1)):
         killed_at(file, count, lambda: made("out"))
     made("out")

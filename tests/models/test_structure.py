@@ -22,7 +22,7 @@ from headrace.compress.texts import draw_texts
 from headrace.compress.work_folder import WorkFolder
 from headrace.compress.write import compress, predict, work_path
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.registry import read_config
@@ -81,7 +81,7 @@ def test_a_file_that_was_cut_is_the_masked_model(
     assert held is not None
     assert repaired is not None
     assert repaired < held
-    read = draw_texts(open_files(model), str(book), 2048, 0, Silent())
+    read = draw_texts(open_files(model), str(book), 2048, 0, Progress())
     masked = hidden(GGUFFile(model), read, tmp_path / "masked", step_of(cut, config))
     np.testing.assert_allclose(hidden(written, read, tmp_path / "cut"), masked, rtol=1e-4, atol=1e-4)
     assert not work_path(out).exists()

@@ -28,7 +28,7 @@ from headrace.compress.texts import check_apart, draw_texts, passage_hashes
 from headrace.compress.work_folder import PLAN, STATE, TEXTS, WorkFolder
 from headrace.compress.write import compress, predict, work_path
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.models.layers import Linear
@@ -146,7 +146,7 @@ def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Pat
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book))
     opened = open_files(model)
-    read = draw_texts(opened, str(book), 1024, 0, Silent())
+    read = draw_texts(opened, str(book), 1024, 0, Progress())
     first = next(iter(LayerPass(opened.source, read, WorkFolder(tmp_path / "again"), {})))
     before, after = (read_tensor(GGUFFile(path), "blk.0.ffn_up.weight") for path in (model, out))
     moments = first.matrices["gate_up"].inputs.hessian
@@ -354,7 +354,7 @@ def test_a_long_file_is_encoded_piece_by_piece(
     opened, long, encoded = open_files(model), tmp_path / "long.txt", Tokenizer.encode
     words = book.read_text().split()
     long.write_text(" ".join(words[:400]) + "".join(f"\n{' '.join(words[at : at + 9])}" for at in range(400, 1000, 9)))
-    whole = draw_texts(opened, str(long), 10**6, 3, Silent(), 64)
+    whole = draw_texts(opened, str(long), 10**6, 3, Progress(), 64)
     pieces: list[str] = []
 
     def spied(self: Tokenizer, text: str, **more: Any) -> list[int]:
@@ -363,12 +363,12 @@ def test_a_long_file_is_encoded_piece_by_piece(
 
     monkeypatch.setattr(Tokenizer, "encode", spied)
     monkeypatch.setattr(own_texts, "PIECE", 500)
-    assert draw_texts(opened, str(long), 10**6, 3, Silent(), 64) != []
+    assert draw_texts(opened, str(long), 10**6, 3, Progress(), 64) != []
     assert "".join(pieces) == long.read_text()
     assert max(map(len, pieces)) <= 1000
     assert sum(piece.endswith("\n") for piece in pieces) > 3
     monkeypatch.setattr(own_texts, "PIECE", 10**6)
-    assert draw_texts(opened, str(long), 10**6, 3, Silent(), 64) == whole
+    assert draw_texts(opened, str(long), 10**6, 3, Progress(), 64) == whole
     long.write_bytes(b"a" * (3 << 20))
     assert predict(model, pipeline(long)).largest > 140 * 2 << 20 > predict(model, pipeline(book)).largest
 
@@ -442,7 +442,7 @@ def test_few_texts_are_warned_of(model: Path, book: Path, tmp_path: Path) -> Non
 
 def test_a_text_of_the_model_is_drawn_from_it(model: Path) -> None:
     opened = open_files(model)
-    first, again, other = (draw_texts(opened, "self", 600, seed, Silent(), 200, 1) for seed in (0, 0, 1))
+    first, again, other = (draw_texts(opened, "self", 600, seed, Progress(), 200, 1) for seed in (0, 0, 1))
     assert first == again
     assert first != other
     assert [len(text) for text in first] == [200, 200, 200]
@@ -585,7 +585,7 @@ def test_importance_that_was_measured_is_written_and_read(model: Path, book: Pat
         name for name in GGUFFile(model).names() if re.match(r"blk.*(attn_[qkvo]|ffn_[gud]).*", name) and "norm" not in name
     )
     opened = open_files(model)
-    read = draw_texts(opened, str(book), 1024, 0, Silent())
+    read = draw_texts(opened, str(book), 1024, 0, Progress())
     first = next(iter(LayerPass(opened.source, read, WorkFolder(tmp_path / "again"), {})))
     np.testing.assert_allclose(found["blk.0.attn_k.weight"], first.matrices["qkv"].inputs.hessian.diagonal().numpy(), rtol=1e-6)
     compress(model, tmp_path / "two.gguf", Pipeline(format="Q4_0", imatrix=path))
@@ -673,7 +673,7 @@ def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, m
 def test_every_matrix_of_two_layers_of_a_real_model_loses_less(tmp_path: Path) -> None:
     """SmolLM2 in 4 bits and groups of 32, of the tokens that are taken by default; a share of rows may lose more."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
-    read = draw_texts(opened, str(data_path("wikitext2/valid.txt")), 6144, 0, Silent())
+    read = draw_texts(opened, str(data_path("wikitext2/valid.txt")), 6144, 0, Progress())
     kinds = {
         f"layers.{layer}.{name}.weight": "Q4_0"
         for layer in range(2)

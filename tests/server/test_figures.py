@@ -11,7 +11,7 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import Principal
 from headrace.server.access.queueing import AdmissionQueue
 from headrace.server.engines.inflight import InflightRequest, WakeupEvent
-from headrace.server.engines.messages import Deltas, Ended, Loaded, Stats
+from headrace.server.engines.messages import Deltas, Loaded, Stats
 from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.logs import REQUESTS, JsonLines
 from tests.server.harness import ROOT, Running
@@ -63,7 +63,7 @@ def test_figures_of_a_request() -> None:
         times.accept(count)
     for token in range(3):
         metrics.step(Deltas([Delta("r", 0, [token], "ab")], stats=Stats(1, 2, 5, 1, fed=7)), {"r": submitted})
-    last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], [Ended("r", times)], stats=Stats(0, 0, 0, 1))
+    last = Deltas([Delta("r", 0, finish_reason="stop", finished=True)], {"r": times}, stats=Stats(0, 0, 0, 1))
     metrics.step(last, {"r": submitted})
     text = figures.text(Principal()).decode()
 

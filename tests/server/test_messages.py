@@ -32,13 +32,11 @@ from headrace.server.engines.messages import (
     PREFIX,
     Abort,
     Deltas,
-    Ended,
     FrameError,
     Load,
     Loaded,
     NotLoaded,
     Refused,
-    Scores,
     Stats,
     Submit,
     frame,
@@ -63,8 +61,8 @@ FROM_ENGINE: list[Any] = [
     Refused("a-1", "too long"),
     Deltas(
         [Delta("a-1", 1, [5], "é", (SCORED,), "stop", "x", finished=True)],
-        [Ended("a-1", RequestMetrics(arrival=1.5, cached_tokens=16))],
-        [Scores("a-1", [None, SCORED])],
+        {"a-1": RequestMetrics(arrival=1.5, cached_tokens=16)},
+        {"a-1": [None, SCORED]},
         Stats(1, 2, 3, 4),
     ),
 ]
@@ -163,7 +161,7 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
         llm = AsyncLLM("none")
         llm.inflight = {"bad": bad, "good": good}
         failed = Delta("bad", 0, finish_reason="error", error="the step failed: /secret/path", finished=True)
-        ends = [Ended(name, RequestMetrics()) for name in ("bad", "good")]
+        ends = {name: RequestMetrics() for name in ("bad", "good")}
         llm._take(Deltas([failed, Delta("good", 0, [5], "a", finish_reason="length", finished=True)], ends))
         assert [delta.text async for _, delta in stream_deltas([good])] == ["a"]
         with pytest.raises(RequestFailedError) as error:

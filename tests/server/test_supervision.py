@@ -17,7 +17,7 @@ from headrace.server.engines.inflight import (
     QuarantinedError,
     RequestFailedError,
 )
-from headrace.server.engines.messages import Deltas, Ended, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
+from headrace.server.engines.messages import Deltas, FromEngine, Load, Loaded, NotLoaded, Stats, Submit
 from headrace.server.engines.quarantine import KEPT, MOST, Quarantine
 from headrace.server.engines.replica import LoadError, Replica
 from headrace.server.engines.supervision import CALM, FAILURES, PAUSES, TABLE, Action, Event, State, Supervision
@@ -315,7 +315,7 @@ def had(link: Any) -> list[list[int]]:
 
 def answer(llm: AsyncLLM, submitted: InflightRequest, *, end: bool = True, error: str | None = None) -> None:
     delta = Delta(submitted.request_id, 0, [5], "x", finish_reason="length" if end else None, error=error, finished=end)
-    llm._take(Deltas([delta], [Ended(submitted.request_id, RequestMetrics())] if end else []))
+    llm._take(Deltas([delta], {submitted.request_id: RequestMetrics()} if end else {}))
 
 
 async def die(llm: AsyncLLM, link: Any) -> None:

@@ -35,7 +35,7 @@ def test_a_missing_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr(core, "_CORE", None)
     monkeypatch.setattr(shutil, "which", lambda _: compiler)
     assert not core.available()
-    with pytest.raises(core.NativeError) as caught:
+    with pytest.raises(RuntimeError) as caught:
         core.module()
     assert advice in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1

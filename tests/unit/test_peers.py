@@ -19,7 +19,7 @@ from headrace.bench import interleave
 from headrace.bench.competitors import SERVE
 from headrace.bench.interleave import CELLS, Cell, MachineState, Variant, judge, measure
 from headrace.bench.machine import BandwidthProbe, commit, machine, others_share
-from headrace.bench.worker import EngineProcess, WorkerError
+from headrace.bench.worker import EngineProcess
 from headrace.host import cores
 from headrace.stats.paired_ratio import ratio
 from tests.tiny_files import write_tiny_gguf
@@ -195,7 +195,7 @@ def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
     worker = EngineProcess(engine.command, tmp_path / "log")
     try:
         worker.ask(**TASK, setting=engine.settings["its defaults"])
-        with pytest.raises(WorkerError, match="llama-batched-bench failed: version: 4"):
+        with pytest.raises(ValueError, match="llama-batched-bench failed: version: 4"):
             worker.ask(cell="b4", prompts=[[1]], new_tokens=1)
     finally:
         worker.close()
@@ -287,12 +287,12 @@ def test_a_worker_is_stopped_until_it_is_asked(started: Any) -> None:
 
 def test_errors_of_a_worker_are_one_line(started: Any) -> None:
     refusing, dying, failing = started(), started(), started()
-    with pytest.raises(WorkerError, match="^ValueError: this file has a type I do not know$"):
+    with pytest.raises(ValueError, match="^ValueError: this file has a type I do not know$"):
         refusing.ask(**TASK, setting={"load": "refuse"})
-    with pytest.raises(WorkerError, match=r"^the process ended: nothing in its log \(exit status 3; "):
+    with pytest.raises(ValueError, match=r"^the process ended: nothing in its log \(exit status 3; "):
         dying.ask(**TASK, setting={"load": "die"})
     failing.ask(**TASK, setting={"run": "fail"})
-    with pytest.raises(WorkerError, match="RuntimeError: no memory left"):
+    with pytest.raises(ValueError, match="RuntimeError: no memory left"):
         failing.ask(cell="b1", prompts=[[1]], new_tokens=1)
 
 
@@ -354,7 +354,7 @@ def test_a_comparison_from_the_file_to_the_figures(peers_home: Path) -> None:
 def test_a_failure_in_the_middle_ends_every_worker(peers_home: Path) -> None:
     model = write_tiny_gguf(peers_home / "tiny.gguf")
     failing = fake_engine({"only": {"run": "fail"}})
-    with pytest.raises(WorkerError, match="no memory left"):
+    with pytest.raises(ValueError, match="no memory left"):
         comparison.compare(str(model), [failing], [CELL], rounds=1, threads=1)
     assert not [line for line in _commands() if str(FAKE) in line and str(peers_home) in line]
 

@@ -11,10 +11,6 @@ SHARE = 0.25
 TOKENS = 2048
 
 
-class DoesNotFit(ValueError):  # noqa: N818 - reads as a sentence
-    """The model or its KV cache does not fit. The message has the sizes and a setting that works."""
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """KV blocks and the context that they allow.
@@ -38,22 +34,22 @@ class MemoryPlan:
 
 
 def check_weights_fit(need: int, free: int, *names: str, narrower: str = "") -> None:
-    """Raise DoesNotFit unless `need` bytes of weights of the models `names` fit in `free` bytes.
+    """Raise ValueError unless `need` bytes of weights of the models `names` fit in `free` bytes.
 
     narrower: a setting with which they take fewer bytes, for the message; empty if there is none.
     """
     if need > free * 0.95:
         verb, whose = ("needs", "its") if len(set(names)) == 1 else ("need", "their")
-        raise DoesNotFit(
+        raise ValueError(
             f"{' and '.join(dict.fromkeys(names))} {verb} {gib(need)} for {whose} weights and {gib(free)} are free; "
             f"choose a smaller model{narrower and f' or {narrower}'}, or free memory"
         )
 
 
 def check_context(max_model_len: int | None, config: ModelConfig) -> None:
-    """Raise DoesNotFit if the context is longer than the model's positions."""
+    """Raise ValueError if the context is longer than the model's positions."""
     if max_model_len is not None and max_model_len > config.max_position:
-        raise DoesNotFit(
+        raise ValueError(
             f"max_model_len {max_model_len} is larger than the model's context of {config.max_position} tokens; lower it"
         )
 
@@ -72,10 +68,10 @@ def plan(
     """Size the KV pool in blocks of `block_size` tokens.
 
     free: bytes after the weights, of which `scratch` are taken. The pool takes `kv_cache_memory`, by default `usual_blocks` but
-    no more than 25 % of free memory. A requested context must fit; the model's own is shortened to the pool. Raises DoesNotFit.
+    no more than 25 % of free memory. A requested context must fit; the model's own is shortened to the pool. Raises ValueError.
     """
     if scratch and scratch >= free:
-        raise DoesNotFit(
+        raise ValueError(
             f"sources are encoded in {gib(scratch)}, and {gib(max(free, 0))} are free beside the weights; "
             "lower max_model_len, or free memory"
         )
@@ -90,12 +86,12 @@ def plan(
     else:
         budget = parse_bytes(kv_cache_memory)
         if budget > free:
-            raise DoesNotFit(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
+            raise ValueError(f"kv_cache_memory is {gib(budget)} and {gib(free)} are free; lower it to {gib(int(free * 0.9))}")
     blocks = budget // block_bytes
     if blocks < whole:
         fits = blocks // sides * block_size
         if max_model_len is not None or fits < min(256, context):
-            raise DoesNotFit(
+            raise ValueError(
                 f"a context of {context} tokens needs {gib(whole * block_bytes)} of KV cache and {gib(budget)} are set aside; "
                 f"use max_model_len={max(fits, block_size)} or kv_cache_memory={whole * block_bytes}"
             )
@@ -120,14 +116,14 @@ def usual_blocks(context: int, block_size: int, max_num_seqs: int) -> int:
 
 
 def check_hidden_fits(planned: MemoryPlan, need: int, free: int) -> None:
-    """Raise DoesNotFit unless `need` bytes of hidden states for contrastive search fit next to the KV blocks.
+    """Raise ValueError unless `need` bytes of hidden states for contrastive search fit next to the KV blocks.
 
     free: bytes free now. KV blocks that were never written still count as free, so the plan's spare bytes are a bound, too.
     """
     room = max(0, min(planned.spare, free))
     if need > room * 0.95:
         smaller = int((planned.kv_bytes + room * 0.9) * planned.kv_bytes / (planned.kv_bytes + need))
-        raise DoesNotFit(
+        raise ValueError(
             f"contrastive search keeps a hidden state of every token in the cache, {gib(need)}, and {gib(room)} are free; "
             f"leave penalty_alpha out, or open the model with kv_cache_memory={smaller}"
         )

@@ -35,7 +35,7 @@ class Backend(Protocol):
     def load(self, recipe: Recipe) -> LoadedPrograms:
         """Load the weights of all models.
 
-        Raises ValueError, DoesNotFit, WeightError, and RecordError if a model has an operation that the back end lacks.
+        Raises ValueError, also if they do not fit in memory, and RecordError if a model has an operation that it lacks.
         """
 
     def free_memory(self, recipe: Recipe) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from headrace.backends import memory
 from headrace.data.config import ModelConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
 from headrace.drafting.base import DraftSource
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
@@ -59,7 +59,7 @@ class Recipe:
 
     roles: tuple[Role, ...]
     settings: ModelSettings
-    progress: Progress = field(default_factory=Silent)
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def target(self) -> Opened:
@@ -164,7 +164,7 @@ class Recipe:
         """The memory plan.
 
         kv_bytes: bytes of one block in all layers of a model. row_bytes: bytes of one value in a hidden row. free: bytes free
-        after the weights. scratch: bytes of the pools in which sources are encoded. Raises DoesNotFit.
+        after the weights. scratch: bytes of the pools in which sources are encoded. Raises ValueError.
         """
         settings, config = self.settings, self.target.config
         block_bytes = sum(kv_bytes(model.config) for model in self.models.values())

@@ -46,7 +46,7 @@ def compare_builds(
     other: virtual environment of the other build. Each build is a process that is stopped while the other measures.
     The result has `builds` (version, commit, file), per cell both speeds and the `ratio` with its `interval`, and a `verdict`
     over all cells so far. done: called with it after each cell.
-    Raises ValueError for fewer than PAIRS pairs, or if `other` has no Python, no Headrace or this build; WorkerError if a build
+    Raises ValueError for fewer than PAIRS pairs, or if `other` has no Python, no Headrace or this build, and if a build
     fails.
     """
     if pairs < PAIRS:

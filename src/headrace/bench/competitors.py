@@ -94,7 +94,7 @@ class Competitors:
     ) -> None:
         """Start the worker of one variant and load the model in it. Without a `command` it is Headrace as it is here.
 
-        Raises WorkerError.
+        Raises ValueError.
         """
         command = command or worker_command(WORKERS / "ours.py")
         worker = start_worker(stack, f"{engine} {setting}".strip(), command, env)

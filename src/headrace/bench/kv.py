@@ -22,7 +22,7 @@ from headrace.bench.interleave import Cell
 from headrace.bench.interleave import measure as measure_rounds
 from headrace.bench.machine import BandwidthProbe, Say
 from headrace.compress.judge import compare_logits
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.host import cores
 from headrace.kv.layout import kv_shape
 from headrace.kv.rounded import Rounding, by_channel, to_bfloat16, to_int4, to_int8, unrounded
@@ -129,7 +129,7 @@ def measure_losses(
     All texts and formats pass through a layer before the weights of the next one are read, so one layer is in memory.
     centre: mean keys [layers, KV heads * head size] float32.
     """
-    tell, streamed = tell or Silent(), Streamed(source)
+    tell, streamed = tell or Progress(), Streamed(source)
     model, longest = streamed.model, max(map(len, texts))
     mean_key, compared = torch.from_numpy(centre).view(kv_shape(model.config)), (EXACT, *formats)
     tell.start("layers", model.config.num_layers, unit="layers")

@@ -17,10 +17,6 @@ from headrace.host import busy_seconds, peak_memory, process_seconds
 END_TIMEOUT = 10
 
 
-class WorkerError(ValueError):
-    """An engine could not be loaded or measured; the message is one line of the engine."""
-
-
 class EngineProcess:
     """A process that answers each JSON line with a JSON line (`workers/serve.py`). Its output goes to `log`.
 
@@ -53,7 +49,7 @@ class EngineProcess:
     def ask(self, **question: Any) -> dict[str, Any]:
         """Send one measurement; returns the answer with `others_cpu`, the share of the cores that other processes used.
 
-        Raises WorkerError with the engine's error, or with the last line of its log if the process has ended.
+        Raises ValueError with the engine's error, or with the last line of its log if the process has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -66,12 +62,12 @@ class EngineProcess:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise WorkerError(f"the process ended: {self._last_words()}")
+            raise ValueError(f"the process ended: {self._last_words()}")
         others = busy_seconds() - busy - (self.cpu_seconds - mine)
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerError(" ".join(str(answer["error"]).split())[:300])
+            raise ValueError(" ".join(str(answer["error"]).split())[:300])
         if peak := peak_memory(self.pid):
             answer["peak_rss_mb"] = peak / 2**20
         return {**answer, "others_cpu": others_share(others, time.perf_counter() - start)}

@@ -10,7 +10,6 @@ from headrace.cli.opening import fetch, open_llm
 from headrace.cli.options import ModelName, ModelOptions, with_groups
 from headrace.cli.output import print_table, say
 
-
 # The confidence of an exit or of a smaller model.
 Criterion = Literal["max_prob", "margin", "saturation", "classifier"]
 
@@ -33,9 +32,7 @@ def calibrate(
         Path,
         typer.Option("--input", "-i", exists=True, dir_okay=False, help="Prompts not used for training, one per line."),
     ],
-    criterion: Annotated[
-        Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")
-    ] = "max_prob",
+    criterion: Annotated[Criterion, typer.Option(help="Confidence: max_prob, margin, saturation or classifier.")] = "max_prob",
     decay: Annotated[float, typer.Option(min=0.0, max=100.0, help="As --exit-decay: decay of the threshold.")] = 0.0,
     loss: Annotated[
         Literal["text", "token"],

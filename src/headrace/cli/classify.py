@@ -11,7 +11,7 @@ from headrace.cli.inputs import texts_of
 from headrace.cli.opening import open_llm
 from headrace.cli.options import ModelName, WeightOptions, with_groups
 from headrace.cli.output import json_text, status
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 
 # Texts of one engine call.
 BATCH = 64
@@ -64,7 +64,7 @@ def classify(
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
     # On a terminal, the output lines themselves show the progress.
-    progress = Silent() if sys.stdout.isatty() else status()
+    progress = Progress() if sys.stdout.isatty() else status()
     progress.start("classifying", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]

@@ -113,7 +113,7 @@ def _conclude(output: BatchOutput) -> int:
 
 
 class Meter:
-    """Progress of a batch run: a bar on a terminal, otherwise a line every REPORT_SECONDS. An observer for `workflows.batch`.
+    """Progress of a batch run: a bar on a terminal, otherwise a line every REPORT_SECONDS. A `BatchObserver`.
 
     exits: the exit of every finished token, for requests with early exit or a cascade.
     """

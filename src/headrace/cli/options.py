@@ -109,7 +109,13 @@ def _form(help: str, **more: Any) -> Any:
 
 
 # Types that one value on the command line can have.
-KINDS: dict[Any, Any] = {str: str, bool: bool, int: int, float: float, bool | Literal["never"]: Literal["true", "false", "never"]}
+KINDS: dict[Any, Any] = {
+    str: str,
+    bool: bool,
+    int: int,
+    float: float,
+    bool | Literal["never"]: Literal["true", "false", "never"],
+}
 
 
 def option_kind(one: Declared) -> Any:
@@ -174,7 +180,10 @@ class ModelOptions(Decoding):
     """These, and what the other decoding methods need."""
 
 
-PRESET = _sampling("precise (greedy), balanced or creative, instead of the model's own settings.")
+Preset = Annotated[
+    Literal["precise", "balanced", "creative"] | None,
+    _sampling("precise (greedy), balanced or creative, instead of the model's own settings."),
+]
 DRAWS = [one for one in declared(SamplingParams) if one.name != "best_of"]
 SHOWN = {one.name for one in DRAWS if Use.CORE in one.field.use} | {
     *("beam_width", "penalty_alpha", "contrastive_beta", "defer_rule", "refine_block"),
@@ -183,9 +192,7 @@ CHOOSES = [
     *(one for one in declared(SamplingParams) if one.name == "best_of"),
     *(*declared(BeamSearchParams), *declared(RefineParams)),
 ]
-Drawing: Any = make_dataclass(
-    "Drawing", [("preset", Annotated[Literal["precise", "balanced", "creative"] | None, PRESET], None), *option_fields(DRAWS, SAMPLING_PANEL)]
-)
+Drawing: Any = make_dataclass("Drawing", [("preset", Preset, None), *option_fields(DRAWS, SAMPLING_PANEL)])
 Choosing: Any = make_dataclass("Choosing", option_fields(CHOOSES, CHOICE_PANEL))
 LEAVES = [one for one in DRAWS if one.name.startswith(("exit_", "cascade_"))]
 Leaving: Any = make_dataclass("Leaving", option_fields(LEAVES, SAMPLING_PANEL))

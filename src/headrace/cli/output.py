@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
-from headrace.data.progress import Moving, Progress, Silent, for_stream
+from headrace.data.progress import Moving, Progress, for_stream
 
 STARTING = "starting"
 # Commands that take long to start.
@@ -82,7 +82,7 @@ def begin(arguments: Sequence[str]) -> None:
 
 def moving(quiet: bool = False) -> Progress:
     """Return the progress bar on a terminal, otherwise, or with `quiet`, a silent one."""
-    return status() if isinstance(status(), Moving) and not quiet else Silent()
+    return status() if isinstance(status(), Moving) and not quiet else Progress()
 
 
 def watch_prompt(llm: Any, outputs: Sequence[Any], progress: Progress, cancelled: Callable[[], bool]) -> Callable[[], bool]:

@@ -11,7 +11,6 @@ from headrace.cli.interrupt import Interrupt, resumable
 from headrace.cli.options import ModelName, with_groups, writable_folder
 from headrace.cli.output import print_table, say, status
 
-
 HeadKindName = Literal["heads", "feature", "exit"]
 
 

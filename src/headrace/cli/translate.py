@@ -13,7 +13,7 @@ from headrace.cli.options import HelperOptions, LeavingOptions, ModelName, ShowE
 from headrace.cli.output import json_text, status
 from headrace.data.explicit import params_of
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.progress import Silent
+from headrace.data.progress import Progress
 
 # Texts of one engine call.
 BATCH = 64
@@ -67,7 +67,7 @@ def translate(
     params = _params(beams, most if max_tokens is None else min(max_tokens, most), leaving)
     exits: list[Any] = []
     # On a terminal, the output lines themselves show the progress.
-    progress = Silent() if sys.stdout.isatty() else status()
+    progress = Progress() if sys.stdout.isatty() else status()
     progress.start("translating", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]

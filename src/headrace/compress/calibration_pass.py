@@ -33,7 +33,7 @@ from headrace.compress.texts import (
     writing_bytes,
 )
 from headrace.compress.work_folder import PLAN, TEXTS, VERSION, WorkFolder
-from headrace.data.progress import Moving, Progress, Silent
+from headrace.data.progress import Moving, Progress
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
 from headrace.models.registry import describe
@@ -295,7 +295,7 @@ def mean_keys(source: WeightSource, texts: Sequence[Sequence[int]], progress: Pr
         pools.append(KeySums(model, tokens, dtype))
         return pools[-1]
 
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.start("the mean of keys", len(texts), unit="texts")
     streamed = Streamed(source, pool=pool)
     for _ in streamed.logits(texts, 1):

@@ -36,19 +36,16 @@ class HealReport:
     after: Judgement
 
 
-@dataclass(frozen=True, slots=True)
-class Healed:
-    """A trained model in float32, and its report."""
-
-    model: Model
-    report: HealReport
-
-
 class Healer(Protocol):
     """Trainer of cut models (training.healing)."""
 
-    def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress) -> Healed:
-        """Train a cut model, resuming from `folder`. Raises ValueError, and KeyboardInterrupt once stopped."""
+    def heal(
+        self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress
+    ) -> tuple[Model, HealReport]:
+        """Train a cut model, resuming from `folder`. Returns it in float32, with the report of the training.
+
+        Raises ValueError, and KeyboardInterrupt once stopped.
+        """
 
 
 def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged: Texts, progress: Progress) -> Texts:

@@ -117,11 +117,11 @@ def heal_model(
         work.folder / "heal",
     )
     if not (work.folder / HEALED).is_file():
-        trained = healer.heal(original, cut.opened, texts, how, folder, progress)
-        config, values = cut.opened.config, part_values(trained.model)
+        model, report = healer.heal(original, cut.opened, texts, how, folder, progress)
+        config, values = cut.opened.config, part_values(model)
         with work.writing(file) as part:
             _write(cut.opened, config, list(range(config.num_layers)), set(values), values.__getitem__, part, vocabulary)
-        work.write(HEALED, {**asdict(trained.report), "sha256": sha256_of(file)})
+        work.write(HEALED, {**asdict(report), "sha256": sha256_of(file)})
     shutil.rmtree(folder, ignore_errors=True)
     metadata = work.read(HEALED)
     before, after = (Judgement(**metadata[name]) for name in ("before", "after"))

@@ -26,7 +26,7 @@ from headrace.compress.report import Report, report_path
 from headrace.compress.stages import copy_report, cut_model, heal_model
 from headrace.compress.texts import WINDOW, Texts, draw_texts, passage_hashes
 from headrace.compress.work_folder import WRITTEN, WorkFolder
-from headrace.data.progress import Progress, Silent, human_size
+from headrace.data.progress import Progress, human_size
 from headrace.models import gguf
 from headrace.models.registry import describe
 from headrace.startup.opening import open_files
@@ -68,7 +68,7 @@ def compress(
     One matrix is in memory at a time, or one layer if the pipeline reads texts. Then the folder OUT.work keeps finished layers,
     so that the same call continues a stopped run, and OUT.report.json gets the report.
     healer: trains the model for the method heal (training.healing.Healing).
-    Raises ValueError (WeightError, TokenizerError, HubError) before anything is written, also if another process writes OUT;
+    Raises ValueError (WeightError, TokenizerError) before anything is written, also if another process writes OUT;
     and OSError.
     """
     path, pipeline = Path(out), pipeline or Pipeline()
@@ -79,7 +79,7 @@ def compress(
         replaced = container.replaceable and overwrite and path.is_file()
         if path.exists() and not (replaced or _continues(path, pipeline)):
             raise ValueError(f"{path} exists; give another name" + (", or --overwrite" if container.replaceable else ""))
-        return _compress(model, path, pipeline, progress or Silent(), healer)
+        return _compress(model, path, pipeline, progress or Progress(), healer)
 
 
 def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progress, healer: Healer | None) -> Report:

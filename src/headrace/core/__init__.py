@@ -15,10 +15,6 @@ except ImportError as error:
 COMPILERS = ("c++", "g++", "clang++")
 
 
-class NativeError(RuntimeError):
-    """The compiled core is missing."""
-
-
 def available() -> bool:
     """Whether the core was built for this Python."""
     return _CORE is not None
@@ -36,9 +32,9 @@ def reason() -> str:
 
 
 def module() -> ModuleType:
-    """The extension module `headrace.core._core`. Raises NativeError with `reason()` if it is missing."""
+    """The extension module `headrace.core._core`. Raises RuntimeError with `reason()` if it is missing."""
     if _CORE is None:
-        raise NativeError(reason())
+        raise RuntimeError(reason())
     return _CORE
 
 

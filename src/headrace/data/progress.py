@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import TextIO
 
 BYTES = "B"
 EVERY = 0.1  # seconds between two drawings
@@ -16,8 +16,11 @@ SPINNER, FULL, EMPTY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "━", "─"
 PLAIN_SPINNER, PLAIN_FULL, PLAIN_EMPTY = "|/-\\", "#", "."  # if the terminal's encoding lacks the above
 
 
-class Progress(Protocol):
-    """Receives the progress of one operation at a time: start, advance (repeated), finish. `note` adds a line at any time."""
+class Progress:
+    """Receives the progress of one operation at a time: start, advance (repeated), finish. `note` adds a line at any time.
+
+    This class ignores every call; the displays derive from it.
+    """
 
     def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
         """Begin an operation named `what`; it replaces the one before.
@@ -33,22 +36,6 @@ class Progress(Protocol):
 
     def note(self, line: str) -> None:
         """Print one line, such as a failed source or a wait."""
-
-
-class Silent:
-    """Progress that ignores every call."""
-
-    def start(self, what: str, total: int | None = None, done: int = 0, unit: str = BYTES) -> None:
-        pass
-
-    def advance(self, count: int, remark: str = "") -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def note(self, line: str) -> None:
-        pass
 
 
 def amount(count: int, unit: str) -> str:
@@ -82,7 +69,7 @@ def human_size(nbytes: int | None) -> str:
     return f"{value / 1000:.1f} TB"
 
 
-class Lines:
+class Lines(Progress):
     """Progress as plain lines: one at the start, one after each quarter (at most one in PATIENCE seconds, unless in bytes)."""
 
     def __init__(self, out: TextIO) -> None:
@@ -114,7 +101,7 @@ class Lines:
         return 4 * self._done // self._total if self._total else 0
 
 
-class Moving:
+class Moving(Progress):
     """Progress as one line that is redrawn in place and erased at the end.
 
     A bar with the remaining time if the total is known, otherwise a spinner, which a daemon thread turns.
@@ -205,8 +192,8 @@ def for_stream(out: TextIO | None = None) -> Progress:
 
 
 def on_terminal() -> Progress:
-    """`Moving` if stderr is a terminal, otherwise `Silent`: the default of library calls."""
-    return Moving(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else Silent()
+    """`Moving` if stderr is a terminal, otherwise `Progress`, which shows nothing: the default of library calls."""
+    return Moving(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else Progress()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -50,19 +50,9 @@ class ToolError(ValueError):
         self.param, self.code = param, code
 
 
-class ToolRequest(Protocol):
-    """The fields of a request that declare tools and how they may be called."""
-
-    tools: list[Any] | None
-    tool_choice: Any
-    parallel_tool_calls: bool | None
-    allow_repeated_tool_calls: bool | None
-    open_objects: bool | None
-
-
 @dataclass(slots=True)
 class ToolChoice:
-    """A `ToolRequest` of a caller in this process."""
+    """The fields of a request that declare tools and how they may be called."""
 
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -147,7 +137,7 @@ def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
     return plain, calls
 
 
-def callable_tools(request: ToolRequest) -> tuple[list[dict[str, Any]], bool]:
+def callable_tools(request: ToolChoice) -> tuple[list[dict[str, Any]], bool]:
     """The tools that may be called, and whether one must be. Raises ToolError."""
     if not request.tools:
         if request.tool_choice not in (None, "none", "auto"):
@@ -168,7 +158,7 @@ def schemas_of(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tooling(
-    request: ToolRequest,
+    request: ToolChoice,
     template: str | None,
     special: Callable[[str], int | None],
     prepared: Sequence[Prepared] | None = None,

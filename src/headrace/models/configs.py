@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from headrace.data.config import ModelConfig
 from headrace.models import hf
@@ -18,18 +18,10 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")
 
 
-class _WithConfig(Protocol):
-    config: Mapping[str, Any]
-
-
-class _WithMetadata(Protocol):
-    metadata: Mapping[str, Any]
-
-
 def read_config(source: WeightSource) -> ModelConfig:
     """The config of the model in an open file. Raises WeightError for an unknown architecture or an unsupported setting."""
     if source.format == "gguf":
-        metadata = cast(_WithMetadata, source).metadata
+        metadata: Mapping[str, Any] = cast(Any, source).metadata
         if not source.names():
             raise WeightError(f"{source.path}: holds a vocabulary and no weights; take the model's own .gguf file")
         if metadata.get("general.type") == "adapter":
@@ -42,7 +34,7 @@ def read_config(source: WeightSource) -> ModelConfig:
             raise WeightError(f"{source.path}: {family.gguf}")
         read = Reader(family.architecture, metadata, source, "metadata", f"{name}.")
         return _masked(family.gguf.numbers(read), replace(read, prefix="tokenizer.ggml."))
-    settings = cast(_WithConfig, source).config
+    settings: Mapping[str, Any] = cast(Any, source).config
     _refuse_experts(next((settings[key] for key in EXPERTS if key in settings), None), source)
     family = _family(str(settings.get("model_type", "")), source)
     read = Reader(family.architecture, settings, source, "config.json")

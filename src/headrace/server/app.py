@@ -119,16 +119,8 @@ PROTOCOLS = (
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@dataclass(slots=True)
-class Application:
-    """The guarded ASGI application of a server, and the worker that runs its batches."""
-
-    guard: Guard
-    worker: BatchWorker
-
-
-def make_app(models: Models, store: Store, keys: KeyRing) -> Application:
-    """Build the ASGI application of a server."""
+def make_app(models: Models, store: Store, keys: KeyRing) -> tuple[Guard, BatchWorker]:
+    """Build the guarded ASGI application of a server, and the worker that runs its batches."""
     app = Starlette()
     # Starlette's redirects are absolute, with http:// behind a TLS proxy.
     app.router.redirect_slashes = False
@@ -145,7 +137,7 @@ def make_app(models: Models, store: Store, keys: KeyRing) -> Application:
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
     pace = RefusalPace(busy=lambda: models.open > 0)
-    return Application(Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, pace), worker)
+    return Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, pace), worker
 
 
 def _document_route(api: Api) -> Route:

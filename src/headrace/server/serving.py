@@ -44,16 +44,15 @@ class Server(uvicorn.Server):
         settings, limits = models.settings, models.settings.limits
         self.keys = KeyRing(settings)  # first: an error in the keys must come before anything is opened
         self.store = Store(settings.state)
-        application = make_app(models, self.store, self.keys)
-        self.worker = application.worker
+        guard, self.worker = make_app(models, self.store, self.keys)
         super().__init__(
             uvicorn.Config(
-                application.guard,
+                guard,
                 http=make_protocol(  # type: ignore[arg-type]
                     ConnectionTable(limits.connections + SPARE, limits.anonymous),
                     settings.proxies,
-                    application.guard.refuse_early,
-                    application.guard.pace,
+                    guard.refuse_early,
+                    guard.pace,
                     head_seconds=limits.header_seconds,
                     body_seconds=limits.body_seconds,
                     send_seconds=limits.send_seconds,

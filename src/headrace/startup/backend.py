@@ -52,7 +52,7 @@ def start(recipe: Recipe) -> Started:
     """Load a recipe's models into a back end.
 
     With backend "auto" the first back end that supports the recipe is used, and the reason is logged if it is not the first.
-    A named back end that does not support it is an error. Raises ValueError, DoesNotFit, WeightError, one line each.
+    A named back end that does not support it is an error. Raises ValueError (also WeightError), one line.
     """
     recipe = _with_file_kv_dtype(recipe)
     settings = recipe.settings

@@ -37,7 +37,7 @@ def missing_requirement(model: str | Path) -> str:
 
 
 def check_room(models: Sequence[tuple[Opened, str]]) -> None:
-    """Raise DoesNotFit if the packed weights of all models, each with its `quantize`, do not fit in free memory.
+    """Raise ValueError if the packed weights of all models, each with its `quantize`, do not fit in free memory.
 
     Without the native core nothing is checked here; torch checks when it loads.
     """

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from headrace.data.outputs import whole
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
 from headrace.runner.classifier import BOTH, CRITERIA, ExitClassifiers, first_exit, probabilities
@@ -239,7 +239,7 @@ def train(
     check: texts to calibrate with; None holds out a share of `data`. The same call resumes a stopped joint training.
     Raises ValueError, and KeyboardInterrupt if `interrupt` stopped the joint training.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     labels = tuple(sorted(set(data.labels)))
     data, check, notes = _disjoint(data, check, config)
     if len(set(data.labels)) < 2 or len(check.texts) < 2:

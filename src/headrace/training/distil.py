@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
-from headrace.compress.healing import BATCH, Healed, HealReport
+from headrace.compress.healing import BATCH, HealReport
 from headrace.compress.judge import Judgement
 from headrace.compress.pipeline import SELF, Heal
 from headrace.compress.texts import WINDOW, Texts, draw_texts
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_model
@@ -157,10 +157,10 @@ def distil(
 ) -> DistilReport:
     """Train a student into the model folder `out`. The same call resumes a stopped training.
 
-    Raises ValueError (WeightError, TokenizerError, HubError) for an invalid job before any training, KeyboardInterrupt if
+    Raises ValueError (WeightError, TokenizerError) for an invalid job before any training, KeyboardInterrupt if
     `interrupt` stopped the training, and OSError.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     work = out / "work"
     threads = config.threads or torch.get_num_threads()
     if (out / CONFIG).exists() and not work.exists():
@@ -318,7 +318,9 @@ class Healing:
     def __init__(self, interrupt: Interrupt | None = None, backend: str = AUTO) -> None:
         self._interrupt, self._backend = interrupt, backend
 
-    def heal(self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, tell: Progress) -> Healed:
+    def heal(
+        self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress
+    ) -> tuple[Model, HealReport]:
         """Train on all texts but those held out to judge by. Restores torch's thread count.
 
         The same bytes for the same request on the same machine and threads, whether it was stopped or not.
@@ -328,13 +330,13 @@ class Healing:
         threads = torch.get_num_threads()
         torch.set_num_threads(how.threads)
         try:
-            return self._heal(original, cut, texts, how, folder, tell, backend)
+            return self._heal(original, cut, texts, how, folder, progress, backend)
         finally:
             torch.set_num_threads(threads)
 
     def _heal(
         self, original: Opened, cut: Opened, texts: Texts, how: Heal, folder: Path, progress: Progress, backend: str
-    ) -> Healed:
+    ) -> tuple[Model, HealReport]:
         model = load_model(cut.source)
         student = Student(model, cut, ends(model.config.num_layers, original.config.num_layers))
         config = DistilConfig(
@@ -350,4 +352,4 @@ class Healing:
         progress.start("judging")
         after = loss.judge(held)
         progress.finish()
-        return Healed(model, HealReport(run.steps, *tokens_seen(learned, run.steps, config), before, after))
+        return model, HealReport(run.steps, *tokens_seen(learned, run.steps, config), before, after)

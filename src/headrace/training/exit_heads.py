@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, softmax
 
 from headrace.data.config import ModelConfig
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.drafting.policy import expected_tokens
 from headrace.models.registry import describe
 from headrace.runner.heads import EXIT, Tensors, unit
@@ -108,7 +108,7 @@ def train_exits(
     opened = open_model(model)
     config = replace(config, kind=EXIT, exits=config.exits or default_exits(opened.config.num_layers))
     check(config.exits, opened.config)
-    trained = learn(opened, out, config, progress or Silent(), interrupt)
+    trained = learn(opened, out, config, progress or Progress(), interrupt)
     trained = replace(trained, heads=replace(trained.heads, tensors=trained.heads.tensors | train_classifiers(trained)))
     texts = _fresh_texts(opened, trained.held, config)
     with torch.autocast("cpu", torch.bfloat16):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from headrace.data.params import SamplingParams
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.llm import LLM
 from headrace.runner.heads import EXIT, Heads, Tensors
 from headrace.startup import heads as files
@@ -115,7 +115,7 @@ def train_heads(
 
     Raises ValueError if the model cannot have such heads, or `out` belongs to another training or process.
     """
-    trained = learn(open_model(model), out, config, progress or Silent(), interrupt)
+    trained = learn(open_model(model), out, config, progress or Progress(), interrupt)
     heads, held = trained.heads, trained.held
     with torch.autocast("cpu", torch.bfloat16):
         agreed = agreement(config.kind, heads.tensors, trained.teacher, held, config.depth)

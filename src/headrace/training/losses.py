@@ -12,7 +12,7 @@ from headrace.runner.record import record
 from headrace.training.examples import Example, Item
 from headrace.training.sequence_forward import SequenceOutput, run_sequence
 from headrace.training.students import Student
-from headrace.training.teacher_forward import TeacherForward
+from headrace.training.teacher_forward import TorchForward
 
 # The loss that needs attention maps of both models.
 MAPS = "attention"
@@ -48,7 +48,7 @@ class DistillationLoss:
 
     def __init__(
         self,
-        teacher: TeacherForward,
+        teacher: TorchForward,
         student: Student,
         names: Sequence[str],
         temperature: float,

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from headrace.backends.eager.program import play
 from headrace.compress.export import CONFIG, hf_config, write_json
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.families import t5
 from headrace.models.layers import Relative
@@ -342,7 +342,7 @@ def train_masked(
     if (out / CONFIG).exists() and not work.exists():
         raise ValueError(f"{out} holds a model; name another folder")
     begin = time.perf_counter()
-    model = train(task, config, work, progress or Silent(), interrupt)
+    model = train(task, config, work, progress or Progress(), interrupt)
     save(out, model, task, config)
     write_prompts(out / "prompts.jsonl", task, 200, config.seed + 7)
     shutil.rmtree(work)

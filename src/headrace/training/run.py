@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from headrace.compress.export import write_json
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.weights.atomic_file import atomic_write, file_lock
 
 PLAN, CHECKPOINT = "plan.json", "checkpoint.safetensors"
@@ -172,7 +172,7 @@ class Run:
         Raises KeyboardInterrupt after a step if `interrupt` stops the training; the checkpoint is saved. Raises ValueError if
         a loss is NaN or infinite, which would destroy every weight; the checkpoint before is kept.
         """
-        progress = progress or Silent()
+        progress = progress or Progress()
         begin, saved, before = time.monotonic(), time.monotonic(), self.seconds
         shown = self._start(progress, name)
         with interrupt or nullcontext(lambda: False) as stopped:

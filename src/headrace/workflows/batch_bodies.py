@@ -11,6 +11,7 @@ from headrace.data.structured import StructuredOutputs
 from headrace.decoding.json_schema.prepare import prepare
 from headrace.decoding.tools import ToolChoice, ToolError, Tooling, callable_tools, for_mask, tooling
 from headrace.server.http.api_error import ApiError
+from headrace.server.http.batch_lines import LineError
 from headrace.server.http.body_limits import read_body
 from headrace.server.protocols import chat, completions
 from headrace.server.protocols.chat_messages import check_ending, read_messages
@@ -23,10 +24,6 @@ from headrace.server.settings import Limits
 
 # Limits of a server protect it from its clients. Stop strings of a file get wide ones; the engine's own limits still hold.
 LIMITS = Limits(stop=4096, stop_chars=4096)
-
-
-class BodyError(ValueError):
-    """A body that is not a request. Its message names the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +39,10 @@ class Body:
 
 
 def read(body: dict[str, Any], *, is_chat: bool) -> Body:
-    """The request in a body for /v1/chat/completions, or for /v1/completions. Raises BodyError."""
+    """The request in a body for /v1/chat/completions, or for /v1/completions. Raises LineError."""
     refused = next((name for name in OFFLINE_REFUSED if body.get(name)), None)
     if refused is not None:
-        raise BodyError(f"{refused}: {OFFLINE_REFUSED[refused]}; remove it")
+        raise LineError(f"{refused}: {OFFLINE_REFUSED[refused]}; remove it")
     # A file is for one model, which need not be named.
     data = json.dumps({"model": "", **body}).encode()
     try:
@@ -53,7 +50,7 @@ def read(body: dict[str, Any], *, is_chat: bool) -> Body:
             return _body(chat.read(read_body(data, ChatRequest)))
         return _body(completions.read(read_body(data, CompletionRequest)))
     except (ApiError, ToolError) as error:
-        raise BodyError(str(error)) from None
+        raise LineError(str(error)) from None
 
 
 def _body(request: GenerationRequest) -> Body:
@@ -82,7 +79,7 @@ def _body(request: GenerationRequest) -> Body:
 def _prompt(texts: Texts) -> dict[str, Any]:
     prompts = texts.prompts()
     if len(prompts) > 1:
-        raise BodyError("prompt must be one text or its token ids; give each text a line of its own")
+        raise LineError("prompt must be one text or its token ids; give each text a line of its own")
     prompt = prompts[0] if prompts else []
     return {"prompt_token_ids" if isinstance(prompt, list) else "prompt": prompt}
 

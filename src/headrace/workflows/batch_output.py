@@ -19,10 +19,6 @@ STATE_SUFFIX = ".state"
 RequestId = str | int
 
 
-class OutputError(ValueError):
-    """The output file cannot be opened, continued or written. The message names the remedy."""
-
-
 @dataclass(slots=True)
 class BatchOutput:
     """The output file of one batch, written by one process at a time.
@@ -42,9 +38,9 @@ class BatchOutput:
 
     @classmethod
     def of(cls, source: Path, target: Path, model: Path, settings: Mapping[str, Any]) -> "BatchOutput":
-        """Return the output of the requests in `source`, which is read once. Raises OutputError if it cannot be read again."""
+        """Return the output of the requests in `source`, which is read once. Raises ValueError if it cannot be read again."""
         if not source.is_file():
-            raise OutputError(f"{source} is not a file; the input is read more than once, so it cannot be a pipe")
+            raise ValueError(f"{source} is not a file; the input is read more than once, so it cannot be a pipe")
         digest, lines = hashlib.sha256(), 0
         with source.open("rb") as file:
             for line in file:
@@ -59,12 +55,12 @@ class BatchOutput:
     def read_existing(self, overwrite: bool = False) -> None:
         """Read the records that exist, or with `overwrite` none, so that `start` empties the file; changes nothing yet.
 
-        Raises OutputError if the file has another origin.
+        Raises ValueError if the file has another origin.
         """
         if self.path.exists() and not self.path.is_file():
-            raise OutputError(f"{self.path} is not a file; name a file for the output")
+            raise ValueError(f"{self.path} is not a file; name a file for the output")
         if not self.path.parent.is_dir():
-            raise OutputError(f"the folder {self.path.parent} of the output does not exist; create it first")
+            raise ValueError(f"the folder {self.path.parent} of the output does not exist; create it first")
         self._seen = self.path.stat().st_size if self.path.exists() else 0
         if overwrite or not self._seen:
             return
@@ -79,9 +75,9 @@ class BatchOutput:
 
     def lock(self) -> None:
         """Open the file for appending, for this process alone, and create it if missing; changes nothing in it. Raises
-        OutputError."""
+        ValueError."""
         if not os.access(self._state if self._state.exists() else self.path.parent, os.W_OK):
-            raise OutputError(f"{self._state} cannot be written; name an output elsewhere")
+            raise ValueError(f"{self._state} cannot be written; name an output elsewhere")
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -92,10 +88,10 @@ class BatchOutput:
             busy = True
         if busy:
             self.close()
-            raise OutputError(f"another process is writing {self.path}; wait for it, or name another output")
+            raise ValueError(f"another process is writing {self.path}; wait for it, or name another output")
 
     def start(self) -> None:
-        """Truncate the file to the lines that were read, and write OUT.state. Raises OutputError.
+        """Truncate the file to the lines that were read, and write OUT.state. Raises ValueError.
 
         This drops a line that a kill has torn, and with `overwrite` all lines.
         """
@@ -115,7 +111,7 @@ class BatchOutput:
             self._state.unlink(missing_ok=True)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record, whole or not at all. Raises OutputError if the disk is full."""
+        """Append one record, whole or not at all. Raises ValueError if the disk is full."""
         data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
             written = 0
@@ -139,18 +135,18 @@ class BatchOutput:
         return self.path.with_name(self.path.name + STATE_SUFFIX)
 
     def _check_origin(self) -> None:
-        """Raises OutputError unless the file has the same input, model and settings."""
+        """Raises ValueError unless the file has the same input, model and settings."""
         try:
             before = json.loads(self._state.read_text("utf-8"))
         except FileNotFoundError:
-            raise OutputError(
+            raise ValueError(
                 f"{self.path} exists and was not written by this command; remove it, or name another output"
             ) from None
         except (OSError, ValueError) as error:
-            raise OutputError(f"{self._state} cannot be read ({error}); --overwrite starts again") from None
+            raise ValueError(f"{self._state} cannot be read ({error}); --overwrite starts again") from None
         changed = [name for name, value in self.origin.items() if before.get(name) != value]
         if changed:
-            raise OutputError(
+            raise ValueError(
                 f"{self.path} was started with different {' and '.join(changed)}; "
                 "name another file, or start again with --overwrite"
             )
@@ -161,7 +157,7 @@ class BatchOutput:
             self.done.add(record["id"])
             self.failed += record["error"] is not None
         except (ValueError, KeyError, TypeError):
-            raise OutputError(f"line {number} of {self.path} is not from this command; --overwrite starts again") from None
+            raise ValueError(f"line {number} of {self.path} is not from this command; --overwrite starts again") from None
 
     def _write_state(self) -> None:
         """Replace OUT.state atomically."""
@@ -173,7 +169,7 @@ class BatchOutput:
             draft.unlink(missing_ok=True)
             raise
 
-    def _write_error(self, error: OSError) -> OutputError:
+    def _write_error(self, error: OSError) -> ValueError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return OutputError(f"the disk of {self.path.parent} is full; free some space, then the same command continues")
-        return OutputError(f"{self.path} cannot be written ({error.strerror or error})")
+            return ValueError(f"the disk of {self.path.parent} is full; free some space, then the same command continues")
+        return ValueError(f"{self.path} cannot be written ({error.strerror or error})")

@@ -11,10 +11,6 @@ Message = dict[str, Any]
 FORMAT = "headrace chat"
 
 
-class ConversationError(ValueError):
-    """A conversation that cannot be saved or loaded. The message names the remedy."""
-
-
 @dataclass(slots=True)
 class Conversation:
     """A system prompt and turns; each turn is a message of the user, followed by the answer once there is one."""
@@ -47,7 +43,7 @@ class Conversation:
         return prompt, dropped
 
     def save(self, path: Path, model: str) -> None:
-        """Write the conversation atomically. Raises ConversationError, also for an existing file of another kind."""
+        """Write the conversation atomically. Raises ValueError, also for an existing file of another kind."""
         if path.exists():
             load(path)
         data = {"format": FORMAT, "model": model, "system": self.system, "messages": [m for turn in self.turns for m in turn]}
@@ -57,34 +53,34 @@ class Conversation:
             draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)
-            raise ConversationError(f"{path} cannot be written ({error.strerror or error}); name another file") from None
+            raise ValueError(f"{path} cannot be written ({error.strerror or error}); name another file") from None
 
 
 def load(path: Path) -> Conversation:
-    """Load a saved conversation. Raises ConversationError for any other file."""
+    """Load a saved conversation. Raises ValueError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConversationError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError):
-        raise ConversationError(f"{path} is not a saved conversation; name another file") from None
+        raise ValueError(f"{path} is not a saved conversation; name another file") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("messages"), list):
-        raise ConversationError(f"{path} is not a saved conversation; name another file")
+        raise ValueError(f"{path} is not a saved conversation; name another file")
     conversation = Conversation()
     conversation.system = _text(path, data.get("system")) if data.get("system") is not None else None
     for message in data["messages"]:
         role = message.get("role") if isinstance(message, dict) else None
         expected = "user" if not conversation.turns or len(conversation.turns[-1]) == 2 else "assistant"
         if role != expected:
-            raise ConversationError(f"{path}: its messages must be user and assistant in turn; repair it")
+            raise ValueError(f"{path}: its messages must be user and assistant in turn; repair it")
         text = _text(path, message.get("content"))
         conversation.ask(text) if role == "user" else conversation.answer(text)
     if conversation.turns and len(conversation.turns[-1]) == 1:
-        raise ConversationError(f"{path}: its last message has no answer; repair it")
+        raise ValueError(f"{path}: its last message has no answer; repair it")
     return conversation
 
 
 def _text(path: Path, value: object) -> str:
     if not isinstance(value, str):
-        raise ConversationError(f"{path}: a message must be text, not {type(value).__name__}; repair it")
+        raise ValueError(f"{path}: a message must be text, not {type(value).__name__}; repair it")
     return value

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace import core
-from headrace.data.progress import Progress, Silent
+from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.layers import Biased, Embedding, Holder, ParamSpec, Relative
 from headrace.models.registry import describe
@@ -166,7 +166,7 @@ class PackedWeights:
 
         progress: advances by tensors. Raises WeightError on values that are not finite.
         """
-        bar, left = progress or Silent(), self._packer.waiting
+        bar, left = progress or Progress(), self._packer.waiting
         if left:
             bar.start(f"packing {self.source.path.name}", left, unit="tensors")
         while self._packer.waiting:

@@ -362,23 +362,23 @@ class AsyncLLM:
                 request.fail(RequestRefusedError(message.reason, message.field))
         elif isinstance(message, Deltas):
             self.stats = message.stats
-            for scores in message.scores:
-                if request := self.inflight.get(scores.request_id):
-                    request.prompt_logprobs = scores.logprobs
+            for name, logprobs in message.scores.items():
+                if request := self.inflight.get(name):
+                    request.prompt_logprobs = logprobs
             for delta in message.deltas:
                 if request := self.inflight.get(delta.request_id):
                     request.put(delta)
-            for pooled in message.pooled:
-                if request := self.inflight.get(pooled.request_id):
-                    request.pooled = pooled.values
-            for classified in message.classified:
-                if request := self.inflight.get(classified.request_id):
-                    request.classified = classified.logits
+            for name, row in message.pooled.items():
+                if request := self.inflight.get(name):
+                    request.pooled = row
+            for name, logits in message.classified.items():
+                if request := self.inflight.get(name):
+                    request.classified = logits
             if self.observer is not None:
                 self.observer.step(message, self.inflight)
-            for ended in message.ended:
-                if request := self.inflight.pop(ended.request_id, None):
-                    request.end(ended.metrics)
+            for name, metrics in message.ended.items():
+                if request := self.inflight.pop(name, None):
+                    request.end(metrics)
         if self._suspect is not None:
             self._send_suspect()
 

@@ -30,16 +30,12 @@ from headrace.server.engines.messages import (
     Abort,
     Check,
     Checked,
-    Classified,
     Deltas,
-    Ended,
     FromEngine,
     Load,
     Loaded,
     NotLoaded,
-    Pooled,
     Refused,
-    Scores,
     Stats,
     Submit,
     ToEngine,
@@ -177,16 +173,20 @@ class EngineLoop:
 
     def _step(self) -> Deltas:
         deltas = self.engine.step()
-        ended = [Ended(delta.request_id, self._open[delta.request_id].metrics) for delta in deltas if delta.finished]
-        scores = [Scores(name, self._open[name].prompt_logprobs) for name in self._scored(deltas)]
-        pooled = [Pooled(one.request_id, row) for one in ended if (row := self._open[one.request_id].pooled)]
-        classified = [Classified(one.request_id, logits) for one in ended if (logits := self._open[one.request_id].classified)]
-        for one in ended:
-            del self._open[one.request_id]
+        scores = {name: self._open[name].prompt_logprobs for name in self._scored(deltas)}
+        ended = {delta.request_id: self._open.pop(delta.request_id) for delta in deltas if delta.finished}
+        for name in ended:
             if self.compiling is not None:
-                self.compiling.end(one.request_id)
-            self._unscored.discard(one.request_id)
-        return Deltas(deltas, ended, scores, self._stats(self.engine.fed), pooled, classified)
+                self.compiling.end(name)
+            self._unscored.discard(name)
+        return Deltas(
+            deltas,
+            {name: request.metrics for name, request in ended.items()},
+            scores,
+            self._stats(self.engine.fed),
+            {name: request.pooled for name, request in ended.items() if request.pooled},
+            {name: request.classified for name, request in ended.items() if request.classified},
+        )
 
     def _scored(self, deltas: list[Delta]) -> list[str]:
         """Return the requests with a first delta whose prompt log-probs must be sent now."""

@@ -78,11 +78,9 @@ class Loaded(msgspec.Struct, tag=True):
     block_size: int
     note: str  # one line: number format, device, memory
     memory: int = 0  # bytes of weights and K/V; 0: unknown
-    exit: int = 0  # layers below the exit by which tokens may leave; 0: there is none
+    exit: int = 0  # layers below the exit; 0: no early exit
     layers: int = 0
-    rule: CalibratedThreshold | None = (
-        None  # the threshold that was calibrated for tokens that leave, or that a smaller model writes
-    )
+    rule: CalibratedThreshold | None = None  # calibrated for early exit, or for tokens of a smaller model
 
 
 class NotLoaded(msgspec.Struct, tag=True):
@@ -99,34 +97,6 @@ class Refused(msgspec.Struct, tag=True):
     field: str = ""
 
 
-class Ended(msgspec.Struct, array_like=True):
-    """A request that ended in this step."""
-
-    request_id: str
-    metrics: RequestMetrics
-
-
-class Scores(msgspec.Struct, array_like=True):
-    """Prompt log-probabilities of a request, sent with its first delta."""
-
-    request_id: str
-    logprobs: list[TokenLogprob | None]
-
-
-class Pooled(msgspec.Struct, array_like=True):
-    """Pooled hidden state of an embedding request, sent when it ends."""
-
-    request_id: str
-    values: list[float]
-
-
-class Classified(msgspec.Struct, array_like=True):
-    """What the exits that a text came by said of it, as logits; it comes when its request ends."""
-
-    request_id: str
-    logits: list[tuple[float, ...]]
-
-
 class Stats(msgspec.Struct, array_like=True, frozen=True):
     """The engine's state after a step."""
 
@@ -139,14 +109,19 @@ class Stats(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """From the engine process: the results of one step; without deltas a sign of life."""
+    """From the engine process: the results of one step; without deltas a sign of life.
+
+    By request id: ended: metrics of the requests that ended in this step. scores: prompt log-probabilities, sent with the first
+    delta. pooled, classified: the pooled hidden state of an embedding request, and the logits of each exit that a classified
+    text has passed, sent when the request ends.
+    """
 
     deltas: list[Delta] = []
-    ended: list[Ended] = []
-    scores: list[Scores] = []
+    ended: dict[str, RequestMetrics] = {}
+    scores: dict[str, list[TokenLogprob | None]] = {}
     stats: Stats = Stats()
-    pooled: list[Pooled] = []
-    classified: list[Classified] = []
+    pooled: dict[str, list[float]] = {}
+    classified: dict[str, list[tuple[float, ...]]] = {}
 
 
 ToEngine = Load | Submit | Abort | Check

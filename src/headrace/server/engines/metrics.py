@@ -13,10 +13,10 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from headrace.data.types import Delta
+from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import Principal
 from headrace.server.engines.inflight import InflightRequest
-from headrace.server.engines.messages import Deltas, Ended, Loaded
+from headrace.server.engines.messages import Deltas, Loaded
 from headrace.server.engines.supervision import State, Supervision
 from headrace.server.logs import log_request
 
@@ -210,8 +210,8 @@ class ModelMetrics:
         if message.deltas:
             self.batch.observe(stats.running)
             self._tokens(message, inflight, now)
-        for ended in message.ended:
-            self._end(ended, inflight.get(ended.request_id), now)
+        for name, metrics in message.ended.items():
+            self._end(name, metrics, inflight.get(name), now)
 
     def _tokens(self, message: Deltas, inflight: Mapping[str, InflightRequest], now: float) -> None:
         # Number of answers by the time of their token before, which for most answers is that of the last step.
@@ -250,15 +250,15 @@ class ModelMetrics:
         usual, spread = self._usual
         self.above.set((sum(self._means) / len(self._means) - usual) / max(spread, 1e-3))
 
-    def _end(self, ended: Ended, request: InflightRequest | None, now: float) -> None:
-        reason = self._reasons.pop(ended.request_id, "abort")
+    def _end(self, name: str, metrics: RequestMetrics, request: InflightRequest | None, now: float) -> None:
+        reason = self._reasons.pop(name, "abort")
         self.ended.labels(self._model, reason).inc()
         if request is None:
             return
-        metrics, prompt = ended.metrics, len(request.prompt)
+        prompt = len(request.prompt)
         self.whole.observe(now - request.submitted)
         cached = metrics.cached_tokens
-        name, http, who = ended.request_id, request.http_request, request.principal.name
+        http, who = request.http_request, request.principal.name
         log_request(self._model, name, http, who, reason, prompt, request.generated, cached, now - request.submitted)
         self._figures.used(who, prompt, request.generated)
         self.prompt_tokens.inc(prompt)

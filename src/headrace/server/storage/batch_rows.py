@@ -19,7 +19,7 @@ from headrace.server.storage import files
 
 log = logging.getLogger("headrace.server")
 
-# (state, event) -> state. Other pairs raise ImpossibleError.
+# (state, event) -> state. Other pairs raise RuntimeError.
 ROW_TRANSITIONS = {
     ("pending", "begin"): "running",
     ("running", "answer"): "done",
@@ -42,10 +42,6 @@ DROP_CODES = {"cancelling": "batch_cancelled", "finalizing": "batch_expired"}
 DROP_MESSAGE = "the batch ended before this request was begun"
 
 
-class ImpossibleError(RuntimeError):
-    """The state of a batch or a row does not allow an event."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """A running row: one request of a batch."""
@@ -59,10 +55,10 @@ class BatchRow:
 
 
 def move_batch(db: sqlite3.Connection, batch: int, event: str) -> str:
-    """Apply an event to a batch. Returns the new state. Raises ImpossibleError."""
+    """Apply an event to a batch. Returns the new state. Raises RuntimeError."""
     (state,) = db.execute("SELECT status FROM batches WHERE number = ?", (batch,)).fetchone()
     if (state, event) not in BATCH_TRANSITIONS:
-        raise ImpossibleError(f"a batch that is {state} cannot {event}")
+        raise RuntimeError(f"a batch that is {state} cannot {event}")
     new = BATCH_TRANSITIONS[state, event]
     stamp = f"{new}_at"
     db.execute(f"UPDATE batches SET status = ?, {stamp} = ? WHERE number = ?", (new, now(), batch))
@@ -70,10 +66,10 @@ def move_batch(db: sqlite3.Connection, batch: int, event: str) -> str:
 
 
 def move_row(db: sqlite3.Connection, row: int, event: str) -> None:
-    """Apply an event to a row. Raises ImpossibleError."""
+    """Apply an event to a row. Raises RuntimeError."""
     (state,) = db.execute("SELECT state FROM rows WHERE number = ?", (row,)).fetchone()
     if (state, event) not in ROW_TRANSITIONS:
-        raise ImpossibleError(f"a row that is {state} cannot {event}")
+        raise RuntimeError(f"a row that is {state} cannot {event}")
     db.execute("UPDATE rows SET state = ? WHERE number = ?", (ROW_TRANSITIONS[state, event], row))
 
 
