@@ -1,6 +1,5 @@
 """Interface of compression methods: a layer of the model with the statistics of its inputs."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import log10
@@ -196,8 +195,14 @@ class Visit:
         return values.view(self.layer.kv_heads, share, -1).transpose(1, 2).reshape(-1, share)
 
 
-class InputObserver(ABC):
-    """LinearMethod that shows its inputs to `observe` and multiplies as usual. It is set on layers that are already filled."""
+class InputObserver:
+    """LinearMethod that passes its inputs to `observe` and multiplies as usual. It is set on layers that are already filled.
+
+    observe: receives the inputs [rows, k] of each multiplication.
+    """
+
+    def __init__(self, observe: Callable[[Tensor], None]) -> None:
+        self._observe = observe
 
     def create(self, layer: Any, n_in: int, n_out: int, allocator: Allocator) -> None:
         raise AssertionError("set on filled layers only")
@@ -206,12 +211,8 @@ class InputObserver(ABC):
         raise AssertionError("set on filled layers only")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        self.observe(x)
+        self._observe(x)
         return linear(x, layer.weight, bias)
-
-    @abstractmethod
-    def observe(self, x: Tensor) -> None:
-        """Inputs [rows, k] of one multiplication."""
 
 
 class Compressor(Protocol):

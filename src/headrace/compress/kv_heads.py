@@ -137,21 +137,12 @@ def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
     return whole.view(-1, head_dim, whole.shape[1])
 
 
-class InputCapture(InputObserver):
-    """Keeps the last input of a linear layer."""
-
-    rows: Tensor
-
-    def observe(self, x: Tensor) -> None:
-        self.rows = x
-
-
 def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
     """Inputs of a matrix for the layer's current weights, chunk by chunk, and whether they are held out."""
-    kept = InputCapture()
-    matrix.method = kept
+    inputs: list[Tensor] = []
+    matrix.method = InputObserver(inputs.append)
     try:
         for _, _, held in visit.run():
-            yield kept.rows, held
+            yield inputs.pop(), held
     finally:
         matrix.method = None

@@ -27,17 +27,6 @@ TOGETHER = 8  # texts in a chunk
 LIBRARIES = 48 << 20  # bytes that torch and its libraries allocate when they first compute
 
 
-class InputRecorder(InputObserver):
-    """Adds the inputs of a linear layer to `inputs`."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.held = False  # the current rows are of held-out texts
-
-    def observe(self, x: Tensor) -> None:
-        self.inputs.add(x, self.held)
-
-
 class LayerPass:
     """The layers of an open model in order, each with the statistics of its inputs; see `__iter__`.
 
@@ -92,12 +81,14 @@ class LayerPass:
                 matrix = Matrix(f"layers.{number}.{name}", holder, parts, {}, Inputs.empty(holder.n_in))
                 matrix.kinds = {part: kind for part in parts if (kind := self._kinds.get(matrix.target(part)))}
                 matrices[name] = matrix
-        watches = {name: InputRecorder(matrix.inputs) for name, matrix in matrices.items()}
-        for name, watch in watches.items():
-            holders[name].method = watch
-        for x, context, held in self._rows(number):
-            for watch in watches.values():
-                watch.held = held
+        held = False  # whether the current rows are of held-out texts
+
+        def observer(inputs: Inputs) -> InputObserver:
+            return InputObserver(lambda x: inputs.add(x, held))
+
+        for name, matrix in matrices.items():
+            holders[name].method = observer(matrix.inputs)
+        for x, context, held in self._rows(number):  # noqa: B007 - the observers read `held`
             self.model.layer(number, x, context)
         for name, matrix in matrices.items():
             holders[name].method = None

@@ -8,9 +8,9 @@ Bayesian optimisation).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
@@ -110,8 +110,8 @@ class SpanTrial:
         """Return for each token of the model's own text whether it is the span's likeliest."""
         return likeliest(self.runner, tokens, self.block_size, span=span)[start - 1 :]
 
-    def _slot(self, tokens: list[int]) -> "ScratchSlot":
-        return ScratchSlot(self.runner, tokens, self.block_size)
+    def _slot(self, tokens: list[int]) -> AbstractContextManager[None]:
+        return scratch_slot(self.runner, tokens, self.block_size)
 
 
 def likeliest(runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = (), span: Span = WHOLE) -> list[bool]:
@@ -119,33 +119,29 @@ def likeliest(runner: Runner, tokens: list[int], block_size: int, source: Sequen
 
     source: of an encoder-decoder. Overwrites the K/V pool.
     """
-    with ScratchSlot(runner, tokens, block_size, source):
+    with scratch_slot(runner, tokens, block_size, source):
         ((answer,),) = runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens), (), (Score(),))]), span).feeds
     assert isinstance(answer, Scores)
     return [score.rank == 1 for score in answer.scores]
 
 
-class ScratchSlot:
-    """Context manager: a slot with a text, outside the engine. source: of an encoder-decoder."""
-
-    def __init__(self, runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = ()) -> None:
-        self.runner = runner
-        params, reads = SamplingParams(temperature=0.0), len(source)
-        new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=params, reads=reads)
-        own = -(-(len(tokens) + LONGEST_DRAFT) // block_size)
-        blocks = list(range(own + -(-reads // block_size)))
-        self.plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks[:own])])
-        if reads:
-            self.plan.tables.append(TableDelta(SLOT, 1, 0, blocks[own:]))
-        self.sources = [(source, blocks[own:])] if reads else []
-
-    def __enter__(self) -> None:
-        self.runner.execute(self.plan)
-        if self.sources:
-            self.runner.target.encode(self.sources)
-
-    def __exit__(self, *error: Any) -> None:
-        self.runner.execute(StepPlan(0, free=[SLOT]))
+@contextmanager
+def scratch_slot(runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = ()) -> Iterator[None]:
+    """A slot with a text, outside the engine, while the context is open. source: of an encoder-decoder."""
+    own = -(-(len(tokens) + LONGEST_DRAFT) // block_size)
+    blocks = list(range(own + -(-len(source) // block_size)))
+    params = SamplingParams(temperature=0.0)
+    new = NewSlot(slot=SLOT, prompt_len=len(tokens), tokens=list(tokens), params=params, reads=len(source))
+    plan = StepPlan(0, new=[new], tables=[TableDelta(SLOT, 0, 0, blocks[:own])])
+    if source:
+        plan.tables.append(TableDelta(SLOT, 1, 0, blocks[own:]))
+    runner.execute(plan)
+    if source:
+        runner.target.encode([(source, blocks[own:])])
+    try:
+        yield
+    finally:
+        runner.execute(StepPlan(0, free=[SLOT]))
 
 
 def search(trial: SpanTrial, seconds: float, on_report: Callable[[SpanReport], None] = lambda report: None) -> SpanReport:

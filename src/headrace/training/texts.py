@@ -21,7 +21,7 @@ from headrace.llm import LLM
 from headrace.runner.runner import Runner
 from headrace.startup.opening import Opened
 from headrace.text.chat import TemplateError
-from headrace.training.selfdraft import SLOT, ScratchSlot
+from headrace.training.selfdraft import SLOT, scratch_slot
 from headrace.weights.atomic_file import atomic_write
 
 # Temperatures of the answers, in rotation.
@@ -158,7 +158,7 @@ def rows_after(runner: Runner, tokens: list[int], layers: Sequence[int] = (), so
 
     source: of an encoder-decoder. Overwrites the K/V pool, so the engine must be idle.
     """
-    with ScratchSlot(runner, tokens, BLOCK_SIZE, source):
+    with scratch_slot(runner, tokens, BLOCK_SIZE, source):
         return [torch.as_tensor(rows) for rows in runner.rows_after(Feed(SLOT, 0, len(tokens)), layers)]
 
 

@@ -4,7 +4,6 @@ The exceptions are the fields in `server.protocols.fields.OFFLINE_IGNORED` and `
 """
 
 import json
-from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.data.structured import StructuredOutputs
@@ -26,20 +25,8 @@ from headrace.server.settings import Limits
 LIMITS = Limits(stop=4096, stop_chars=4096)
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request: `prompt` holds exactly one of prompt, messages and prompt_token_ids; `template` the arguments of `LLM.render`;
-    `ignored` the given fields that have no effect in a file."""
-
-    prompt: dict[str, Any]
-    params: dict[str, Any]
-    template: dict[str, Any] = field(default_factory=dict)
-    tools: ToolChoice | None = None
-    ignored: frozenset[str] = frozenset()
-
-
-def read(body: dict[str, Any], *, is_chat: bool) -> Body:
-    """The request in a body for /v1/chat/completions, or for /v1/completions. Raises LineError."""
+def read(body: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """Fields of the `BatchRequest` in a body for /v1/chat/completions, or for /v1/completions. Raises LineError."""
     refused = next((name for name in OFFLINE_REFUSED if body.get(name)), None)
     if refused is not None:
         raise LineError(f"{refused}: {OFFLINE_REFUSED[refused]}; remove it")
@@ -47,13 +34,13 @@ def read(body: dict[str, Any], *, is_chat: bool) -> Body:
     data = json.dumps({"model": "", **body}).encode()
     try:
         if is_chat:
-            return _body(chat.read(read_body(data, ChatRequest)))
-        return _body(completions.read(read_body(data, CompletionRequest)))
+            return _fields(chat.read(read_body(data, ChatRequest)))
+        return _fields(completions.read(read_body(data, CompletionRequest)))
     except (ApiError, ToolError) as error:
         raise LineError(str(error)) from None
 
 
-def _body(request: GenerationRequest) -> Body:
+def _fields(request: GenerationRequest) -> dict[str, Any]:
     sampling, prompt = request.sampling, request.prompt
     params = {
         **given_fields(sampling, LIMITS),
@@ -63,8 +50,9 @@ def _body(request: GenerationRequest) -> Body:
     }
     params = {name: value for name, value in params.items() if value is not None}
     ignored = frozenset(name for name in OFFLINE_IGNORED if getattr(sampling, name) is not None)
+    fields = {"params": params, "ignored": ignored}
     if isinstance(prompt, Texts):
-        return Body(_prompt(prompt), params, ignored=ignored)
+        return fields | _prompt(prompt)
     assert isinstance(prompt, Conversation)
     check_ending(prompt.messages, prompt.continue_final_message, prompt.add_generation_prompt)
     template = prompt.variables()
@@ -73,7 +61,8 @@ def _body(request: GenerationRequest) -> Body:
             template[name] = value
     callable_tools(prompt.tools)
     calls = prompt.tools.tools or prompt.tools.tool_choice not in (None, "none", "auto")
-    return Body({"messages": read_messages(prompt.messages)}, params, template, prompt.tools if calls else None, ignored)
+    tools = prompt.tools if calls else None
+    return fields | {"messages": read_messages(prompt.messages), "template": template, "tools": tools}
 
 
 def _prompt(texts: Texts) -> dict[str, Any]:

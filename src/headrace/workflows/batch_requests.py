@@ -132,16 +132,7 @@ def _batch_request(number: int, fields: dict[str, Any], lines_of_ids: dict[Reque
     body, name = line.body, BODY_PROMPT[line.url]
     if other := next((one for one in PROMPTS if body.get(one) is not None and one != name), None):
         raise LineError(f"a body for {line.url} has {name!r}, not {other!r}")
-    read = batch_bodies.read(body, is_chat=line.url == CHAT)
-    return BatchRequest(
-        number,
-        line.custom_id,
-        **read.prompt,
-        template=read.template,
-        params=read.params,
-        tools=read.tools,
-        ignored=read.ignored,
-    )
+    return BatchRequest(number, line.custom_id, **batch_bodies.read(body, is_chat=line.url == CHAT))
 
 
 def _short_request(number: int, request_id: RequestId, fields: dict[str, Any]) -> BatchRequest:

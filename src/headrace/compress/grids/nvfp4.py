@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.compress.grids.codes import TABLES
 from headrace.compress.grids.encode import CHUNK, columns, map_slices
+from headrace.compress.grids.loop import Round
 from headrace.compress.grids.search import Array, error, keep_better
 from headrace.weights.schemes.small_floats import E4M3, GROUPS, NVFP4, nvfp4_parts
 
@@ -63,28 +64,19 @@ class Nvfp4Grids:
         if static:
             self._scale = torch.from_numpy(fit(w, self._unit, importance, threads).T.copy())
 
-    def at(self, j: int, w: Tensor) -> "_Nearest":
+    def at(self, j: int, w: Tensor) -> Round:
         if not self._static and j % GROUP == 0:
             importance = None if self._importance is None else self._importance[j : j + GROUP]
             if importance is not None and not importance.any():
                 importance = None
             group = np.ascontiguousarray(w[:, j : j + GROUP].numpy())
             self._scale[j // GROUP] = torch.from_numpy(fit(group, self._unit, importance, self._threads)[:, 0])
-        return _Nearest(self._scale[self._places[j] // GROUP], self._values, self._middles)
+        scale = self._scale[self._places[j] // GROUP]
+        return lambda column: scale * self._values[torch.bucketize(column / scale, self._middles)]
 
     def rows(self, made: Tensor) -> tuple[Array, Tensor]:
         """The loop's result [n, k] is stored as is."""
         return np.ascontiguousarray(made.numpy()).view(np.uint8), made
-
-
-class _Nearest:
-    """Rounds a column [n] to the nearest numbers of its groups' scales [n]."""
-
-    def __init__(self, scale: Tensor, values: Tensor, middles: Tensor) -> None:
-        self._scale, self._values, self._middles = scale, values, middles
-
-    def __call__(self, column: Tensor) -> Tensor:
-        return self._scale * self._values[torch.bucketize(column / self._scale, self._middles)]
 
 
 def unit_of(w: Array) -> np.float32:

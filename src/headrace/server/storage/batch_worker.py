@@ -43,14 +43,6 @@ ENDPOINT_DEFAULTS = {"/v1/responses": {"store": False}}
 Outcome = Callable[[sqlite3.Connection], None]
 
 
-class _ErrorFields(msgspec.Struct):
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorFields
-
-
 class BatchWorker:
     """Runs pending rows, also those of an earlier server. `wake` announces a new or a cancelled batch."""
 
@@ -191,7 +183,7 @@ class BatchWorker:
             return lambda db: batch_rows.finish_row(db, row.number, gone, failed=True)
         status, answer = await self._ask(row, who)
         if status in BUSY_STATUSES:
-            code = msgspec.json.decode(answer, type=_ErrorBody).error.code
+            code = msgspec.json.decode(answer)["error"]["code"]
             if code == ENGINE_LOST:
                 return _failed_attempt(row, ENGINE_LOST, "the engine ended while it had this request")
             if code != MODEL_UNUSABLE:

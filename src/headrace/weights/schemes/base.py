@@ -4,7 +4,7 @@ A reader decodes stored tensors into rows of a kind (weights.kinds); a writer tu
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -32,28 +32,6 @@ class QuantizedTensor:
     info: TensorInfo
     stored: tuple[str, ...]
     input_scale: float | None = None
-
-
-class Scheme(Protocol):
-    """Reader of the quantized matrices of one folder."""
-
-    @property
-    def matrices(self) -> Mapping[str, QuantizedTensor]:
-        """The quantized matrices by name ("model.layers.0.mlp.up_proj.weight")."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """The scheme and its settings for the user: "GPTQ, 4 bits, groups of 128"."""
-        ...
-
-    def rows(self, name: str) -> np.ndarray:
-        """A matrix as rows of its kind: uint8 [rows, row bytes], a new array. Raises WeightError."""
-        ...
-
-    def columns(self, name: str) -> np.ndarray | None:
-        """Order of a matrix's columns, as `WeightSource.columns`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +106,10 @@ class StoredTensors:
 
 
 class SchemeReader(ABC):
-    """Base of the readers. label: the scheme's name in messages."""
+    """Reader of the quantized matrices of one folder.
+
+    matrices: by name ("model.layers.0.mlp.up_proj.weight"). label: the scheme's name in messages.
+    """
 
     def __init__(self, folder: SafetensorsFolder, label: str) -> None:
         self._stored = StoredTensors(folder, label)
@@ -136,12 +117,15 @@ class SchemeReader(ABC):
 
     @property
     @abstractmethod
-    def summary(self) -> str: ...
+    def summary(self) -> str:
+        """The scheme and its settings for the user: "GPTQ, 4 bits, groups of 128"."""
 
     @abstractmethod
-    def rows(self, name: str) -> np.ndarray: ...
+    def rows(self, name: str) -> np.ndarray:
+        """A matrix as rows of its kind: uint8 [rows, row bytes], a new array. Raises WeightError."""
 
     def columns(self, name: str) -> np.ndarray | None:
+        """Order of a matrix's columns, as `WeightSource.columns`."""
         return None
 
     def _add(self, matrix: str, shape: tuple[int, ...], kind: str, fields: Sequence[str], scale: float | None = None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.awq import AWQReader
-from headrace.weights.schemes.base import Scheme
+from headrace.weights.schemes.base import SchemeReader
 from headrace.weights.schemes.bitsandbytes import BitsAndBytesReader
 from headrace.weights.schemes.compressed_tensors import CompressedTensorsReader, activations_of
 from headrace.weights.schemes.fp8 import FP8Reader
@@ -18,7 +18,7 @@ from headrace.weights.schemes.two_four import METHOD, TwoFourReader
 from headrace.weights.source import TensorInfo, WeightSource
 
 SETTINGS = "quantization_config"
-SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], Scheme]] = {  # by quant_method
+SCHEMES: dict[str, Callable[[SafetensorsFolder, Mapping[str, Any]], SchemeReader]] = {  # by quant_method
     "awq": AWQReader,
     "bitsandbytes": BitsAndBytesReader,
     "compressed-tensors": CompressedTensorsReader,
@@ -39,7 +39,7 @@ class QuantizedFolder:
 
     format: Literal["gguf", "safetensors"] = "safetensors"
 
-    def __init__(self, folder: SafetensorsFolder, scheme: Scheme, activations: str = "auto") -> None:
+    def __init__(self, folder: SafetensorsFolder, scheme: SchemeReader, activations: str = "auto") -> None:
         self.path, self.files = folder.path, folder.files
         self.config = {key: value for key, value in folder.config.items() if key != SETTINGS}
         self.scheme, self.activations = scheme, activations
