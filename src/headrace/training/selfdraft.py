@@ -9,7 +9,7 @@ Bayesian optimisation).
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.data.params import SamplingParams
@@ -98,7 +98,7 @@ class SpanTrial:
         feed = Feed(SLOT, len(tokens) - 1, 1, (), (Sample(),), nodes=tuple(tokens[:nodes]), parents=tuple(range(-1, nodes - 1)))
         plan = StepPlan(0, feeds=[feed])
         seconds = []
-        with self._slot(tokens):
+        with scratch_slot(self.runner, tokens, self.block_size):
             self.runner.run(StepPlan(0, feeds=[Feed(SLOT, 0, len(tokens))]))
             for _ in range(repeats):
                 start = time.perf_counter()
@@ -109,9 +109,6 @@ class SpanTrial:
     def _agreement(self, span: Span, tokens: list[int], start: int) -> list[bool]:
         """Return for each token of the model's own text whether it is the span's likeliest."""
         return likeliest(self.runner, tokens, self.block_size, span=span)[start - 1 :]
-
-    def _slot(self, tokens: list[int]) -> AbstractContextManager[None]:
-        return scratch_slot(self.runner, tokens, self.block_size)
 
 
 def likeliest(runner: Runner, tokens: list[int], block_size: int, source: Sequence[int] = (), span: Span = WHOLE) -> list[bool]:
