@@ -16,7 +16,7 @@ def softmax(z: np.ndarray) -> np.ndarray:
 
 
 def edited(logits, params, prompt, output, stop_ids=()) -> np.ndarray:
-    """Logits after bias, masks and penalties (card B1 up to temperature)."""
+    """Logits after bias, masks and penalties, up to temperature."""
     z = np.array(logits, dtype=np.float64)
     history = list(prompt) + list(output)
     for token, value in (params.logit_bias or {}).items():

@@ -211,7 +211,7 @@ def test_what_else_is_in_the_step_changes_no_bit() -> None:
     assert torch.equal(rows[0], rows[1])
 
 
-# -- card E1 and E2, on the arithmetic itself --------------------------------------------------------------------------
+# -- the arithmetic itself --------------------------------------------------------------------------------------------
 
 
 def test_weights_sum_to_one_and_a_row_that_sees_nothing_is_zero() -> None:

@@ -1,4 +1,4 @@
-"""The rejection rule: the output follows p, whatever q is; and what would be wrong is seen (cards F1, F2)."""
+"""The rejection rule: the output follows p, whatever q is, and wrong rules fail the same tests."""
 
 from collections.abc import Callable
 
@@ -175,7 +175,7 @@ def test_point_masses_are_drafts_with_a_known_q() -> None:
     assert bool((token[accepted == 0] != 2).all())
 
 
-# -- card F2 -------------------------------------------------------------------------------------------------------------
+# -- the best draft length ----------------------------------------------------------------------------------------------
 
 TABLE = {  # alpha -> gamma* and speed-up at c = .01, .02, .05, .1, .2
     0.5: ((5, 1.88), (4, 1.79), (3, 1.63), (2, 1.46), (1, 1.25)),

@@ -1,4 +1,4 @@
-"""Where an output ends, and what of it is shown (card A3)."""
+"""Where an output ends, and which of its text is shown."""
 
 import pytest
 

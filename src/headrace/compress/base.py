@@ -73,12 +73,16 @@ class QuantizedRows:
 class OutputReport:
     """Errors of a matrix, or of a part of a fused one, after rounding.
 
-    Output errors are relative to the mean square of the outputs: `error` on the calibration texts, `held` on the held-out texts
-    (None: there are none), `nearest` and `held_nearest` for rounding to nearest in the same kind (of what pruning leaves; for
-    SparseGPT, of what Wanda leaves). Sums over weights: `lost` squared errors, `energy` squares, `clipping` the part of `lost`
-    outside the range of blocks or groups, `noise` S²/12 for steps S. dead: inputs that are always 0. damping: share of the mean
-    of H's diagonal that was added; 0 for rounding to nearest. largest: max |x|. seconds: the first part of a fused matrix has
-    those of the Hessian.
+    Output errors, relative to the mean square of the outputs:
+    error: on the calibration texts. held: on the held-out texts, None without these.
+    nearest, held_nearest: the same for rounding to nearest in the same kind, after the same pruning (SparseGPT: after Wanda).
+
+    Sums over the weights: lost: squared errors. energy: squared weights. clipping: the part of `lost` of weights outside the
+    range of their block or group. noise: S²/12 for steps S.
+
+    dead: number of inputs that are always 0. damping: share of the mean of the Hessian's diagonal that was added to it; 0 for
+    rounding to nearest. largest: max |x| of the inputs. seconds: of the computation; the first part of a fused matrix includes
+    the Hessian's.
     """
 
     kind: str

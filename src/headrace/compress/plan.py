@@ -244,7 +244,7 @@ def new_report(original: Opened, opened: Opened, final: ModelConfig, pipeline: P
 
 
 def parts_by_target(opened: Opened) -> dict[str, WeightPart]:
-    """Where a model's file holds each parameter part."""
+    """The stored part of each parameter of a model, by target."""
     return {part.target: part for parts in plan(describe(opened.config), opened.source).values() for part in parts}
 
 

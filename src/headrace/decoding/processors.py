@@ -1,4 +1,4 @@
-"""Logit processors of the user's own: plain objects that change logits on the host before anything else does.
+"""Logit processors of the user's own: plain objects that change the model's logits on the host.
 
     class NoDigits:
         scope = "pointwise"
@@ -10,8 +10,8 @@
             logits[:, self.ids] = float("-inf")
             return logits
 
-They see the model's logits first, in the order they are given; bias, penalties, temperature and filters follow (card
-B1). Raw log-probabilities are those of the logits before any processor.
+They run in the given order, before bias, penalties, temperature and filters. Raw log-probabilities are those of the logits
+before any processor.
 """
 
 from collections.abc import Sequence

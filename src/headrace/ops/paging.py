@@ -140,7 +140,7 @@ def _visible(ctx: Context, feed: torch.Tensor, row: torch.Tensor, key: torch.Ten
 
 
 def _key_positions(ctx: Context, feed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """[b, t]: the position of KV index `key` [b, t] of `feed` [b]; a node's follows from its depth."""
+    """Position of each key, [b, t], for the KV indices `key` [b, t] of feeds [b]. Draft nodes of one depth share a position."""
     start = ctx.row_start[feed]
     node = key - (ctx.kv_start[feed] + ctx.known[feed])[:, None]
     is_node = (node >= 0) & (key < (ctx.kv_start[feed] + ctx.row_start[feed + 1] - start)[:, None])

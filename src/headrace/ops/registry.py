@@ -50,7 +50,7 @@ class Op(Generic[P, R]):
         self.implementations: dict[str, Callable[P, R]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Load the body's module for an attribute that comes with the body."""
+        """Import the module with the op's torch body when `reference`, `inputs` or `tol` is first read."""
         if name not in ("reference", "inputs", "tol"):
             raise AttributeError(name)
         import_module(self.home)

@@ -87,7 +87,10 @@ class EarlyExit:
 
     @contextmanager
     def exit_at(self, number: int, layers: int) -> Iterator[None]:
-        """Exit after `layers` layers, by the head of this number, inside the `with` block. No row may lag meanwhile."""
+        """Exit after `layers` layers, by head `number`, while the context is open.
+
+        No feed may lag meanwhile: the upper layers must have K/V of all earlier tokens.
+        """
         before = self.exit
         self.exit, self.depth = Exit(Span(layers), before.head, number, before.partial), layers
         try:

@@ -66,7 +66,7 @@ class Heads:
 
     @property
     def span(self) -> Span | None:
-        """The part of the target that runs in their step."""
+        """The target's layers below the exit that drafts, which run in the draft step; None for heads that are no exits."""
         return Span(self.drafts) if self.kind == EXIT else None
 
     @property

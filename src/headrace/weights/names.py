@@ -12,9 +12,10 @@ from headrace.weights.store import StoreError, find_home, home
 
 
 class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """model: an absolute path, or another name of a model. sampling: fields of SamplingParams that override the model's
-    settings. template: chat template in place of the model's. system: system message of conversations that have none. Raises
-    ValueError.
+    """A name that the user gave to a model, with settings of its own. Raises ValueError.
+
+    model: an absolute path, or another name of a model. sampling: fields of SamplingParams that override the model's settings.
+    template: chat template in place of the model's. system: system message of conversations that have none.
     """
 
     name: str

@@ -31,7 +31,7 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTime:
-    """Median time to the first token for prompts of one length, and of one more token (`step`), in seconds."""
+    """Median seconds for prompts of `length` tokens: `ttft` to the first token, `step` for each later token."""
 
     length: int
     ttft: float
@@ -44,7 +44,10 @@ class FirstTokenTime:
 
 
 def first_tokens(target: Target, lengths: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[FirstTokenTime]:
-    """Send one request at a time, each with a new prompt. Raises ValueError if a request fails."""
+    """Measure the time to the first token for prompts of each length, one request at a time, each with a new prompt.
+
+    Raises ValueError if a request fails.
+    """
     results = []
     for length in lengths:
         requests = [ScheduledRequest(0.0, length, 16, seed=length * 1000 + number) for number in range(rounds)]

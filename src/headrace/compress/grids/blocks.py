@@ -22,7 +22,7 @@ LEAST_POWER, MOST_POWER = -24, 15  # exponents of power-of-two scales that float
 
 
 def ends(low: float, high: float, step: float = 1.0) -> list[float]:
-    """Values tried for the number farthest from zero, near both ends of the codes."""
+    """Codes tried for the number farthest from zero when a scale is searched: near the least and the greatest code."""
     return [low - step * by for by in OFFSETS] + [high + step * by for by in OFFSETS]
 
 

@@ -42,7 +42,7 @@ class Target(Protocol):
 
     @property
     def kind(self) -> str:
-        """Kind of the rows."""
+        """Kind of the stored rows (weights.kinds)."""
         ...
 
     def encode(self, w: np.ndarray, importance: np.ndarray | None = None, threads: int = 1) -> np.ndarray:

@@ -154,7 +154,7 @@ class InflightRequest:
         self.close()
 
     def close(self) -> None:
-        """End the request: there are no more deltas."""
+        """End the request, also without metrics or an error: leave the queue, stop the deadline's timer, charge the tokens."""
         self._begin()
         if self.timer is not None:
             self.timer.cancel()
