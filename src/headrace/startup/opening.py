@@ -96,7 +96,7 @@ def open_model(
 ) -> Opened:
     """Find (or pull) a model and open it: a catalog name, a .gguf path, a folder, a hub id.
 
-    Raises ValueError, WeightError, TokenizerError, TemplateError: one clear line each.
+    Raises HubError, WeightError, TokenizerError, TemplateError: one clear line each.
     """
     opened = open_files(model, progress, download=download, parse_special=parse_special)
     opened.load_tokenizer().result()

@@ -42,6 +42,10 @@ SAFE_NAMES = frozenset({"tokenizer.model", "vocab.txt", "merges.txt", "source.sp
 TEMPLATE = re.compile(rf"{TEMPLATES}/[^./][^/]*\.jinja")
 
 
+class HubError(ValueError):
+    """A model that cannot be resolved or downloaded; the message is one line with the remedy."""
+
+
 def resolve(
     model: str,
     *,
@@ -52,7 +56,7 @@ def resolve(
 ) -> Path:
     """The `.gguf` file or the folder of a model, downloaded first if missing (unless `download` is False).
 
-    entries: the catalog (default: `catalog.load()`). Raises ValueError, StoreError or ValueError, each with a one-line message.
+    entries: the catalog (default: `catalog.load()`). Raises HubError, StoreError or ValueError, each with a one-line message.
     """
     entries = catalog.load() if entries is None else entries
     if (named := names.find(model)) is not None:
@@ -65,7 +69,7 @@ def resolve(
     if record is None:
         _check_name(model, entries)
         if not download:
-            raise ValueError(f"{model} is not on this machine; get it with: headrace pull {model}")
+            raise HubError(f"{model} is not on this machine; get it with: headrace pull {model}")
         record = _pull(model, entry, store, progress or Progress())
     return store.path(record)
 
@@ -82,7 +86,7 @@ def pull(
     if (named := names.find(model)) is not None:
         model = named.model
     if model and model not in entries and expand(model).exists():
-        raise ValueError(f"{model} is a local path; there is nothing to pull")
+        raise HubError(f"{model} is a local path; there is nothing to pull")
     _check_name(model, entries)
     store, progress = store or Store(), progress or Progress()
     record = _find(model, entries.get(model), store)
@@ -109,9 +113,9 @@ def _check_local(path: Path) -> Path:
             trained_parts = trained(path)
             other = f"{trained_parts}, and no model" if trained_parts else "is a folder without config.json"
             what = f"{other}; name a .gguf file or a folder with safetensors"
-        raise ValueError(f"{path} {what}")
+        raise HubError(f"{path} {what}")
     if path.is_file() and path.suffix != ".gguf":
-        raise ValueError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
+        raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
     return path
 
 
@@ -121,17 +125,17 @@ def _is_path(model: str) -> bool:
 
 
 def _check_name(model: str, entries: Mapping[str, Entry]) -> None:
-    """Raise ValueError unless the name is in the catalog or can be a repository's."""
+    """Raise HubError unless the name is in the catalog or can be a repository's."""
     if _is_path(model):
-        raise ValueError(_no_path(model))
+        raise HubError(_no_path(model))
     repo, file = split_name(model)
     if model in entries or (catalog.is_repo(repo) and (file or not repo.endswith(".gguf"))):
         return
     if "/" in model or model.endswith(".gguf"):
-        raise ValueError(_no_path(model))
+        raise HubError(_no_path(model))
     known = [*entries, *(one.name for one in names.given()), *(record.name for record in installed())]
     hint = did_you_mean(model, known, f"headrace list shows the catalog: {', '.join(sorted(entries))}")
-    raise ValueError(f"{model!r} is neither a model of the catalog nor a path; {hint}")
+    raise HubError(f"{model!r} is neither a model of the catalog nor a path; {hint}")
 
 
 def _no_path(model: str) -> str:
@@ -163,11 +167,11 @@ def _find(model: str, entry: Entry | None, store: Store) -> Record | None:
 
 def _pull(model: str, entry: Entry | None, store: Store, progress: Progress) -> Record:
     if _offline():
-        raise ValueError(f"{model} is not on this machine, and HF_HUB_OFFLINE forbids to download it")
+        raise HubError(f"{model} is not on this machine, and HF_HUB_OFFLINE forbids to download it")
     try:
         return _pull_repo(model, store, progress) if entry is None else _pull_entry(entry, store, progress)
     except FetchError as error:
-        raise ValueError(f"{model}: {error}") from None
+        raise HubError(f"{model}: {error}") from None
 
 
 def _pull_entry(entry: Entry, store: Store, progress: Progress) -> Record:

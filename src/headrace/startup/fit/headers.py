@@ -89,7 +89,7 @@ class PlannedSource:
 def open_shape(model: str, weights: str = "", quantize: str = "") -> ModelShape:
     """Shape of a model. weights: number format of the matrices of a model without files, a mix (Q4_K_M) or a kind (BF16).
 
-    Raises WeightError, HubError or NativeError, one line each.
+    Raises WeightError or HubError, and RuntimeError without the compiled core, one line each.
     """
     core.module()  # the packed sizes are its own
     target = named.model if (named := names.find(model)) is not None else model
