@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "pack/kernels.h"
-#include "program/step.h"
 
 namespace headrace {
 namespace {
@@ -89,7 +88,7 @@ void quantize(const QuantizePhase& phase, Worker& w, int first, int last) {
 void add_sinusoids(const Worker& w, int number, int r, float* row) {
     const Rope& rope = w.run.ropes[static_cast<size_t>(number)];
     const int half = rope.dim / 2;
-    const int64_t at = int64_t{w.run.step.positions()[static_cast<size_t>(r)]} * half;
+    const int64_t at = int64_t{w.run.rows.feeds.positions[static_cast<size_t>(r)]} * half;
     for (int i = 0; i < half; ++i) row[i] += rope.sin.data()[at + i];
     for (int i = 0; i < half; ++i) row[half + i] += rope.cos.data()[at + i];
 }
@@ -100,14 +99,15 @@ void run(const EmbedPhase& phase, Worker& w) {
     w.share(w.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
             float* row = out.floats() + r * out.stride();
-            w.run.kernels.pack->unpack(phase.table, w.run.step.ids()[static_cast<size_t>(r)], row);
+            w.run.kernels.pack->unpack(phase.table, w.run.rows.ids[static_cast<size_t>(r)], row);
             if (phase.scale != 1.0f) {
                 for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
             }
             for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
             if (phase.sinusoids >= 0) add_sinusoids(w, phase.sinusoids, r, row);
             if (!phase.positions) continue;
-            w.run.kernels.pack->unpack(*phase.positions, w.run.step.positions()[static_cast<size_t>(r)], position_row);
+            w.run.kernels.pack->unpack(*phase.positions, w.run.rows.feeds.positions[static_cast<size_t>(r)],
+                                       position_row);
             for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
         }
     });
@@ -245,7 +245,7 @@ void run(const AttentionPhase& phase, Worker& w) {
             for (int job = first; job < last; ++job) attention.append_job(task, job, scratch);
         });
     }
-    if (w.run.step.fill) return;
+    if (w.run.rows.fill) return;
     w.deal(layout.items(), [&](int item, int next) { attention.attend_item(layout, task, item, next, scratch); });
     w.fetch = attention.fetch_list(layout, phase.layer + 1, w.thread);
 }
@@ -264,7 +264,7 @@ void run(const StorePhase& phase, Worker& w) {
 }
 
 void run(const TapPhase& phase, Worker& w) {
-    const std::vector<float*>& taps = w.run.step.taps;
+    const std::span<float* const> taps = w.run.taps;
     if (static_cast<size_t>(phase.tap) >= taps.size() || !taps[static_cast<size_t>(phase.tap)]) return;
     w.share(w.rows, [&](int first, int last) {
         copy_rows(w.floats(phase.in), w.stride(phase.in), taps[static_cast<size_t>(phase.tap)], phase.width, first,

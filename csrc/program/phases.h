@@ -11,6 +11,7 @@
 #include "attention/attention.h"
 #include "linear/linear.h"
 #include "program/buffers.h"
+#include "program/step.h"
 #include "program/turns.h"
 
 namespace headrace {
@@ -147,15 +148,14 @@ struct Phase {
     bool fills = false;    // K and V depend on it, so a fill step (Step::fill) runs it
 };
 
-class Step;
-
 // Shared state of the threads that run a step.
 struct StepRun {
     const Kernels& kernels;
     const std::vector<Buffer>& buffers;
     const std::vector<Rope>& ropes;
     AttentionStep& attention;
-    const Step& step;
+    const StepRows& rows;
+    std::span<float* const> taps;  // Step::taps
     Turns& turns;
     int threads;
 };

@@ -13,6 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr const char* kFillAnswersNothing =
+    "a step that only stores K and V begins with hidden rows, and answers nothing";
+
 // Shared locks on the sequences of a step.
 class Readers {
 public:
@@ -116,61 +119,59 @@ void Program::add(Phase phase) {
     open_->push_back(std::move(phase));
 }
 
-void Program::check(const Step& step) const {
-    const int last = step.last_layer < 0 ? layers() : step.last_layer;
-    require(step.rows() > 0, "a step has at least one row");
-    require(step.first_layer >= 0 && step.first_layer <= last && last <= layers(),
+void Program::check(const StepRows& rows) const {
+    const int last = rows.last_layer < 0 ? layers() : rows.last_layer;
+    require(rows.count() > 0, "a step has at least one row");
+    require(rows.first_layer >= 0 && rows.first_layer <= last && last <= layers(),
             "a step names layers that the model has not");
-    require(step.first_layer == 0 || step.hidden, "a step that does not begin with layer 0 needs hidden rows");
-    require(step.hidden || !embed_.empty(), "a step needs hidden rows where a program looks no tokens up");
-    require(step.head_rows().empty() || logits_ >= 0, "the program has no head");
-    require(!step.fill || (step.hidden && !step.hidden_out && step.head_rows().empty()),
-            "a step that only stores K and V begins with hidden rows, and answers nothing");
+    require(rows.first_layer == 0 || rows.hidden, "a step that does not begin with layer 0 needs hidden rows");
+    require(rows.hidden || !embed_.empty(), "a step needs hidden rows where a program looks no tokens up");
+    require(rows.head_rows.empty() || logits_ >= 0, "the program has no head");
+    require(!rows.fill || (rows.hidden && rows.head_rows.empty()), kFillAnswersNothing);
     int positions = positions_;
     for (const Rope& rope : ropes_) positions = std::min(positions, rope.positions());
-    for (const int32_t id : step.ids()) {
+    for (const int32_t id : rows.ids) {
         if (id < 0 || id >= ids_) throw std::out_of_range("a token id is outside the vocabulary");
     }
-    for (const int32_t position : step.positions()) {
+    for (const int32_t position : rows.feeds.positions) {
         if (position < 0 || position >= positions)
             throw std::out_of_range("a position is beyond those the model knows");
     }
 }
 
-// The single-threaded part of a step: allocates memory, builds attention layouts, and groups the asks by head row.
-void Program::prepare(Step& step) {
-    check(step);
-    attention_.begin(step.feeds(), step.fill);
+// Allocates memory and builds attention layouts, on one thread.
+void Program::prepare(const StepRows& rows) {
+    attention_.begin(rows.feeds, rows.fill);
     kv_->provide(*pool_, attention_.blocks());
-    for (int i = step.first_layer; i < (step.last_layer < 0 ? layers() : step.last_layer); ++i) {
+    for (int i = rows.first_layer; i < (rows.last_layer < 0 ? layers() : rows.last_layer); ++i) {
         const Segment& layer = layers_[static_cast<size_t>(i)];
         each<AttentionPhase>(layer, [&](const AttentionPhase& work) { attention_.layout(work.view); });
         each<StorePhase>(layer, [&](const StorePhase&) { attention_.list_appends(); });
     }
-    const int head_rows = std::min(static_cast<int>(step.head_rows().size()), kMostHeadRows);
-    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : step.rows());
+    const int head_rows = std::min(static_cast<int>(rows.head_rows.size()), kMostHeadRows);
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : rows.count());
     for (Memory& scratch : scratch_) scratch.reserve(scratch_bytes_);
     for (auto& pending_input : pending_inputs_) pending_input.assign(buffers_.size(), nullptr);
-    if (step.hidden) {
+    if (rows.hidden) {
         Buffer& to = buffers_[kHidden];
-        for (int r = 0; r < step.rows(); ++r) {
-            std::memcpy(to.floats() + r * to.stride(), step.hidden + int64_t{r} * hidden_,
+        for (int r = 0; r < rows.count(); ++r) {
+            std::memcpy(to.floats() + r * to.stride(), rows.hidden + int64_t{r} * hidden_,
                         sizeof(float) * static_cast<size_t>(hidden_));
         }
     }
-    plan_head(step);
-    turns_.begin(turns(), pool_->size());
-    if (profiling) profile_.begin(pool_->size(), static_cast<size_t>(turns()));
+    const int turns = turns_of_step(rows);
+    turns_.begin(turns, pool_->size());
+    if (profiling) profile_.begin(pool_->size(), static_cast<size_t>(turns));
 }
 
 // Maximum number of turns that the step can take.
-int Program::turns() const {
+int Program::turns_of_step(const StepRows& rows) const {
     const auto of = [](const Segment& segment) {
         int count = 0;
         for (const Phase& phase : segment) count += turns_of(phase);
         return count;
     };
-    int count = of(embed_) + 1 + static_cast<int>(chunks_.size()) * (of(head_) + 3);
+    int count = of(embed_) + 1 + static_cast<int>(rows.chunks.size()) * (of(head_) + 3);
     for (const Segment& layer : layers_) count += of(layer);
     return count;
 }
@@ -184,10 +185,13 @@ void Program::plan_head(Step& step) {
                      [&](int a, int b) { return asks[static_cast<size_t>(a)].row < asks[static_cast<size_t>(b)].row; });
     step.answers().assign(asks.size(), {});
     chunks_.clear();
+    units_.clear();
+    items_.clear();
     const int rows = static_cast<int>(step.head_rows().size());
     size_t at = 0;
     for (int first = 0; first < rows;) {
-        Chunk chunk{first, std::min(first + kMostHeadRows, rows), {}};
+        HeadChunk chunk{first, std::min(first + kMostHeadRows, rows)};
+        Items items;
         for (int last_row = -1; at < order.size(); ++at) {
             const Ask& ask = asks[static_cast<size_t>(order[at])];
             if (ask.row >= chunk.last) break;
@@ -195,13 +199,19 @@ void Program::plan_head(Step& step) {
                 chunk.last = ask.row;
                 break;
             }
-            if (ask.row > last_row) chunk.items.emplace_back();
-            chunk.items.back().push_back(order[at]);
+            if (ask.row > last_row) items.emplace_back();
+            items.back().push_back(order[at]);
             last_row = std::max(last_row, ask.last_row());
         }
         first = chunk.last;
-        if (step.combined().empty()) chunk.units = wanted_units(asks, chunk.first, chunk.last, vocab_size_);
-        chunks_.push_back(std::move(chunk));
+        chunk.first_unit = static_cast<int32_t>(units_.size());
+        if (step.combined().empty()) {
+            const std::vector<int32_t> wanted = wanted_units(asks, chunk.first, chunk.last, vocab_size_);
+            units_.insert(units_.end(), wanted.begin(), wanted.end());
+        }
+        chunk.last_unit = static_cast<int32_t>(units_.size());
+        chunks_.push_back(chunk);
+        items_.push_back(std::move(items));
     }
 }
 
@@ -210,14 +220,19 @@ void Program::run(Step& step) {
     const Exclusive mine(in_use), pages(kv_->in_use);
     const Readers readers(step.sequences());
     const auto start = Clock::now();
-    prepare(step);
+    StepRows rows = step.flatten();
+    check(rows);
+    require(!rows.fill || !step.hidden_out, kFillAnswersNothing);
+    plan_head(step);
+    rows.chunks = chunks_, rows.units = units_;
+    prepare(rows);
     const double prepared = std::chrono::duration<double>(Clock::now() - start).count();
-    StepRun run{kernels_, buffers_, ropes_, attention_, step, turns_, pool_->size()};
+    StepRun run{kernels_, buffers_, ropes_, attention_, rows, step.taps, turns_, pool_->size()};
     const auto part = [&](int thread) {
         const size_t number = static_cast<size_t>(thread);
         Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
         try {
-            work(worker, step);
+            work(worker, rows, step);
         } catch (...) {
             turns_.give_up();
             throw;
@@ -225,29 +240,39 @@ void Program::run(Step& step) {
     };
     pool_->run(part, ThreadPool::Crew::kAvailable);
     if (profiling)
-        profile_.end(step.rows(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
+        profile_.end(rows.count(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
                      attention_);
 }
 
-void Program::work(Worker& worker, Step& step) {
-    worker.rows = step.rows();
-    if (!step.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
-    const int last = step.last_layer < 0 ? layers() : step.last_layer;
-    for (int i = step.first_layer; i < last; ++i) {
+void Program::work(Worker& worker, const StepRows& rows, Step& step) {
+    worker.rows = rows.count();
+    if (!rows.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
+    const int last = rows.last_layer < 0 ? layers() : rows.last_layer;
+    for (int i = rows.first_layer; i < last; ++i) {
         const size_t layer = static_cast<size_t>(i);
-        const unsigned skips = layer < step.skips.size() ? step.skips[layer] : 0;
-        run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, step.fill);
+        const unsigned skips = layer < rows.skips.size() ? rows.skips[layer] : 0;
+        run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, rows.fill);
     }
     if (step.hidden_out) {
         const Buffer& from = buffers_[kHidden];
-        worker.share(step.rows(), [&](int first, int end) {
+        worker.share(rows.count(), [&](int first, int end) {
             for (int r = first; r < end; ++r) {
                 std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(),
                             sizeof(float) * static_cast<size_t>(hidden_));
             }
         });
     }
-    for (const Chunk& chunk : chunks_) run_chunk(chunk, worker, step);
+    for (size_t i = 0; i < rows.chunks.size(); ++i) {
+        const HeadChunk& chunk = rows.chunks[i];
+        worker.rows = chunk.last - chunk.first;
+        visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+              [&] { gather_chunk(chunk, worker, rows); });
+        worker.units = rows.units.subspan(static_cast<size_t>(chunk.first_unit),
+                                          static_cast<size_t>(chunk.last_unit - chunk.first_unit));
+        run_segment(head_, SegmentKind::kHead, 0, worker);
+        visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
+              [&] { answer_chunk(chunk, items_[i], worker, step); });
+    }
 }
 
 template <class F>
@@ -268,23 +293,13 @@ void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned ski
     }
 }
 
-void Program::run_chunk(const Chunk& chunk, Worker& worker, Step& step) {
-    worker.rows = chunk.last - chunk.first;
-    visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
-          [&] { gather_chunk(chunk, worker, step); });
-    worker.units = chunk.units;
-    run_segment(head_, SegmentKind::kHead, 0, worker);
-    visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
-          [&] { answer_chunk(chunk, worker, step); });
-}
-
 // Copies the hidden rows of a chunk into the head's buffer.
-void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step) {
+void Program::gather_chunk(const HeadChunk& chunk, Worker& worker, const StepRows& rows) {
     const Buffer &from = buffers_[kHidden], &to = buffers_[kHeadRows];
-    const Buffer* maxima = chunk.units.empty() ? nullptr : &buffers_[static_cast<size_t>(maxima_)];
+    const Buffer* maxima = chunk.first_unit == chunk.last_unit ? nullptr : &buffers_[static_cast<size_t>(maxima_)];
     worker.share(worker.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
-            const int row = step.head_rows()[static_cast<size_t>(chunk.first + r)];
+            const int row = rows.head_rows[static_cast<size_t>(chunk.first + r)];
             std::memcpy(to.floats() + r * to.stride(), from.floats() + row * from.stride(),
                         sizeof(float) * static_cast<size_t>(hidden_));
             if (!maxima) continue;
@@ -295,7 +310,7 @@ void Program::gather_chunk(const Chunk& chunk, Worker& worker, const Step& step)
 }
 
 // Answers the asks about a chunk from its logits.
-void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
+void Program::answer_chunk(const HeadChunk& chunk, const Items& items, Worker& worker, Step& step) {
     const Buffer &logits = buffers_[static_cast<size_t>(logits_)], &maxima = buffers_[static_cast<size_t>(maxima_)];
     Sampler& sampler = *samplers_[static_cast<size_t>(worker.thread)];
     const std::span<Combine> combined = within(step.combined(), chunk.first, chunk.last);
@@ -305,8 +320,8 @@ void Program::answer_chunk(const Chunk& chunk, Worker& worker, Step& step) {
         worker.deal(static_cast<int>(combined.size()),
                     [&](int i, int) { combine(combined[static_cast<size_t>(i)], rows, *kernels_.sample); });
     }
-    worker.deal(static_cast<int>(chunk.items.size()), [&](int item, int) {
-        for (const int ask : chunk.items[static_cast<size_t>(item)]) {
+    worker.deal(static_cast<int>(items.size()), [&](int item, int) {
+        for (const int ask : items[static_cast<size_t>(item)]) {
             answer(sampler, step.asks()[static_cast<size_t>(ask)], step.answers()[static_cast<size_t>(ask)], rows);
         }
     });

@@ -70,31 +70,26 @@ private:
     static constexpr int kHidden = 0, kHeadRows = 1;  // buffer numbers
     static constexpr int kMostHeadRows = 80;          // rows of logits in memory at once; more than a draft tree has
 
-    // Head rows [first, last), and the asks about them.
-    struct Chunk {
-        int first, last;
-        std::vector<std::vector<int>> items;  // each item: asks that share rows, answered one after the other
-        std::vector<int32_t> units{};         // wanted_units: vocabulary blocks to compute; empty: all
-    };
+    // The asks about a chunk of head rows. Each item: asks that share rows, answered one after the other.
+    using Items = std::vector<std::vector<int>>;
 
     Exclusive building() const;
     void seal_segment(const Segment& segment, SegmentKind kind, const std::string& name);
     void check_accesses(const std::vector<Access>& accesses, SegmentKind kind) const;
     void check_head() const;
     void note(const Phase& phase);
-    void check(const Step& step) const;
-    void prepare(Step& step);
+    void check(const StepRows& rows) const;
+    void prepare(const StepRows& rows);
     void plan_head(Step& step);
-    void work(Worker& worker, Step& step);
-    int turns() const;
+    void work(Worker& worker, const StepRows& rows, Step& step);
+    int turns_of_step(const StepRows& rows) const;
     // `fill`: runs only the phases that K and V depend on.
     void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill = false);
     // Calls f and, if `profiling`, records it as a visit.
     template <class F>
     void visit(Profile::Visit visit, Worker& worker, F f);
-    void run_chunk(const Chunk& chunk, Worker& worker, Step& step);
-    void gather_chunk(const Chunk& chunk, Worker& worker, const Step& step);
-    void answer_chunk(const Chunk& chunk, Worker& worker, Step& step);
+    void gather_chunk(const HeadChunk& chunk, Worker& worker, const StepRows& rows);
+    void answer_chunk(const HeadChunk& chunk, const Items& items, Worker& worker, Step& step);
 
     const std::shared_ptr<ThreadPool> pool_;
     const std::shared_ptr<KVPool> kv_;
@@ -119,7 +114,10 @@ private:
     std::vector<Memory> scratch_;
     std::vector<std::vector<const QuantizePhase*>> pending_inputs_;
     std::vector<std::unique_ptr<Sampler>> samplers_;
-    std::vector<Chunk> chunks_;
+    // Of the step:
+    std::vector<HeadChunk> chunks_;
+    std::vector<int32_t> units_;
+    std::vector<Items> items_;       // [chunks]
     int logits_ = -1, maxima_ = -1;  // buffer numbers of the head's results; -1: there is no head
     int logits_width_ = 0;
     Profile profile_;

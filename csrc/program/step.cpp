@@ -193,6 +193,8 @@ StepFeeds Step::feeds() {
     return feeds;
 }
 
+StepRows Step::flatten() { return {ids_, feeds(), head_rows_, {}, {}, skips, first_layer, last_layer, fill, hidden}; }
+
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();

@@ -86,6 +86,27 @@ struct Answer {
     std::string problem() const;
 };
 
+// Head rows [first, last) whose logits are computed together, and their part of StepRows::units.
+struct HeadChunk {
+    int32_t first, last;
+    int32_t first_unit = 0, last_unit = 0;  // equal: all blocks of the vocabulary
+};
+
+// A step as flat arrays: all that computing its rows needs. It does not own them.
+struct StepRows {
+    std::span<const int32_t> ids;  // [rows]
+    StepFeeds feeds;
+    std::span<const int32_t> head_rows;  // ascending
+    std::span<const HeadChunk> chunks{};
+    std::span<const int32_t> units{};  // blocks of the vocabulary that the chunks need, ascending within a chunk
+    std::span<const uint8_t> skips;    // Step::skips
+    int first_layer, last_layer;       // Step::first_layer
+    bool fill;                         // Step::fill
+    const float* hidden;               // Step::hidden
+
+    int count() const { return static_cast<int>(ids.size()); }
+};
+
 // Built feed by feed, run by a Program, then read. `clear` resets it and keeps its memory.
 class Step {
 public:
@@ -122,10 +143,8 @@ public:
     void combine(int row, Answer& amateur, Rule rule, float alpha, float beta);
 
     int rows() const { return static_cast<int>(ids_.size()); }
-    std::span<const int32_t> ids() const { return ids_; }
-    std::span<const int32_t> positions() const { return positions_; }
-    // The feeds for attention, with their tables. The spans are valid until the step changes.
-    StepFeeds feeds();
+    // The rows of the step and the tables of its sequences, without chunks. Valid until the step changes.
+    StepRows flatten();
     std::span<const int32_t> head_rows() const { return head_rows_; }  // ascending
     std::vector<Ask>& asks() { return asks_; }
     std::vector<Answer>& answers() { return answers_; }
@@ -144,6 +163,7 @@ private:
     // Converts `row`, a head row of the last feed, to its number among all head rows. Throws std::invalid_argument
     // unless it and the `rows` - 1 rows after it are head rows of that feed.
     int head_row(int row, int rows = 1) const;
+    StepFeeds feeds();
     int ask(Ask ask, int rows = 1);
     std::vector<int32_t> path_to(int row) const;  // draft tokens between the last feed's last known token and `row`
     int line_up(size_t table, std::vector<int32_t>& lines) const;
