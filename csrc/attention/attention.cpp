@@ -55,8 +55,15 @@ BiasLines bias_lines(const float* values, size_t heads, size_t distances) {
     return lines;
 }
 
-AttentionLayout::AttentionLayout(const AttentionView& view, const KVShape& kv) : view_(view), kv_(kv) {
-    if (view.heads < 1 || view.heads % kv.heads != 0) {
+bool AttentionView::fits(const KVShape& kv) const {
+    if (heads < 1 || group < 0) return false;
+    if (group == 0) return skipped == 0 && heads % kv.heads == 0;
+    return skipped >= 0 && skipped < group && (skipped + heads + group - 1) / group == kv.heads;
+}
+
+AttentionLayout::AttentionLayout(const AttentionView& view, const KVShape& kv)
+    : view_(view), kv_(kv), group_(view.group_of(kv)) {
+    if (!view.fits(kv)) {
         throw std::invalid_argument("attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
                                     std::to_string(view.heads));
     }
@@ -100,9 +107,11 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) 
     fused_ = !view_.stores() || (!apart && std::all_of(feeds.begin(), feeds.end(), fits));
     for (int f = 0; f < static_cast<int>(feeds.size()); ++f) {
         const AttentionFeed& feed = feeds[static_cast<size_t>(f)];
-        for (int head = 0; head < kv_.heads; ++head) {
+        for (int kv_head = 0; kv_head < kv_.heads; ++kv_head) {
+            const int head = first_head(kv_head), share = first_head(kv_head + 1) - head;
             for (int first = 0; first < feed.rows; first += tokens) {
-                AttentionTile tile{f, head, feed.row + first, std::min(tokens, feed.rows - first), 0, 0, 0, 1, 0};
+                AttentionTile tile{f, kv_head, head, share, feed.row + first, std::min(tokens, feed.rows - first), 0,
+                                   0, 0,       1,    0};
                 int begin = std::numeric_limits<int>::max(), end = 0;
                 for (int i = 0; i < tile.tokens; ++i) {
                     const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
@@ -117,7 +126,12 @@ void AttentionLayout::tile(const std::vector<AttentionFeed>& feeds, bool apart) 
 }
 
 // Most tokens of a tile.
-int AttentionLayout::capacity() const { return tile_rows(view_.heads, kv_.heads) / (view_.heads / kv_.heads); }
+int AttentionLayout::capacity() const { return tile_rows(group_) / group_; }
+
+// The first query head of a KV head.
+int AttentionLayout::first_head(int kv_head) const {
+    return std::clamp(kv_head * group_ - view_.skipped, 0, view_.heads);
+}
 
 // Finds feeds whose rows all see the same blocks. Feeds of many rows are left out: they already read a page for many
 // rows at once.
@@ -190,9 +204,7 @@ void AttentionLayout::pool(std::span<const Sharer> sharers, int first, int last)
     }
 }
 
-int64_t AttentionLayout::cost(int tokens, int splits) const {
-    return int64_t{splits} * (tokens * (view_.heads / kv_.heads) + kFetchCost);
-}
+int64_t AttentionLayout::cost(int tokens, int splits) const { return int64_t{splits} * (tokens * group_ + kFetchCost); }
 
 // Cuts tiles at split boundaries if one of them is too large a part of one thread's work.
 void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) {
@@ -205,7 +217,6 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         const int pieces = static_cast<int>(std::min<int64_t>(splits, cost(tokens, splits) / most + 1));
         return pieces > 1 ? (splits + pieces - 1) / pieces : splits;
     };
-    const int share = view_.heads / kv_.heads;
     size_t partials = 0;
     items_.clear();
     for (AttentionTile& tile : tiles_) tile.items = 0;
@@ -236,7 +247,7 @@ void AttentionLayout::cut(const std::vector<AttentionFeed>& feeds, int threads) 
         } while (first < tile.last_split);
         if (tile.items == 1) continue;
         tile.partial = static_cast<int64_t>(partials);
-        partials += static_cast<size_t>(splits) * state_floats(kv_, tile.tokens * share);
+        partials += static_cast<size_t>(splits) * state_floats(kv_, tile.tokens * tile.share);
     }
     if (partials_.size() < partials + 16) partials_.resize(partials + 16);
     std::stable_sort(items_.begin(), items_.end(),
@@ -270,12 +281,12 @@ std::pair<double, double> AttentionLayout::touches() const {
         int begin = std::numeric_limits<int>::max(), end = 0;
         for (int i = 0; i < tile.tokens; ++i) {
             const AttentionRow& row = rows_[static_cast<size_t>(tile.row + i)];
-            keys += std::max(0, row.end - row.begin);
+            keys += tile.share * std::max(0, row.end - row.begin);
             if (row.begin < row.end) begin = std::min(begin, row.begin), end = std::max(end, row.end);
         }
         if (begin < end) pages += (end - 1) / kPageTokens - begin / kPageTokens + 1;
     }
-    return {pages * kv_.page_bytes, keys * (view_.heads / kv_.heads) * kv_.dim * 2};
+    return {pages * kv_.page_bytes, keys * kv_.dim * 2};
 }
 
 void AttentionLayout::build(const StepFeeds& step, const std::vector<AttentionFeed>& feeds,

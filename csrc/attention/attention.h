@@ -37,8 +37,15 @@ struct AttentionView {
     bool source = false;  // cross-attention: every row sees all of its feed's source; stores no K/V
     bool biased = false;  // scores depend on the distance, so tiles of different feeds are not read together
     bool shared = false;  // reads the K/V that an earlier layer stored; stores no K/V
+    // Query heads of one KV head; 0: heads / KV heads. On a rank, the first KV head may have fewer of them, because its
+    // first `skipped` query heads belong to the rank before, and the last KV head may have fewer.
+    int group = 0;
+    int skipped = 0;
 
     bool stores() const { return !source && !shared; }
+    int group_of(const KVShape& kv) const { return group ? group : heads / kv.heads; }
+    // Whether the query heads cover the KV heads.
+    bool fits(const KVShape& kv) const;
     bool operator==(const AttentionView&) const = default;
 };
 
@@ -61,7 +68,7 @@ struct AppendJob {
 // as without sharing.
 class AttentionLayout {
 public:
-    // Throws std::invalid_argument unless the number of heads is a multiple of the KV heads.
+    // Throws std::invalid_argument unless the view fits the KV heads.
     AttentionLayout(const AttentionView& view, const KVShape& kv);
 
     // `apart`: K and V are always stored by append jobs, never by items.
@@ -82,6 +89,7 @@ private:
     void share(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table);
     void cut(const std::vector<AttentionFeed>& feeds, int threads);
     void list(const std::vector<AttentionFeed>& feeds, const std::vector<int32_t>& page_table, int threads);
+    int first_head(int kv_head) const;
     int64_t cost(int tokens, int splits) const;
     int64_t cost(const AttentionItem& item) const { return cost(item.tokens, item.last_split - item.first_split); }
     int capacity() const;
@@ -96,6 +104,7 @@ private:
 
     const AttentionView view_;
     const KVShape kv_;
+    const int group_;     // AttentionView::group_of
     bool built_ = false;  // in this step
     bool fused_ = false;
     std::vector<AttentionRow> rows_;
@@ -148,7 +157,8 @@ public:
     // K and V that a thread's items read in this layer, for the linear layers before it to prefetch. Empty if the K and
     // V exceed the cache (kFetchBytes), or if a step of few rows has no time to prefetch.
     FetchList fetch_list(const AttentionLayout& layout, int layer, int thread) const;
-    size_t scratch_floats(int heads) const { return attention_scratch_floats(pool_.shape(), heads); }
+    // For layers with `group` query heads per KV head, or layers that only store K and V.
+    size_t scratch_floats(int group = 1) const { return attention_scratch_floats(pool_.shape(), group); }
 
 private:
     int32_t add_pages(std::span<const int32_t> table, int tokens);

@@ -30,7 +30,7 @@ struct Tile {
     const AttentionTask& task;
     const AttentionFeed& feed;
     const AttentionTile& tile;
-    int share;       // query heads per KV head
+    int share;       // query heads of the KV head
     const float* q;  // [rows][q_stride], from Pool::prepare
     int q_stride;
     Upcoming upcoming;
@@ -56,7 +56,7 @@ struct ChunkView {
 HEADRACE_INLINE const float* bias_of(const Tile& tile, int r, int start) {
     const AttentionTask& task = tile.task;
     if (!task.bias.lines) return nullptr;
-    const int head = tile.tile.kv_head * tile.share + r % tile.share, most = task.bias.most,
+    const int head = tile.tile.head + r % tile.share, most = task.bias.most,
               distance = start - task.positions[tile.tile.row + r / tile.share], first = -most - kPageTokens;
     const int held = distance < first ? first : distance > most ? most : distance;
     return task.bias.lines + (int64_t)head * bias_width(most) + (held - first);
@@ -311,9 +311,9 @@ static void write_head(const AttentionTask& task, int row, int head, const float
 
 // Divides the values by the weight sums, including the sink's weight, and writes the result in the output format.
 static void finish_rows(const AttentionTask& task, const AttentionTile& tile, const State& state, float* room) {
-    const int share = task.heads / task.kv.heads;
+    const int share = tile.share;
     for (int r = 0; r < state.rows; ++r) {
-        const int head = tile.kv_head * share + r % share;
+        const int head = tile.head + r % share;
         Lanes16 lanes;
         for (int p = 0; p < kParts; ++p) lanes.part[p] = load_f32(state.sums(r) + p * kLanes);
         float sum = sum_lanes(lanes), factor = 1.0f;
@@ -333,7 +333,7 @@ static void finish_rows(const AttentionTask& task, const AttentionTile& tile, co
 }
 
 HEADRACE_INLINE State partial_state(const AttentionTask& task, const AttentionTile& tile, int split) {
-    const int rows = tile.tokens * (task.heads / task.kv.heads);
+    const int rows = tile.tokens * tile.share;
     const size_t place = (size_t)tile.partial + (size_t)(split - tile.first_split) * state_floats(task.kv, rows);
     return {task.partials + place, rows, task.kv.padded};
 }
@@ -343,9 +343,9 @@ template <class Pool>
 HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile& at, float* q, int q_stride,
                                   float* head) {
     const KVShape& kv = task.kv;
-    const int share = task.heads / kv.heads;
+    const int share = at.share;
     for (int r = 0; r < at.tokens * share; ++r) {
-        const int row = at.row + r / share, column = (at.kv_head * share + r % share) * kv.dim;
+        const int row = at.row + r / share, column = (at.head + r % share) * kv.dim;
         prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
                      task.positions[row], head);
         Pool::prepare(head, kv.padded, q + r * q_stride);
@@ -359,7 +359,7 @@ static void attend_together(const AttentionTask& task, const AttentionItem& item
     const KVShape& kv = task.kv;
     const AttentionTile& first = task.tiles[item.tile];
     const int32_t* members = task.members + item.first_member;
-    const int share = task.heads / kv.heads, rows = item.tokens * share, q_stride = kv.padded + 16;
+    const int share = first.share, rows = item.tokens * share, q_stride = kv.padded + 16;
     float* q = scratch;
     const State state{q + rows * q_stride, rows, kv.padded};
     float* head = state.data + state_floats(kv, rows);
@@ -399,7 +399,7 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, co
     const AttentionTile& at = task.tiles[item.tile];
     const AttentionFeed& feed = task.feeds[at.feed];
     if (item.append) append(task, at.feed, at.kv_head, 0, feed.rows, scratch);
-    const int share = task.heads / kv.heads, rows = at.tokens * share, q_stride = kv.padded + 16;
+    const int share = at.share, rows = at.tokens * share, q_stride = kv.padded + 16;
     float* q = scratch;
     const State state{q + rows * q_stride, rows, kv.padded};
     const State other{state.data + state_floats(kv, rows), rows, kv.padded};

@@ -38,9 +38,10 @@ struct AttentionFeed {
     int32_t pages;       // index of its first page in the page table
 };
 
-// Rows that share K and V: `tokens` tokens of a feed times the query heads of one KV head.
+// Rows that share K and V: `tokens` tokens of a feed times the query heads [head, head + share) of one KV head.
 struct AttentionTile {
     int32_t feed, kv_head;
+    int32_t head, share;
     int32_t row, tokens;
     int32_t first_split, last_split;  // [first, last): splits that any of the rows sees
     int64_t partial;                  // cut tiles: index of the first split's result in AttentionTask::partials
@@ -122,14 +123,12 @@ static inline size_t state_floats(const KVShape& kv, int rows) {
     return (size_t)rows * (size_t)(kv.padded + 16) + (size_t)(rows + 15) / 16 * 16;
 }
 
-static inline int tile_rows(int heads, int kv_heads) {
-    const int share = heads / kv_heads;
-    return share >= kTileRows ? share : kTileRows / share * share;
-}
+// Rows of the largest tile, if up to `share` query heads read one KV head.
+static inline int tile_rows(int share) { return share >= kTileRows ? share : kTileRows / share * share; }
 
 // Floats of scratch per thread, 64-byte aligned: queries, two running results, scores, one token, pages of paths.
-static inline size_t attention_scratch_floats(const KVShape& kv, int heads) {
-    const int rows = tile_rows(heads, kv.heads), pages = kChunk / kPageTokens * kv.page_bytes / 4;
+static inline size_t attention_scratch_floats(const KVShape& kv, int share) {
+    const int rows = tile_rows(share), pages = kChunk / kPageTokens * kv.page_bytes / 4;
     return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded +
            (size_t)pages;
 }

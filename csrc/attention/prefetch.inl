@@ -37,8 +37,7 @@ HEADRACE_INLINE Upcoming ahead_of(const AttentionTask& task, const AttentionItem
     if (!item) return upcoming;
     const AttentionTile& tile = task.tiles[item->tile];
     const AttentionFeed& feed = task.feeds[tile.feed];
-    const int share = task.heads / task.kv.heads;
-    fetch(task.q + tile.row * task.stride + tile.kv_head * share * task.kv.dim, share * task.kv.dim * 4);
+    fetch(task.q + tile.row * task.stride + tile.head * task.kv.dim, tile.share * task.kv.dim * 4);
     if (item->append) fetch_append(task, feed, tile.kv_head);
     const int begin = task.rows[tile.row].begin, end = task.rows[tile.row + tile.tokens - 1].end;
     const int from = item->first_split * kSplit, to = item->last_split * kSplit;

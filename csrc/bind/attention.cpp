@@ -205,7 +205,7 @@ private:
     }
 
     void run(AttentionLayout& layout, const AttentionTask& task) {
-        const size_t floats = step_.scratch_floats(task.heads) + 16;
+        const size_t floats = step_.scratch_floats(task.heads / task.kv.heads) + 16;
         const size_t all = floats * static_cast<size_t>(threads_.size());
         if (scratch_.size() < all + 16) scratch_.resize(all + 16);
         const size_t skew = (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64 / sizeof(float);

@@ -153,10 +153,10 @@ Array<float> unpack(const Tensor& tensor, const std::optional<Indices>& rows, co
     return array;
 }
 
-Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit) {
+Linear make_linear(std::vector<Tensor> tensors, bool gated, int segment_unit, const PackedShare& share) {
     std::vector<PackedTensor> parts;
     for (const Tensor& tensor : tensors) parts.push_back(tensor.packed);
-    return {PackedLinear(std::move(parts), gated, segment_unit), std::move(tensors)};
+    return {PackedLinear(std::move(parts), gated, segment_unit, share), std::move(tensors)};
 }
 
 // The tensor with another bias, for a head that shares the token embeddings.
@@ -237,12 +237,21 @@ void bind_pack(nb::module_& m) {
     nb::class_<Linear>(m, "PackedLinear")
         .def(
             "__init__",
-            [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit) {
-                new (self) Linear(make_linear(std::move(tensors), gated, segment_unit));
+            [](Linear* self, std::vector<Tensor> tensors, bool gated, int segment_unit, std::pair<int, int> share,
+               int columns, int start) {
+                new (self) Linear(
+                    make_linear(std::move(tensors), gated, segment_unit, {share.first, share.second, columns, start}));
             },
-            "tensors"_a, "gated"_a = false, "segment_unit"_a = 0)
+            "tensors"_a, "gated"_a = false, "segment_unit"_a = 0, "share"_a = std::pair(0, 1), "columns"_a = 0,
+            "start"_a = 0,
+            "share: (rank, world) of a layer that is cut along its `columns` columns; the tensors hold those from "
+            "`start` on.")
         .def_prop_ro("n", [](const Linear& l) { return l.packed.n(); })
         .def_prop_ro("k", [](const Linear& l) { return l.packed.k(); })
+        .def_prop_ro(
+            "inputs", [](const Linear& l) { return l.packed.inputs(); }, "Columns of the input: k, or the share's.")
+        .def_prop_ro(
+            "begin", [](const Linear& l) { return l.packed.segments().begin; }, "The first tile that is multiplied.")
         .def_prop_ro("tensors", [](const Linear& l) { return l.tensors; })
         .def_prop_ro("segments", [](const Linear& l) {
             const Segments& s = l.packed.segments();
@@ -265,6 +274,23 @@ void bind_pack(nb::module_& m) {
         "mapped"_a.noconvert(),
         "Let the pages of a view of a mapped file go; they are read again when they are needed. Never for other "
         "memory.");
+    m.def(
+        "column_shares",
+        [](int columns, int segment_unit, int world) {
+            std::vector<std::pair<int, int>> shares;
+            for (int rank = 0; rank < world; ++rank) {
+                const Columns mine = columns_of_rank(columns, segment_unit, rank, world);
+                shares.emplace_back(mine.begin, mine.end);
+            }
+            return shares;
+        },
+        "columns"_a, "segment_unit"_a, "world"_a, "Columns [begin, end) of each rank in a layer that is cut along k.");
+    m.def(
+        "block_columns",
+        [](const std::string& kind, const std::string& quantize) {
+            return 64 * layout_of(packed_kind(parse_source_kind(kind), quantize)).tiles();
+        },
+        "kind"_a, "quantize"_a = "", "Columns of a block of the packed format: 64, 128 or 256.");
     m.def("packed_bytes", &bytes_packed, "kind"_a, "n"_a, "k"_a, "quantize"_a = "",
           "Bytes that n rows of k columns of a stored kind take once they are packed, padding included.");
 }

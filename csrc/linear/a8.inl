@@ -72,11 +72,13 @@ HEADRACE_INLINE const float* group_of(const float* x, int k, int g, float* padde
     return padded;
 }
 
-// kToken: the same with one scale for the row.
-HEADRACE_INLINE void quantize_token(const float* x, int k, A8Block* blocks, int tiles) {
+// kToken: the same with one scale for the row, from its largest |x| if that is given.
+HEADRACE_INLINE void quantize_token(const float* x, int k, const float* largest, A8Block* blocks, int tiles) {
     float padded[32];
-    I32v sizes = set_i32(0);
-    for (int g = 0; g * 32 < k; ++g) sizes = sizes_of(group_of(x, k, g, padded), sizes);
+    int32_t size = 0;
+    if (largest) __builtin_memcpy(&size, largest, 4);
+    I32v sizes = set_i32(size);
+    for (int g = 0; g * 32 < k && !largest; ++g) sizes = sizes_of(group_of(x, k, g, padded), sizes);
     const GroupScale scale = scale_of_sizes(sizes);
     for (int g = 0; g < tiles * 2; ++g) put_group(group_of(x, k, g, padded), scale, blocks + g / 2, g % 2);
 }

@@ -13,14 +13,14 @@ static void bf16_rows(const uint8_t* const* w, const Segments& segments, const u
                       float* const* y, int64_t y_stride) {
     constexpr int count = rows * columns;
     F32v level[kSegmentLevels][count], total[count];
-    for (int s = 0, tile = 0; s < segments.count; ++s) {
+    for (int s = 0, tile = segments.begin; s < segments.count; ++s) {
         F32v even[count], odd[count];
 #pragma GCC unroll 12
         for (int i = 0; i < count; ++i) even[i] = odd[i] = set_f32(0.0f);
         for (; tile < segments.end[s]; ++tile) {
             const int64_t at = (int64_t)tile * 2048;
             for (int v = 0; v < 32; v += 2) {
-                const uint16_t* pair = x + tile * 64 + 2 * v;
+                const uint16_t* pair = x + (tile - segments.begin) * 64 + 2 * v;
                 U8v w0[columns], w1[columns];
 #pragma GCC unroll 2
                 for (int c = 0; c < columns; ++c) {

@@ -200,7 +200,7 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
     for (int m = 0; m < rows; ++m) row[m] = x + m * stride;
     const U8v table = load_values(values);
     F32v acc[rows][kParts], level[kSegmentLevels][rows * kParts];
-    for (int s = 0, tile = 0; s < segments.count; ++s) {
+    for (int s = 0, tile = segments.begin; s < segments.count; ++s) {
         for (int m = 0; m < rows; ++m) {
             for (int part = 0; part < kParts; ++part) acc[m][part] = set_f32(0.0f);
         }
@@ -216,12 +216,13 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
             const PackedTile<kind> packed{block, integers, inner, table};
             // Unpacking a 2:4 tile costs more than writing it to memory and reading it back.
             if constexpr (turn == rows || !(kTuning.unpacks || layout.sparse)) {
-                add_tile<form, rows>(packed, zero_shift, row, tile, acc);
+                add_tile<form, rows>(packed, zero_shift, row, tile - segments.begin, acc);
             } else {
                 UnpackedTile unpacked;
                 unpack_tile(packed, unpacked);
-                add_unpacked<form, turn>(unpacked, zero_shift, row, tile, acc);
-                add_unpacked<form, rows - turn>(unpacked, zero_shift, row + turn, tile, acc + turn);
+                const int column = tile - segments.begin;
+                add_unpacked<form, turn>(unpacked, zero_shift, row, column, acc);
+                add_unpacked<form, rows - turn>(unpacked, zero_shift, row + turn, column, acc + turn);
             }
         }
         if (segments.count > 1) join_segment<rows * kParts>(s, level, (F32v*)acc);

@@ -16,10 +16,14 @@ namespace headrace {
 
 constexpr int kSegments = 8;
 
-// Fixed segments of the sum over k, for layers that tensor parallelism cuts along k. Segment i of eight ends before
-// tile end[i]; each is summed from zero, and they are joined as ((0+1)+(2+3))+((4+5)+(6+7)). count 1: a single sum.
+// Segments of the sum over k. A layer that tensor parallelism cuts along k has eight; each is summed from zero, and
+// they are joined as ((0+1)+(2+3))+((4+5)+(6+7)). A rank has 4, 2 or 1 of them, which are a branch of this tree. Layers
+// that are not cut have one. Segment 0 begins at tile `begin` of the packed weights, and segment i ends before tile
+// end[i]. Tile t of the weights is multiplied by tile t - begin of the input: the packed weights of a rank begin with a
+// whole block, in which its segments may begin later.
 struct Segments {
     int32_t count;
+    int32_t begin;
     int32_t end[kSegments];
 };
 

@@ -7,14 +7,33 @@
 namespace headrace {
 namespace {
 
+void check_unit(int unit) {
+    if (unit < 0 || unit % 64 != 0)
+        throw std::invalid_argument("a segment unit is a multiple of 64 columns, not " + std::to_string(unit));
+}
+
 // Segment i ends before unit floor((i + 1) * units / 8).
 Segments segments_of(int k, int unit) {
     const int tiles = tiles_of(k);
-    if (unit == 0) return {1, {tiles}};
-    Segments segments{kSegments, {}};
+    if (unit == 0) return {1, 0, {tiles}};
+    Segments segments{kSegments, 0, {}};
     const int units = (k + unit - 1) / unit;
     for (int i = 0; i < kSegments; ++i) segments.end[i] = std::min(tiles, (i + 1) * units / kSegments * (unit / 64));
     return segments;
+}
+
+// Segments of one rank, counted from tile 0 of the whole layer.
+Segments segments_of_rank(int columns, int unit, int rank, int world) {
+    if (world < 1 || kSegments % world != 0 || rank < 0 || rank >= world)
+        throw std::invalid_argument("a layer is cut for 1, 2, 4 or 8 ranks, and a rank is one of them");
+    const Segments whole = segments_of(columns, unit);
+    if (world == 1) return whole;
+    if (unit == 0 || (columns + unit - 1) / unit < world)
+        throw std::invalid_argument("a layer of " + std::to_string(columns) + " columns cannot be cut for " +
+                                    std::to_string(world) + " ranks");
+    Segments mine{kSegments / world, rank == 0 ? 0 : whole.end[rank * kSegments / world - 1], {}};
+    std::copy_n(whole.end + rank * mine.count, mine.count, mine.end);
+    return mine;
 }
 
 // Items of a layer. The rows are cut into stretches; the items of a stretch are the units of all parts.
@@ -68,7 +87,8 @@ void run_units(const LinearWork& work, const WorkSplit& split, int first, int la
         for (int i = first, end; i < last; i = end) {
             const int unit = work.units[static_cast<size_t>(i)];
             for (end = i + 1; end < last && work.units[static_cast<size_t>(end)] == unit + end - i;) ++end;
-            work.kernels->linear->run(task, unit, unit + end - i, row0, row1);
+            const int at = unit - work.first_unit;
+            work.kernels->linear->run(task, at, at + end - i, row0, row1);
         }
         return;
     }
@@ -95,7 +115,13 @@ void run_items(const LinearWork& work, const WorkSplit& split, int first, int la
 
 }  // namespace
 
-PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit)
+Columns columns_of_rank(int columns, int segment_unit, int rank, int world) {
+    check_unit(segment_unit);
+    const Segments mine = segments_of_rank(columns, segment_unit, rank, world);
+    return {mine.begin * 64, std::min(columns, mine.end[mine.count - 1] * 64)};
+}
+
+PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit, const PackedShare& share)
     : parts_(std::move(parts)), gated_(gated) {
     if (parts_.empty()) throw std::invalid_argument("a linear layer has at least one tensor");
     for (const PackedTensor& part : parts_) {
@@ -112,10 +138,19 @@ PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segm
         }
         n_ = parts_[0].n;
     }
-    if (segment_unit < 0 || segment_unit % 64 != 0) {
-        throw std::invalid_argument("a segment unit is a multiple of 64 columns, not " + std::to_string(segment_unit));
+    const int columns = share.world > 1 ? share.columns : k();
+    const Columns mine = columns_of_rank(columns, segment_unit, share.rank, share.world);
+    const int block = 64 * layout_of(parts_.front().kind).tiles();
+    if (share.start < 0 || share.start % block != 0 || share.start > mine.begin || share.start + k() < mine.end ||
+        (share.world == 1 && share.start > 0)) {
+        throw std::invalid_argument("columns " + std::to_string(share.start) + " to " +
+                                    std::to_string(share.start + k()) + " do not hold the rank's " +
+                                    std::to_string(mine.begin) + " to " + std::to_string(mine.end));
     }
-    segments_ = segments_of(k(), segment_unit);
+    inputs_ = mine.end - mine.begin;
+    segments_ = segments_of_rank(columns, segment_unit, share.rank, share.world);
+    segments_.begin -= share.start / 64;
+    for (int i = 0; i < segments_.count; ++i) segments_.end[i] -= share.start / 64;
 }
 
 void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch) {

@@ -12,24 +12,41 @@
 
 namespace headrace {
 
+// Columns [begin, end) that rank `rank` of `world` multiplies in a layer of `columns` columns: its part of the eight
+// segments, whose units have `segment_unit` columns. Throws std::invalid_argument unless world is 1, 2, 4 or 8, rank is
+// one of them, and every rank gets a unit.
+struct Columns {
+    int begin, end;
+};
+Columns columns_of_rank(int columns, int segment_unit, int rank, int world);
+
+// The share of a rank in a layer that is cut along k. The tensors hold columns from `start` on of the layer's
+// `columns`. world 1: they hold all of them.
+struct PackedShare {
+    int rank = 0, world = 1;
+    int columns = 0, start = 0;
+};
+
 // Packed tensors with the same input: outputs one after the other (for example q, k, v), or gate and up of a gated MLP.
 class PackedLinear {
 public:
     // `segment_unit`: columns per unit of the fixed segments (a multiple of 64), for layers that tensor parallelism
-    // cuts along k; 0: one sum. Throws std::invalid_argument if the parts do not fit together.
-    PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit = 0);
+    // cuts along k; 0: one sum. Throws std::invalid_argument if the parts do not fit together, or do not hold the
+    // columns of the share.
+    PackedLinear(std::vector<PackedTensor> parts, bool gated, int segment_unit = 0, const PackedShare& share = {});
 
     bool gated() const { return gated_; }
     bool bf16() const { return parts_.front().kind == PackedKind::kBf16; }
     int n() const { return n_; }  // outputs of all parts; gated: outputs of the gate
     int k() const { return parts_.front().k; }
+    int inputs() const { return inputs_; }  // columns of the input: k, or those of the share
     const std::vector<PackedTensor>& parts() const { return parts_; }
     const Segments& segments() const { return segments_; }
 
 private:
     std::vector<PackedTensor> parts_;
     bool gated_;
-    int n_ = 0;
+    int n_ = 0, inputs_ = 0;
     Segments segments_{};
 };
 
@@ -45,8 +62,10 @@ struct LinearWork {
     // Panels are used above this number of rows; 0: LinearKernels::direct_rows.
     int direct_rows = 0;
     FetchList* fetch = nullptr;  // the calling thread's list, or null
-    // Heads: the units (kVocabBlock outputs each) to compute, ascending. Empty: all.
+    // Heads: the units (kVocabBlock outputs each) to compute, ascending. Empty: all. The first unit of the layer has
+    // number first_unit.
     std::span<const int32_t> units{};
+    int first_unit = 0;
 };
 
 // Every thread calls it with the same work, its own scratch (kLinearScratchBytes, 64-byte aligned) and the shared

@@ -174,16 +174,16 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
     F32v acc[rows][2];
 #pragma GCC unroll 6
     for (int m = 0; m < rows; ++m) {
-        row[m] = step.x + m * step.stride + step.first;
+        row[m] = step.x + m * step.stride + (step.first - segments.begin);
         acc[m][0] = load_f32(y0 + m * 16);
         acc[m][1] = load_f32(y1 + m * 16);
     }
     int segment = 0, tile = step.first;
-    while (step.first > 0 && segments.end[segment] <= step.first) ++segment;  // joined in the last stretch
+    while (step.first > segments.begin && segments.end[segment] <= step.first) ++segment;  // joined in the last stretch
     for (;;) {
-        for (; segments.count > 1 && segment < kSegments && segments.end[segment] == tile; ++segment) {
+        for (; segments.count > 1 && segment < segments.count && segments.end[segment] == tile; ++segment) {
             join_panel_segment<rows>(segment, levels, acc);
-            if (segment < kSegments - 1) leave_panel_segment<rows>(segment, levels, acc);
+            if (segment < segments.count - 1) leave_panel_segment<rows>(segment, levels, acc);
         }
         if (tile == step.last) break;
         const int stop = segments.end[segment] < step.last ? segments.end[segment] : step.last;
@@ -242,15 +242,16 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     return panel_kernel<least>(kind);
 }
 
-// Multiplies two row blocks of one tensor, over all columns, by rows [row0, row1). The sums of step i are at sums + i *
-// kStepFloats, its levels at levels + i * 3 * kStepFloats. `next`: the row blocks that are read next, or null.
+// Multiplies two row blocks of one tensor, over the columns of the segments, by rows [row0, row1). The sums of step i
+// are at sums + i * kStepFloats, its levels at levels + i * 3 * kStepFloats. `next`: the row blocks that are read next,
+// or null.
 static void multiply_panel(const LinearTask& task, const PackedTensor& weight, const int* block,
                            const uint8_t* const* next, int row0, int row1, Panel& panel, float* sums, float* levels) {
     const Layout layout = layout_of(weight.kind);
-    const int tiles = weight.tiles(), steps = (row1 - row0 + kPanelRows - 1) / kPanelRows;
+    const int tiles = task.segments->end[task.segments->count - 1], steps = (row1 - row0 + kPanelRows - 1) / kPanelRows;
     const int tile_bytes = layout.block_bytes() / layout.tiles();
     __builtin_memset(sums, 0, sizeof(float) * kStepFloats * steps);
-    for (int first = 0, last; first < tiles; first = last) {
+    for (int first = task.segments->begin, last; first < tiles; first = last) {
         last = first + step_rows(tiles - first, kPanelTiles);
         const uint8_t* upcoming[2];
         for (int c = 0; c < 2; ++c) {

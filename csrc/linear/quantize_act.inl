@@ -80,7 +80,7 @@ static void to_a8(const float* x, int64_t stride, int first, int last, int k, co
                 quantize_row(row, k, blocks, out.tiles);
                 break;
             case Rounding::kToken:
-                quantize_token(row, k, blocks, out.tiles);
+                quantize_token(row, k, out.largest ? out.largest + r : nullptr, blocks, out.tiles);
                 break;
             case Rounding::kSplit:
                 quantize_split(row, k, out.threshold, out.outliers[r], blocks, out.tiles);

@@ -37,8 +37,9 @@ struct A8 {
     A8Block* blocks;
     int32_t tiles;
     Rounding rounding = Rounding::kGroup;
-    float threshold = 0.0f;        // kSplit: threshold of outliers; kTensor: the scale
-    Outliers* outliers = nullptr;  // kSplit: [rows]; otherwise null
+    float threshold = 0.0f;          // kSplit: threshold of outliers; kTensor: the scale
+    Outliers* outliers = nullptr;    // kSplit: [rows]; otherwise null
+    const float* largest = nullptr;  // kToken: [rows] largest |x| of the whole row, if x is a part of it; or null
 };
 
 struct Bf16Rows {

@@ -135,8 +135,8 @@ static constexpr Form form_of(const Layout& layout) {
 
 static constexpr int log2_of(int zero) { return zero <= 1 ? 0 : 1 + log2_of(zero / 2); }
 
-// Joins the sums of eight segments pairwise: level[l] holds a sum of 2^l segments. `acc` is the sum of segment number
-// `segment`; after the last segment it is the total.
+// Joins the sums of 8, 4, 2 or 1 segments pairwise: level[l] holds a sum of 2^l segments. `acc` is the sum of segment
+// number `segment`; after the last segment it is the total.
 template <int count>
 HEADRACE_INLINE void join_segment(int segment, F32v (*level)[count], F32v* acc) {
     int l = 0;

@@ -68,7 +68,7 @@ struct NeedsOf {
         require(linear.gated() == gated,
                 gated ? "a gated result needs a gated layer" : "a gated layer leaves a gated result and nothing else");
         require(!logits || segment == SegmentKind::kHead, "logits come from the head");
-        const Access input{{work.in, 0}, linear.k(), linear.bf16() ? Holds::kBf16 : Holds::kA8};
+        const Access input{{work.in, 0}, linear.inputs(), linear.bf16() ? Holds::kBf16 : Holds::kA8};
         require(logits || work.maxima == -1, "only logits have maxima");
         if (gated) return {input, {work.out, linear.n(), Holds::kResult, true}};
         if (!logits) return {input, writes(work.out, linear.n())};
@@ -97,8 +97,8 @@ struct NeedsOf {
         const int heads = work.view.heads;
         require(segment == SegmentKind::kLayer, "attention belongs to a layer");
         require(work.layer >= 0 && work.layer < shape.kv.layers(), "attention names a layer that the KV pool has not");
-        require(heads > 0 && heads % kv.heads == 0, "attention has a multiple of the " + std::to_string(kv.heads) +
-                                                        " KV heads, not " + std::to_string(heads));
+        require(work.view.fits(kv), "attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
+                                        std::to_string(heads));
         require(work.view.window >= 0, "a window is 0 (none) or more tokens");
         check_rope(work.rope, "attention");
         require(work.rope < 0 || rope(work.rope).dim <= kv.dim, "a rope turns more values than a head has");

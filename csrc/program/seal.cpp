@@ -147,9 +147,10 @@ void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind ki
 void Program::note(const Phase& phase) {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
     if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))
-        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(attention->view.heads) * sizeof(float));
+        scratch_bytes_ =
+            std::max(scratch_bytes_, attention_.scratch_floats(attention->view.group_of(kv_->shape())) * sizeof(float));
     if (std::holds_alternative<StorePhase>(phase.work))
-        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats(kv_->shape().heads) * sizeof(float));
+        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats() * sizeof(float));
     if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits)
         logits_ = linear->out.buffer, maxima_ = linear->maxima, logits_width_ = linear->linear.n();
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work))

@@ -28,7 +28,7 @@ struct Fed {
 };
 
 void run_threads(ThreadPool& threads, AttentionStep& step, AttentionLayout& layout, const AttentionTask& task) {
-    const size_t floats = step.scratch_floats(task.heads);
+    const size_t floats = step.scratch_floats(task.heads / task.kv.heads);
     std::atomic<int> next{0};
     threads.run([&](int thread) {
         auto* scratch = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
@@ -180,8 +180,7 @@ void check_sources(const Kernels& kernels, KVType type, ThreadPool& threads, std
         step.prepare(0, task);
         task.k = x.data(), task.v = task.k + kWidth, task.stride = 2 * kWidth;
         threads.run([&](int thread) {
-            auto* scratch =
-                static_cast<float*>(std::aligned_alloc(64, (step.scratch_floats(kKvHeads) * 4 + 63) / 64 * 64));
+            auto* scratch = static_cast<float*>(std::aligned_alloc(64, (step.scratch_floats() * 4 + 63) / 64 * 64));
             step.append(task, thread, scratch);
             std::free(scratch);
         });
