@@ -17,6 +17,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/pack/pack.cpp
   csrc/pack/scale_check.cpp
   csrc/program/buffers.cpp
+  csrc/program/commands.cpp
   csrc/program/needs.cpp
   csrc/program/phases.cpp
   csrc/program/profile.cpp
@@ -24,6 +25,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/program/seal.cpp
   csrc/program/step.cpp
   csrc/program/turns.cpp
+  csrc/ranks/ranks.cpp
   csrc/sample/edits.cpp
   csrc/sample/filters.cpp
   csrc/sample/reject.cpp

@@ -10,6 +10,7 @@ void bind_linear(nanobind::module_& m);
 void bind_pack(nanobind::module_& m);
 void bind_probe(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
+void bind_ranks(nanobind::module_& m);
 void bind_sample(nanobind::module_& m);
 void bind_step(nanobind::module_& m);
 

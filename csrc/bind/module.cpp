@@ -49,5 +49,6 @@ NB_MODULE(_core, m) {
     headrace::bind_linear(m);
     headrace::bind_sample(m);
     headrace::bind_step(m);
+    headrace::bind_ranks(m);
     headrace::bind_program(m);
 }

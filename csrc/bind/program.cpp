@@ -28,6 +28,7 @@ namespace {
 using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutTable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using At = std::pair<int, int>;  // buffer, column
+using Pairs = std::vector<std::pair<int32_t, int32_t>>;
 
 template <class T, size_t n>
 T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n]) {
@@ -42,8 +43,10 @@ T choose(const std::string& name, const std::pair<const char*, T> (&choices)[n])
 Place place(At at) { return {at.first, at.second}; }
 
 BufferKind buffer_kind(const std::string& name) {
-    return choose<BufferKind>(name,
-                              {{"float", BufferKind::kFloat}, {"a8", BufferKind::kA8}, {"bf16", BufferKind::kBf16}});
+    return choose<BufferKind>(name, {{"float", BufferKind::kFloat},
+                                     {"a8", BufferKind::kA8},
+                                     {"bf16", BufferKind::kBf16},
+                                     {"partial", BufferKind::kPartial}});
 }
 
 EpilogueKind epilogue_kind(const std::string& name) {
@@ -91,11 +94,12 @@ void add_linear(Program& program, const BoundLinear& linear, int in, const std::
 }
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
-               const std::optional<FloatVector>& offset, int sinusoids, const std::string& name) {
+               const std::optional<FloatVector>& offset, int sinusoids, const std::vector<int32_t>& borders,
+               const std::string& name) {
     program.keep(table.arena);
     if (positions) program.keep(positions->arena);
     program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out,
-                            copied(offset), sinusoids},
+                            copied(offset), sinusoids, borders},
                  0, name});
 }
 
@@ -104,11 +108,11 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
                    const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
-                   uint8_t sublayer, const std::string& name, bool fills) {
+                   int group, int skipped, uint8_t sublayer, const std::string& name, bool fills) {
     require(k.has_value() == v.has_value() && !(source && k), "rows have K and V, or read a source or another layer's");
     const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
     program.add({AttentionPhase{layer,
-                                {heads, window, causal, source, bias.has_value(), !source && !k},
+                                {heads, window, causal, source, bias.has_value(), !source && !k, group, skipped},
                                 place(q),
                                 k ? place(*k) : Place{},
                                 v ? place(*v) : Place{},
@@ -174,32 +178,40 @@ nb::list profile(const Program& program) {
 void bind_building(nb::class_<Program>& c) {
     c.def(
          "buffer",
-         [](Program& self, const std::string& kind, int width, bool local) {
-             return self.add_buffer(buffer_kind(kind), width, local);
+         [](Program& self, const std::string& kind, int width, bool local, bool shared) {
+             require(!shared || (kind == "float" && !local), "ranks share float buffers only");
+             return shared ? self.add_common_buffer(width) : self.add_buffer(buffer_kind(kind), width, local);
          },
-         "kind"_a, "width"_a, "local"_a = false, "A new buffer (float, a8, bf16): its number.")
+         "kind"_a, "width"_a, "local"_a = false, "shared"_a = false,
+         "Add a buffer and return its number. partial: rows that the next `reduce` sums over the ranks. shared: logits "
+         "or maxima that all ranks write.")
         .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a,
              "Radians a position [dim / 2] -> number.")
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
-             "offset"_a = nb::none(), "sinusoids"_a = -1, "name"_a = "",
-             "sinusoids: a rope whose sines and then cosines of the position are added, or -1.")
+             "offset"_a = nb::none(), "sinusoids"_a = -1, "borders"_a = std::vector<int32_t>{}, "name"_a = "",
+             "sinusoids: a rope whose sines and then cosines of the position are added, or -1. borders: ids between "
+             "which each rank has the rows of the table.")
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,
-               const std::string& name,
-               bool fills) { self.add({NormPhase{norm, place(in), place(out), width}, sublayer, name, fills}); },
-            "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
+               const std::string& name, bool fills, bool by_rows) {
+                self.add({NormPhase{norm, place(in), place(out), width}, sublayer, name, fills, by_rows});
+            },
+            "source"_a, "out"_a, "width"_a, "norm"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "by_rows"_a = false)
         .def(
             "quantize",
             [](Program& self, At in, int out, const NormWeights* norm, const std::vector<int32_t>& order, float scale,
-               uint8_t sublayer, const std::string& name, bool fills) {
-                self.add({QuantizePhase{norm_of(norm), place(in), out, order, scale}, sublayer, name, fills});
+               int extremes, uint8_t sublayer, const std::string& name, bool fills, bool by_rows) {
+                self.add({QuantizePhase{norm_of(norm), place(in), out, order, scale, extremes}, sublayer, name, fills,
+                          by_rows});
             },
             "source"_a, "out"_a, "norm"_a.none() = nb::none(), "order"_a = std::vector<int32_t>{}, "scale"_a = 0.0f,
-            "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
-            "Floats into a linear layer's input, whose column i is column order[i] of theirs.")
+            "extremes"_a = -1, "sublayer"_a = 0, "name"_a = "", "fills"_a = false, "by_rows"_a = false,
+            "Convert float rows to a linear layer's input; input column i is float column order[i]. extremes: buffer "
+            "that `extreme` filled, or -1.")
         .def("linear", &add_linear, "linear"_a, "source"_a, "kind"_a, "out"_a, "act"_a = "silu", "scale"_a = 1.0f,
              "softcap"_a = 0.0f, "maxima"_a = -1, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
         .def(
@@ -219,18 +231,40 @@ void bind_building(nb::class_<Program>& c) {
         .def(
             "residual",
             [](Program& self, At x, At y, At out, int width, const NormWeights* post_norm, uint8_t sublayer,
-               const std::string& name, bool fills) {
-                self.add(
-                    {ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, sublayer, name, fills});
+               const std::string& name, bool fills, bool by_rows) {
+                self.add({ResidualPhase{norm_of(post_norm), place(x), place(y), place(out), width}, sublayer, name,
+                          fills, by_rows});
             },
             "x"_a, "y"_a, "out"_a, "width"_a, "post_norm"_a.none() = nb::none(), "sublayer"_a = 0, "name"_a = "",
-            "fills"_a = false)
+            "fills"_a = false, "by_rows"_a = false)
         .def(
             "copy",
-            [](Program& self, At in, At out, int width, uint8_t sublayer, const std::string& name, bool fills) {
-                self.add({CopyPhase{place(in), place(out), width}, sublayer, name, fills});
+            [](Program& self, At in, At out, int width, uint8_t sublayer, const std::string& name, bool fills,
+               bool by_rows) { self.add({CopyPhase{place(in), place(out), width}, sublayer, name, fills, by_rows}); },
+            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false, "by_rows"_a = false)
+        .def(
+            "reduce",
+            [](Program& self, int partial, At out, int width, bool add, const std::optional<FloatVector>& bias,
+               uint8_t sublayer, const std::string& name, bool fills, bool by_rows) {
+                self.add({ReducePhase{partial, place(out), width, add, copied(bias)}, sublayer, name, fills, by_rows});
             },
-            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false)
+            "partial"_a, "out"_a, "width"_a, "add"_a = false, "bias"_a = nb::none(), "sublayer"_a = 0, "name"_a = "",
+            "fills"_a = false, "by_rows"_a = false, "out = [out +] (sum of the ranks' partial rows + bias).")
+        .def(
+            "gather",
+            [](Program& self, int buffer, uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({GatherPhase{buffer}, sublayer, name, fills});
+            },
+            "buffer"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "Shared buffers: wait until all ranks have written. Others, in steps that split their rows: receive the "
+            "rows of the other ranks.")
+        .def(
+            "extreme",
+            [](Program& self, At in, int out, int width, uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({ExtremePhase{place(in), width, out}, sublayer, name, fills});
+            },
+            "source"_a, "out"_a, "width"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "Write the largest |x| of each row, over the columns of all ranks, to a float buffer.")
         .def(
             "scatter",
             [](Program& self, int in, int out, int maxima, const std::vector<int32_t>& ids, int vocab_size,
@@ -247,9 +281,11 @@ void bind_building(nb::class_<Program>& c) {
             "attention", &add_attention, "layer"_a, "heads"_a, "q"_a, "k"_a.none(), "v"_a.none(), "out"_a, "scale"_a,
             "rope"_a = -1, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0,
             "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "source"_a = false,
-            "bias"_a = nb::none(), "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "bias"_a = nb::none(), "group"_a = 0, "skipped"_a = 0, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
             "source: rows read all of their feed's source, without K and V of their own. bias [heads, 2 d + 1]: what a "
-            "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d.")
+            "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d. "
+            "group: "
+            "query heads per KV head; the first `skipped` ones of the first KV head belong to the rank before.")
         .def(
             "store",
             [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name, bool fills) {
@@ -278,11 +314,21 @@ void bind_program(nb::module_& m) {
         .def(
             "__init__",
             [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size,
-               const std::string& isa, const std::string& activations, float threshold) {
+               const std::string& isa, const std::string& activations, float threshold, std::shared_ptr<Ranks> ranks,
+               int number) {
                 new (self) Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size,
-                                   rounding_named(activations), threshold);
+                                   rounding_named(activations), threshold, std::move(ranks), number);
             },
-            "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f)
+            "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f,
+            "ranks"_a.none() = nb::none(), "number"_a = 0)
+        .def("split_from", &Program::split_from, "rows"_a,
+             "Steps of at least so many rows split them over the ranks; 0: none.")
+        .def(
+            "move", [](Program& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a,
+            nb::call_guard<nb::gil_scoped_release>(), "KVPool.move on every rank.")
+        .def(
+            "copy_blocks", [](Program& self, const Pairs& pairs) { self.copy_blocks(pairs); }, "pairs"_a,
+            nb::call_guard<nb::gil_scoped_release>(), "KVPool.copy_blocks on every rank.")
         .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
              "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
              "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{}, "fill"_a = false,

@@ -34,6 +34,7 @@ struct NeedsOf {
         require(segment != SegmentKind::kHead, "tokens are not looked up in the head");
         require(!work.positions || work.positions->k == work.table.k,
                 "the tables of tokens and of positions have rows of one width");
+        check_borders(work);
         require(work.offset.empty() || work.offset.size() == static_cast<size_t>(work.table.k),
                 "what is added to every token is as wide as the table");
         check_rope(work.sinusoids, "an embedding");
@@ -59,7 +60,12 @@ struct NeedsOf {
                     "an order of columns names each once");
             named[static_cast<size_t>(column)] = true;
         }
-        return {reads(work.in, width), {{work.out, 0}, width, Holds::kInput, true}};
+        Accesses accesses{reads(work.in, width), {{work.out, 0}, width, Holds::kInput, true}};
+        if (work.extremes >= 0) {
+            require(work.order.empty(), "an order of columns names those of whole rows, not of a rank's part");
+            accesses.push_back(reads({work.extremes, 0}, 1));
+        }
+        return accesses;
     }
 
     Accesses operator()(const LinearPhase& work) const {
@@ -71,11 +77,18 @@ struct NeedsOf {
         const Access input{{work.in, 0}, linear.inputs(), linear.bf16() ? Holds::kBf16 : Holds::kA8};
         require(logits || work.maxima == -1, "only logits have maxima");
         if (gated) return {input, {work.out, linear.n(), Holds::kResult, true}};
+        if (!logits && shape.buffer(work.out.buffer).kind() == BufferKind::kPartial) {
+            require(work.kind == EpilogueKind::kStore, "a partial result is stored, and added once it is a sum");
+            for (const PackedTensor& part : linear.parts())
+                require(!part.bias, "a bias is added to the sum, not to a partial result");
+            return {input, {work.out, linear.n(), Holds::kPartial, true}};
+        }
         if (!logits) return {input, writes(work.out, linear.n())};
         require(linear.parts().size() == 1, "the head is one tensor, not several");
         require(linear.n() <= shape.vocab_size, "the head must have one output for each token");
-        require(work.out.column == 0, "logits begin at column 0");
-        return {input, writes(work.out, linear.n()), writes({work.maxima, 0}, blocks_of(linear.n()))};
+        require(work.out.column % kVocabBlock == 0, "logits begin at a block of the vocabulary");
+        return {input, writes(work.out, linear.n()),
+                writes({work.maxima, work.out.column / kVocabBlock}, blocks_of(linear.n()))};
     }
 
     Accesses operator()(const ActPhase& work) const {
@@ -156,6 +169,39 @@ struct NeedsOf {
                 "the tokens of a part of the head must be named in ascending order");
         return {reads({work.in, 0}, static_cast<int64_t>(work.ids.size())), writes({work.out, 0}, work.vocab_size),
                 writes({work.maxima, 0}, blocks_of(work.vocab_size))};
+    }
+
+    Accesses operator()(const ReducePhase& work) const {
+        check_ranks();
+        require(work.bias.empty() || work.bias.size() == static_cast<size_t>(work.width), "a bias is as wide as a sum");
+        require(shape.buffer(work.partial).width() == work.width, "a sum is as wide as the partial results");
+        return {{{work.partial, 0}, work.width, Holds::kPartial}, writes(work.out, work.width)};
+    }
+
+    Accesses operator()(const GatherPhase& work) const {
+        check_ranks();
+        const Buffer& buffer = shape.buffer(work.buffer);
+        require(buffer.common() || segment == SegmentKind::kLayer, "the rows of a layer are gathered");
+        require(buffer.rounding() != Rounding::kSplit, "rows with outliers are not gathered");
+        return {};
+    }
+
+    Accesses operator()(const ExtremePhase& work) const {
+        check_ranks();
+        return {reads(work.in, work.width), writes({work.out, 0}, 1)};
+    }
+
+    void check_ranks() const { require(shape.ranks != nullptr, "the program has no ranks to exchange with"); }
+
+    void check_borders(const EmbedPhase& work) const {
+        if (work.borders.empty()) return;
+        check_ranks();
+        const size_t ranks = static_cast<size_t>(shape.ranks->world()), own = static_cast<size_t>(shape.ranks->rank());
+        require(work.borders.size() == ranks + 1 && work.borders.front() == 0 &&
+                    std::is_sorted(work.borders.begin(), work.borders.end()),
+                "each rank has the rows of the table between two ascending borders");
+        require(work.table.n == work.borders[own + 1] - work.borders[own], "a rank's table has the rows of its part");
+        require(shape.buffer(work.out).width() == work.table.k, "the rows of a table fill their buffer");
     }
 
     const Rope& rope(int number) const { return shape.ropes[static_cast<size_t>(number)]; }

@@ -13,8 +13,9 @@ namespace headrace {
 // Part of a buffer that a phase reads or writes.
 struct Access {
     // kFloats: float columns. kA8, kBf16, kInput: a whole input of a linear layer in A8, bfloat16 or either format.
-    // kResult: output of attention or of a gated layer, float columns or an input shared by all threads.
-    enum class Holds { kFloats, kA8, kBf16, kInput, kResult };
+    // kResult: output of attention or of a gated layer, float columns or an input shared by all threads. kPartial:
+    // float columns of a partial result.
+    enum class Holds { kFloats, kA8, kBf16, kInput, kResult, kPartial };
 
     Place place;
     int64_t width;
@@ -32,6 +33,7 @@ struct ProgramShape {
     const KVPool& kv;
     const std::vector<Rope>& ropes;
     const std::vector<Buffer>& buffers;
+    const Ranks* ranks;  // or null
 
     // Throws std::invalid_argument if there is no such buffer.
     const Buffer& buffer(int number) const;

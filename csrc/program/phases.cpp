@@ -65,6 +65,7 @@ A8 input_of(const QuantizePhase& phase, const Worker& w) {
         a8.rounding = phase.scale > 0 ? Rounding::kTensor : Rounding::kToken;
         a8.threshold = phase.scale;
     }
+    if (phase.extremes >= 0 && a8.rounding == Rounding::kToken) a8.largest = w.buffer(phase.extremes).floats();
     return a8;
 }
 
@@ -93,28 +94,102 @@ void add_sinusoids(const Worker& w, int number, int r, float* row) {
     for (int i = 0; i < half; ++i) row[half + i] += rope.cos.data()[at + i];
 }
 
+// Joins the sums of `count` ranks at column i as a tree.
+template <int count>
+float joined(const float* const* parts, int i) {
+    if constexpr (count == 1) {
+        return parts[0][i];
+    } else {
+        return joined<count / 2>(parts, i) + joined<count / 2>(parts + count / 2, i);
+    }
+}
+
+template <int count>
+void reduce_row(const ReducePhase& phase, const float* const* parts, float* out) {
+    const float* bias = phase.bias.empty() ? nullptr : phase.bias.data();
+    for (int i = 0; i < phase.width; ++i) {
+        const float sum = bias ? joined<count>(parts, i) + bias[i] : joined<count>(parts, i);
+        out[i] = phase.add ? out[i] + sum : sum;
+    }
+}
+
+void reduce_row(const ReducePhase& phase, int ranks, const float* const* parts, float* out) {
+    switch (ranks) {
+        case 1:
+            return reduce_row<1>(phase, parts, out);
+        case 2:
+            return reduce_row<2>(phase, parts, out);
+        case 4:
+            return reduce_row<4>(phase, parts, out);
+        default:
+            return reduce_row<8>(phase, parts, out);
+    }
+}
+
+// Bits of the largest |x|. As integers these bits sort finite values, then infinity, then NaN.
+int32_t largest_bits(const float* x, int width) {
+    int32_t largest = 0;
+    for (int i = 0; i < width; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        largest = std::max(largest, bits & 0x7fffffff);
+    }
+    return largest;
+}
+
+void embed_row(const EmbedPhase& phase, const Worker& w, int r, int32_t entry, float* row, float* position_row) {
+    w.run.kernels.pack->unpack(phase.table, entry, row);
+    if (phase.scale != 1.0f) {
+        for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
+    }
+    for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
+    if (phase.sinusoids >= 0) add_sinusoids(w, phase.sinusoids, r, row);
+    if (!phase.positions) return;
+    w.run.kernels.pack->unpack(*phase.positions, w.run.rows.feeds.positions[static_cast<size_t>(r)], position_row);
+    for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
+}
+
+// Embeds the tokens of this rank's part of the table, and receives the rows of the others.
+void embed_parts(const EmbedPhase& phase, Worker& w, float* position_row) {
+    const Buffer& out = w.buffer(phase.out);
+    Ranks& ranks = *w.run.ranks;
+    const int first_id = phase.borders[static_cast<size_t>(ranks.rank())],
+              last_id = phase.borders[static_cast<size_t>(ranks.rank()) + 1];
+    auto* mine = reinterpret_cast<float*>(ranks.mine(w.exchange));
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r) {
+            const int32_t id = w.run.rows.ids[static_cast<size_t>(r)];
+            if (id >= first_id && id < last_id)
+                embed_row(phase, w, r, id - first_id, mine + r * out.stride(), position_row);
+        }
+    });
+    w.share(w.rows, [&](int first, int last) {
+        if (!w.meet()) return;
+        for (int r = first; r < last; ++r) {
+            const int32_t id = w.run.rows.ids[static_cast<size_t>(r)];
+            const auto owner =
+                std::upper_bound(phase.borders.begin(), phase.borders.end(), id) - phase.borders.begin() - 1;
+            const auto* from = reinterpret_cast<const float*>(ranks.of(static_cast<int>(owner), w.exchange));
+            copy_rows(from, out.stride(), out.floats(), out.stride(), r, r + 1, out.width());
+        }
+    });
+    ++w.exchange;
+}
+
 void run(const EmbedPhase& phase, Worker& w) {
     const Buffer& out = w.buffer(phase.out);
     auto* position_row = reinterpret_cast<float*>(w.scratch);
+    if (!phase.borders.empty()) return embed_parts(phase, w, position_row);
     w.share(w.rows, [&](int first, int last) {
         for (int r = first; r < last; ++r) {
-            float* row = out.floats() + r * out.stride();
-            w.run.kernels.pack->unpack(phase.table, w.run.rows.ids[static_cast<size_t>(r)], row);
-            if (phase.scale != 1.0f) {
-                for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
-            }
-            for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
-            if (phase.sinusoids >= 0) add_sinusoids(w, phase.sinusoids, r, row);
-            if (!phase.positions) continue;
-            w.run.kernels.pack->unpack(*phase.positions, w.run.rows.feeds.positions[static_cast<size_t>(r)],
-                                       position_row);
-            for (int i = 0; i < phase.table.k; ++i) row[i] += position_row[i];
+            embed_row(phase, w, r, w.run.rows.ids[static_cast<size_t>(r)], out.floats() + r * out.stride(),
+                      position_row);
         }
     });
 }
 
 void run(const NormPhase& phase, Worker& w) {
-    w.share(w.rows, [&](int first, int last) {
+    w.share_rows([&](int first, int last) {
         w.run.kernels.quantize->norm(w.floats(phase.in) + first * w.stride(phase.in), w.stride(phase.in), 0,
                                      last - first, phase.width, phase.norm.view(),
                                      w.floats(phase.out) + first * w.stride(phase.out), w.stride(phase.out));
@@ -125,7 +200,14 @@ void run(const QuantizePhase& phase, Worker& w) {
     const size_t out = static_cast<size_t>(phase.out);
     // A small input is computed by each thread for itself, right before the first use: cheaper than a barrier.
     w.pending_input[out] = w.buffer(phase.out).is_local(w.rows) ? &phase : nullptr;
-    if (!w.pending_input[out]) w.share(w.rows, [&](int first, int last) { quantize(phase, w, first, last); });
+    if (!w.pending_input[out]) w.share_rows([&](int first, int last) { quantize(phase, w, first, last); });
+}
+
+// The wanted blocks of the vocabulary that a head, or a rank's part of it, computes.
+std::span<const int32_t> units_of(const LinearPhase& phase, const Worker& w) {
+    const int first = phase.out.column / kVocabBlock, count = (phase.linear.n() + kVocabBlock - 1) / kVocabBlock;
+    const auto begin = std::lower_bound(w.units.begin(), w.units.end(), first);
+    return {begin, std::lower_bound(begin, w.units.end(), first + count)};
 }
 
 void run(const LinearPhase& phase, Worker& w) {
@@ -136,7 +218,10 @@ void run(const LinearPhase& phase, Worker& w) {
     epilogue.act = phase.act;
     epilogue.scale = phase.scale;
     epilogue.softcap = phase.softcap;
-    if (out.kind() == BufferKind::kFloat) {
+    if (out.kind() == BufferKind::kPartial) {
+        epilogue.out = reinterpret_cast<float*>(w.run.ranks->mine(w.exchange)) + phase.out.column;
+        epilogue.stride = out.stride();
+    } else if (out.kind() == BufferKind::kFloat) {
         epilogue.out = out.floats() + phase.out.column;
         epilogue.stride = out.stride();
     } else {
@@ -144,9 +229,11 @@ void run(const LinearPhase& phase, Worker& w) {
         epilogue.bf16 = out.bf16(w.rows, w.thread);
     }
     if (phase.maxima >= 0) {
-        epilogue.block_max = w.buffer(phase.maxima).floats();
+        epilogue.block_max = w.buffer(phase.maxima).floats() + phase.out.column / kVocabBlock;
         epilogue.max_stride = w.buffer(phase.maxima).stride();
     }
+    const std::span<const int32_t> units = phase.maxima >= 0 ? units_of(phase, w) : std::span<const int32_t>{};
+    if (phase.maxima >= 0 && units.empty() && !w.units.empty()) return;
     const LinearWork work{&w.run.kernels,
                           &phase.linear,
                           in.a8(w.rows, w.thread),
@@ -156,7 +243,8 @@ void run(const LinearPhase& phase, Worker& w) {
                           epilogue,
                           0,
                           &w.fetch,
-                          phase.maxima >= 0 ? w.units : std::span<const int32_t>{}};
+                          units,
+                          phase.out.column / kVocabBlock};
     const QuantizePhase*& pending_input = w.pending_input[static_cast<size_t>(phase.in)];
     w.share(
         linear_items(work),
@@ -169,7 +257,7 @@ void run(const LinearPhase& phase, Worker& w) {
 }
 
 void run(const ActPhase& phase, Worker& w) {
-    w.share(w.rows, [&](int first, int last) {
+    w.share_rows([&](int first, int last) {
         for (int r = first; r < last; ++r) {
             activate(w.run.kernels, phase.kind, w.floats(phase.in) + r * w.stride(phase.in), phase.width,
                      w.floats(phase.out) + r * w.stride(phase.out));
@@ -178,7 +266,7 @@ void run(const ActPhase& phase, Worker& w) {
 }
 
 void run(const ActMulPhase& phase, Worker& w) {
-    w.share(w.rows, [&](int first, int last) {
+    w.share_rows([&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const float* gate = w.floats(phase.in) + r * w.stride(phase.in);
             const float* up = gate + phase.width;
@@ -196,7 +284,7 @@ void run(const ActMulPhase& phase, Worker& w) {
 
 void run(const ResidualPhase& phase, Worker& w) {
     auto* scratch = reinterpret_cast<float*>(w.scratch);
-    w.share(w.rows, [&](int first, int last) {
+    w.share_rows([&](int first, int last) {
         for (int r = first; r < last; ++r) {
             const float* x = w.floats(phase.x) + r * w.stride(phase.x);
             const float* y = w.floats(phase.y) + r * w.stride(phase.y);
@@ -273,7 +361,7 @@ void run(const TapPhase& phase, Worker& w) {
 }
 
 void run(const CopyPhase& phase, Worker& w) {
-    w.share(w.rows, [&](int first, int last) {
+    w.share_rows([&](int first, int last) {
         copy_rows(w.floats(phase.in), w.stride(phase.in), w.floats(phase.out), w.stride(phase.out), first, last,
                   phase.width);
     });
@@ -299,13 +387,87 @@ void run(const ScatterPhase& phase, Worker& w) {
     });
 }
 
+void run(const ReducePhase& phase, Worker& w) {
+    const Ranks& ranks = *w.run.ranks;
+    const int64_t stride = w.buffer(phase.partial).stride();
+    w.share_rows([&](int first, int last) {
+        if (!w.meet()) return;
+        for (int r = first; r < last; ++r) {
+            const float* parts[kMostRanks];
+            for (int rank = 0; rank < ranks.world(); ++rank)
+                parts[rank] = reinterpret_cast<const float*>(ranks.of(rank, w.exchange)) + r * stride;
+            reduce_row(phase, ranks.world(), parts, w.floats(phase.out) + r * w.stride(phase.out));
+        }
+    });
+    ++w.exchange;
+}
+
+void run(const GatherPhase& phase, Worker& w) {
+    const Buffer& buffer = w.buffer(phase.buffer);
+    if (buffer.common()) {
+        w.share(1, [&](int, int) { w.meet(); });
+        ++w.exchange;
+    } else if (w.run.splits) {
+        gather_rows(buffer, w);
+    }
+}
+
+void run(const ExtremePhase& phase, Worker& w) {
+    const Ranks& ranks = *w.run.ranks;
+    auto* mine = reinterpret_cast<int32_t*>(ranks.mine(w.exchange));
+    auto* out = reinterpret_cast<int32_t*>(w.buffer(phase.out).floats());
+    w.share(w.rows, [&](int first, int last) {
+        for (int r = first; r < last; ++r)
+            mine[r] = largest_bits(w.floats(phase.in) + r * w.stride(phase.in), phase.width);
+    });
+    w.share(w.rows, [&](int first, int last) {
+        if (!w.meet()) return;
+        for (int r = first; r < last; ++r) {
+            out[r] = 0;
+            for (int rank = 0; rank < ranks.world(); ++rank)
+                out[r] = std::max(out[r], reinterpret_cast<const int32_t*>(ranks.of(rank, w.exchange))[r]);
+        }
+    });
+    ++w.exchange;
+}
+
 }  // namespace
 
+void gather_rows(const Buffer& buffer, Worker& w) {
+    const Ranks& ranks = *w.run.ranks;
+    const size_t bytes = buffer.row_bytes();
+    uint8_t* rows = buffer.input() ? buffer.rows() : reinterpret_cast<uint8_t*>(buffer.floats());
+    const int start = w.first_row_of(ranks.rank()), end = w.first_row_of(ranks.rank() + 1);
+    w.share(end - start, [&](int first, int last) {
+        const size_t at = static_cast<size_t>(start + first) * bytes;
+        std::memcpy(ranks.mine(w.exchange) + at, rows + at, static_cast<size_t>(last - first) * bytes);
+    });
+    w.share(ranks.world(), [&](int first, int last) {
+        if (!w.meet()) return;
+        for (int rank = first; rank < last; ++rank) {
+            if (rank == ranks.rank()) continue;
+            const size_t at = static_cast<size_t>(w.first_row_of(rank)) * bytes;
+            std::memcpy(rows + at, ranks.of(rank, w.exchange) + at,
+                        static_cast<size_t>(w.first_row_of(rank + 1)) * bytes - at);
+        }
+    });
+    ++w.exchange;
+}
+
 void run_phase(const Phase& phase, Worker& worker) {
+    const bool splits = phase.by_rows && worker.run.splits;
+    worker.first_row = splits ? worker.first_row_of(worker.run.ranks->rank()) : 0;
+    worker.last_row = splits ? worker.first_row_of(worker.run.ranks->rank() + 1) : worker.rows;
     std::visit([&](const auto& work) { run(work, worker); }, phase.work);
 }
 
-int turns_of(const Phase& phase) { return std::holds_alternative<AttentionPhase>(phase.work) ? 2 : 1; }
+int turns_of(const Phase& phase) {
+    const auto* embed = std::get_if<EmbedPhase>(&phase.work);
+    const bool two = std::holds_alternative<AttentionPhase>(phase.work) ||
+                     std::holds_alternative<GatherPhase>(phase.work) ||
+                     std::holds_alternative<ExtremePhase>(phase.work) || (embed && !embed->borders.empty());
+    return two ? 2 : 1;
+}
 
 size_t scratch_bytes(const Phase& phase) {
     const auto floats = [](int width) { return (static_cast<size_t>(width) + 16) * sizeof(float); };

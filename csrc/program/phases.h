@@ -13,6 +13,7 @@
 #include "program/buffers.h"
 #include "program/step.h"
 #include "program/turns.h"
+#include "ranks/ranks.h"
 
 namespace headrace {
 
@@ -45,6 +46,9 @@ struct EmbedPhase {
     int out;
     std::vector<float> offset{};  // [width] or empty
     int sinusoids = -1;           // number of a rope; -1: none
+    // [ranks + 1], or empty: the table has all rows. The table of rank r has rows [borders[r], borders[r + 1]); it
+    // computes the rows of their tokens and receives the others in an exchange.
+    std::vector<int32_t> borders{};
 };
 
 struct NormPhase {
@@ -55,17 +59,20 @@ struct NormPhase {
 
 // Normalizes float rows (unless the norm is kNone) and converts them to the input format of a linear layer (A8 or
 // bfloat16). Input column i is float column order[i]; an empty order keeps the columns. `scale` is used with
-// Rounding::kTensor only: the scale of all rows, or 0 for one scale per row.
+// Rounding::kTensor only: the scale of all rows, or 0 for one scale per row. `extremes`: the buffer of an ExtremePhase,
+// if the rows are parts of longer rows that are scaled as a whole; -1: they are not.
 struct QuantizePhase {
     NormWeights norm;
     Place in;
     int out;
     std::vector<int32_t> order{};
     float scale = 0.0f;
+    int extremes = -1;
 };
 
-// kStore and kAdd write floats to `out`. kGated writes to buffer `out` in that buffer's format. kLogits writes the
-// logits to `out` and the maximum of each block of kVocabBlock logits to `maxima`.
+// kStore and kAdd write floats to `out`; kStore may write a partial result for a ReducePhase. kGated writes to buffer
+// `out` in that buffer's format. kLogits writes the logits to `out` and the maximum of each block of kVocabBlock logits
+// to `maxima`. Logits of a part of the vocabulary begin at a multiple of kVocabBlock columns of `out`.
 struct LinearPhase {
     PackedLinear linear;
     int in;
@@ -138,14 +145,39 @@ struct CopyPhase {
     int width;
 };
 
-using PhaseWork = std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
-                               AttentionPhase, StorePhase, TapPhase, CopyPhase, ScatterPhase>;
+// Exchanges between ranks.
+// out = [out +] (sum of all ranks' partial rows + bias). The sums are joined as the eight segments of a linear layer.
+struct ReducePhase {
+    int partial;  // buffer, kPartial
+    Place out;
+    int width;
+    bool add;
+    std::vector<float> bias{};  // [width] or empty
+};
+
+// Common buffers: waits until all ranks have written. Other buffers, in a step that splits its rows: receives the rows
+// of the other ranks.
+struct GatherPhase {
+    int buffer;
+};
+
+// Writes the largest |x| of each row, over the columns of all ranks, to buffer `out`: one float per row without gaps.
+struct ExtremePhase {
+    Place in;
+    int width;
+    int out;
+};
+
+using PhaseWork =
+    std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
+                 AttentionPhase, StorePhase, TapPhase, CopyPhase, ScatterPhase, ReducePhase, GatherPhase, ExtremePhase>;
 
 struct Phase {
     PhaseWork work;
     uint8_t sublayer = 0;  // bits of the sublayers that contain it; skipped if Step::skips has one of them
     std::string name{};    // in profiles
     bool fills = false;    // K and V depend on it, so a fill step (Step::fill) runs it
+    bool by_rows = false;  // computes the rank's rows only, if the step splits its rows over the ranks
 };
 
 // Shared state of the threads that run a step.
@@ -158,6 +190,8 @@ struct StepRun {
     std::span<float* const> taps;  // Step::taps
     Turns& turns;
     int threads;
+    Ranks* ranks;  // or null
+    bool splits;   // rows are split over the ranks: rank r has rows [r * rows / ranks, (r + 1) * rows / ranks)
 };
 
 // State of one thread in a step. All threads pass the same turns in the same order.
@@ -169,7 +203,9 @@ struct Worker {
         pending_input;  // [buffers] the local input that this thread must compute before it reads the buffer, or null
     int rows = 0;       // rows of the current segment
     int turn = 0;       // number of the next turn
-    FetchList fetch{};  // memory that the next linear layer prefetches besides its weights
+    uint32_t exchange = 0;             // number of the next exchange
+    int first_row = 0, last_row = 0;   // rows of the current phase
+    FetchList fetch{};                 // memory that the next linear layer prefetches besides its weights
     std::span<const int32_t> units{};  // blocks of the head to compute; empty: all
     double* busy = nullptr;            // profiling: the seconds in which this thread ran items are added here
 
@@ -183,6 +219,20 @@ struct Worker {
     void deal(int items, F f) {
         run.turns.at(turn++).deal(items, thread, [&](int item, int next) { timed([&] { f(item, next); }); });
     }
+    // `share` of the rows of the current phase.
+    template <class F>
+    void share_rows(F f) {
+        share(last_row - first_row, [&](int first, int last) { f(first_row + first, first_row + last); });
+    }
+    // Arrives at the next exchange and waits for the other ranks; for items of the exchange's turn. Returns false if a
+    // rank is lost.
+    bool meet() {
+        run.ranks->arrive(exchange);
+        return run.ranks->await(exchange);
+    }
+    // The first of the current segment's rows that belongs to a rank, if the step splits them.
+    int first_row_of(int rank) const { return static_cast<int>(int64_t{rows} * rank / run.ranks->world()); }
+
     template <class F>
     void timed(F f) {
         if (!busy) return f();
@@ -195,6 +245,9 @@ struct Worker {
     float* floats(Place place) const { return buffer(place.buffer).floats() + place.column; }
     int64_t stride(Place place) const { return buffer(place.buffer).stride(); }
 };
+
+// Receives the rows of the other ranks in a buffer, in two turns.
+void gather_rows(const Buffer& buffer, Worker& worker);
 
 // Runs this thread's part of a phase; returns when all threads' parts are done.
 void run_phase(const Phase& phase, Worker& worker);

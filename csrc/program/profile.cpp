@@ -76,6 +76,9 @@ struct CostOf {
     PhaseCost operator()(const TapPhase&) const { return {"copy"}; }
     PhaseCost operator()(const CopyPhase&) const { return {"copy"}; }
     PhaseCost operator()(const ScatterPhase&) const { return {"scatter"}; }
+    PhaseCost operator()(const ReducePhase&) const { return {"reduce"}; }
+    PhaseCost operator()(const GatherPhase&) const { return {"gather"}; }
+    PhaseCost operator()(const ExtremePhase&) const { return {"extreme"}; }
 };
 
 }  // namespace

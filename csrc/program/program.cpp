@@ -11,8 +11,6 @@
 namespace headrace {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr const char* kFillAnswersNothing =
     "a step that only stores K and V begins with hidden rows, and answers nothing";
 
@@ -45,7 +43,7 @@ void each(const std::vector<Phase>& segment, F f) {
 }  // namespace
 
 Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
-                 int vocab_size, Rounding rounding, float threshold)
+                 int vocab_size, Rounding rounding, float threshold, std::shared_ptr<Ranks> ranks, int number)
     : pool_(std::move(pool)),
       kv_(std::move(kv)),
       kernels_(kernels),
@@ -53,6 +51,8 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
       vocab_size_(vocab_size),
       rounding_(rounding),
       threshold_(threshold),
+      ranks_(std::move(ranks)),
+      number_(number),
       attention_(kernels, *kv_, pool_->size()),
       scratch_(static_cast<size_t>(pool_->size())),
       pending_inputs_(static_cast<size_t>(pool_->size())) {
@@ -78,6 +78,18 @@ int Program::add_buffer(BufferKind kind, int width, bool local) {
     const Exclusive mine = building();
     buffers_.emplace_back(kind, width, local, pool_->size(), rounding_, threshold_);
     of_head_.push_back(open_ == &head_);
+    return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::add_common_buffer(int width) {
+    const Exclusive mine = building();
+    require(ranks_ && open_ == &head_, "a buffer of all ranks belongs to the head of a program that has ranks");
+    const size_t bytes = static_cast<size_t>(Buffer::stride_of(width)) * sizeof(float) * kMostHeadRows;
+    require(common_bytes_ + bytes <= static_cast<size_t>(ranks_->sizes().common_bytes),
+            "the ranks' region has no room for the logits; make it for a larger vocabulary");
+    buffers_.emplace_back(width, ranks_->common() + common_bytes_, bytes);
+    common_bytes_ += bytes;
+    of_head_.push_back(true);
     return static_cast<int>(buffers_.size()) - 1;
 }
 
@@ -139,9 +151,22 @@ void Program::check(const StepRows& rows) const {
     }
 }
 
+// Whether the step splits its rows over the ranks.
+bool Program::splits(const StepRows& rows) const { return split_from_ > 0 && rows.count() >= split_from_; }
+
+// The checks of a step that depend on its rows alone.
+void Program::begin_rows(const StepRows& rows) {
+    check(rows);
+    if (ranks_) {
+        const size_t row = std::max(exchanged_bytes_, splits(rows) ? buffers_[kHidden].row_bytes() : 0);
+        require(row * static_cast<size_t>(rows.count()) <= static_cast<size_t>(ranks_->sizes().slot_bytes),
+                "a step of " + std::to_string(rows.count()) + " rows does not fit the ranks' region");
+    }
+    attention_.begin(rows.feeds, rows.fill);
+}
+
 // Allocates memory and builds attention layouts, on one thread.
 void Program::prepare(const StepRows& rows) {
-    attention_.begin(rows.feeds, rows.fill);
     kv_->provide(*pool_, attention_.blocks());
     for (int i = rows.first_layer; i < (rows.last_layer < 0 ? layers() : rows.last_layer); ++i) {
         const Segment& layer = layers_[static_cast<size_t>(i)];
@@ -171,7 +196,8 @@ int Program::turns_of_step(const StepRows& rows) const {
         for (const Phase& phase : segment) count += turns_of(phase);
         return count;
     };
-    int count = of(embed_) + 1 + static_cast<int>(rows.chunks.size()) * (of(head_) + 3);
+    // Also: two to gather the hidden rows and one to copy them; for each chunk, to meet the ranks, gather and answer.
+    int count = of(embed_) + 3 + static_cast<int>(rows.chunks.size()) * (of(head_) + 4);
     for (const Segment& layer : layers_) count += of(layer);
     return count;
 }
@@ -215,36 +241,89 @@ void Program::plan_head(Step& step) {
     }
 }
 
+void Program::send(const StepRows& rows) { ranks_->send(write_rows(rows, hidden_, number_, ranks_->next_message())); }
+
+void Program::send(Command command, KVPool::Pairs pairs) {
+    if (!ranks_) return;
+    require(ranks_->rank() == 0, "the first rank sends the commands");
+    ranks_->send(write_pairs(command, pairs, number_, ranks_->next_message()));
+}
+
+void Program::move(KVPool::Pairs pairs) {
+    kv_->move(pairs);
+    send(Command::kMove, pairs);
+}
+
+void Program::copy_blocks(KVPool::Pairs pairs) {
+    kv_->copy_blocks(pairs);
+    send(Command::kCopy, pairs);
+}
+
+void Program::obey(std::span<const uint8_t> message) {
+    const ReadCommand command(message);
+    if (command.kind == Command::kMove) return kv_->move(command.pairs);
+    if (command.kind == Command::kCopy) return kv_->copy_blocks(command.pairs);
+    seal();
+    const Exclusive mine(in_use), pages(kv_->in_use);
+    begin_rows(command.rows);
+    run_rows(command.rows, nullptr, Clock::now());
+}
+
 void Program::run(Step& step) {
     seal();
     const Exclusive mine(in_use), pages(kv_->in_use);
     const Readers readers(step.sequences());
     const auto start = Clock::now();
     StepRows rows = step.flatten();
-    check(rows);
     require(!rows.fill || !step.hidden_out, kFillAnswersNothing);
+    begin_rows(rows);
     plan_head(step);
     rows.chunks = chunks_, rows.units = units_;
-    prepare(rows);
-    const double prepared = std::chrono::duration<double>(Clock::now() - start).count();
-    StepRun run{kernels_, buffers_, ropes_, attention_, rows, step.taps, turns_, pool_->size()};
-    const auto part = [&](int thread) {
-        const size_t number = static_cast<size_t>(thread);
-        Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
-        try {
-            work(worker, rows, step);
-        } catch (...) {
-            turns_.give_up();
-            throw;
-        }
-    };
-    pool_->run(part, ThreadPool::Crew::kAvailable);
-    if (profiling)
-        profile_.end(rows.count(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_}, kernels_,
-                     attention_);
+    if (ranks_) {
+        require(ranks_->rank() == 0, "the first rank runs the steps");
+        send(rows);
+    }
+    run_rows(rows, &step, start);
 }
 
-void Program::work(Worker& worker, const StepRows& rows, Step& step) {
+// Runs the rows of a step that began at `start`, and answers its asks on the leader.
+void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start) {
+    double prepared = 0;
+    try {
+        prepare(rows);
+        prepared = std::chrono::duration<double>(Clock::now() - start).count();
+        StepRun run{kernels_,     buffers_,
+                    ropes_,       attention_,
+                    rows,         step ? std::span<float* const>(step->taps) : std::span<float* const>{},
+                    turns_,       pool_->size(),
+                    ranks_.get(), ranks_ && splits(rows)};
+        const auto part = [&](int thread) {
+            const size_t number = static_cast<size_t>(thread);
+            Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};
+            if (ranks_) worker.exchange = ranks_->exchange();
+            try {
+                work(worker, rows, step);
+            } catch (...) {
+                turns_.give_up();
+                throw;
+            }
+            if (thread == 0) passed_ = worker.exchange;
+        };
+        pool_->run(part, ThreadPool::Crew::kAvailable);
+    } catch (...) {
+        if (ranks_) ranks_->give_up();
+        throw;
+    }
+    if (ranks_) {
+        ranks_->passed(passed_);
+        ranks_->check();
+    }
+    if (profiling)
+        profile_.end(rows.count(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_, ranks_.get()},
+                     kernels_, attention_);
+}
+
+void Program::work(Worker& worker, const StepRows& rows, Step* step) {
     worker.rows = rows.count();
     if (!rows.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
     const int last = rows.last_layer < 0 ? layers() : rows.last_layer;
@@ -253,25 +332,31 @@ void Program::work(Worker& worker, const StepRows& rows, Step& step) {
         const unsigned skips = layer < rows.skips.size() ? rows.skips[layer] : 0;
         run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, rows.fill);
     }
-    if (step.hidden_out) {
+    if (worker.run.splits) gather_rows(buffers_[kHidden], worker);
+    if (step && step->hidden_out) {
         const Buffer& from = buffers_[kHidden];
         worker.share(rows.count(), [&](int first, int end) {
             for (int r = first; r < end; ++r) {
-                std::memcpy(step.hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(),
+                std::memcpy(step->hidden_out + int64_t{r} * hidden_, from.floats() + r * from.stride(),
                             sizeof(float) * static_cast<size_t>(hidden_));
             }
         });
     }
     for (size_t i = 0; i < rows.chunks.size(); ++i) {
         const HeadChunk& chunk = rows.chunks[i];
+        if (ranks_ && i > 0) {  // the leader has read the common logits of the chunk before
+            worker.share(1, [&](int, int) { worker.meet(); });
+            ++worker.exchange;
+        }
         worker.rows = chunk.last - chunk.first;
         visit({"head rows", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
               [&] { gather_chunk(chunk, worker, rows); });
         worker.units = rows.units.subspan(static_cast<size_t>(chunk.first_unit),
                                           static_cast<size_t>(chunk.last_unit - chunk.first_unit));
         run_segment(head_, SegmentKind::kHead, 0, worker);
+        if (!step) continue;
         visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
-              [&] { answer_chunk(chunk, items_[i], worker, step); });
+              [&] { answer_chunk(chunk, items_[i], worker, *step); });
     }
 }
 
@@ -304,7 +389,9 @@ void Program::gather_chunk(const HeadChunk& chunk, Worker& worker, const StepRow
                         sizeof(float) * static_cast<size_t>(hidden_));
             if (!maxima) continue;
             float* row_maxima = maxima->floats() + r * maxima->stride();  // blocks that are not computed stay at -inf
-            std::fill(row_maxima, row_maxima + maxima->stride(), -std::numeric_limits<float>::infinity());
+            const bool all = !maxima->common();
+            std::fill(row_maxima + (all ? 0 : first_unit_), row_maxima + (all ? maxima->width() : last_unit_),
+                      -std::numeric_limits<float>::infinity());
         }
     });
 }

@@ -5,11 +5,13 @@
 // of a row depends on that row alone, not on the threads or on the other rows of the step.
 #pragma once
 
+#include <chrono>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "program/commands.h"
 #include "program/needs.h"
 #include "program/phases.h"
 #include "program/profile.h"
@@ -21,14 +23,20 @@ namespace headrace {
 
 class Program {
 public:
+    static constexpr int kMostHeadRows = 80;  // rows of logits in memory at once; more than a draft tree has
+
     // `hidden`: width of the hidden rows. Buffer 0 holds the hidden rows of the step, buffer 1 those of the head.
     // `rounding`, `threshold`: quantization of the inputs of integer layers, see A8.
+    // `ranks`: the program holds this rank's share of the model; it is program `number` of each rank.
     Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
-            int vocab_size, Rounding rounding = Rounding::kGroup, float threshold = 0.0f);
+            int vocab_size, Rounding rounding = Rounding::kGroup, float threshold = 0.0f,
+            std::shared_ptr<Ranks> ranks = nullptr, int number = 0);
 
     // Building. `seal` checks the whole description and throws std::invalid_argument that names the phase; the first
     // `run` seals a program that its builder did not. Nothing can be added to a sealed program.
     int add_buffer(BufferKind kind, int width, bool local = false);
+    // A float buffer of head rows that all ranks write.
+    int add_common_buffer(int width);
     int add_rope(Rope rope);
     // Pair i rotates by frequencies[i] radians per position; angles, cos and sin are computed in float64.
     int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved);
@@ -40,10 +48,19 @@ public:
     void add(Phase phase);
     void seal();
 
+    // Steps of at least so many rows split them over the ranks (Phase::by_rows); 0: no step does.
+    void split_from(int rows) { split_from_ = rows; }
+
     // Runs a step and fills its answers. Locks the program, its KV pool and the sequences; the caller locks the step.
     // Throws, before anything is computed: std::runtime_error if another thread uses one of these, std::out_of_range or
-    // std::invalid_argument for a step that does not fit the program, ForkedError after a fork.
+    // std::invalid_argument for a step that does not fit the program, ForkedError after a fork. Of several
+    // ranks, the first runs the step and the others receive it. Throws RankLost if one of them is lost.
     void run(Step& step);
+    // KVPool::move and copy_blocks, on every rank. Throw as they do, or RankLost.
+    void move(KVPool::Pairs pairs);
+    void copy_blocks(KVPool::Pairs pairs);
+    // Carries out a command that the leader's program sent. For the other ranks.
+    void obey(std::span<const uint8_t> command);
 
     int layers() const { return static_cast<int>(layers_.size()); }
     int threads() const { return pool_->size(); }
@@ -66,9 +83,9 @@ public:
 
 private:
     using Segment = std::vector<Phase>;
+    using Clock = std::chrono::steady_clock;
 
     static constexpr int kHidden = 0, kHeadRows = 1;  // buffer numbers
-    static constexpr int kMostHeadRows = 80;          // rows of logits in memory at once; more than a draft tree has
 
     // The asks about a chunk of head rows. Each item: asks that share rows, answered one after the other.
     using Items = std::vector<std::vector<int>>;
@@ -79,9 +96,16 @@ private:
     void check_head() const;
     void note(const Phase& phase);
     void check(const StepRows& rows) const;
+    void note_logits(const LinearPhase& linear);
+    size_t exchanged_bytes(const Phase& phase) const;
+    void begin_rows(const StepRows& rows);
     void prepare(const StepRows& rows);
     void plan_head(Step& step);
-    void work(Worker& worker, const StepRows& rows, Step& step);
+    void send(const StepRows& rows);
+    void send(Command command, KVPool::Pairs pairs);
+    void run_rows(const StepRows& rows, Step* step, Clock::time_point start);
+    void work(Worker& worker, const StepRows& rows, Step* step);
+    bool splits(const StepRows& rows) const;
     int turns_of_step(const StepRows& rows) const;
     // `fill`: runs only the phases that K and V depend on.
     void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill = false);
@@ -97,6 +121,11 @@ private:
     const int hidden_, vocab_size_;
     const Rounding rounding_;
     const float threshold_;
+    const std::shared_ptr<Ranks> ranks_;
+    const int number_;
+    int split_from_ = 0;
+    size_t exchanged_bytes_ = 0;  // most of a row, in one exchange
+    size_t common_bytes_ = 0;     // of the common buffers
     std::vector<std::shared_ptr<const void>> owners_;
     std::vector<Buffer> buffers_;
     std::vector<bool> of_head_;  // [buffers] whether the buffer has one row per head row instead of per step row
@@ -120,7 +149,9 @@ private:
     std::vector<Items> items_;       // [chunks]
     int logits_ = -1, maxima_ = -1;  // buffer numbers of the head's results; -1: there is no head
     int logits_width_ = 0;
+    int first_unit_ = 0, last_unit_ = 0;  // blocks of the vocabulary that this rank computes
     Profile profile_;
+    uint32_t passed_ = 0;  // number of the exchange after the step
 };
 
 }  // namespace headrace

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "program/program.h"
+#include "sample/kernels.h"
 
 namespace headrace {
 namespace {
@@ -30,9 +31,12 @@ bool fits(const Access& access, const Buffer& buffer) {
             return buffer.kind() == BufferKind::kA8;
         case Holds::kBf16:
             return buffer.kind() == BufferKind::kBf16;
+        case Holds::kPartial:
+            return buffer.kind() == BufferKind::kPartial;
         case Holds::kInput:
-            return buffer.kind() != BufferKind::kFloat;
+            return buffer.input();
         case Holds::kResult:
+            if (buffer.kind() == BufferKind::kPartial) return false;
             // Written piece by piece, so the scale of a whole row is not known: only A8 with a scale per group works.
             return !buffer.local() && (buffer.kind() != BufferKind::kA8 ||
                                        (access.piece % 32 == 0 && buffer.rounding() == Rounding::kGroup));
@@ -70,6 +74,7 @@ private:
         bool late;      // a later phase has overwritten `source`
     };
 
+    // Partial results are like inputs: nothing reads them before they are complete.
     bool is_input_buffer(int buffer) const {
         return buffers_[static_cast<size_t>(buffer)].kind() != BufferKind::kFloat;
     }
@@ -101,7 +106,7 @@ void Program::seal() {
 }
 
 void Program::seal_segment(const Segment& segment, SegmentKind kind, const std::string& name) {
-    const ProgramShape shape{hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_};
+    const ProgramShape shape{hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_, ranks_.get()};
     Inputs inputs(buffers_);
     for (size_t i = 0; i < segment.size(); ++i) {
         const Phase& phase = segment[i];
@@ -127,7 +132,7 @@ void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind ki
                 words + " has a row for each row " + (of_head_[number] ? "of the head" : "of the step") +
                     ", and this phase works on the others");
         require(fits(access, buffer), words + " is not of the kind that is read or written here");
-        const bool whole = buffer.kind() != BufferKind::kFloat;
+        const bool whole = buffer.input();
         require(access.width > 0 && access.place.column >= 0 &&
                     (whole ? access.place.column == 0 && access.width == buffer.width()
                            : access.place.column + access.width <= buffer.width()),
@@ -146,19 +151,41 @@ void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind ki
 // Records the limits that steps are checked against, and the scratch size.
 void Program::note(const Phase& phase) {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
+    exchanged_bytes_ = std::max(exchanged_bytes_, exchanged_bytes(phase));
     if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))
         scratch_bytes_ =
             std::max(scratch_bytes_, attention_.scratch_floats(attention->view.group_of(kv_->shape())) * sizeof(float));
     if (std::holds_alternative<StorePhase>(phase.work))
         scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats() * sizeof(float));
     if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits)
-        logits_ = linear->out.buffer, maxima_ = linear->maxima, logits_width_ = linear->linear.n();
+        note_logits(*linear);
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work))
         logits_ = scatter->out, maxima_ = scatter->maxima, logits_width_ = scatter->vocab_size;
     if (const auto* embed = std::get_if<EmbedPhase>(&phase.work)) {
-        ids_ = std::min(ids_, embed->table.n);
+        ids_ = std::min(ids_, embed->borders.empty() ? embed->table.n : embed->borders.back());
         if (embed->positions) positions_ = std::min(positions_, embed->positions->n);
     }
+}
+
+void Program::note_logits(const LinearPhase& linear) {
+    const Buffer& out = buffers_[static_cast<size_t>(linear.out.buffer)];
+    logits_ = linear.out.buffer, maxima_ = linear.maxima;
+    // The ranks write the columns of a common buffer together.
+    logits_width_ = out.common() ? out.width() : linear.linear.n();
+    first_unit_ = linear.out.column / kVocabBlock;
+    last_unit_ = first_unit_ + (linear.linear.n() + kVocabBlock - 1) / kVocabBlock;
+}
+
+// Bytes that each row of a step takes in an exchange.
+size_t Program::exchanged_bytes(const Phase& phase) const {
+    const auto bytes = [&](int buffer) { return buffers_[static_cast<size_t>(buffer)].row_bytes(); };
+    if (const auto* reduce = std::get_if<ReducePhase>(&phase.work)) return bytes(reduce->partial);
+    if (const auto* embed = std::get_if<EmbedPhase>(&phase.work); embed && !embed->borders.empty())
+        return bytes(embed->out);
+    if (const auto* gather = std::get_if<GatherPhase>(&phase.work);
+        gather && !buffers_[static_cast<size_t>(gather->buffer)].common())
+        return bytes(gather->buffer);
+    return std::holds_alternative<ExtremePhase>(phase.work) ? sizeof(float) : 0;
 }
 
 void Program::check_head() const {

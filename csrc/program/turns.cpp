@@ -2,19 +2,11 @@
 
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "system/pause.h"
 
 namespace headrace {
 
-void Turn::pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
+void Turn::pause() { pause_thread(); }
 
 void Turn::yield() { std::this_thread::yield(); }
 

@@ -2,6 +2,8 @@
 // system header.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -50,6 +52,24 @@ void forget(const void* mapped, size_t bytes);
 
 // Start of the page that contains the address. On Arm, pages have 4, 16 or 64 KB.
 constexpr uintptr_t page_start(uintptr_t address, uintptr_t page_bytes) { return address / page_bytes * page_bytes; }
+
+// Memory that several processes map. `make_shared` returns a file descriptor of `bytes` zero bytes whose size cannot
+// change; pages are provided when they are first written. `map_shared` sets `bytes` to the size. Both throw
+// std::runtime_error with the system's message.
+int make_shared(size_t bytes);
+void* map_shared(int descriptor, size_t& bytes);
+void close(int descriptor);
+
+// Sleeps until `word` is woken, differs from `seen`, or the time is over; may return earlier. The word may be in shared
+// memory.
+void sleep_on(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds most);
+void wake_all(const std::atomic<uint32_t>& word);
+
+int process_id();
+// Descriptor of a process; -1 if there is no such process, -2 if the system has no such descriptors.
+int open_process(int process);
+// Whether the process has ended, even if its parent has not waited for it.
+bool ended(int descriptor);
 
 // CPU features that only the system reports: AT_HWCAP and AT_HWCAP2 on Arm, otherwise 0.
 struct Features {

@@ -1,23 +1,33 @@
 // Implementation for Linux.
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <new>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 
 #include "system/os.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434  // Linux 5.3
 #endif
 
 namespace headrace::os {
@@ -47,6 +57,8 @@ double cfs_quota(const std::string& folder) {
     const double q = std::atof(quota.c_str()), p = std::atof(period.c_str());
     return q > 0 && p > 0 ? q / p : 0;
 }
+
+[[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what + ": " + std::strerror(errno)); }
 
 // Smallest limit of a control group and all groups above it.
 double limit_on_path(const std::string& root, std::string path, double (*limit)(const std::string&)) {
@@ -139,6 +151,54 @@ void forget(const void* mapped, size_t bytes) {
     const auto start = reinterpret_cast<uintptr_t>(mapped);
     const uintptr_t first = page_start(start, static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)));
     madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
+}
+
+int make_shared(size_t bytes) {
+    const int descriptor = memfd_create("headrace", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (descriptor < 0) fail("no shared memory");
+    if (ftruncate(descriptor, static_cast<off_t>(bytes)) != 0 ||
+        fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        const int problem = errno;
+        ::close(descriptor);
+        errno = problem;
+        fail("no shared memory of " + std::to_string(bytes) + " bytes");
+    }
+    return descriptor;
+}
+
+void* map_shared(int descriptor, size_t& bytes) {
+    constexpr int kSealed = F_SEAL_SHRINK | F_SEAL_GROW;
+    struct stat file;
+    if (fstat(descriptor, &file) != 0) fail("the shared memory cannot be read");
+    if (const int seals = fcntl(descriptor, F_GET_SEALS); seals < 0 || (seals & kSealed) != kSealed)
+        throw std::runtime_error("the shared memory could change its size; it must be sealed");
+    bytes = static_cast<size_t>(file.st_size);
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) fail("the shared memory cannot be mapped");
+    return memory;
+}
+
+void close(int descriptor) { ::close(descriptor); }
+
+void sleep_on(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds most) {
+    const timespec time{most.count() / 1000, most.count() % 1000 * 1000000};
+    syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void wake_all(const std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
+}
+
+int process_id() { return getpid(); }
+
+int open_process(int process) {
+    const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
+    return descriptor >= 0 ? descriptor : errno == ESRCH ? -1 : -2;
+}
+
+bool ended(int descriptor) {
+    pollfd ready{descriptor, POLLIN, 0};
+    return poll(&ready, 1, 0) == 1;
 }
 
 Features features() { return {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)}; }

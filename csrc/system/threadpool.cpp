@@ -7,22 +7,12 @@
 #include <system_error>
 #include <utility>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "system/pause.h"
 
 namespace headrace {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 constexpr int kPausesPerLook = 32;
 constexpr int kSleepFactor = 6;
@@ -39,7 +29,7 @@ std::atomic<unsigned>& forks() {
 void wait_for(const std::atomic<uint32_t>& word, uint32_t value) {
     for (int spins = 0; word.load(std::memory_order_acquire) != value; ++spins) {
         if (spins < 500) {
-            pause();
+            pause_thread();
         } else {
             std::this_thread::yield();
         }
@@ -175,7 +165,7 @@ uint32_t ThreadPool::next_epoch(uint32_t seen) {
         for (int i = 0; i < kPausesPerLook; ++i) {
             const uint32_t now = epoch_.load(std::memory_order_acquire);
             if (now != seen) return now;
-            pause();
+            pause_thread();
         }
         const auto idle = Clock::now() - start;
         if (idle > spin * kSleepFactor) {

@@ -1,6 +1,6 @@
 # The C++ test programs, one source each. They exit with 0 if all checks pass. Target `programs` builds all of them.
 enable_testing()
-set(HEADRACE_PROGRAMS arena attention bits linear program sample threads vec)
+set(HEADRACE_PROGRAMS arena attention bits linear program ranks sample threads vec)
 foreach(name IN LISTS HEADRACE_PROGRAMS)
   add_executable(${name}_test EXCLUDE_FROM_ALL tests/native/${name}_test.cpp)
   target_link_libraries(${name}_test PRIVATE headrace_kernels)
