@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from headrace.confined import child
+from headrace.confined import pool as module
 from headrace.confined import process as worker
 from headrace.confined.pool import CLIENT, IDLE, BusyError, ConfinedPool, CpuShares, OverrunError, Task
 from headrace.confined.process import ConfinedProcess
+from headrace.server.http.errors import as_api_error
 from tests.trap import trap
 from tests.unit import confined_tasks
 
@@ -357,6 +359,30 @@ def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None
         await asyncio.gather(*hogs, return_exceptions=True)
 
     asyncio.run(asked())
+    pool.close()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_client_over_its_share_does_not_wait_for_ever(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It learns when it will be within its share again, and its question ends. A client within its share gets its answer."""
+    monkeypatch.setattr(module, "LONGEST_WAIT", 0.05)
+    pool = ConfinedPool(width=1, shares=CpuShares(rate=0.1, clock=lambda: 0.0))
+    pool.shares.charge("costly", 1.5 if over else 0.5)
+
+    async def asked() -> Any:
+        CLIENT.set("costly")
+        try:
+            return await pool.ask(task("work"), 0.2)
+        except BusyError as error:
+            return as_api_error(error)
+
+    answer = asyncio.run(asked())
+    if over:
+        assert (answer.status, answer.retry_after) == (429, 5)  # 0.495 s over BURST, at 0.1 s of CPU time a second
+        assert "used up its share of CPU time, and this one has waited 0.05 s; try again in 5 s" in answer.message
+        until(lambda: not pool._working and not pool._waiting)
+    else:
+        assert isinstance(answer, int)
     pool.close()
 
 

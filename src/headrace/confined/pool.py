@@ -6,6 +6,7 @@ At normal priority, each client has a share of the CPU time.
 import asyncio
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ CLIENT: ContextVar[str] = ContextVar("CLIENT", default="")  # client of the curr
 SHARE = 0.03  # fraction of all processors for one client
 BURST = 1.0  # seconds of CPU time that a client may use ahead of its share
 FREE = 0.005  # seconds of each question that are not charged: templates of ordinary chats take less
+LONGEST_WAIT = 60.0  # seconds of the clock for a question of a client over its share
 CLIENTS = 4096  # above this number, clients without a debt are forgotten
 
 
@@ -41,7 +43,8 @@ class CpuShares:
     """CPU time that clients have used beyond their share.
 
     Each client has a time until which its share is used up (generic cell rate algorithm, ATM Forum 1996). A client over its
-    share is neither delayed nor refused: the pool runs its questions at idle priority, in three quarters of the processes.
+    share is not refused: the pool runs its questions at idle priority, in three quarters of the processes. On a busy machine
+    such a question may wait long; after `LONGEST_WAIT` the client learns when it will be within its share again.
     """
 
     rate: float = field(default_factory=lambda: SHARE * host.cores())  # seconds of CPU time a second
@@ -61,11 +64,19 @@ class CpuShares:
 
     def used_up(self, client: str) -> bool:
         """Return whether a client is over its share, including BURST."""
-        return self._until.get(client, 0.0) - self.clock() > BURST / self.rate
+        return self.wait(client) > 0
+
+    def wait(self, client: str) -> float:
+        """Seconds until a client is within its share, including BURST; 0 if it is."""
+        return max(0.0, self._until.get(client, 0.0) - self.clock() - BURST / self.rate)
 
 
 class BusyError(Exception):
-    """Too many questions wait; ask again."""
+    """Too many questions wait, or one waited too long; ask again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(eq=False, slots=True)
@@ -119,12 +130,18 @@ class ConfinedPool:
     async def ask(self, task: Task, question: Any) -> Any:
         """`run` for asyncio. Cancelling it ends the question, and its process if that has started.
 
-        Raises OverrunError, and BusyError if too many questions wait.
+        Raises OverrunError, and BusyError if too many questions wait or a client over its share has waited LONGEST_WAIT.
         """
         job = self._put(task, question, self._most)
+        answer = asyncio.wrap_future(job.future)
         try:
-            return await asyncio.wrap_future(job.future)
-        except asyncio.CancelledError:
+            done, _ = await asyncio.wait([answer], timeout=LONGEST_WAIT)
+            if not done and (rest := math.ceil(self.shares.wait(job.client))):
+                used_up = "earlier requests of this client used up its share of CPU time"
+                raise BusyError(f"{used_up}, and this one has waited {LONGEST_WAIT:g} s", rest)
+            return await answer
+        except (asyncio.CancelledError, BusyError):
+            answer.cancel()
             self._leave(job)
             raise
 

@@ -51,11 +51,9 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, str(error), code="quota_exceeded")
         case QuotaError():
             return ApiError(429, str(error), code="rate_limit_exceeded", retry_after=error.retry_after)
-        case QueueFullError():
+        case QueueFullError() | BusyError():
             message = f"the server is busy: {error}; try again in {error.retry_after} s"
             return ApiError(429, message, code="rate_limit_exceeded", retry_after=error.retry_after)
-        case BusyError():
-            return ApiError(429, f"the server is busy: {error}; try again in 1 s", code="rate_limit_exceeded", retry_after=1)
         case EngineLostError():
             return ApiError(503, str(error), code=ENGINE_LOST, retry_after=error.retry_after)
         case EngineDownError():
