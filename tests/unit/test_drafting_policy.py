@@ -251,6 +251,33 @@ def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: in
     assert asked == [step % every == 0 for step in range(3 * every)]
 
 
+class Chains(Counting):
+    """Proposes a chain of a fixed length."""
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        self.name = name
+        self.length = length
+
+    def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
+        return Draft([1] * self.length, list(range(-1, self.length - 1)), drafter=self.name, confidence=1)
+
+
+def test_drafters_are_compared_at_the_rows_of_the_step() -> None:
+    """Two tokens would pay next to no other row. In this batch a tenth row is expensive, so the likelier single token wins."""
+    speculation = Speculation([Chains("long", 2), Chains("short", 1)], 1000)
+    for rows, seconds in ((1, 1.0), (2, 1.0), (8, 2.0), (9, 2.01), (10, 9.0)):
+        for _ in range(2):
+            speculation.costs.record_step(rows, seconds)
+    for name, alpha in (("long", 0.5), ("short", 0.52)):
+        speculation.acceptance.shared[name, 1] = Average(alpha, TUNING.prior_weight)
+    request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
+    pairs = [(request, Sequence(number, [2, 3], 1)) for number in range(8)]
+    assert not speculation.pauses()
+    speculation.propose(pairs, 8)
+    assert [seq.decode.draft.drafter for _, seq in pairs if seq.decode.draft is not None] == ["short"]
+
+
 class Slow(Counting):
     """Takes an eighth of a plain step to answer; what it proposes pays at the times named."""
 

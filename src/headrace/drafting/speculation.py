@@ -132,7 +132,7 @@ class Speculation:
         for request, seq in seqs:
             if self._rests(seq):
                 continue
-            proposal = self._best(request, seq, plain)
+            proposal = self._best(request, seq, rows, plain)
             if proposal is not None:
                 proposals.append(proposal)
             if crowd and (proposal is None or proposal.candidate.alpha < self.tuning.min_alpha):
@@ -263,8 +263,9 @@ class Speculation:
         limit = self.tuning.max_depth if self.gamma is None else self.gamma
         return min(limit, self._remaining(request, seq) - 1, MAX_NODES)
 
-    def _best(self, request: Request, seq: Sequence, tokens: int) -> Proposal | None:
-        """The proposal with the largest value, of all drafters."""
+    def _best(self, request: Request, seq: Sequence, rows: int, tokens: int) -> Proposal | None:
+        """The proposal with the largest value, of all drafters. Without drafts the step has `rows` rows and gives `tokens`
+        tokens."""
         self._observe_unverified(request, seq)
         seq.decode.draft = None
         if (depth := self._max_depth(request, seq)) <= 0:
@@ -282,8 +283,6 @@ class Speculation:
             proposals.append(Proposal(request, seq, draft, self._candidate(request, seq, draft, drafter.name, lag, depth)))
         if len(proposals) < 2:
             return proposals[0] if proposals else None
-        # Compared at the rows of the last draft. The rows of the step would be exact, but change which drafter drafts.
-        rows = proposals[-1].candidate.tree_rows
         return max(proposals, key=lambda proposal: draft_value(proposal.candidate, rows, self.costs, tokens))
 
     def _candidate(self, request: Request, seq: Sequence, draft: Draft, name: str, lag: int, most: int) -> Candidate:
