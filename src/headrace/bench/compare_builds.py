@@ -43,6 +43,7 @@ def compare_builds(
 ) -> dict[str, Any]:
     """Measure both builds in alternation; returns the content of the JSON file.
 
+    pairs: measurements of a cell by each build; an odd number gains one, so that each build comes first equally often.
     other: virtual environment of the other build. Each build is a process that is stopped while the other measures.
     The result has `builds` (version, commit, file), per cell both speeds and the `ratio` with its `interval`, and a `verdict`
     over all cells so far. done: called with it after each cell.
@@ -51,6 +52,7 @@ def compare_builds(
     """
     if pairs < PAIRS:
         raise ValueError(f"{pairs} pairs of a cell say too little; measure {PAIRS} or more")
+    pairs += pairs % 2
     theirs = Build(OTHER, {"": setting or {}}, other.expanduser().absolute() / "bin" / "python")
     if not theirs.python.exists():
         raise ValueError(f"{other} is not a virtual environment, it has no bin/python; name one with another build of Headrace")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high, median_low
 
 CONFIDENCE = 0.95
 
@@ -19,10 +19,15 @@ class Ratio:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Ours divided by theirs, pair by pair. The interval uses order statistics and assumes no distribution."""
+    """Ours divided by theirs, pair by pair. The interval uses order statistics and assumes no distribution.
+
+    The median of an even number of ratios is the geometric mean of the middle two: 1 if one build is ahead in half of the
+    pairs by the factor by which the other is ahead in the rest.
+    """
     ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
     rank, confidence = _rank(len(ratios))
-    return Ratio(median(ratios), ratios[rank], ratios[-1 - rank], confidence)
+    middle = math.sqrt(median_low(ratios) * median_high(ratios)) if len(ratios) % 2 == 0 else median(ratios)
+    return Ratio(middle, ratios[rank], ratios[-1 - rank], confidence)
 
 
 def _rank(count: int) -> tuple[int, float]:
