@@ -41,6 +41,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.engine.lockstep import Inbox, Lockstep
+from headrace.parallel.pipeline.opening import last_stage, pipeline_executor
 from headrace.startup.backend import start
 from headrace.startup.classifier import Pair, encode_texts, load, require_classifier
 from headrace.startup.loading import open_files, open_roles, pick_device
@@ -80,6 +81,8 @@ class LLM:
         device: str = "auto",
         backend: str = "auto",
         threads: int | None = None,
+        pp: int = 1,
+        stages: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
@@ -121,6 +124,9 @@ class LLM:
             self.classifier = None if settings.classifier is None else load(settings.classifier, self.opened)
             self.settings = replace(settings, device=self.device)
             recipe = Recipe(open_roles(self.opened, settings, progress), self.settings, self.progress)
+            if settings.pp != 1 or settings.stages:
+                recipe = last_stage(recipe)
+                self.settings = recipe.settings
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
@@ -362,8 +368,9 @@ class LLM:
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         self.runner.exits = None if self.classifier is None else self.classifier.exits
         scheduler = dataclasses.replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
+        executor = InProcess(self.runner) if recipe.layers is None else pipeline_executor(recipe, self.runner, plan, scheduler)
         return Engine(
-            InProcess(self.runner),
+            executor,
             EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, settings.enable_prefix_caching)),
             vocab_size=config.vocab_size,
             tokenizer=self.tokenizer,

@@ -43,11 +43,11 @@ ROOMS = {
     "backends": "startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
-    "parallel": "",
     "engine": "drafting decoding text kv data",
     "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text weights.parts models kv "
     "weights confined core host data",
-    "llm": "startup engine drafting decoding text backends weights data",
+    "parallel": "startup.opening engine backends backends.native runner models kv weights host data",
+    "llm": "parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",
     "compress": "llm startup.opening backends.native runner text weights.loader weights.parts models models.layers ops kv "
@@ -86,8 +86,8 @@ STOREYS = (
     "weights.loader weights.parts text",
     "decoding drafting runner startup.opening",
     "backends backends.eager backends.native",
-    "parallel",
     "engine startup",
+    "parallel",
     "llm",
     "training compress",
     "server server.logs server.settings server.access server.engines server.http server.http.proxies "

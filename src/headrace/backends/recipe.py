@@ -17,6 +17,7 @@ from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
 from headrace.drafting.base import DraftSource
 from headrace.drafting.suffix import MEMORY, TOKEN_BYTES
+from headrace.runner.program import InputRows
 from headrace.runner.span import Span
 from headrace.startup.opening import Opened
 from headrace.text.tokenizer import frequent_tokens
@@ -55,11 +56,16 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The models to open, the target first, with settings and a progress display. A role's index is its program's number."""
+    """The models to open, the target first, with settings and a progress display. A role's index is its program's number.
+
+    layers, inputs: of a pipeline's last stage, the layers of the target that run in this process, and their input rows.
+    """
 
     roles: tuple[Role, ...]
     settings: ModelSettings
     progress: Progress = field(default_factory=Progress)
+    layers: range | None = None
+    inputs: InputRows | None = None
 
     @property
     def target(self) -> Opened:

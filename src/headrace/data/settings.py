@@ -48,6 +48,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int | None, Setting("Context in tokens, answer included (default: the model's own)", group=SettingGroup.OPENING, ge=1)
     ] = None
+    pp: Annotated[int, Setting("Pipeline stages: the layers run in this many processes", group=SettingGroup.OPENING, ge=1)] = 1
+    stages: Annotated[
+        str | None,
+        Setting("Layers of each pipeline stage, such as 14,16 (default: equal weights)", group=SettingGroup.OPENING),
+    ] = None
     kv_cache_memory: Annotated[
         int | str | None,
         Setting(

@@ -81,19 +81,24 @@ class RecordError(ValueError):
     """The model does something that a recording cannot contain; it runs in torch as a whole."""
 
 
-def record(model: Model, embeds: bool = True) -> Recording:
-    """Trace every segment of a model once; embed only if `embeds`. Raises RecordError, naming the segment."""
+def record(model: Model, embeds: bool = True, layers: range | None = None) -> Recording:
+    """Trace every segment of a model once; embed only if `embeds`. Raises RecordError, naming the segment.
+
+    layers: record only these. Embed is then recorded with the first layer, and the head with the last one.
+    """
+    count = model.config.num_layers
+    held = range(count) if layers is None else layers
     embed = Segment()
     ctx = SymbolicContext(embed.new_value(), embed.new_value())
-    if embeds:
+    if embeds and held.start == 0:
         _trace(embed, "embed", lambda: model.embed(ctx))
     # ids and positions belong to the step, not to a layer: a layer that reads them cannot start from hidden rows.
-    layers = _layers(model, "layer", lambda i, x: model.layer(i, x, _HANDED_ON))
+    recorded = _layers(held, "layer", lambda i, x: model.layer(i, x, _HANDED_ON))
     head = Segment(entry=0)
     rows = head.new_value()
-    if not model.config.encoder:
+    if not model.config.encoder and held.stop == count:
         _trace(head, "head", lambda: model.head(rows))
-    return Recording(embed, layers, head)
+    return Recording(embed, recorded, head)
 
 
 def record_cross(model: Model) -> Recording:
@@ -101,17 +106,17 @@ def record_cross(model: Model) -> Recording:
     unchanged, without embed and head. Raises RecordError."""
     encoder = model.encoder
     assert encoder is not None, "only an encoder-decoder has sources"
-    layers = _layers(model, "cross", lambda i, x: model.cross(i, encoder.final(x), _HANDED_ON))
+    layers = _layers(range(model.config.num_layers), "cross", lambda i, x: model.cross(i, encoder.final(x), _HANDED_ON))
     for layer in layers:
         assert layer.entry is not None
         layer.result = layer.entry
     return Recording(Segment(), layers, Segment(entry=0))
 
 
-def _layers(model: Model, name: str, call: Callable[[int, Value], Any]) -> tuple[Segment, ...]:
+def _layers(numbers: range, name: str, call: Callable[[int, Value], Any]) -> tuple[Segment, ...]:
     """One segment per layer, from hidden rows."""
     layers = []
-    for i in range(model.config.num_layers):
+    for i in numbers:
         layer = Segment(entry=0)
         x = layer.new_value()
         _trace(layer, f"{name} {i}", lambda i=i, x=x: call(i, x))

@@ -13,7 +13,7 @@ class EagerBackend:
     kv_dtypes = frozenset({"float64", "float32", "bfloat16", "float16", "int8", "int4"})
 
     def unsupported_reason(self, recipe: Recipe) -> str:
-        return ""
+        return "" if recipe.layers is None else "torch has no pipeline stages; leave pp out"
 
     def free_memory(self, recipe: Recipe) -> int:
         if recipe.settings.device.startswith("cpu"):

@@ -53,8 +53,9 @@ def lower(
     head_ids: np.ndarray | None = None,
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
     centre: np.ndarray | None = None,
+    first_kv: int = 0,
 ) -> Lowered:
-    """Lower a recorded model to a program over the KV pool `kv`.
+    """Lower a recorded model to a program over the KV pool `kv`, whose layer 0 is the model's layer `first_kv` with K/V.
 
     head_ids: token ids (ascending) with logits, None for all. enter: adds phases before the first layer. centre: shift of K for
     `k_shift`.
@@ -73,7 +74,7 @@ def lower(
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
                 enter(made, ropes, buffers)
-            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre)
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre, first_kv)
             one.run(HEAD_ROWS if name == "head" else HIDDEN)
     made.program.seal()
     return made
@@ -94,6 +95,7 @@ class Lowering:
         head_ids: np.ndarray | None = None,
         activations: str = "group",
         centre: np.ndarray | None = None,
+        first_kv: int = 0,
     ) -> None:
         self.made = made
         self.program = made.program
@@ -106,6 +108,7 @@ class Lowering:
         self.head_ids = head_ids
         self.by_group, self.static = activations == "group", activations == "tensor"
         self.centre = centre
+        self.first_kv = first_kv
         self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = ValueUses(segment)
@@ -208,7 +211,7 @@ class Lowering:
         scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
         out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
         self.program.attention(
-            settings["layer"],
+            settings["layer"] - self.first_kv,
             q.width // head_dim,
             q.at,
             k and k.at,
@@ -242,7 +245,7 @@ class Lowering:
         if node.settings["rope"] is not None or node.settings["k_norm"] is not None:
             raise RecordError("the native core turns and normalises K in attention alone, of which a step may run that part")
         k, v = self._side_by_side(index, node)
-        self.program.store(node.settings["layer"], k.at, v.at, **self._mark(index, "store"))
+        self.program.store(node.settings["layer"] - self.first_kv, k.at, v.at, **self._mark(index, "store"))
 
     def _act_mul(self, index: int, node: Node) -> None:
         source = self.values.rows(node.inputs["gate_up"])

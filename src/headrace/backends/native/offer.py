@@ -62,6 +62,8 @@ class NativeBackend:
                 weights=programs[owner].weights if owner in programs else None,
                 head_ids=heads.get(name),
                 centre=None if kept is None else kept.centre,
+                layers=recipe.layers,
+                inputs=recipe.inputs,
                 pack=False,
                 **{**shared, "activations": recipe.activations(models[owner])},
             )

@@ -16,6 +16,7 @@ from headrace.backends.native.live import NativeLive
 from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
 from headrace.backends.native.weights import PackedWeights
+from headrace.data.config import ModelConfig
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
 from headrace.models.base import Model
@@ -81,6 +82,7 @@ class NativeProgram:
     quantize: "", int8 or int4, for files with float weights. weights: packed weights to share with another program.
     threads: 0 for one per core. max_positions: longest sequence. head_ids: token ids (ascending) with logits.
     inputs: steps begin with these hidden rows instead of tokens; `enter` adds phases before the first layer.
+    layers: the only layers to run, on a pool of their K/V; embedding and head belong to the first and the last layer.
     pack: False leaves packing to the caller, before the first step.
     Raises RecordError if the model cannot be recorded or lowered, WeightError for bad weights.
     """
@@ -105,16 +107,17 @@ class NativeProgram:
         head_ids: np.ndarray | None = None,
         inputs: InputRows | None = None,
         enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
+        layers: range | None = None,
         pack: bool = True,
     ) -> None:
         self.model = model
         self.config = config = model.config
         pool = thread_pool(threads)
         self.weights = weights or PackedWeights(model, source, pool, quantize)
-        layers, heads, head_dim = kv_shape(config)
-        self.kv = core.module().KVPool(max(layers, 1), num_blocks, block_size, heads, head_dim, KV_DTYPES[kv_dtype])
+        held, (_, *heads) = _kv_layers(config, layers), kv_shape(config)
+        self.kv = core.module().KVPool(max(len(held), 1), num_blocks, block_size, *heads, KV_DTYPES[kv_dtype])
         lowered = lower(
-            record(model, embeds=inputs is None),
+            record(model, inputs is None, layers),
             self.weights,
             config,
             pool=pool,
@@ -127,6 +130,7 @@ class NativeProgram:
             head_ids=head_ids,
             enter=enter,
             centre=centre,
+            first_kv=held.start,
         )
         self.encoder: NativeEncoder | None = None
         if model.encoder is not None:
@@ -193,6 +197,14 @@ class NativeProgram:
     def close(self) -> None:
         """Release the packed weights and the pool."""
         del self.core, self.encoder, self.weights, self.kv
+
+
+def _kv_layers(config: ModelConfig, layers: range | None) -> range:
+    """Those of the model's layers with K/V, by their number in a pool of the whole model, that belong to `layers`."""
+    if layers is None:
+        return range(kv_shape(config).layers)
+    first = config.kv_layer(layers.start)
+    return range(first, first + sum(not config.layers[layer].shares for layer in layers))
 
 
 def thread_pool(threads: int) -> Any:

@@ -1,0 +1,192 @@
+"""An executor with a pipeline of stages: the last stage runs in this process, the others in processes of their own.
+
+`submit` sends the plan to all stages; `result` waits for the rows of the stage before the last and runs the last one. So stages
+work on later steps while this process works on an earlier one, without a thread.
+
+Source: Huang et al., "GPipe", arXiv 1811.06965 (micro-batches through stages; inference has the forward half alone).
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from headrace.data.plan import RankLostError, StepOutput, StepPlan
+from headrace.engine.executor import Done, PlanRunner, Ticket
+from headrace.parallel.pipeline.cut import Stage
+from headrace.parallel.pipeline.link import Closed, Loaded, RowSlots, Start, receive, send, without_wants
+from headrace.parallel.pipeline.stage import Received
+
+MODULE = "headrace.parallel.pipeline.stage"
+SECRETS = ("HEADRACE_API_KEY",)  # environment variables that a stage does not get
+LOADING = 600.0  # seconds until a stage must have loaded its layers
+STUCK_AFTER = 120.0  # seconds without an answer after which a stage counts as lost
+ENDED, SILENT = "ended (exit code 0)", "does not answer"
+PATIENCE = 5.0  # seconds until a process that should end is killed
+
+
+class StageProcess:
+    """A running process of a stage and the socket to it."""
+
+    def __init__(self, stage: Stage, descriptors: list[int]) -> None:
+        self.stage = stage
+        self._sock, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno(), *descriptors],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone
+            )
+        finally:
+            theirs.close()
+
+    def send(self, message: Start | StepPlan) -> None:
+        """Send a message. Raises RankLostError."""
+        try:
+            send(self._sock, message)
+        except OSError:
+            raise RankLostError(f"{self.stage} {self.ending()}") from None
+
+    def wait_until_loaded(self, stuck_after: float) -> Loaded:
+        """Wait for the stage's layers. stuck_after: seconds after which a later message counts as lost.
+
+        Raises ValueError with the stage's error, RankLostError.
+        """
+        self._sock.settimeout(LOADING)
+        try:
+            loaded = receive(self._sock, Loaded)
+        except (Closed, OSError):
+            raise RankLostError(f"{self.stage} {self.ending()} while it was loading") from None
+        self._sock.settimeout(stuck_after)
+        if loaded.error:
+            raise ValueError(f"{self.stage} cannot be loaded: {loaded.error}")
+        return loaded
+
+    def ending(self) -> str:
+        """How the process ended, as the end of a sentence."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        if code is None:
+            return SILENT
+        return (
+            f"ended (signal {signal.Signals(-code).name})" if code < 0 else ENDED if code == 0 else f"ended (exit code {code})"
+        )
+
+    def close(self) -> None:
+        """Close the socket, on which the process ends; kill it if it does not."""
+        self._sock.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class StageTicket:
+    """A submitted plan; `result` runs its last stage."""
+
+    def __init__(self, executor: "PipelineExecutor", plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def result(self) -> StepOutput:
+        return self._executor.finish(self._plan)
+
+
+class PipelineExecutor:
+    """Carries out plans on the stages of a pipeline. Tickets are answered in the order of submission.
+
+    runner: of the last stage, whose input rows are `received`. template: what the other stages load. width: the hidden size.
+    Raises ValueError, RankLostError.
+    """
+
+    def __init__(self, runner: PlanRunner, received: Received, stages: tuple[Stage, ...], template: Start, width: int) -> None:
+        self.runner = runner
+        self.depth = len(stages)
+        self._received = received
+        self._stages: list[StageProcess] = []
+        self.loaded: list[Loaded] = []  # by stages in other processes
+        self._ended = 0.0  # time at which the last step ended
+        self._lost: RankLostError | None = None
+        try:
+            self._start(stages[:-1], template, width)
+        except BaseException:
+            self._end_stages()
+            raise
+
+    def _start(self, stages: tuple[Stage, ...], template: Start, width: int) -> None:
+        """Start the processes, connect each with the next one, and load them."""
+        source, rows_in = -1, -1
+        for stage in stages:
+            ours, theirs = socket.socketpair()
+            rows_out = RowSlots.create(template.depth, template.slot, width)
+            descriptors = [fd for fd in (source, rows_in, theirs.fileno(), rows_out) if fd >= 0]
+            self._stages.append(StageProcess(stage, descriptors))
+            layers = {"first": stage.layers.start, "last": stage.layers.stop}
+            ends = {"source": source, "rows_in": rows_in, "out": theirs.fileno(), "rows_out": rows_out}
+            self._stages[-1].send(msgspec.structs.replace(template, **layers, **ends))
+            theirs.close()
+            for fd in (source, rows_in):
+                if fd >= 0:
+                    os.close(fd)
+            source, rows_in = ours.detach(), rows_out
+        slots = RowSlots(rows_in, template.depth, template.slot, width)
+        self._received.connect(socket.socket(fileno=source), slots, STUCK_AFTER)
+        os.close(rows_in)
+        self.loaded = [process.wait_until_loaded(STUCK_AFTER) for process in self._stages]
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        if self._lost is not None:
+            raise self._lost
+        if plan.model:
+            return Done(None, ValueError("a pipeline runs the target alone"))
+        sent = without_wants(plan)
+        for stage in self._stages:
+            stage.send(sent)
+        return StageTicket(self, plan)
+
+    def finish(self, plan: StepPlan) -> StepOutput:
+        """Run the last stage. Raises RankLostError, and what the step raised."""
+        began = max(self._ended, time.perf_counter())
+        self._received.step = plan.step
+        try:
+            output = self.runner.execute(plan)
+        except (Closed, OSError) as error:
+            self._lost = RankLostError(self._reason(error))
+            raise self._lost from None
+        self._ended = time.perf_counter()
+        output.seconds = self._ended - began
+        return output
+
+    def _reason(self, error: Exception) -> str:
+        """Which stage is lost, for one line."""
+        if isinstance(error, TimeoutError):
+            return f"no rows for {STUCK_AFTER:.0f} s: a stage of the pipeline hangs"
+        # The stages next to a lost one may still run, or end by themselves with exit code 0.
+        endings = [(process.ending(), process.stage) for process in self._stages]
+        ending, stage = next((one for one in endings if one[0] not in (ENDED, SILENT)), endings[-1])
+        return f"{stage} {ending}"
+
+    def reserve(self, group: str) -> None:
+        self.runner.reserve(group)
+
+    def kv_bytes(self) -> int:
+        return self.runner.kv_bytes() + sum(loaded.kv_bytes for loaded in self.loaded)
+
+    def close(self) -> None:
+        self._end_stages()
+        self.runner.close()
+
+    def _end_stages(self) -> None:
+        for stage in self._stages:
+            stage.close()

@@ -1,0 +1,88 @@
+"""From a recipe to a pipeline: what cannot run in one, the last stage's recipe, and the executor."""
+
+import logging
+from dataclasses import replace
+
+import msgspec
+
+from headrace import host
+from headrace.backends.memory import MemoryPlan
+from headrace.backends.recipe import BLOCK_SIZE, BLOCKS, EXITS, HEADS, SELF, Recipe
+from headrace.data.config import SchedulerConfig
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT, MAX_NODES
+from headrace.engine.executor import PlanRunner
+from headrace.parallel.pipeline.cut import Stage, cut_layers
+from headrace.parallel.pipeline.executor import PipelineExecutor
+from headrace.parallel.pipeline.link import Start
+from headrace.parallel.pipeline.stage import Received
+
+log = logging.getLogger("headrace")
+
+CHUNK = 256  # default tokens of a step: chunks of a long prompt are the micro-batches
+# Roles that need rows of layers which another process holds, and the setting that names each.
+REFUSED = {
+    DRAFT: "draft",
+    HEADS: "draft (trained heads)",
+    SELF: "speculate='self'",
+    BLOCKS: "speculate='blocks'",
+    AMATEUR: "amateur",
+    EXITS: "exits",
+    CASCADE: "cascade",
+}
+
+
+def refusal(recipe: Recipe) -> str:
+    """Why a recipe cannot run in a pipeline, with what to change; empty if it can."""
+    settings, config = recipe.settings, recipe.target.config
+    if settings.classifier is not None:
+        return f"pp={settings.pp} has no exits for a classifier; leave out classifier, or pp"
+    for role in recipe.roles[1:]:
+        return f"pp={settings.pp} runs the target alone; leave out {REFUSED[role.name]}, or pp"
+    if config.encoder or config.source is not None:
+        kind = "an encoder" if config.encoder else "an encoder-decoder"
+        return f"pp={settings.pp} is for decoders, and {recipe.target.name} is {kind}; leave out pp"
+    return ""
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    """The stages of the target. Raises ValueError for layers that do not add up."""
+    settings = recipe.settings
+    try:
+        sizes = [int(size) for size in (settings.stages or "").split(",") if settings.stages]
+    except ValueError:
+        raise ValueError(f"stages {settings.stages!r}: give numbers of layers such as 14,16") from None
+    return cut_layers(recipe.target.config, settings.pp, sizes)
+
+
+def last_stage(recipe: Recipe) -> Recipe:
+    """The recipe of the last stage, which this process runs. Raises ValueError for what cannot run in a pipeline."""
+    if why := refusal(recipe):
+        raise ValueError(why)
+    settings, stages = recipe.settings, stages_of(recipe)
+    cores = host.cores()
+    threads = settings.threads or max(1, cores // settings.pp)
+    if threads * settings.pp > cores:
+        log.warning("%d stages of %d threads share %d cores and wait for each other", settings.pp, threads, cores)
+    settings = msgspec.structs.replace(
+        settings, threads=threads, max_num_batched_tokens=settings.max_num_batched_tokens or CHUNK
+    )
+    return replace(recipe, settings=settings, layers=stages[-1].layers, inputs=Received())
+
+
+def pipeline_executor(recipe: Recipe, runner: PlanRunner, plan: MemoryPlan, scheduler: SchedulerConfig) -> PipelineExecutor:
+    """Start the processes of the other stages. recipe: of `last_stage`. Raises ValueError, RankLostError."""
+    settings, target = recipe.settings, recipe.target
+    assert isinstance(recipe.inputs, Received)
+    template = Start(
+        model=str(target.path),
+        num_blocks=plan.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_positions=plan.max_model_len + MAX_NODES,
+        kv_dtype=settings.kv_dtype,
+        activations=recipe.activations(target),
+        quantize=settings.quantize or "",
+        threads=settings.threads or 1,
+        depth=settings.pp,
+        slot=scheduler.max_num_batched_tokens + MAX_NODES * scheduler.max_num_seqs,
+    )
+    return PipelineExecutor(runner, recipe.inputs, stages_of(recipe), template, target.config.hidden_size)

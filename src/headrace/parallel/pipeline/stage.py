@@ -1,0 +1,166 @@
+"""The process of a pipeline stage: it runs its layers on the rows of the stage before, and passes the rows on.
+
+The engine's process starts `python -m headrace.parallel.pipeline.stage FD PARENT` with one end of a socket pair. The process
+ends when the socket closes, and the kernel ends it with its parent (Linux).
+"""
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace import host
+from headrace.backends.native.program import NativeProgram
+from headrace.data.plan import Feed, StepPlan
+from headrace.kv.layout import kv_shape
+from headrace.models.registry import describe
+from headrace.parallel.pipeline.link import Closed, Loaded, Ready, RowSlots, Start, receive, send
+from headrace.runner.runner import Slots
+from headrace.runner.span import WHOLE
+from headrace.startup.opening import open_files
+from headrace.weights.kv_settings import kv_settings
+
+
+class Received:
+    """Input rows of a stage: the hidden rows of the stage before. Implements InputRows.
+
+    step: number of the step that runs now.
+    """
+
+    chains = False
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._socket: socket.socket | None = None
+        self._slots: RowSlots | None = None
+
+    def connect(self, sock: socket.socket, slots: RowSlots, stuck_after: float | None = None) -> None:
+        """Read from a stage. stuck_after: seconds until `rows` raises TimeoutError."""
+        self._socket, self._slots = sock, slots
+        sock.settimeout(stuck_after)
+
+    def rows(self, *_: object) -> np.ndarray:
+        """The rows [n, hidden] of the current step, as soon as the stage before has ended it.
+
+        Raises StageError with its error, Closed if it is gone, OSError.
+        """
+        assert self._socket is not None
+        assert self._slots is not None
+        ready = receive(self._socket, Ready)
+        while ready.step < self.step:  # of a step that failed here before it came to its rows
+            ready = receive(self._socket, Ready)
+        if ready.error:
+            raise StageError(ready.error)
+        return self._slots.of(ready.step, ready.rows)
+
+    def at_exit(self, exit: int, hidden: Any) -> Any:
+        raise NotImplementedError("a pipeline has no exits")
+
+    def confidence(self, exit: int, row: np.ndarray) -> float:
+        raise NotImplementedError("a pipeline has no exits")
+
+    def store_tips(self, feeds: Sequence[Feed], hidden: Any) -> None:
+        raise NotImplementedError("rows of a stage are no chains")
+
+
+class StageError(RuntimeError):
+    """A step failed in a stage before; its requests are retried."""
+
+
+class StageRunner:
+    """Carries out plans on the layers of a stage. source: rows of the stage before; None for the first stage."""
+
+    def __init__(self, program: NativeProgram, source: Received | None) -> None:
+        self.program = program
+        self.source = source
+        self.slots = Slots(program.live)
+
+    def execute(self, plan: StepPlan) -> np.ndarray | None:
+        """Hidden rows [n, hidden] after the stage's layers; None for a plan without feeds. Slots and tables are as after the
+        plan also if it raises."""
+        self.slots.apply(plan)
+        self.program.rearrange(plan)
+        if not plan.feeds:
+            return None
+        rows = None
+        if self.source is not None:
+            self.source.step = plan.step
+            rows = self.source.rows()
+        step = self.program.step()
+        for feed in plan.feeds:
+            step.feed(feed, self.slots[feed.slot])
+        return self.program.run(step, WHOLE, rows, keep=True)
+
+
+def load(start: Start) -> tuple[NativeProgram, Received | None]:
+    """The stage's program, and its source. Raises ValueError, WeightError."""
+    opened = open_files(Path(start.model), None)
+    source = None
+    if start.source >= 0:
+        source = Received()
+        rows = RowSlots(start.rows_in, start.depth, start.slot, opened.config.hidden_size)
+        source.connect(socket.socket(fileno=start.source), rows)
+    kept = kv_settings(opened.source, kv_shape(opened.config))
+    program = NativeProgram(
+        describe(opened.config),
+        opened.source,
+        num_blocks=start.num_blocks,
+        block_size=start.block_size,
+        max_positions=start.max_positions,
+        kv_dtype=start.kv_dtype if kept is None or start.kv_dtype != "auto" else kept.format,
+        centre=None if kept is None else kept.centre,
+        activations=start.activations,
+        threads=start.threads,
+        quantize=start.quantize,
+        inputs=source,
+        layers=range(start.first, start.last),
+    )
+    return program, source
+
+
+def serve(control: socket.socket) -> None:
+    """Load a stage and carry out plans until the socket closes."""
+    start = receive(control, Start)
+    out = socket.socket(fileno=start.out)
+    try:
+        program, source = load(start)
+    except Exception as error:
+        send(control, Loaded(error=str(error)))
+        return
+    rows_out = RowSlots(start.rows_out, start.depth, start.slot, program.config.hidden_size)
+    runner = StageRunner(program, source)
+    send(control, Loaded(program.kv_bytes(), program.weights.bytes))
+    while True:
+        plan = receive(control, StepPlan)
+        done = Ready(plan.step)
+        try:
+            hidden = runner.execute(plan)
+            if hidden is not None:
+                rows_out.of(plan.step, len(hidden))[:] = hidden
+                done.rows = len(hidden)
+        except (Closed, OSError):
+            return
+        except Exception as error:
+            # The leader raises it; the plan's requests are retried.
+            done.error = str(error)
+        if plan.feeds:
+            send(out, done)
+
+
+def main() -> None:
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    host.end_with(parent)
+    with socket.socket(fileno=fd) as control:
+        try:
+            serve(control)
+        except (Closed, BrokenPipeError, ConnectionResetError):
+            return
+
+
+if __name__ == "__main__":
+    main()

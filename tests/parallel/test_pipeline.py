@@ -1,0 +1,290 @@
+"""Pipelines: the same tokens as one process, whatever the cut and the decoding method; lost stages; what is refused."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace import core
+from headrace.data.config import LayerConfig, ModelConfig
+from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.plan import RankLostError
+from headrace.llm import LLM
+from headrace.parallel.pipeline import executor
+from headrace.parallel.pipeline.cut import cut_layers
+from headrace.parallel.pipeline.executor import PipelineExecutor, StageProcess
+from headrace.parallel.pipeline.link import RowSlots
+from tests.tiny_files import write_tiny_gguf
+
+needs_core = pytest.mark.skipif(not core.available(), reason=core.reason() or "native")
+
+LAYERS = 5
+PROMPTS = ["The mill by the river", "a b a b a b a b", "x" * 90]
+JSON = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+METHODS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=20),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.9, max_tokens=20, seed=3),
+    "several": SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5),
+    "beams": BeamSearchParams(beam_width=3, n=2, max_tokens=12),
+    "grammar": SamplingParams(structured_outputs=JSON, temperature=0.7, max_tokens=24, seed=2),
+    "contrastive search": SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=10),
+    "prompt scores": SamplingParams(prompt_logprobs=2, logprobs=2, temperature=0.0, max_tokens=4),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512, layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = children()
+    yield
+    deadline = time.monotonic() + 10
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not children() - before
+
+
+def children() -> set[str]:
+    """Ids of the processes that this one has started and not reaped."""
+    return {
+        pid for task in os.listdir("/proc/self/task") for pid in Path(f"/proc/self/task/{task}/children").read_text().split()
+    }
+
+
+def opened(model: Path, **settings: Any) -> LLM:
+    small = {"backend": "native", "threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_cache_memory": "8MiB"}
+    return LLM(model, **small | settings)
+
+
+def everything(llm: LLM) -> dict[str, Any]:
+    """The outputs of all methods, which run together."""
+    each = [(name, prompt, params) for name, params in METHODS.items() for prompt in PROMPTS]
+    outputs = llm.generate([prompt for _, prompt, _ in each], [params for *_, params in each])
+    found = {}
+    for (name, prompt, _), output in zip(each, outputs, strict=True):
+        assert output.error is None, (name, output.error)
+        scores = [one and one.logprob for one in output.prompt_logprobs or ()]
+        found[f"{name} of {prompt}"] = [one.token_ids for one in output.outputs], scores
+    found["embedding"] = [list(one.values) for one in llm.embed(PROMPTS)]
+    return found
+
+
+@needs_core
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_pipeline_gives_the_bits_of_one_process(model: Path, kv_dtype: str) -> None:
+    with opened(model, kv_dtype=kv_dtype) as llm:
+        wanted = everything(llm)
+    for settings in ({"pp": 2}, {"pp": 3, "stages": "1,3,1"}, {"pp": LAYERS, "speculate": "lookahead"}):
+        with opened(model, kv_dtype=kv_dtype, **settings) as llm:
+            assert llm.engine.executor.depth == settings["pp"]
+            assert everything(llm) == wanted, settings
+
+
+@needs_core
+def test_bytes_of_k_and_v_are_those_of_one_process(model: Path) -> None:
+    with opened(model) as llm:
+        whole = llm.engine.executor.kv_bytes()
+    with opened(model, pp=2) as llm:
+        assert llm.engine.executor.kv_bytes() == whole
+
+
+# -- controls: a broken pipeline gives other outputs ------------------------------------------------------------------------
+
+
+def a_stage_leaves_out_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = StageProcess.send
+
+    def sending(self: StageProcess, message: Any) -> None:
+        shorter = isinstance(message, executor.Start)
+        send(self, msgspec.structs.replace(message, last=message.last - 1) if shorter else message)
+
+    monkeypatch.setattr(StageProcess, "send", sending)
+
+
+def rows_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = RowSlots.of
+    monkeypatch.setattr(RowSlots, "of", lambda self, step, rows: of(self, step - 1, rows))
+
+
+def plans_without_moves_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    strip = executor.without_wants
+    monkeypatch.setattr(executor, "without_wants", lambda plan: msgspec.structs.replace(strip(plan), moves=[], copies=[]))
+
+
+@needs_core
+@pytest.mark.parametrize("breaks", [a_stage_leaves_out_a_layer, rows_of_the_step_before, plans_without_moves_and_copies])
+def test_a_broken_pipeline_is_noticed(model: Path, monkeypatch: pytest.MonkeyPatch, breaks: Callable[..., None]) -> None:
+    with opened(model) as llm:
+        wanted = everything(llm)
+    breaks(monkeypatch)
+    with opened(model, pp=2) as llm:
+        assert everything(llm) != wanted
+
+
+def finish(llm: LLM) -> None:
+    for _ in range(200):
+        llm.step()
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------------
+
+
+def pids(llm: LLM) -> list[int]:
+    assert isinstance(llm.engine.executor, PipelineExecutor)
+    return [stage._process.pid for stage in llm.engine.executor._stages]
+
+
+@needs_core
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_stage_that_is_killed_ends_the_engine_with_its_name(model: Path, stage: int, after: int) -> None:
+    with opened(model, pp=3) as llm:
+        llm.add("The mill", SamplingParams(max_tokens=100, ignore_eos=True))
+        for _ in range(after):
+            llm.step()
+        os.kill(pids(llm)[stage], signal.SIGKILL)
+        with pytest.raises(RankLostError, match=rf"stage {stage} \(layers \d to \d\) ended \(signal SIGKILL\)"):
+            finish(llm)
+        with pytest.raises(RankLostError):
+            llm.step()
+
+
+@needs_core
+def test_a_stage_that_hangs_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "STUCK_AFTER", 0.5)
+    with opened(model, pp=2) as llm:
+        llm.generate("The mill", max_tokens=2)
+        (pid,) = pids(llm)
+        os.kill(pid, signal.SIGSTOP)
+        llm.add("The river", SamplingParams(max_tokens=100, ignore_eos=True))
+        with pytest.raises(RankLostError, match=r"no rows for 0 s: a stage of the pipeline hangs|does not answer"):
+            finish(llm)
+        os.kill(pid, signal.SIGCONT)
+
+
+@needs_core
+def test_a_step_that_fails_in_a_stage_is_retried(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan names a slot that the stage does not have: the step fails there, and its requests run again."""
+    with opened(model) as llm:
+        wanted = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, max_tokens=8, temperature=0.0)]
+    strip, plans = executor.without_wants, []
+
+    def breaking(plan: Any) -> Any:
+        plans.append(plan)
+        sent = strip(plan)
+        if len(plans) == 3:
+            sent.feeds[0].slot = 77
+        return sent
+
+    monkeypatch.setattr(executor, "without_wants", breaking)
+    with opened(model, pp=2) as llm:
+        found = llm.generate(PROMPTS, max_tokens=8, temperature=0.0)
+    assert [one.error for one in found] == [None] * len(PROMPTS)
+    assert [one.outputs[0].token_ids for one in found] == wanted
+    assert len(plans) > 3
+
+
+@needs_core
+def test_a_stage_that_cannot_load_says_why(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = StageProcess.send
+
+    def elsewhere(self: StageProcess, message: Any) -> None:
+        send(self, msgspec.structs.replace(message, model="nowhere.gguf") if isinstance(message, executor.Start) else message)
+
+    monkeypatch.setattr(StageProcess, "send", elsewhere)
+    with pytest.raises(ValueError, match=r"stage 0 \(layers 0 to 1\) cannot be loaded: .*nowhere"):
+        opened(model, pp=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"pp": 6}, "pp=6: the model has 5 layers; use pp of 1 to 5"),
+        ({"pp": 0}, "pp=0: the model has 5 layers; use pp of 1 to 5"),
+        ({"pp": 2, "stages": "3,3"}, "stages 3,3: give 2 numbers of layers with the sum 5"),
+        ({"pp": 2, "stages": "5"}, "stages 5: give 2 numbers"),
+        ({"pp": 2, "stages": "5,0"}, "stages 5,0: give 2 numbers"),
+        ({"pp": 2, "stages": "a,b"}, "stages 'a,b': give numbers of layers such as 14,16"),
+        ({"stages": "2,3"}, "stages 2,3: give 1 numbers of layers with the sum 5"),
+        ({"pp": 2, "draft": "itself"}, "pp=2 runs the target alone; leave out draft, or pp"),
+        ({"pp": 2, "amateur": "itself"}, "pp=2 runs the target alone; leave out amateur, or pp"),
+        ({"pp": 2, "cascade": "itself"}, "pp=2 runs the target alone; leave out cascade, or pp"),
+        ({"pp": 2, "backend": "torch"}, "torch has no pipeline stages; leave pp out"),
+    ],
+)
+def test_what_cannot_run_in_a_pipeline_is_refused(model: Path, settings: dict[str, Any], why: str) -> None:
+    given = {name: model if value == "itself" else value for name, value in settings.items()}
+    with pytest.raises(ValueError, match="pp|stages") as refused:
+        opened(model, **given)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# -- cuts -------------------------------------------------------------------------------------------------------------------
+
+
+def a_config(rng: np.random.Generator) -> ModelConfig:
+    count = int(rng.integers(1, 9))
+    layers = tuple(
+        LayerConfig(2, 1, 8, int(rng.integers(1, 40)) * 8, shares=at > 0 and bool(rng.random() < 0.25)) for at in range(count)
+    )
+    return ModelConfig("llama", int(rng.integers(16, 400)), 16, layers, 64)
+
+
+def sizes_of(config: ModelConfig, borders: tuple[int, ...]) -> list[int]:
+    """Parameters of each stage."""
+    table = config.vocab_size * config.hidden_size
+    sizes = [config.hidden_size * (sum(c.qkv.values()) + c.q_size + 3 * c.ffn) for c in config.layers]
+    found = [sum(sizes[first:last]) for first, last in pairwise(borders)]
+    found[0] += table
+    found[-1] += table
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cuts_are_the_best_of_all_and_keep_shared_layers_together(seed: int) -> None:
+    config = a_config(np.random.default_rng(seed))
+    count = config.num_layers
+    allowed = [at for at in range(1, count) if not config.layers[at].shares]
+    for stages in range(1, len(allowed) + 2):
+        cuts = [(0, *inner, count) for inner in combinations(allowed, stages - 1)]
+        best = min(max(sizes_of(config, cut)) for cut in cuts)
+        found = cut_layers(config, stages)
+        borders = (*(stage.layers.start for stage in found), found[-1].layers.stop)
+        assert borders in cuts
+        assert max(sizes_of(config, borders)) == best
+    with pytest.raises(ValueError, match="use pp of"):
+        cut_layers(config, len(allowed) + 2)
+
+
+def test_a_cut_between_layers_that_share_k_and_v_is_refused() -> None:
+    layers = tuple(LayerConfig(2, 1, 8, 16, shares=at == 1) for at in range(3))
+    config = ModelConfig("llama", 16, 16, layers, 64)
+    with pytest.raises(ValueError, match="layer 1 reads the K/V of layer 0; keep them together"):
+        cut_layers(config, 2, [1, 2])
+
+
+# -- real weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.weights
+@needs_core
+def test_smollm2_in_two_stages(default_model: Path) -> None:
+    """Ten prompts, greedy and sampled, with drafts from the prompt: the tokens of one process."""
+    prompts = [f"Question {number}: what is {number} times three? Answer in one sentence." for number in range(10)]
+    params = [SamplingParams(max_tokens=24, temperature=0.8 * (number % 2), seed=number) for number in range(10)]
+    found = []
+    for pp in (1, 2):
+        with opened(default_model, pp=pp, max_model_len=512, kv_cache_memory="256MiB", max_num_batched_tokens=64) as llm:
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params)])
+    assert found[0] == found[1]
