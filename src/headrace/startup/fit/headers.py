@@ -140,12 +140,12 @@ def _from_config(values: Mapping[str, Any], path: Path, name: str, weights: str,
         tied = bool(values.get("tie_word_embeddings", False))
         like = ModelConfig("unknown", 1, 1, (), 1, tied_head=tied)
         return shape_by_formula(values, str(path), name, _kinds(chosen, like), str(error))
-    shaped = _planned(config, source, chosen)
+    shaped = planned(config, chosen, path)
     return shape_of(config, shaped, name, quantize, f"keys of {path.name}, weights as {chosen}")
 
 
-def _planned(config: ModelConfig, source: PlannedSource, chosen: str) -> PlannedSource:
-    """The source with the tensors that a GGUF file of the mix has, or a folder, if there are no GGUF files of the family."""
+def planned(config: ModelConfig, chosen: str, path: Path = Path("model")) -> PlannedSource:
+    """A source with the tensors that a GGUF file of the mix has, or a folder, if there are no GGUF files of the family."""
     container: Literal["gguf", "safetensors"] = "safetensors" if isinstance(FAMILIES[config.architecture].gguf, str) else "gguf"
     model: Model = describe(with_gguf_architecture(config) if container == "gguf" else config)
     kind_of = _kinds(chosen, model.config)
@@ -154,7 +154,7 @@ def _planned(config: ModelConfig, source: PlannedSource, chosen: str) -> Planned
         shape = parts[0].stored
         kind = kind_of(name, shape[-1]) if len(shape) > 1 else "F32"
         tensors[name] = TensorInfo(name, shape, kind, prod(shape) // KINDS[kind].block * KINDS[kind].nbytes)
-    return PlannedSource(source.path, container, source.config, tensors)
+    return PlannedSource(path, container, {}, tensors)
 
 
 def _format(weights: str) -> str:

@@ -50,6 +50,10 @@ class Layout:
         return " × ".join(part for part in parts if not part.endswith(" 1")) or "one process"
 
 
+# The model in one process.
+ONE = Layout()
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """Memory of one rank in bytes. kv: blocks of all sequences. state: of state layers."""
@@ -198,7 +202,7 @@ def _even(costs: tuple[int, ...], owns: tuple[bool, ...], last: int, count: int)
     return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
 
-def bytes_of(shape: ModelShape, load: Load, layout: Layout = Layout(), rank: int = 0, stage: int = 0) -> Bytes:
+def bytes_of(shape: ModelShape, load: Load, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> Bytes:
     """Memory of one rank of one stage."""
     layers = [shape.layers[at] for at in stages(shape, layout)[stage]]
     first, last = stage == 0, stage == layout.pp - 1
@@ -221,7 +225,7 @@ def bytes_of(shape: ModelShape, load: Load, layout: Layout = Layout(), rank: int
     return Bytes(weights, kv, state, buffers_of(shape, load), PROCESS + TOKEN_TEXT * shape.vocab_size)
 
 
-def largest_rank(shape: ModelShape, load: Load, layout: Layout = Layout()) -> Bytes:
+def largest_rank(shape: ModelShape, load: Load, layout: Layout = ONE) -> Bytes:
     """Memory of the rank that needs most."""
     every = [bytes_of(shape, load, layout, rank, stage) for stage in range(layout.pp) for rank in range(layout.tp)]
     return max(every, key=lambda each: each.total)
