@@ -2,12 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime
-from statistics import median
+from itertools import chain
+from statistics import median, median_low
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import headrace
@@ -18,31 +21,46 @@ from headrace.data.config import CacheConfig, EngineConfig, LayerConfig, ModelCo
 from headrace.data.params import SamplingParams
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
-from headrace.kv.layout import PAGE, kv_shape
+from headrace.kv.layout import PAGE, KVShape
 from headrace.models.registry import describe
 from headrace.runner.runner import Runner
+from headrace.startup.fit.costs import HOST, LOCAL_COLUMNS, Step, timed
 from headrace.startup.fit.headers import PlannedSource, planned
 from headrace.startup.fit.machine import Attention, Curve, Machine, line_through
+from headrace.startup.fit.shapes import shape_of
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS
 
 # Formats that every calibration measures.
-COMMON = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "G4_128", "BF16")
-ROWS = (1, 4, 8, 16, 32, 64, 512, 2048)
+COMMON = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
+ROWS = (1, 4, 8, 16, 32, 64, 512)
 # Outputs and inputs of a small and of a large layer.
 SHAPES = ((576, 576), (4096, 2048))
-# Bytes of packed weights that a pass reads: more than a core's cache while reading is the limit, fewer for many rows.
-READ, FEW = 96 << 20, 3 << 20
-MANY_ROWS = 32
-REPEATS = 5
+# Bytes of packed weights that passes of up to MANY_ROWS rows read: within a large cache, and from memory; of more rows.
+CACHED, MEMORY, FEW = 32 << 20, 320 << 20, 3 << 20
+# Format whose layers show what reading from memory adds, and the bytes between which the cache ends.
+PROBE = "Q4_K"
+SIZES = tuple(mebibytes << 20 for mebibytes in (64, 96, 128, 160, 192, 224, 256))
+MANY_ROWS, FEW_ROWS = 32, (1, 4, 8)
+REPEATS, SWEEPS = 2, 4
 # Head size, query heads and KV heads of the models whose attention is measured.
 HEADS = ((64, 9, 3), (128, 12, 2))
 # (sequences, rows of each, tokens before them).
 DECODE = ((1, 1, 127), (8, 1, 127), (32, 1, 127), (1, 1, 4000))
 PREFILL = ((1, 512, 0), (1, 512, 1536), (1, 2048, 0))
 LAYERS = 8
+# Heads and formats of K and V that are measured.
+MEASURED = ((HEADS[0], "bfloat16"), *((HEADS[1], kv_dtype) for kv_dtype in ("bfloat16", "int8", "int4")))
+# A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
+WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN = "Q4_K", 8, 4096
+WHOLE_STEPS = ((1, 1, 127), (4, 1, 127), (8, 1, 127), (32, 1, 127), (1, 512, 0))
+# Phases whose time depends on the numbers that they read.
+REST = ("quantize", "embed", "answers")
+Points = dict[str, list[tuple[float, float]]]
 Done = Callable[[], None]
+# Names of measurements and their seconds.
+Times = Iterator[tuple[Any, float]]
 
 
 class RandomSource(PlannedSource):
@@ -55,22 +73,48 @@ class RandomSource(PlannedSource):
         return stored(info.kind, info.rows, info.shape[-1], np.random.default_rng(0))
 
 
-def calibrate(threads: int = 0, kinds: Sequence[str] = (), done: Done = lambda: None) -> Machine:
-    """Measure this machine in at most 20 s. kinds: formats besides the common ones. done: called after each of `parts`."""
+def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lambda: None) -> Machine:
+    """Measure this machine in about 20 s. kinds: formats of weights. done: called after each of `SWEEPS` sweeps.
+
+    Each sweep measures everything once, so that a slow drift of the machine spreads over all figures; the lower median counts.
+    """
     pool = thread_pool(threads)
-    peaks = limits(threads)
+    linears = {kind: [Layers(kind, *shape, CACHED, pool) for shape in SHAPES] for kind in dict.fromkeys((*kinds, WHOLE_KIND))}
+    probe = Layers(PROBE, *SHAPES[1], MEMORY, pool)
+    with ExitStack() as stack:
+        programs = {
+            (*heads, kv_dtype): stack.enter_context(closing(_program(*heads, kv_dtype, pool.size, LAYERS)))
+            for heads, kv_dtype in MEASURED
+        }
+        engine, program = _engine(stack, pool.size)
+        whole = stack.enter_context(closing(_program(*HEADS[1], "auto", pool.size, WHOLE_LAYERS, WHOLE_FFN)))
+        samples: dict[Any, list[float]] = defaultdict(list)
+        for _ in range(SWEEPS):
+            for name, seconds in chain(
+                _linear_times(linears),
+                _memory_times(probe),
+                *(_attention_times(key, each) for key, each in programs.items()),
+                _host_times(engine, program),
+                _whole_times(whole),
+            ):
+                samples[name].append(seconds)
+            done()
+        times = {name: median_low(seconds) for name, seconds in samples.items()}
+        machine = _machine(pool, times, linears, probe)
+        return msgspec.structs.replace(machine, program=_factors(whole, machine, times))
+
+
+def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers"]], probe: "Layers") -> Machine:
+    """The machine of the measured times."""
+    peaks = limits(pool.size)
     linear = {}
-    for kind in dict.fromkeys((*COMMON, *kinds)):
-        linear[kind] = measure_linear(kind, pool)
-        done()
-    attention, costs = [], []
-    for dim, heads, kv_heads in HEADS:
-        for kv_dtype in ("bfloat16", "int8", "int4"):
-            measured, rest = measure_attention(dim, heads, kv_heads, kv_dtype, threads)
-            attention.append(measured)
-            costs.append(rest)
-        done()
-    quantize, embed, answers = (line_through([point for rest in costs for point in rest[name]]) for name in REST)
+    for kind, pair in linears.items():
+        lines = [line_through([(each.size, times[kind, each.size, rows]) for each in pair]) for rows in ROWS]
+        linear[kind] = Curve(ROWS, tuple(fixed for fixed, _ in lines), tuple(byte for _, byte in lines))
+    added = tuple(max(0.0, times["memory", MEMORY, rows] - times["memory", CACHED, rows]) / probe.size for rows in FEW_ROWS)
+    edge = times["memory", CACHED, 1] + added[0] * probe.size / 2
+    cache = max(size for size in (CACHED, *SIZES) if size == CACHED or times["memory", size, 1] < edge)
+    rest = {name: [(key[1], seconds) for key, seconds in times.items() if key[0] == name] for name in (*REST, "host")}
     day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(
         name=f"{host.cpu_name()}, {pool.size} threads",
@@ -82,37 +126,67 @@ def calibrate(threads: int = 0, kinds: Sequence[str] = (), done: Done = lambda: 
         measured=f"{day}, Headrace {headrace.__version__}",
         threads=pool.size,
         linear=linear,
-        attention=tuple(attention),
-        quantize=quantize,
-        embed=embed,
-        answers=answers,
-        host=measure_host(threads),
+        from_memory=Curve((*FEW_ROWS, MANY_ROWS), (0.0,) * (len(FEW_ROWS) + 1), (*added, 0.0)),
+        cache=cache,
+        attention=tuple(_attention(times, *heads, kv_dtype) for heads, kv_dtype in MEASURED),
+        quantize=line_through(rest["quantize"]),
+        embed=line_through(rest["embed"]),
+        answers=line_through(rest["answers"]),
+        host=line_through(rest["host"]),
     )
 
 
-def parts(kinds: Sequence[str] = ()) -> int:
-    """Number of calls of `done`."""
-    return len(dict.fromkeys((*COMMON, *kinds))) + len(HEADS)
+def _whole_times(program: NativeProgram) -> Times:
+    """Times of steps of a whole model."""
+    for batch, rows, past in WHOLE_STEPS:
+        yield ("whole", batch, rows), _profiled(program, batch, rows, past, whole=True)["whole"]
 
 
-def measure_linear(kind: str, pool: Any) -> Curve:
-    """Seconds of a layer by rows: a fixed part and one for each packed byte, from a small and a large layer."""
-    rng, module = np.random.default_rng(0), core.module()
-    times: list[list[tuple[float, float]]] = [[] for _ in ROWS]
-    for n, k in SHAPES:
-        if k % KINDS[kind].block:
-            k = -(-k // 256) * 256
-        arena, layers, rows = module.Arena(), list[Any](), stored(kind, n, k, rng)
-        while not layers or arena.used < READ:
-            layers.append(module.PackedLinear([module.pack(rows, kind, n, k, arena, pool)]))
-        size = arena.used / len(layers)
-        for at, count in enumerate(ROWS):
-            x = rng.standard_normal((count, k)).astype(np.float32)
-            some = layers if count <= MANY_ROWS else layers[: max(1, int(FEW / size))]
-            module.time_linears(some, x, pool, 1)
-            times[at].append((size, median(module.time_linears(some, x, pool, REPEATS)) / len(some)))
-    lines = [line_through(points) for points in times]
-    return Curve(ROWS, tuple(fixed for fixed, _ in lines), tuple(each for _, each in lines))
+def _factors(program: NativeProgram, machine: Machine, times: dict[Any, float]) -> Curve:
+    """Times of steps of a whole model divided by the sums of their operations, by rows: what barriers and cold caches add."""
+    shape = shape_of(program.config, program.weights.source, "whole")
+    factors = []
+    for batch, rows, past in WHOLE_STEPS:
+        step = Step(rows, batch, past, batch)
+        alone = sum(each.seconds for each in timed(shape, step, machine) if each.operation.kind != HOST)
+        factors.append(times["whole", batch, rows] / alone)
+    return Curve(tuple(batch * rows for batch, rows, _ in WHOLE_STEPS), tuple(factors), (0.0,) * len(factors))
+
+
+class Layers:
+    """Equal linear layers of at least `least` packed bytes together. size: bytes of one."""
+
+    def __init__(self, kind: str, n: int, k: int, least: int, pool: Any) -> None:
+        module, columns = core.module(), -(-k // KINDS[kind].block) * KINDS[kind].block
+        rows, arena = stored(kind, n, columns, np.random.default_rng(0)), module.Arena()
+        self.pool, self.columns = pool, columns
+        self.layers: list[Any] = []
+        while not self.layers or arena.used < least:
+            self.layers.append(module.PackedLinear([module.pack(rows, kind, n, columns, arena, pool)]))
+        self.size = arena.used / len(self.layers)
+
+    def seconds(self, rows: int, nbytes: int) -> float:
+        """Seconds of one layer in passes over `nbytes` bytes of them."""
+        some = self.layers[: max(1, int(nbytes / self.size))]
+        x = np.random.default_rng(0).standard_normal((rows, self.columns)).astype(np.float32)
+        core.module().time_linears(some, x, self.pool, 1)
+        return float(median(core.module().time_linears(some, x, self.pool, REPEATS))) / len(some)
+
+
+def _linear_times(linears: dict[str, list[Layers]]) -> Times:
+    for kind, pair in linears.items():
+        for each in pair:
+            for rows in ROWS:
+                yield (kind, each.size, rows), each.seconds(rows, CACHED if rows <= MANY_ROWS else FEW)
+
+
+def _memory_times(probe: Layers) -> Times:
+    """Times of passes over weights that fit in the cache, and that do not."""
+    for rows in FEW_ROWS:
+        for size in (CACHED, MEMORY):
+            yield ("memory", size, rows), probe.seconds(rows, size)
+    for size in SIZES:
+        yield ("memory", size, 1), probe.seconds(1, size)
 
 
 def stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -129,39 +203,31 @@ def stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
     return rows.reshape(n, -1)
 
 
-REST = ("quantize", "embed", "answers")
-Points = dict[str, list[tuple[float, float]]]
-
-
-def measure_attention(dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int) -> tuple[Attention, Points]:
-    """Times of attention, and points (numbers, seconds) of quantizing, embedding and sampling, from a program of LAYERS layers.
+def _attention_times(key: tuple[Any, ...], program: NativeProgram) -> Times:
+    """Times of attention, and of quantizing, embedding and sampling by the numbers that they read.
 
     Steps begin at any position of the pool: its content does not change the times.
     """
-    program = _program(dim, heads, kv_heads, kv_dtype, threads, LAYERS)
-    kv_bytes = kv_shape(program.config).native_block_bytes(PAGE, kv_dtype) / PAGE / LAYERS
-    points: Points = {name: [] for name in REST}
-    decode, prefill = [], []
-    with closing(program):
-        for batch, rows, past in (*DECODE, *PREFILL):
-            entries = _profiled(program, batch, rows, past)
-            seconds = entries["attention"] / LAYERS
-            if rows == 1:
-                decode.append((batch, batch * (past + 1) * kv_bytes, seconds))
-            else:
-                prefill.append((rows * heads * dim, 2 * rows * (past + (rows + 1) / 2) * heads * dim, seconds))
-            hidden, tokens = program.config.hidden_size, batch * rows
-            if tokens * hidden > 32 * 64:
-                points["quantize"].append((float(tokens * hidden), entries["quantize"] / (2 * LAYERS)))
-            points["embed"].append((float(tokens * hidden), entries["embed"]))
-            points["answers"].append((float(batch * program.config.vocab_size), entries["answers"] + entries["prepare"]))
-    row, product = line_of_two([(macs, seconds / numbers, numbers) for numbers, macs, seconds in prefill])
-    return Attention(dim, heads // kv_heads, kv_dtype, _plane(decode), (row, product)), points
+    for batch, rows, past in (*DECODE, *PREFILL):
+        entries = _profiled(program, batch, rows, past)
+        yield ("attention", key, (batch, rows, past)), entries["attention"] / LAYERS
+        numbers = batch * rows * program.config.hidden_size
+        if numbers > LOCAL_COLUMNS:
+            yield ("quantize", numbers), entries["quantize"] / (2 * LAYERS)
+        yield ("embed", numbers), entries["embed"]
+        yield ("answers", batch * program.config.vocab_size), entries["answers"] + entries["prepare"]
 
 
-def line_of_two(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """seconds = row · numbers + product · macs, by the ratio to numbers: (row, product)."""
-    return line_through([(macs / numbers, seconds) for macs, seconds, numbers in points])
+def _attention(times: dict[Any, float], dim: int, heads: int, kv_heads: int, kv_dtype: str) -> Attention:
+    """Lines through the times of one shape of heads."""
+    byte = KVShape(1, kv_heads, dim).native_block_bytes(PAGE, kv_dtype) / PAGE
+    key = (dim, heads, kv_heads, kv_dtype)
+    decode = [(b, b * (past + 1) * byte, times["attention", key, (b, 1, past)]) for b, _, past in DECODE]
+    width, prefill = heads * dim, []
+    for _, rows, past in PREFILL:
+        # Products and seconds of one number of the rows.
+        prefill.append((2 * (past + (rows + 1) / 2), times["attention", key, (1, rows, past)] / (rows * width)))
+    return Attention(dim, heads // kv_heads, kv_dtype, _plane(decode), line_through(prefill))
 
 
 def _plane(points: Sequence[tuple[int, float, float]]) -> tuple[float, float, float]:
@@ -176,19 +242,19 @@ def _plane(points: Sequence[tuple[int, float, float]]) -> tuple[float, float, fl
     return best[1]
 
 
-def _program(dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int, layers: int) -> NativeProgram:
-    """A program of small random layers with these heads; its pool holds 32 contexts of 128 tokens, or one of 4,096."""
-    layer = LayerConfig(heads=heads, kv_heads=kv_heads, head_dim=dim, ffn=64, rope=RopeConfig())
+def _program(dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int, layers: int, ffn: int = 64) -> NativeProgram:
+    """A program of random layers with these heads; its pool holds 32 contexts of 128 tokens, or one of 4,096."""
+    layer = LayerConfig(heads=heads, kv_heads=kv_heads, head_dim=dim, ffn=ffn, rope=RopeConfig())
     config = ModelConfig("llama", 32768, heads * dim, (layer,) * layers, 8192)
-    source = planned(config, "Q8_0")
+    source = planned(config, WHOLE_KIND)
     random = RandomSource(source.path, source.format, source.config, source.tensors)
     return NativeProgram(
         describe(config), random, num_blocks=512, block_size=16, max_positions=8192, kv_dtype=kv_dtype, threads=threads
     )
 
 
-def _profiled(program: NativeProgram, batch: int, rows: int, past: int) -> dict[str, float]:
-    """Median seconds of each phase of a step, all calls together."""
+def _profiled(program: NativeProgram, batch: int, rows: int, past: int, whole: bool = False) -> dict[str, float]:
+    """Median seconds of each phase of a step, all calls together; with `whole` those of the step, without a profile."""
     module, found = core.module(), list[dict[str, float]]()
     blocks = -(-(past + rows) // 16)
     sequences = []
@@ -196,18 +262,19 @@ def _profiled(program: NativeProgram, batch: int, rows: int, past: int) -> dict[
         sequence = module.Sequence([number + 1] * (past + rows), module.SampleParams())
         sequence.set_table(0, 0, list(range(number * blocks, (number + 1) * blocks)))
         sequences.append(sequence)
-    for number in range(REPEATS + 1 if batch * rows <= MANY_ROWS else 3):
+    for number in range(REPEATS + 1 if rows == 1 else 2):
         step = module.Step()
         if rows == 1:
             step.draw_each(sequences, [past] * batch)
         else:
             step.feed(sequences[0], past, rows, 1)
             step.draw(0, [(0, 0)])
-        program.core.profiling = number > 0
+        program.core.profiling = number > 0 and not whole
+        start = time.perf_counter()
         program.core.run(step)
-        sums: dict[str, float] = {}
+        sums = defaultdict(float, whole=time.perf_counter() - start)
         for entry in program.core.profile:
-            sums[entry["phase"]] = sums.get(entry["phase"], 0.0) + entry["seconds"]
+            sums[entry["phase"]] += entry["seconds"]
         program.core.clear_profile()
         if number:
             found.append(sums)
@@ -215,29 +282,32 @@ def _profiled(program: NativeProgram, batch: int, rows: int, past: int) -> dict[
     return {name: median(sums[name] for sums in found) for name in found[0]}
 
 
-def measure_host(threads: int) -> tuple[float, float]:
-    """Seconds of a step outside the core: of a step, and of each sequence."""
-    points = []
-    with closing(_program(64, 1, 1, "auto", threads, 1)) as program:
-        scheduler = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048)
-        engine = Engine(InProcess(Runner(program)), EngineConfig(scheduler, CacheConfig(512, 16, False)), vocab_size=32768)
-        params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
-        for batch in (1, 8, 32):
-            requests = [engine.add([1 + at] * 16, params) for at in range(batch)]
-            for _ in range(4):
-                engine.step()
-            program.core.profiling = True
-            times = []
-            for _ in range(24):
-                program.core.clear_profile()
-                start = time.perf_counter()
-                engine.step()
-                whole = time.perf_counter() - start
-                times.append(whole - sum(entry["seconds"] for entry in program.core.profile))
-            program.core.profiling = False
-            points.append((float(batch), median(times)))
-            for request in requests:
-                engine.abort(request.id)
-            while engine.busy:
-                engine.step()
-    return line_through(points)
+def _engine(stack: ExitStack, threads: int) -> tuple[Engine, NativeProgram]:
+    """An engine around a program of one small layer, whose steps are mostly the host's time."""
+    program = stack.enter_context(closing(_program(64, 1, 1, "auto", threads, 1)))
+    scheduler = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048)
+    config = EngineConfig(scheduler, CacheConfig(512, 16, prefix_caching=False))
+    return Engine(InProcess(Runner(program)), config, vocab_size=program.config.vocab_size), program
+
+
+def _host_times(engine: Engine, program: NativeProgram) -> Times:
+    """Seconds of a step outside the core, by the number of sequences."""
+    params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+    for batch in (1, 8, 32):
+        requests = [engine.add([1 + at] * 16, params) for at in range(batch)]
+        for _ in range(4):
+            engine.step()
+        program.core.profiling = True
+        times = []
+        for _ in range(16):
+            program.core.clear_profile()
+            start = time.perf_counter()
+            engine.step()
+            whole = time.perf_counter() - start
+            times.append(whole - sum(entry["seconds"] for entry in program.core.profile))
+        program.core.profiling = False
+        yield ("host", batch), median(times)
+        for request in requests:
+            engine.abort(request.id)
+        while engine.busy:
+            engine.step()

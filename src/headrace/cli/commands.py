@@ -19,7 +19,7 @@ COMMANDS = {
         *("pull", "list", "show", "rm", "add", "cp", "inspect", "compress", "distil"),
         *("train-heads", "train-masked", "train-classifier", "calibrate", "doctor"),
     ),
-    "Measure": ("perplexity", "arithmetic", "compare", "bench"),
+    "Measure": ("fit", "perplexity", "arithmetic", "compare", "bench"),
 }
 BENCH_HELP = "Measure speed: this machine, servers under load, speculation, compression, early exit."
 BENCH = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headrace import core, host
 from headrace.backends.memory import check_weights_fit, gib
-from headrace.backends.native.weights import total_packed_bytes
+from headrace.backends.native.weights import packed_bytes, total_packed_bytes
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_files
 from headrace.weights.kinds import FLOATS, KINDS
@@ -25,8 +25,10 @@ def missing_requirement(model: str | Path) -> str:
         if strange:
             return f"tensor {strange[0].name!r} has the type {strange[0].kind}; only {', '.join(FLOATS)} are read"
     source = opened.source
+    if core.available():
+        need = packed_bytes(describe(opened.config), source)
     # Such a folder lists float8 tensors by their decoded type.
-    if isinstance(source, QuantizedFolder):
+    elif isinstance(source, QuantizedFolder):
         need = sum(source.stored_bytes(one.name) for one in infos)
     else:
         need = sum(one.nbytes for one in infos)

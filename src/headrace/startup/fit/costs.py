@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from headrace.kv.layout import PAGE
 from headrace.startup.fit.machine import EFFICIENCY, Machine
 from headrace.startup.fit.shapes import LayerShape, Linear, ModelShape
-from headrace.startup.fit.sizes import ONE, Layout, heads_of, stages, weights_of
+from headrace.startup.fit.sizes import ONE, Layout, heads_of, layer_counts, weights_of
 
 LINEAR, ATTENTION, STATE, QUANTIZE, EMBED, ANSWERS, EXCHANGE, HOST = (
     *("linear", "attention", "state", "quantize", "embed", "answers", "exchange", "host"),
@@ -74,9 +74,10 @@ class Timed:
 def operations(shape: ModelShape, step: Step, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> list[Operation]:
     """The operations of a step on one rank, in order of the model; equal ones are counted together."""
     counts: Counter[Operation] = Counter()
-    inside, last = stages(shape, layout)[stage], stage == layout.pp - 1
-    for at in inside:
-        counts.update(_layer(shape, shape.layers[at], step, layout.tp, rank))
+    inside, last = layer_counts(shape, layout, stage), stage == layout.pp - 1
+    for layer, count in inside:
+        for operation in _layer(shape, layer, step, layout.tp, rank):
+            counts[operation] += count
     if stage == 0:
         table = shape.tables[0]
         bits = table.nbytes / max(1, table.outputs)
@@ -87,7 +88,7 @@ def operations(shape: ModelShape, step: Step, layout: Layout = ONE, rank: int = 
         counts[_rows(ANSWERS, "answers", step.head_rows, shape.vocab_size)] += 1
     counts[Operation("host", HOST, 1, 0, 0, step.batch, 0)] += 1
     if layout.tp > 1:
-        exchanges = 2 * len(inside) + 2 * last
+        exchanges = 2 * sum(count for _, count in inside) + 2 * last
         counts[Operation("exchange", EXCHANGE, 1, 4 * step.tokens * shape.hidden, 0, step.tokens, shape.hidden)] += exchanges
     elif layout.pp > 1 and stage:
         counts[Operation("exchange", EXCHANGE, 1, 4 * step.tokens * shape.hidden, 0, step.tokens, shape.hidden)] += 1
@@ -120,7 +121,7 @@ def _layer(shape: ModelShape, layer: LayerShape, step: Step, tp: int, rank: int)
 
 def _linear(linear: Linear, layer: LayerShape | None, rows: int, tp: int, rank: int, name: str = "") -> Operation:
     """A linear layer. Of experts the distinct ones that `rows` tokens choose are read, each by its share of the rows."""
-    share = weights_of(linear, layer, tp, rank) / linear.nbytes
+    share = 1.0 if tp == 1 else weights_of(linear, layer, tp, rank) / linear.nbytes
     if linear.copies > 1:
         missed = (1 - linear.active / linear.copies) ** rows
         read = max(linear.active, linear.copies * (1 - missed)) / linear.copies
@@ -148,10 +149,12 @@ def _attention(layer: LayerShape, step: Step, tp: int, rank: int) -> Operation:
 
 def timed(shape: ModelShape, step: Step, machine: Machine, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> list[Timed]:
     """Times of the operations of a step on one rank."""
-    return [_time(operation, step, machine) for operation in operations(shape, step, layout, rank, stage)]
+    every = operations(shape, step, layout, rank, stage)
+    read = sum(each.calls * each.nbytes for each in every if each.kind in (LINEAR, ATTENTION, STATE))
+    return [_time(operation, step, machine, read) for operation in every]
 
 
-def _time(operation: Operation, step: Step, machine: Machine) -> Timed:
+def _time(operation: Operation, step: Step, machine: Machine, read: float) -> Timed:
     if operation.kind == EXCHANGE:
         latency, speed = machine.link
         return Timed(operation, operation.calls * (latency + operation.nbytes / speed), "link")
@@ -165,6 +168,10 @@ def _time(operation: Operation, step: Step, machine: Machine) -> Timed:
         ANSWERS: lambda each, *_: machine.answers[0] + machine.answers[1] * each.rows * each.columns,
         HOST: lambda each, *_: machine.host[0] + machine.host[1] * each.rows,
     }[operation.kind](operation, step, machine)
+    if operation.kind in (LINEAR, ATTENTION):
+        seconds += operation.calls * operation.nbytes * machine.byte_seconds(operation.rows, read)
+    if operation.kind != HOST:
+        seconds *= machine.factor(step.tokens)
     return Timed(operation, seconds, _limit(operation, machine))
 
 

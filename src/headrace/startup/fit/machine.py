@@ -38,7 +38,7 @@ class Curve(msgspec.Struct, frozen=True):
         return self._at(self.fixed, rows) + self._at(self.per_byte, rows) * nbytes
 
     def _at(self, values: tuple[float, ...], rows: int) -> float:
-        if rows >= self.rows[-1]:
+        if rows > self.rows[-1]:
             return values[-1] * rows / self.rows[-1]
         at = bisect_left(self.rows, rows)
         if at == 0:
@@ -66,8 +66,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory: bytes. bandwidth: bytes/s read. peak: operations/s (2 for a product) by number format: int8, bf16. link: latency in
     seconds and bytes/s between two of them. devices: accelerators of one host. measured: date and version of a measurement;
-    empty for published figures, whose `source` says where from. linear: by number format of the weights. quantize, embed,
-    answers, host: seconds of a call, and of each number, number, logit, and sequence.
+    empty for published figures, whose `source` says where from. linear: by number format of
+    the weights, read from the cache. from_memory: what a byte takes longer if a step reads more than `cache` bytes. program:
+    time of a step divided by the sum of its operations, by rows. quantize, embed, answers, host: seconds of a call, and of each
+    number, number, logit, and sequence.
     """
 
     name: str
@@ -80,7 +82,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str = ""
     threads: int = 0
     linear: dict[str, Curve] = {}
+    from_memory: Curve | None = None
+    cache: int = 0
     attention: tuple[Attention, ...] = ()
+    program: Curve | None = None
     quantize: tuple[float, float] = (0.0, 0.0)
     embed: tuple[float, float] = (0.0, 0.0)
     answers: tuple[float, float] = (0.0, 0.0)
@@ -91,8 +96,19 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("memory, bandwidth and devices must be above 0")
         if not self.peak or any(not 0 < value < math.inf for value in (*self.peak.values(), self.link[1])):
             raise ValueError("peak and link must be speeds above 0")
-        if self.measured and (not self.linear or not self.attention):
-            raise ValueError("a measured machine has linear and attention; measure it again with --calibrate")
+        if self.measured and not (self.linear and self.attention and self.cache > 0):
+            raise ValueError("a measured machine has linear, attention and cache")
+
+    def byte_seconds(self, rows: int, read: float) -> float:
+        """Seconds that a byte takes longer than one from the cache, in a step that reads `read` bytes."""
+        if self.from_memory is None:
+            return 0.0
+        share = min(1.0, max(0.0, 2 * (read / self.cache - 1)))
+        return share * self.from_memory.seconds(rows, 1.0)
+
+    def factor(self, rows: int) -> float:
+        """Time of a step of `rows` rows divided by the sum of its operations."""
+        return 1.0 if self.program is None else self.program.seconds(min(rows, self.program.rows[-1]), 0.0)
 
     @property
     def label(self) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from math import lcm
 
@@ -18,6 +19,12 @@ TILE, SEGMENTS = 64, 8
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
+@lru_cache(maxsize=4096)
+def packed(kind: str, rows: int, columns: int, into: str) -> int:
+    """Bytes of a packed matrix."""
+    return int(core.module().packed_bytes(kind, rows, columns, into))
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Rows of a weight matrix with one number format. kind, into: as in `PackedSize`. columns: inputs."""
@@ -30,19 +37,18 @@ class Matrix:
     def nbytes(self, rows: int | None = None, columns: range | None = None) -> int:
         """Bytes after packing, of `rows` rows and of the blocks that hold `columns` (None: all)."""
         count = self.rows if rows is None else rows
-        if not count:
+        if not count or (columns is not None and not columns):
             return 0
-        whole = core.module().packed_bytes(self.kind, count, self.columns, self.into)
         if columns is None or len(columns) == self.columns:
-            return int(whole)
+            return packed(self.kind, count, self.columns, self.into)
         block = self.block_columns
         blocks = -(-columns.stop // block) - columns.start // block
-        return int(core.module().packed_bytes(self.kind, count, block, self.into)) * blocks if len(columns) else 0
+        return packed(self.kind, count, block, self.into) * blocks
 
     @property
     def block_columns(self) -> int:
         """Columns of a packed block: 64, 128 or 256. A block is never divided between ranks."""
-        sizes = [core.module().packed_bytes(self.kind, 1, TILE * tiles, self.into) for tiles in (1, 2, 4)]
+        sizes = [packed(self.kind, 1, TILE * tiles, self.into) for tiles in (1, 2, 4)]
         return max(TILE * tiles for tiles, size in zip((1, 2, 4), sizes, strict=True) if size == sizes[0])
 
     @property
@@ -120,9 +126,9 @@ class LayerShape:
         return lcm(self.value_dim, TILE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ModelShape:
-    """All that the planner knows of a model.
+    """All that the planner knows of a model. Compared by identity, so that results for it are cached.
 
     tables: token table (first), positions. head: output projection; the token table if tied. other: bytes that are in no layer
     (an encoder-decoder's encoder). config: of a model that Headrace runs, otherwise None with `refusal` as the reason.

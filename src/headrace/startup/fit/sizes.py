@@ -1,5 +1,6 @@
 """Memory of a model: weights, K/V, state, buffers and process, by rank of a layout. The memory plan has the same bytes."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -163,6 +164,7 @@ def _rows(linear: Linear, layer: LayerShape | None, tp: int, rank: int) -> list[
     return made
 
 
+@lru_cache(maxsize=1024)
 def stages(shape: ModelShape, layout: Layout) -> list[range]:
     """Layers of each stage: those of `cut`, or stages of bytes as even as they can be, the head with the last stage.
 
@@ -177,7 +179,6 @@ def stages(shape: ModelShape, layout: Layout) -> list[range]:
     return _even(tuple(costs), tuple(layer.owns_kv for layer in shape.layers), shape.head.weights, layout.pp)
 
 
-@lru_cache(maxsize=64)
 def _even(costs: tuple[int, ...], owns: tuple[bool, ...], last: int, count: int) -> list[range]:
     """Consecutive stages whose largest cost is least. A stage begins with a layer that has K/V of its own."""
     sums = [0, *accumulate(costs)]
@@ -204,10 +205,22 @@ def _even(costs: tuple[int, ...], owns: tuple[bool, ...], last: int, count: int)
 
 def bytes_of(shape: ModelShape, load: Load, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> Bytes:
     """Memory of one rank of one stage."""
-    layers = [shape.layers[at] for at in stages(shape, layout)[stage]]
+    weights, page, state = _held(shape, layout, rank, stage, load.kv_dtype)
+    kv = shape.sides * load.blocks * page * BLOCK // PAGE
+    return Bytes(weights, kv, load.batch * state, buffers_of(shape, load), PROCESS + TOKEN_TEXT * shape.vocab_size)
+
+
+@lru_cache(maxsize=4096)
+def _held(shape: ModelShape, layout: Layout, rank: int, stage: int, kv_dtype: str) -> tuple[int, int, int]:
+    """Bytes of a rank: weights, K/V of a page, state of a sequence."""
+    inside = layer_counts(shape, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
-    weights = sum(weights_of(linear, layer, layout.tp, rank) for layer in layers for linear in layer.linears)
-    weights += sum(layer.vectors for layer in layers)
+    weights = page = state = 0
+    for layer, count in inside:
+        weights += count * (layer.vectors + sum(weights_of(linear, layer, layout.tp, rank) for linear in layer.linears))
+        held = len(heads_of(layer, layout.tp, rank)[1]) if layer.heads and not layer.latent else None
+        page += count * layer.kv_bytes(kv_dtype, held)
+        state += count * layer.state_bytes // layout.tp
     if first:
         weights += sum(weights_of(table, None, layout.tp, rank) for table in shape.tables) + shape.other
     if last:
@@ -216,13 +229,13 @@ def bytes_of(shape: ModelShape, load: Load, layout: Layout = ONE, rank: int = 0,
             weights += weights_of(shape.head, None, layout.tp, rank)
     if shape.stored is not None:
         weights = round(weights * shape.stored / shape.matched_bytes)
-    page = sum(
-        layer.kv_bytes(load.kv_dtype, len(heads_of(layer, layout.tp, rank)[1]) if layer.heads and not layer.latent else None)
-        for layer in layers
-    )
-    state = load.batch * sum(layer.state_bytes for layer in layers) // layout.tp
-    kv = shape.sides * load.blocks * page * BLOCK // PAGE
-    return Bytes(weights, kv, state, buffers_of(shape, load), PROCESS + TOKEN_TEXT * shape.vocab_size)
+    return weights, page, state
+
+
+@lru_cache(maxsize=1024)
+def layer_counts(shape: ModelShape, layout: Layout, stage: int) -> tuple[tuple[LayerShape, int], ...]:
+    """The different layers of a stage, with their number."""
+    return tuple(Counter(shape.layers[at] for at in stages(shape, layout)[stage]).items())
 
 
 def largest_rank(shape: ModelShape, load: Load, layout: Layout = ONE) -> Bytes:
@@ -245,10 +258,11 @@ def buffers_of(shape: ModelShape, load: Load) -> int:
     return taken + _rope_bytes(shape, load.context)
 
 
+@lru_cache(maxsize=64)
 def layer_buffers(shape: ModelShape) -> list[tuple[str, int]]:
     """Format (float, a8, bf16) and width of the buffers that the layers of a model share, besides the hidden rows."""
     made: dict[tuple[str, int, bool], int] = {}
-    for layer in shape.layers:
+    for layer, _ in layer_counts(shape, ONE, 0):
         for key, count in _buffers(shape.hidden, layer).items():
             made[key] = max(made.get(key, 0), count)
     return [(kind, width) for (kind, width, _), count in made.items() for _ in range(count)]
