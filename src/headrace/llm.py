@@ -65,6 +65,7 @@ class LLM:
       `classifier`, `exits`.
     - Speculation: `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks, None) chooses the drafter;
       `draft_tokens` are drafted at once.
+    - `tp`: processes that divide each layer (2, 4 or 8), with `threads` each; outputs are the same.
     - `parse_special`: control tokens inside messages are parsed; for trusted content only.
 
     Outputs depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch.
@@ -103,6 +104,7 @@ class LLM:
         exits: str | Path | None = None,
         exit_state: str = DEFERRED,
         cascade: str | Path | None = None,
+        tp: int = 1,
         parse_special: bool = False,
         progress: Progress | None = None,
     ) -> None:

@@ -40,12 +40,13 @@ ROOMS = {
     "drafting": "ops data",
     "runner": "weights.loader weights.parts models models.layers ops kv.pool weights data",
     "startup.opening": "text models weights data",
-    "backends": "startup.opening drafting runner text data",
+    "backends": "parallel.ranks.share startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
+    "parallel.ranks": "parallel.ranks.share backends.native backends models weights.parts weights core data",
     "engine": "drafting decoding text kv data",
-    "startup": "backends.eager backends.native backends startup.opening runner drafting decoding text weights.parts models kv "
-    "weights confined core host data",
+    "startup": "parallel.ranks backends.eager backends.native backends startup.opening runner drafting decoding text "
+    "weights.parts models kv weights confined core host data",
     "parallel": "startup.opening engine backends backends.native runner models kv weights host data",
     "llm": "parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
@@ -86,6 +87,7 @@ STOREYS = (
     "weights.loader weights.parts text",
     "decoding drafting runner startup.opening",
     "backends backends.eager backends.native",
+    "parallel.ranks",
     "engine startup",
     "parallel",
     "llm",

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.backends.memory import MemoryPlan
 from headrace.backends.recipe import Recipe
+from headrace.data.plan import RankLostError
+from headrace.parallel.ranks.share import Share
 from headrace.runner.program import Program
 
 
@@ -16,6 +18,22 @@ class LoadedPrograms:
     programs: Mapping[str, Program]
     plan: MemoryPlan
     dtype: str
+
+
+class RankGroup(Protocol):
+    """The processes that share a model, as one of them sees them. share: this rank's. core: the native core's `Ranks`."""
+
+    share: Share
+    core: Any
+
+    def ready(self) -> None:
+        """Wait until every rank has loaded its share. Raises ValueError with the first rank's problem."""
+
+    def lost(self, error: Exception) -> RankLostError:
+        """End the other ranks after one was lost. Returns the error to raise."""
+
+    def close(self) -> None:
+        """End the other ranks."""
 
 
 class Backend(Protocol):

@@ -54,11 +54,16 @@ class Role:
         return self.opened is not None and self.name not in (TARGET.name, AMATEUR, CASCADE)
 
 
+# Starts the ranks of a recipe's target with the settings of its program. Returns a `backends.protocol.RankGroup`.
+StartRanks = Callable[["Recipe", Any], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The models to open, the target first, with settings and a progress display. A role's index is its program's number.
 
     layers, inputs: of a pipeline's last stage, the layers of the target that run in this process, and their input rows.
+    start_ranks: starts the processes that share the target, for `settings.tp` above 1.
     """
 
     roles: tuple[Role, ...]
@@ -66,6 +71,7 @@ class Recipe:
     progress: Progress = field(default_factory=Progress)
     layers: range | None = None
     inputs: InputRows | None = None
+    start_ranks: "StartRanks | None" = None
 
     @property
     def target(self) -> Opened:

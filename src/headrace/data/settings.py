@@ -100,6 +100,15 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             group=SettingGroup.GENERATING,
         ),
     ] = None
+    tp: Annotated[
+        int,
+        Setting(
+            "Processes that divide each layer of the model: 1, 2, 4 or 8, with --threads each (tensor parallelism)",
+            group=SettingGroup.GENERATING,
+            ge=1,
+            le=8,
+        ),
+    ] = 1
     cascade: Annotated[
         str | Path | None,
         Setting(

@@ -15,6 +15,8 @@ from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
 from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
+from headrace.parallel.ranks.lead import Lead
+from headrace.parallel.ranks.refusals import unsupported_reason
 from headrace.runner.early_exit import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
@@ -57,6 +59,8 @@ def start(recipe: Recipe) -> Started:
     recipe = _with_file_kv_dtype(recipe)
     settings = recipe.settings
     _check(recipe)
+    if settings.tp != 1:
+        return _start_ranks(recipe)
     asked = [offer for offer in BACKENDS if settings.backend in ("auto", offer.name)]
     for number, offer in enumerate(asked, 1):
         problem, level = offer.unsupported_reason(recipe), logging.INFO
@@ -70,6 +74,17 @@ def start(recipe: Recipe) -> Started:
         if number < len(asked) and settings.device.startswith("cpu"):
             log.log(level, "running in %s: %s", asked[number].name, problem)
     raise ValueError(f"no back end can run this: {problem}")
+
+
+def _start_ranks(recipe: Recipe) -> Started:
+    """Load a recipe whose target is divided between processes. Raises ValueError, DoesNotFit, WeightError, one line each."""
+    native = BACKENDS[0]
+    if problem := unsupported_reason(recipe) or native.unsupported_reason(recipe):
+        raise ValueError(problem)
+    try:
+        return _start(native, replace(recipe, start_ranks=Lead))
+    except RecordError as error:
+        raise ValueError(f"tp={recipe.settings.tp}: {error}; leave tp out") from None
 
 
 def _with_file_kv_dtype(recipe: Recipe) -> Recipe:

@@ -44,13 +44,14 @@ class Buffers:
 
     def __init__(self, program: Any) -> None:
         self._program = program
-        self._free: dict[tuple[str, int, bool], list[int]] = {}
-        self._keys: dict[int, tuple[str, int, bool]] = {}
+        self._free: dict[tuple[Any, ...], list[int]] = {}
+        self._keys: dict[int, tuple[Any, ...]] = {}
 
-    def take(self, kind: str, width: int, local: bool = False) -> int:
-        key = (kind, width, local)
+    def take(self, kind: str, width: int, local: bool = False, **more: bool) -> int:
+        """A buffer for rows of `width` values. more: `shared`, for one that all ranks see."""
+        key = (kind, width, local, *more)
         free = self._free.setdefault(key, [])
-        number: int = free.pop() if free else self._program.buffer(kind, width, local)
+        number: int = free.pop() if free else self._program.buffer(kind, width, local, **more)
         self._keys[number] = key
         return number
 

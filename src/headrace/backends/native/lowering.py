@@ -18,9 +18,11 @@ import numpy as np
 from headrace import core
 from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes, Values
 from headrace.backends.native.weights import PackedPart, PackedWeights
+from headrace.backends.protocol import RankGroup
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
 from headrace.models.layers import Sinusoids
+from headrace.parallel.ranks.share import Share
 from headrace.runner.centring import k_shift
 from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
@@ -32,10 +34,11 @@ GATES = ("silu", "gelu_tanh")
 
 @dataclass(slots=True)
 class Lowered:
-    """A program, and the numbers of its taps by name."""
+    """A program, and the numbers of its taps by name. share: of a program that other ranks compute with."""
 
     program: Any
     taps: dict[str, int] = field(default_factory=dict)
+    share: Share | None = None
 
 
 def lower(
@@ -54,6 +57,7 @@ def lower(
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
     centre: np.ndarray | None = None,
     first_kv: int = 0,
+    group: RankGroup | None = None,
 ) -> Lowered:
     """Lower a recorded model to a program over the KV pool `kv`, whose layer 0 is the model's layer `first_kv` with K/V.
 
@@ -61,9 +65,13 @@ def lower(
     `k_shift`.
     activations, threshold: rounding of the inputs of integer layers (group, token, split, tensor). Except for groups the scale
     depends on a whole row, or on the layer, so attention and gates return rows that are quantised in a phase of their own.
+    group: the ranks that share the model; `config` and `weights` are then this rank's.
     Raises RecordError for an operation without a phase in the native core.
     """
-    made = Lowered(core.module().Program(pool, kv, config.hidden_size, config.vocab_size, isa, activations, threshold))
+    sizes = config.hidden_size, config.vocab_size
+    ranks = {} if group is None else {"ranks": group.core}
+    made = Lowered(core.module().Program(pool, kv, *sizes, isa, activations, threshold, **ranks))
+    made.share = None if group is None else group.share
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
     for name, segments in (("embed", (recording.embed,)), ("layer", recording.layers), ("head", (recording.head,))):
@@ -109,6 +117,7 @@ class Lowering:
         self.by_group, self.static = activations == "group", activations == "tensor"
         self.centre = centre
         self.first_kv = first_kv
+        self.share = made.share
         self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = ValueUses(segment)
@@ -146,6 +155,7 @@ class Lowering:
             None if types is None else self.weights.numbers(types)[0],
             sinusoids=self.ropes.number(computed),
             name="embed",
+            **({} if self.share is None else {"borders": self.share.borders}),
         )
         self.values.put(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
 
@@ -163,6 +173,11 @@ class Lowering:
         layer = node.settings["w"]
         parts = self.weights.linear(layer, self._segment_unit(node))
         residual = self._residual_after(index, node)
+        partial = None
+        if self.share is not None and layer.columns is not None:
+            if layer.split:
+                raise RecordError("a layer whose inputs are divided between ranks has one output")
+            partial = Floats(self.buffers.take("partial", layer.n_out), 0, layer.n_out)
         if residual is not None:
             out, kind = self.values.rows(self.segment.nodes[residual].inputs["x"]), "add"
             self.fused.add(residual)
@@ -173,7 +188,14 @@ class Lowering:
             for value, width in zip(node.outputs, layer.sizes if layer.split else (layer.n_out,), strict=True):
                 self.values.put(value, Floats(out.buffer, column, width))
                 column += width
-        self._multiply(index, node, parts, kind, out)
+        if partial is None:
+            self._multiply(index, node, parts, kind, out)
+            return
+        self._multiply(index, node, parts, "store", partial)
+        # The bias is added once, after the sum over ranks.
+        more = {"add": kind == "add", "bias": self.weights.bias(layer), **self._mark(index, "reduce")}
+        self.program.reduce(partial.buffer, out.at, layer.n_out, **more)
+        self.buffers.give(partial.buffer)
 
     def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
         name = self.weights.name(node.settings["w"])
@@ -228,8 +250,18 @@ class Lowering:
             causal=settings["causal"],
             source=settings["source"],
             bias=self._bias(settings["bias"], settings["softcap"] or scale),
+            **self._heads(settings),
             **self._mark(index, "attention"),
         )
+
+    def _heads(self, settings: dict[str, Any]) -> dict[str, int]:
+        """How the rank's query heads read its K/V heads; empty without ranks."""
+        if self.share is None:
+            return {}
+        if settings["sinks"] is not None or settings["bias"] is not None:
+            raise RecordError("attention with sinks or a bias by distance is not divided between ranks")
+        held = self.share.layers[settings["layer"]]
+        return {"group": held.group, "first": held.first}
 
     def _window(self, window: int | None) -> int:
         """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window"."""
@@ -285,13 +317,18 @@ class Lowering:
         logits, maxima = self._logits(vocab_size if ids is None else len(ids))
         scale, softcap = node.settings["scale"], node.settings["softcap"] or 0.0
         more = {"scale": scale, "softcap": softcap, "maxima": maxima, "name": "head"}
-        self.program.linear(part.linear, source, "logits", (logits, 0), **more)
+        first = 0 if self.share is None else self.share.vocab.start
+        self.program.linear(part.linear, source, "logits", (logits, first), **more)
+        if self.share is not None:
+            self.program.gather(logits, name="gather")
         if ids is not None:
             self.program.scatter(logits, *self._logits(vocab_size), ids.tolist(), vocab_size, name="scatter")
 
     def _logits(self, width: int) -> tuple[int, int]:
-        """Buffers of logits and of their block maxima."""
-        return self.buffers.take("float", width), self.buffers.take("float", -(-width // core.module().VOCAB_BLOCK))
+        """Buffers of logits and of their block maxima. Ranks write their columns of common buffers."""
+        more = {} if self.share is None else {"shared": True}
+        blocks = -(-width // core.module().VOCAB_BLOCK)
+        return self.buffers.take("float", width, **more), self.buffers.take("float", blocks, **more)
 
     # -- values --------------------------------------------------------------------------------------------------------
     def _result(self, value: int, width: int, fusion: str, possible: bool = True) -> tuple[int, int]:
@@ -317,8 +354,22 @@ class Lowering:
             self.values.hold(buffer, value)
             # A phase that also stores K and V must run when only they are computed.
             reader = next((at for at in self.uses.of(value) if at in self.fills), index)
-            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **self._mark(reader, "quantize"))
+            mark = self._mark(reader, "quantize")
+            more = self._extreme(rows, mark) if form == "a8" and not key[-1] and self._divided(value) else {}
+            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **more, **mark)
         return self.inputs[key]
+
+    def _divided(self, value: int) -> bool:
+        """Whether each rank has columns of a value whose scale depends on the whole row."""
+        if self.share is None or self.by_group:
+            return False
+        return any(node.settings["w"].columns is not None for node in self.uses.by_linears(value))
+
+    def _extreme(self, rows: Floats, mark: dict[str, Any]) -> dict[str, int]:
+        """Add the phase that takes the largest absolute value of each row over all ranks."""
+        buffer = self.buffers.take("float", 1)
+        self.program.extreme(rows.at, buffer, rows.width, **{**mark, "name": "extreme"})
+        return {"extreme": buffer}
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v of a node as columns of one buffer, as attention needs them. They are copied if they are not."""

@@ -2,16 +2,62 @@
 
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from headrace import core, host
 from headrace.backends import memory
 from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.backends.native.weights import total_packed_bytes
-from headrace.backends.protocol import LoadedPrograms
+from headrace.backends.native.weights import packed_bytes, total_packed_bytes
+from headrace.backends.protocol import LoadedPrograms, RankGroup
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
+from headrace.data.config import ModelConfig
 from headrace.data.plan import MAX_NODES, TARGET
+from headrace.data.settings import ModelSettings
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
+from headrace.parallel.ranks.share import Share
 from headrace.weights.kv_settings import kv_settings
+from headrace.weights.source import WeightSource
+
+
+class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the target's program, the same on all ranks. threads: of one rank, 0 for one per core."""
+
+    quantize: str
+    activations: str
+    kv_dtype: str
+    threads: int
+    num_blocks: int
+    max_positions: int
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """As arguments of NativeProgram."""
+        return {**msgspec.structs.asdict(self), "block_size": BLOCK_SIZE}
+
+
+def load_target(
+    config: ModelConfig, source: WeightSource, settings: TargetSettings, group: RankGroup | None = None, **stage: Any
+) -> NativeProgram:
+    """The target's program, or this rank's share of it. Its weights are laid out and not packed yet.
+
+    stage: layers and input rows of a pipeline's stage.
+    """
+    model = describe(config if group is None else group.share.narrowed())
+    return NativeProgram(model, source, centre=_centre(config, source), pack=False, group=group, **stage, **settings.program)
+
+
+def threads_of_rank(settings: ModelSettings) -> int:
+    """Threads of each rank; 0, one for each core, without other ranks."""
+    if settings.threads is not None or settings.tp == 1:
+        return settings.threads or 0
+    return max(1, core.processors() // settings.tp)
+
+
+def _centre(config: ModelConfig, source: WeightSource) -> np.ndarray | None:
+    kept = kv_settings(source, kv_shape(config))
+    return None if kept is None else kept.centre
 
 
 class NativeBackend:
@@ -35,37 +81,43 @@ class NativeBackend:
         return host.free_memory()
 
     def load(self, recipe: Recipe) -> LoadedPrograms:
-        settings, models = recipe.settings, recipe.models
-        quantize, owners = settings.quantize or "", recipe.owners
-        described = {role: describe(models[role].config) for role in dict.fromkeys(owners.values())}
-        need, narrower = total_packed_bytes([(model, models[role].source, quantize) for role, model in described.items()])
-        free = host.free_memory()
-        memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
-        scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
-        plan = recipe.plan(lambda config: kv_block_bytes(config, BLOCK_SIZE, settings.kv_dtype), 4, free - need, scratch)
-        shared: dict[str, Any] = {
-            "num_blocks": plan.num_blocks,
-            "block_size": BLOCK_SIZE,
-            "max_positions": plan.max_model_len + MAX_NODES,
-            "kv_dtype": settings.kv_dtype,
-            "activations": recipe.activations(recipe.target),
-            "threads": settings.threads or 0,
-        }
-        heads = recipe.head_ids()
-        programs: dict[str, NativeProgram] = {}
+        plan = self._plan(recipe)
+        of_target = TargetSettings(
+            quantize=recipe.settings.quantize or "",
+            activations=recipe.activations(recipe.target),
+            kv_dtype=recipe.settings.kv_dtype,
+            threads=threads_of_rank(recipe.settings),
+            num_blocks=plan.num_blocks,
+            max_positions=plan.max_model_len + MAX_NODES,
+        )
+        group: RankGroup | None = None if recipe.start_ranks is None else recipe.start_ranks(recipe, of_target)
+        try:
+            programs = self._programs(recipe, of_target, group)
+            if group is not None:
+                group.ready()
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
+        return LoadedPrograms(programs, plan, "bfloat16")
+
+    def _programs(self, recipe: Recipe, settings: TargetSettings, group: RankGroup | None) -> dict[str, NativeProgram]:
+        """Load the programs of all roles. Ranks share the target; all other programs are whole, on the first rank."""
+        models, owners, heads = recipe.models, recipe.owners, recipe.head_ids()
+        stage = {"layers": recipe.layers, "inputs": recipe.inputs}
+        programs = {TARGET.name: load_target(recipe.target.config, recipe.target.source, settings, group, **stage)}
         for name, owner in owners.items():
-            kept = kv_settings(models[owner].source, kv_shape(models[owner].config))
+            if name == TARGET.name:
+                continue
+            shared = owner in programs and (owner != TARGET.name or group is None)
             programs[name] = NativeProgram(
-                described[owner],
+                programs[owner].model if shared else describe(models[owner].config),
                 models[owner].source,
-                quantize=quantize,
-                weights=programs[owner].weights if owner in programs else None,
+                weights=programs[owner].weights if shared else None,
                 head_ids=heads.get(name),
-                centre=None if kept is None else kept.centre,
-                layers=recipe.layers,
-                inputs=recipe.inputs,
+                centre=_centre(models[owner].config, models[owner].source),
                 pack=False,
-                **{**shared, "activations": recipe.activations(models[owner])},
+                **{**settings.program, "activations": recipe.activations(models[owner])},
             )
         # In a thread of its own: packing mostly runs without the GIL.
         recipe.target.load_tokenizer()
@@ -75,5 +127,27 @@ class NativeBackend:
             from headrace.backends.native.heads import NativeHeads  # torch makes the heads' first products
 
         for role in recipe.headed:
-            programs[role.name] = NativeHeads(role.heads, programs[TARGET.name], recipe.target.source, **shared)
-        return LoadedPrograms(programs, plan, "bfloat16")
+            shared_settings = {name: value for name, value in settings.program.items() if name != "quantize"}
+            programs[role.name] = NativeHeads(role.heads, programs[TARGET.name], recipe.target.source, **shared_settings)
+        return programs
+
+    def _plan(self, recipe: Recipe) -> memory.MemoryPlan:
+        """The memory plan of all ranks together."""
+        settings, models = recipe.settings, recipe.models
+        quantize, target = settings.quantize or "", recipe.target
+        described = {role: describe(models[role].config) for role in dict.fromkeys(recipe.owners.values())}
+        need, narrower = total_packed_bytes([(model, models[role].source, quantize) for role, model in described.items()])
+        shares = [Share(rank, settings.tp, target.config) for rank in range(settings.tp)]
+        if settings.tp > 1:
+            whole = described[TARGET.name]
+            of_ranks = (packed_bytes(whole, target.source, quantize, share) for share in shares)
+            need += sum(of_ranks) - packed_bytes(whole, target.source, quantize)
+        free = host.free_memory()
+        memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
+        scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
+
+        def block_bytes(config: ModelConfig) -> int:
+            held = [share.narrowed() for share in shares] if config is target.config and settings.tp > 1 else [config]
+            return sum(kv_block_bytes(each, BLOCK_SIZE, settings.kv_dtype) for each in held)
+
+        return recipe.plan(block_bytes, 4, free - need, scratch)

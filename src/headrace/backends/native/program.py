@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.backends.native.live import NativeLive
 from headrace.backends.native.lowering import FUSIONS, Lowered, lower
 from headrace.backends.native.step import NativeStep
 from headrace.backends.native.weights import PackedWeights
+from headrace.backends.protocol import RankGroup
 from headrace.data.config import ModelConfig
 from headrace.data.plan import NewSlot, StepPlan
 from headrace.kv.layout import kv_shape
@@ -34,6 +36,7 @@ OUTLIERS = 6.0
 ROUNDINGS = {"auto": "group", **{name: name for name in ("group", "token", "split", "tensor")}}
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "f32", "int8": "int8", "int4": "int4"}
 
+NOTHING = nullcontext()
 # Smallest length that a row is divided by.
 SHORTEST = 1e-12
 SPIN_MICROSECONDS = 1000  # idle workers stay awake while Python works between two steps
@@ -84,6 +87,7 @@ class NativeProgram:
     inputs: steps begin with these hidden rows instead of tokens; `enter` adds phases before the first layer.
     layers: the only layers to run, on a pool of their K/V; embedding and head belong to the first and the last layer.
     pack: False leaves packing to the caller, before the first step.
+    group: the ranks that share the model, which is then this rank's, of `group.share.narrowed()`.
     Raises RecordError if the model cannot be recorded or lowered, WeightError for bad weights.
     """
 
@@ -109,11 +113,13 @@ class NativeProgram:
         enter: Callable[[Lowered, Ropes, Buffers], None] | None = None,
         layers: range | None = None,
         pack: bool = True,
+        group: RankGroup | None = None,
     ) -> None:
         self.model = model
         self.config = config = model.config
         pool = thread_pool(threads)
-        self.weights = weights or PackedWeights(model, source, pool, quantize)
+        self.group = group
+        self.weights = weights or PackedWeights(model, source, pool, quantize, None if group is None else group.share)
         held, (_, *heads) = _kv_layers(config, layers), kv_shape(config)
         self.kv = core.module().KVPool(max(len(held), 1), num_blocks, block_size, *heads, KV_DTYPES[kv_dtype])
         lowered = lower(
@@ -131,6 +137,7 @@ class NativeProgram:
             enter=enter,
             centre=centre,
             first_kv=held.start,
+            group=group,
         )
         self.encoder: NativeEncoder | None = None
         if model.encoder is not None:
@@ -170,8 +177,14 @@ class NativeProgram:
         """Run a step. Returns the rows [n, hidden] after the last layer if `keep`, else None."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
-        self.core.run(step.core, hidden=rows, hidden_out=hidden, layers=layers, skips=list(span.skips), fill=span.fill)
+        run: dict[str, Any] = {"layers": layers, "skips": list(span.skips), "fill": span.fill}
+        with self._in_group():
+            self.core.run(step.core, hidden=rows, hidden_out=hidden, **run)
         return hidden
+
+    def _in_group(self) -> AbstractContextManager[None]:
+        """Raises RankLostError when the core has lost a rank."""
+        return NOTHING if self.group is None else losing(self.group)
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
         if self._norm is None or not len(hidden):
@@ -183,10 +196,12 @@ class NativeProgram:
         return rows.astype(np.float64)
 
     def rearrange(self, plan: StepPlan) -> None:
-        if plan.moves:
-            self.kv.move([(source, to) for _, source, to in plan.moves])
-        if plan.copies:
-            self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
+        pools = self.kv if self.group is None else self.core
+        with self._in_group():
+            if plan.moves:
+                pools.move([(source, to) for _, source, to in plan.moves])
+            if plan.copies:
+                pools.copy_blocks([(source, to) for _, source, to in plan.copies])
 
     def kept(self) -> NativeStoredRows:
         return NativeStoredRows(*self._sizes, self.config.hidden_size)
@@ -195,7 +210,9 @@ class NativeProgram:
         return int(self.kv.bytes)
 
     def close(self) -> None:
-        """Release the packed weights and the pool."""
+        """Release the packed weights and the pool, and end the other ranks."""
+        if self.group is not None:
+            self.group.close()
         del self.core, self.encoder, self.weights, self.kv
 
 
@@ -205,6 +222,15 @@ def _kv_layers(config: ModelConfig, layers: range | None) -> range:
         return range(kv_shape(config).layers)
     first = config.kv_layer(layers.start)
     return range(first, first + sum(not config.layers[layer].shares for layer in layers))
+
+
+@contextmanager
+def losing(group: RankGroup) -> Iterator[None]:
+    """Turn the core's error about a lost rank into RankLostError."""
+    try:
+        yield
+    except core.module().RankLost as error:
+        raise group.lost(error) from None
 
 
 def thread_pool(threads: int) -> Any:

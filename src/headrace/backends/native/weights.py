@@ -85,7 +85,8 @@ def packed_sizes(model: Model, source: WeightSource, quantize: str = "", share: 
                     continue
                 as_read = "F32" if part.transpose or part.shift else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
-                columns = _width(part, as_read)
+                first, last = _packed_columns(part, as_read, into)
+                columns = last - first
                 yield PackedSize(path, spec, as_read, into, n, columns, core.module().packed_bytes(as_read, n, columns, into))
 
 
@@ -111,17 +112,18 @@ def _quantized(kind: str, quantize: str, table: bool) -> str:
     return "int8" if table else quantize
 
 
-def _stored_columns(part: WeightPart, kind: str) -> tuple[int, int]:
-    """Columns of a part with those around it that share a stored block."""
-    block = KINDS[kind].block
-    first, last = part.columns or (0, math.prod(part.shape[1:]))
-    return first // block * block, -(-last // block) * block
+def _packed_columns(part: WeightPart, kind: str, into: str) -> tuple[int, int]:
+    """Columns that are packed of a part: its own with those around it that share a stored or a packed block."""
+    if part.columns is None:
+        return 0, math.prod(part.shape[1:])
+    block = max(KINDS[kind].block, core.module().block_columns(kind, into))
+    first, last = part.columns
+    return first // block * block, min(-(-last // block) * block, _all_columns(part))
 
 
-def _width(part: WeightPart, kind: str) -> int:
-    """Columns that are packed of a part: whole stored blocks."""
-    first, last = _stored_columns(part, kind)
-    return last - first
+def _all_columns(part: WeightPart) -> int:
+    """Columns of the whole model's matrix."""
+    return part.stored[0 if part.transpose else 1]
 
 
 class PackedWeights:
@@ -137,6 +139,7 @@ class PackedWeights:
             raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
         self.source = source
         self.quantize = quantize
+        self.share = share
         self.arena = core.module().Arena()
         self._pool = pool
         self._packer = core.module().Packer(self.arena)
@@ -211,11 +214,20 @@ class PackedWeights:
                 zip(parts, biases, strict=True), key=lambda pair: (self._form(pair[0]), self._order(pair[0]))
             ):
                 tensors = [self._pack(part, bias) for part, bias in run]
-                linear = core.module().PackedLinear(tensors, segment_unit=segment_unit)
+                linear = self._packed_linear(tensors, parts[0], segment_unit)
                 made.append(PackedPart(linear, column, form, order, self.scale(holder)))
                 column += sum(tensor.n for tensor in tensors)
             self._linears[path] = made
         return self._linears[path]
+
+    def _packed_linear(self, tensors: list[Any], part: WeightPart, unit: int) -> Any:
+        """A packed layer. part: one of its parts, which have the same columns. unit: of the fixed segments."""
+        if self.share is None or part.columns is None:
+            return core.module().PackedLinear(tensors, segment_unit=unit)
+        kind = "F32" if self._read(part) else self.source.info(part.source).kind
+        start, _ = _packed_columns(part, kind, self._quantize(part))
+        ranks = {"share": (self.share.rank, self.share.world), "columns": _all_columns(part), "start": start}
+        return core.module().PackedLinear(tensors, segment_unit=unit, **ranks)
 
     def gated(self, holder: Holder) -> Any | None:
         """The gate and up parts of a layer, interleaved in one packed layer; None if they must stay apart."""
@@ -286,7 +298,8 @@ class PackedWeights:
         return self._plans[f"{self._paths[id(holder)]}.{field}"]
 
     def _biases(self, holder: Holder, parts: tuple[WeightPart, ...]) -> list[np.ndarray | None]:
-        if "bias" not in holder.params():
+        # Ranks with a part of the columns add the bias after the sum.
+        if "bias" not in holder.params() or parts[0].columns is not None:
             return [None] * len(parts)
         return [self._floats(part) for part in self._parts(holder, "bias")]
 
@@ -331,7 +344,7 @@ class PackedWeights:
             rows = rows[part.rows[0] : part.rows[1]]
         if part.columns is not None:
             block, block_bytes = KINDS[kind]
-            first, last = _stored_columns(part, kind)
+            first, last = _packed_columns(part, kind, "")
             rows = rows[:, first // block * block_bytes : last // block * block_bytes]
         order = None if part.row_order is None else np.fromiter(part.row_order, np.int32)
         return rows, kind, order, self._mapped(part)
@@ -340,8 +353,9 @@ class PackedWeights:
         rows, kind, order, mapped = self._rows(part)
         if ids is not None:
             order = (ids if order is None else order[ids]).astype(np.int32)
-        n, k = part.shape[0] if ids is None else len(ids), _width(part, kind)
         quantize = self._quantize(part, wide)
+        first, last = _packed_columns(part, kind, quantize)
+        n, k = part.shape[0] if ids is None else len(ids), last - first
         tensor = self._packer.add(rows, kind, n, k, permutation=order, quantize=quantize, bias=bias, mapped=mapped)
         self._note(part, mapped=mapped)
         return tensor

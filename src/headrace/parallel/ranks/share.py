@@ -57,6 +57,12 @@ class Share:
         """Token ids whose rows of the embedding and of the head are on this rank."""
         return self.portion(self.config.vocab_size)
 
+    @property
+    def borders(self) -> list[int]:
+        """First token id of each rank, and the size of the vocabulary."""
+        ranks = (Share(rank, self.world, self.config) for rank in range(self.world))
+        return [*(share.vocab.start for share in ranks), self.config.vocab_size]
+
     def portion(self, size: int, unit: int = UNIT) -> range:
         """This rank's part of `size` rows or columns, in whole units except for the last."""
         units = -(-size // unit)

@@ -1,0 +1,155 @@
+"""The first rank of a model: it starts the processes of the others, and ends them."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace import core
+from headrace.backends.native.offer import TargetSettings
+from headrace.backends.recipe import Recipe
+from headrace.data.config import SchedulerConfig
+from headrace.data.plan import MAX_NODES, RankLostError
+from headrace.parallel.ranks.follower import LONGEST, Load, Loaded
+from headrace.parallel.ranks.seats import allowed_processors, seats
+from headrace.parallel.ranks.share import Share
+
+log = logging.getLogger("headrace")
+
+MODULE = "headrace.parallel.ranks.follower"
+SECRETS = ("HEADRACE_API_KEY",)  # environment variables that followers do not get
+PATIENCE = 30.0  # seconds without progress of a rank, after which it is lost
+ENDING = 5.0  # seconds until a follower that should end is killed
+
+
+@dataclass(slots=True)
+class Follower:
+    """The process of another rank, and this end of its socket."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    socket: socket.socket
+
+    def receive(self) -> str:
+        """Wait until it has loaded. Returns its problem, empty if it has none."""
+        with contextlib.suppress(ConnectionError):
+            if received := self.socket.recv(LONGEST):
+                return msgspec.msgpack.decode(received, type=Loaded).problem
+        return f"its process ended ({self.how_it_ended()})"
+
+    def how_it_ended(self) -> str:
+        """The exit code or signal of the process."""
+        try:
+            code = self.process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def end(self) -> None:
+        """Kill the process, whatever it does."""
+        with contextlib.suppress(OSError):
+            self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Lead:
+    """The group of ranks as its first rank sees it (`backends.protocol.RankGroup`)."""
+
+    def __init__(self, recipe: Recipe, settings: TargetSettings) -> None:
+        """Start a process for each other rank of the recipe's target. Raises ValueError if one cannot be started."""
+        world, config = recipe.settings.tp, recipe.target.config
+        self.share = Share(0, world, config)
+        places = seats(world, settings.threads, allowed_processors())
+        if not places[0]:
+            log.warning(
+                "tp=%d with %d threads each on %d processors: ranks wait for each other, and one rank is faster",
+                *(world, settings.threads, len(allowed_processors())),
+            )
+        region = core.module().make_region(world, rows=most_rows(recipe), width=config.hidden_size, vocab=config.vocab_size)
+        self._followers: list[Follower] = []
+        # Also ends them when the program goes away without `close`.
+        self._end = weakref.finalize(self, end_all, self._followers)
+        try:
+            self.core = core.module().Ranks(region, 0, PATIENCE)
+            for rank in range(1, world):
+                message = Load(
+                    model=str(recipe.target.path),
+                    rank=rank,
+                    world=world,
+                    settings=settings,
+                    processors=places[rank],
+                    patience=PATIENCE,
+                )
+                self._followers.append(start(message, region))
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            os.close(region)
+
+    def ready(self) -> None:
+        for follower in self._followers:
+            if problem := follower.receive():
+                raise ValueError(f"rank {follower.rank} of {self.share.world} did not load its share: {problem}")
+
+    def lost(self, error: Exception) -> RankLostError:
+        self._end()
+        return RankLostError(f"{error}; the model is closed, open it again")
+
+    def close(self) -> None:
+        if not self._end.alive:
+            return
+        with contextlib.suppress(core.module().RankLost):
+            self.core.end()
+        for follower in self._followers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                follower.process.wait(ENDING)
+        self._end()
+
+
+def most_rows(recipe: Recipe) -> int:
+    """Most rows of a step: the tokens of a step, and a full draft for each sequence."""
+    settings = recipe.settings
+    budget = SchedulerConfig.preset(settings.preset, recipe.longest, budget=settings.max_num_batched_tokens)
+    return budget.max_num_batched_tokens + settings.max_num_seqs * (MAX_NODES + 1)
+
+
+def start(message: Load, region: int) -> Follower:
+    """Start a follower. Raises ValueError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment: dict[str, Any] = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(region)]
+    try:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno(), region],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C reaches the first rank alone
+        )
+    except OSError as error:
+        ours.close()
+        raise ValueError(f"the process of rank {message.rank} cannot be started ({error.strerror or error})") from None
+    finally:
+        theirs.close()
+    follower = Follower(message.rank, process, ours)
+    with contextlib.suppress(OSError):  # a process that has ended already is reported by `receive`
+        ours.send(msgspec.msgpack.encode(message))
+    return follower
+
+
+def end_all(followers: list[Follower]) -> None:
+    """Kill the processes that are left."""
+    for follower in followers:
+        follower.end()
