@@ -4,6 +4,7 @@ Its answers are nonsense made of readable tokens, the same ones every time, and 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,18 @@ import numpy as np
 from tests.unit.vocabularies import CONTROL, byte_level
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 48
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads and MLP columns of each layer."""
+
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    head_dim: int = HIDDEN // HEADS
+    ffn: int = FFN
+
+
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -32,6 +45,7 @@ def write_tiny_gguf(
     control: str | None = None,
     layers: int = LAYERS,
     mask: int | None = None,
+    sizes: Sizes = Sizes(),
     edit: Callable[[Tensors], object] = lambda tensors: None,
     metadata: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
 ) -> Path:
@@ -45,14 +59,16 @@ def write_tiny_gguf(
     writer.add_context_length(context)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_feed_forward_length(sizes.ffn)
+    writer.add_head_count(sizes.heads)
+    writer.add_head_count_kv(sizes.kv_heads)
+    writer.add_key_length(sizes.head_dim)
+    writer.add_value_length(sizes.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     _add_vocabulary(writer, template, control)
     if mask is not None:
         writer.add_mask_token_id(mask)
-    tensors = _tensors(seed, layers)
+    tensors = _tensors(seed, layers, sizes)
     edit(tensors)
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
@@ -86,19 +102,19 @@ def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str 
         writer.add_chat_template(template)
 
 
-def _tensors(seed: int, layers: int) -> Tensors:
+def _tensors(seed: int, layers: int, sizes: Sizes) -> Tensors:
     """Random weights. The head gives every token that is not plain text the logit 0, far below the best of the others."""
     rng = np.random.default_rng(seed)
     tokens = _vocabulary()["tokenizer.ggml.tokens"]
-    kv = KV_HEADS * HIDDEN // HEADS
+    heads, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     shapes = {
-        "attn_q": (HIDDEN, HIDDEN),
+        "attn_q": (heads, HIDDEN),
         "attn_k": (kv, HIDDEN),
         "attn_v": (kv, HIDDEN),
-        "attn_output": (HIDDEN, HIDDEN),
-        "ffn_gate": (FFN, HIDDEN),
-        "ffn_up": (FFN, HIDDEN),
-        "ffn_down": (HIDDEN, FFN),
+        "attn_output": (HIDDEN, heads),
+        "ffn_gate": (sizes.ffn, HIDDEN),
+        "ffn_up": (sizes.ffn, HIDDEN),
+        "ffn_down": (HIDDEN, sizes.ffn),
     }
     head = rng.standard_normal((len(tokens), HIDDEN))
     head[[not _readable(token) for token in tokens]] = 0

@@ -261,7 +261,7 @@ class Lowering:
         if settings["sinks"] is not None or settings["bias"] is not None:
             raise RecordError("attention with sinks or a bias by distance is not divided between ranks")
         held = self.share.layers[settings["layer"]]
-        return {"group": held.group, "first": held.first}
+        return {"group": held.group, "skipped": held.first}
 
     def _window(self, window: int | None) -> int:
         """The window as the core takes it: 0 if no sequence is longer. Files write the largest integer for "no window"."""
@@ -369,7 +369,7 @@ class Lowering:
         """Add the phase that takes the largest absolute value of each row over all ranks."""
         buffer = self.buffers.take("float", 1)
         self.program.extreme(rows.at, buffer, rows.width, **{**mark, "name": "extreme"})
-        return {"extreme": buffer}
+        return {"extremes": buffer}
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v of a node as columns of one buffer, as attention needs them. They are copied if they are not."""

@@ -62,7 +62,7 @@ class Membership:
 
 
 def main(fd: int, region: int) -> int:
-    """Serve one first rank over the socket with this descriptor; returns the exit code."""
+    """Serve one first rank over a socket, with the memory of all ranks (descriptors of both); returns the exit code."""
     # A Ctrl-C reaches the first rank, which decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -79,7 +79,7 @@ def main(fd: int, region: int) -> int:
         path = Path(message.model)
         source = open_folder(path) if path.is_dir() else GGUFFile(path)
         config = read_config(source)
-        ranks = core.module().Ranks(region, message.rank, message.patience)
+        ranks = core.module().Ranks(core.module().Region.open(region), message.rank, message.patience)
         group: RankGroup = Membership(Share(message.rank, message.world, config), ranks)
         program = load_target(config, source, message.settings, group)
         program.weights.pack()

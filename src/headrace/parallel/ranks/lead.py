@@ -74,7 +74,7 @@ class Lead:
                 "tp=%d with %d threads each on %d processors: ranks wait for each other, and one rank is faster",
                 *(world, settings.threads, len(allowed_processors())),
             )
-        region = core.module().make_region(world, rows=most_rows(recipe), width=config.hidden_size, vocab=config.vocab_size)
+        region = core.module().Region(world, rows=most_rows(recipe), width=config.hidden_size, vocab=config.vocab_size)
         self._followers: list[Follower] = []
         # Also ends them when the program goes away without `close`.
         self._end = weakref.finalize(self, end_all, self._followers)
@@ -89,12 +89,10 @@ class Lead:
                     processors=places[rank],
                     patience=PATIENCE,
                 )
-                self._followers.append(start(message, region))
+                self._followers.append(start(message, region.descriptor))
         except BaseException:
             self._end()
             raise
-        finally:
-            os.close(region)
 
     def ready(self) -> None:
         for follower in self._followers:

@@ -1,0 +1,114 @@
+"""Several ranks compute the bits of one: logits of all architectures, kinds and worlds, tokens of all decoding methods."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import core
+from headrace.data.explicit import params_of
+from headrace.drafting.ngram import PromptLookup
+from headrace.drafting.speculation import Speculation
+from headrace.models.base import Model
+from headrace.parallel.ranks.share import unsupported_world
+from headrace.weights.kinds import KINDS
+from tests.native_blocks import INTEGER_KINDS
+from tests.parallel.ranks import engine_of, own_pools, ranked
+from tests.parallel.test_cut_weights import kind_source
+from tests.parallel.test_cut_weights import model as kind_model
+from tests.tiny import finish, tokens_of
+from tests.tiny_native import Feeder, native_model
+
+if not core.available():
+    pytest.skip(core.reason(), allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("own_pools")
+__all__ = ["own_pools"]
+
+TEXTS = [np.random.default_rng(at).integers(0, 590, length).tolist() for at, length in enumerate((37, 1, 20))]
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+
+
+def model(architecture: str = "llama", **changes: Any) -> Model:
+    """9 heads on 3 K/V heads: a K/V head has query heads on two ranks. gpt2 has as many K/V heads as heads."""
+    sizes = {"heads": 9, "kv_heads": 9 if architecture == "gpt2" else 3, "head_dim": 64, "ffn": 512, "vocab_size": 600}
+    made = native_model(architecture, **{**sizes, "hidden_size": 64, **changes})
+    assert not unsupported_world(made.config, 8)
+    return made
+
+
+def logits(program: Any) -> list[np.ndarray]:
+    """Of a prompt in two chunks beside another, then of a draft tree."""
+    feeder = Feeder(program, TEXTS)
+    first = feeder.feed((0, 0, 16), (1, 0, 1))
+    second = feeder.feed((2, 0, 20), (0, 16, 21), nodes=[5, 6, 7], parents=[-1, 0, 0])
+    return first + second
+
+
+def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(np.array_equal(x.view(np.uint32), y.view(np.uint32)) for x, y in zip(a, b, strict=True))
+
+
+def both(made: Model, world: int, **options: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    with ranked(made, 1, **options) as one:
+        expected = logits(one)
+    with ranked(made, world, **options) as program:
+        return expected, logits(program)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_of_architectures(architecture: str, world: int) -> None:
+    assert equal(*both(model(architecture), world))
+
+
+@pytest.mark.parametrize("kind", [*INTEGER_KINDS, "F32"])
+def test_logits_of_stored_kinds(kind: str) -> None:
+    made = kind_model(KINDS[kind].block)
+    for world in (2, 4):
+        assert equal(*both(made, world, source=kind_source(kind, made))), world
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "float32"])
+def test_logits_with_other_kv(kv_dtype: str) -> None:
+    assert equal(*both(model(), 2, kv_dtype=kv_dtype))
+
+
+@pytest.mark.parametrize("activations", ["token", "tensor"])
+def test_logits_with_scales_of_whole_rows(activations: str) -> None:
+    for world in (2, 4):
+        assert equal(*both(model(), world, activations=activations, quantize="int8")), world
+
+
+@pytest.mark.parametrize("fuse", [frozenset()])
+def test_logits_without_fusions(fuse: frozenset[str]) -> None:
+    assert equal(*both(model(), 2, fuse=fuse))
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+METHODS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "max_tokens": 12},
+    {"seed": 3, "top_p": 0.9, "max_tokens": 12},
+    {"seed": 4, "n": 3},
+    {"seed": 5, "repetition_penalty": 1.3, "no_repeat_ngram": 2},
+    {"beam_width": 3},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"temperature": 0.0, "prompt_logprobs": 2},
+)
+
+
+def outputs(made: Model, world: int, speculation: bool, **options: Any) -> list[Any]:
+    """Tokens, and log-probabilities of the prompt, of all requests in one engine whose small pool makes it preempt."""
+    drafting = Speculation([PromptLookup()], 256) if speculation else None
+    repeated = [7, 8, 9, 10] * 6
+    with ranked(made, world, num_blocks=24, **options) as program:
+        engine = engine_of(program, speculation=drafting, budget=48, blocks=24)
+        requests = [engine.add([*repeated, at], params_of({"max_tokens": 8, **fields})) for at, fields in enumerate(METHODS)]
+        finish(engine)
+        return [(tokens_of(request), request.prompt_logprobs) for request in requests]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("speculation", [False, True])
+def test_tokens_of_decoding_methods(world: int, speculation: bool) -> None:
+    assert outputs(model(), world, speculation) == outputs(model(), 1, speculation)
