@@ -12,7 +12,7 @@ from headrace.backends.native.program import thread_pool
 from headrace.backends.native.weights import PackedWeights, packed_bytes
 from headrace.models.base import Model
 from headrace.models.registry import describe
-from headrace.parallel.ranks.share import Share
+from headrace.parallel.ranks.share import UNIT, Share
 from headrace.weights.kinds import KINDS
 from headrace.weights.parts import Unpaired, WeightPart, cut, layout
 from tests.e2e.test_native_weights import Stored
@@ -51,11 +51,9 @@ def kind_source(kind: str, whole: Model) -> MemorySource:
     return source
 
 
-def product(linear: Any, columns: range, width: int) -> np.ndarray:
-    """Stored columns `columns` of a packed layer [width inputs], by unit vectors: [columns, outputs]."""
-    x = np.zeros((len(columns), width), np.float32)
-    x[np.arange(len(columns)), list(columns)] = 1
-    result: np.ndarray = module.linear(linear, x, thread_pool(1))
+def product(linear: Any) -> np.ndarray:
+    """The matrix of a packed layer, [inputs, outputs], by unit vectors."""
+    result: np.ndarray = module.linear(linear, np.eye(linear.inputs, dtype=np.float32), thread_pool(1))
     return result
 
 
@@ -65,20 +63,13 @@ def packed(source: MemorySource, whole: Model, share: Share, quantize: str) -> t
     return narrow, weights
 
 
-def matrices(narrow: Model, weights: PackedWeights, share: Share, block: int) -> dict[str, np.ndarray]:
+def matrices(narrow: Model, weights: PackedWeights) -> dict[str, np.ndarray]:
     """The matrices of a rank, [inputs, outputs], by name."""
-    layer, held = narrow.layers[0], share.layers[0]
-    hidden = narrow.config.hidden_size
-    (qkv,) = weights.linear(layer.qkv)
-    (gate_up,) = weights.linear(layer.gate_up)
-    made = {"qkv": (qkv, range(hidden), hidden), "gate_up": (gate_up, range(hidden), hidden)}
-    for name, holder, columns in (("out", layer.out, held.cut("heads")), ("down", layer.down, held.ffn)):
-        first = columns.start // block * block
-        width = -(-columns.stop // block) * block - first
-        made[name] = (weights.linear(holder)[0], range(columns.start - first, columns.stop - first), width)
-    made["head"] = (weights.head(narrow.output), range(hidden), hidden)
+    layer = narrow.layers[0]
+    made = {name: weights.linear(getattr(layer, name), UNIT)[0] for name in ("qkv", "gate_up", "out", "down")}
+    made["head"] = weights.head(narrow.output)
     weights.pack()
-    return {name: product(part.linear, columns, width) for name, (part, columns, width) in made.items()}
+    return {name: product(part.linear) for name, part in made.items()}
 
 
 def joined(ranks: list[tuple[Share, dict[str, np.ndarray]]]) -> dict[str, list[np.ndarray]]:
@@ -107,13 +98,12 @@ CASES = [(kind, "") for kind in (*INTEGER_KINDS, "F32", "F16")] + [("F32", "int8
 
 @pytest.mark.parametrize(("kind", "quantize"), CASES)
 def test_shares_put_together_are_the_whole(kind: str, quantize: str) -> None:
-    block = KINDS[kind].block
-    whole = model(block)
+    whole = model(KINDS[kind].block)
     source = kind_source(kind, whole)
 
     def of_world(world: int) -> dict[str, list[np.ndarray]]:
         shares = [Share(rank, world, whole.config) for rank in range(world)]
-        return joined([(share, matrices(*packed(source, whole, share, quantize), share, block)) for share in shares])
+        return joined([(share, matrices(*packed(source, whole, share, quantize))) for share in shares])
 
     expected = of_world(1)
     for world in (2, 4, 8):
@@ -130,9 +120,9 @@ def test_a_world_of_one_packs_what_no_share_packs(kind: str) -> None:
     plain = PackedWeights(whole, source, thread_pool(1))
     share = Share(0, 1, whole.config)
     narrow, one = packed(source, whole, share, "")
-    block = KINDS[kind].block
-    for name, values in matrices(whole, plain, share, block).items():
-        assert np.array_equal(values, matrices(narrow, one, share, block)[name]), name
+    of_share = matrices(narrow, one)
+    for name, values in matrices(whole, plain).items():
+        assert np.array_equal(values, of_share[name]), name
     assert plain.bytes == one.bytes
 
 
@@ -145,8 +135,7 @@ def test_the_estimate_of_a_share_is_what_is_packed(kind: str, world: int) -> Non
     for rank in range(world):
         share = Share(rank, world, whole.config)
         narrow, weights = packed(source, whole, share, "")
-        matrices(narrow, weights, share, KINDS[kind].block)
-        weights.pack()
+        matrices(narrow, weights)
         assert packed_bytes(whole, source, "", share) - norms == weights.bytes
 
 

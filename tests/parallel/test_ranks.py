@@ -92,7 +92,6 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"seed": 4, "n": 3},
     {"seed": 5, "repetition_penalty": 1.3, "no_repeat_ngram": 2},
     {"beam_width": 3},
-    {"penalty_alpha": 0.6, "top_k": 4},
     {"temperature": 0.0, "prompt_logprobs": 2},
 )
 

@@ -102,7 +102,7 @@ def test_grammars_and_scores(one: Models, two: Models, fields: dict[str, Any]) -
 
 
 def test_embeddings_and_scores_of_texts(one: Models, two: Models) -> None:
-    assert [each.vector for each in two.plain.embed(PROMPTS)] == [each.vector for each in one.plain.embed(PROMPTS)]
+    assert [each.values for each in two.plain.embed(PROMPTS)] == [each.values for each in one.plain.embed(PROMPTS)]
     assert two.plain.score(PROMPTS) == one.plain.score(PROMPTS)
 
 

@@ -66,8 +66,9 @@ class NativeHeads(NativeProgram):
 
     def __init__(self, heads: Heads, target: NativeProgram, source: WeightSource, **settings: Any) -> None:
         """settings: num_blocks, block_size, max_positions, kv_dtype and threads of the target."""
-        config = heads_config(heads.kind, target.config)
-        own = HeadsSource(heads, target.config, source)
+        whole = target.config if target.group is None else target.group.share.config
+        config = heads_config(heads.kind, whole)
+        own = HeadsSource(heads, whole, source)
         inputs = PackedInputs(heads, target, thread_pool(settings.get("threads", 0)))
         super().__init__(
             describe(config),

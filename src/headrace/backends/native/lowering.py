@@ -363,7 +363,8 @@ class Lowering:
         """Whether each rank has columns of a value whose scale depends on the whole row."""
         if self.share is None or self.by_group:
             return False
-        return any(node.settings["w"].columns is not None for node in self.uses.by_linears(value))
+        readers = (node for node in self.uses.by_linears(value) if node.op == "linear")
+        return any(node.settings["w"].columns is not None for node in readers)
 
     def _extreme(self, rows: Floats, mark: dict[str, Any]) -> dict[str, int]:
         """Add the phase that takes the largest absolute value of each row over all ranks."""
