@@ -52,8 +52,8 @@ def kind_source(kind: str, whole: Model) -> MemorySource:
 
 
 def product(linear: Any) -> np.ndarray:
-    """The matrix of a packed layer, [inputs, outputs], by unit vectors."""
-    result: np.ndarray = module.linear(linear, np.eye(linear.inputs, dtype=np.float32), thread_pool(1))
+    """The matrix of a packed layer, [stored columns, outputs], by unit vectors."""
+    result: np.ndarray = module.linear(linear, np.eye(linear.k, dtype=np.float32), thread_pool(1))
     return result
 
 
@@ -64,12 +64,23 @@ def packed(source: MemorySource, whole: Model, share: Share, quantize: str) -> t
 
 
 def matrices(narrow: Model, weights: PackedWeights) -> dict[str, np.ndarray]:
-    """The matrices of a rank, [inputs, outputs], by name."""
+    """The matrices of a rank, [inputs, outputs], by name: of stored blocks that ranks share, the rank's own columns."""
     layer = narrow.layers[0]
-    made = {name: weights.linear(getattr(layer, name), UNIT)[0] for name in ("qkv", "gate_up", "out", "down")}
+    starts: dict[str, int] = {}
+
+    def unshared(tensors: list[Any], part: WeightPart, unit: int) -> Any:
+        if part.columns is not None:
+            block = max(KINDS[weights.source.info(part.source).kind].block, UNIT)
+            starts[part.target.split(".")[-2]] = part.columns[0] % block
+        return module.PackedLinear(tensors)
+
+    weights._packed_linear = unshared  # type: ignore[method-assign]
+    made = {name: weights.linear(getattr(layer, name))[0] for name in ("qkv", "gate_up", "out", "down")}
     made["head"] = weights.head(narrow.output)
     weights.pack()
-    return {name: product(part.linear) for name, part in made.items()}
+    widths = {"out": layer.out.n_in, "down": layer.down.n_in}
+    found = {name: product(part.linear) for name, part in made.items()}
+    return {name: rows[(at := starts.get(name, 0)) : at + widths.get(name, len(rows))] for name, rows in found.items()}
 
 
 def joined(ranks: list[tuple[Share, dict[str, np.ndarray]]]) -> dict[str, list[np.ndarray]]:
