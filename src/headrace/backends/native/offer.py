@@ -44,8 +44,10 @@ def load_target(
 
     stage: layers and input rows of a pipeline's stage.
     """
-    model = describe(config if group is None else group.share.narrowed())
-    return NativeProgram(model, source, centre=_centre(config, source), pack=False, group=group, **stage, **settings.program)
+    model, centre = describe(config if group is None else group.share.narrowed()), _centre(config, source)
+    if group is not None and centre is not None:
+        centre = np.ascontiguousarray(centre[:, group.share.layers[0].cut("heads", "k")])
+    return NativeProgram(model, source, centre=centre, pack=False, group=group, **stage, **settings.program)
 
 
 def threads_of_rank(settings: ModelSettings) -> int:

@@ -141,9 +141,8 @@ class NativeProgram:
         )
         self.encoder: NativeEncoder | None = None
         if model.encoder is not None:
-            self.encoder = NativeEncoder(
-                model, self.weights, self.kv, pool=pool, max_positions=max_positions, fuse=fuse, isa=isa
-            )
+            shared = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
+            self.encoder = NativeEncoder(model, self.weights, self.kv, **shared)
         if pack:
             self.weights.pack()
         self.core = lowered.program
