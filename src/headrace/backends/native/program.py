@@ -115,10 +115,8 @@ class NativeProgram:
         pack: bool = True,
         group: RankGroup | None = None,
     ) -> None:
-        self.model = model
+        self.model, pool = model, thread_pool(threads)
         self.config = config = model.config
-        pool = thread_pool(threads)
-        self.group = group
         self.weights = weights or PackedWeights(model, source, pool, quantize, None if group is None else group.share)
         held, (_, *heads) = _kv_layers(config, layers), kv_shape(config)
         self.kv = core.module().KVPool(max(len(held), 1), num_blocks, block_size, *heads, KV_DTYPES[kv_dtype])
@@ -146,7 +144,7 @@ class NativeProgram:
         if pack:
             self.weights.pack()
         self.core = lowered.program
-        self.inputs = inputs
+        self.inputs, self.group = inputs, group
         self.taps: Mapping[str, int] = lowered.taps
         self._sizes = num_blocks, block_size
         self._norm = None if model.norm is None else self._read_norm(model.norm)
