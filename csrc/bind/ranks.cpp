@@ -1,5 +1,7 @@
 // Python bindings of ranks: their region, and the loop of a rank that follows the leader.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -38,6 +40,21 @@ void py_follow(Ranks& ranks, const std::vector<std::shared_ptr<Program>>& progra
     follow(ranks, all);
 }
 
+// Adds x over the ranks `count` times. Returns the sum and the seconds of each exchange.
+std::pair<Array<float>, Array<double>> time_exchanges(Ranks& ranks, const FloatVector& x, size_t count) {
+    auto [sum, sums] = new_array<float>({x.size()});
+    auto [took, seconds] = new_array<double>({count});
+    {
+        const nb::gil_scoped_release unlocked;
+        for (size_t i = 0; i < count; ++i) {
+            const auto start = Ranks::Clock::now();
+            ranks.add_all({x.data(), x.size()}, sum);
+            took[i] = std::chrono::duration<double>(Ranks::Clock::now() - start).count();
+        }
+    }
+    return {sums, seconds};
+}
+
 }  // namespace
 
 void bind_ranks(nb::module_& m) {
@@ -71,6 +88,9 @@ void bind_ranks(nb::module_& m) {
         .def("end", &Ranks::end, nb::call_guard<nb::gil_scoped_release>(),
              "Leader: the other ranks return from `follow`.")
         .def("give_up", &Ranks::give_up, "Make this rank count as lost.");
+    m.def(
+        "time_exchanges", &time_exchanges, "ranks"_a, "x"_a, "count"_a,
+        "Add x [n] over the ranks `count` times; all ranks call it. Returns the sum and the seconds of each exchange.");
     m.def("follow", &py_follow, "ranks"_a, "programs"_a,
           "Carry out the leader's commands, for programs by number, until it ends. Raises RankLost.");
 }

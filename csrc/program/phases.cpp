@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "pack/kernels.h"
+#include "ranks/sums.h"
 
 namespace headrace {
 namespace {
@@ -94,36 +95,12 @@ void add_sinusoids(const Worker& w, int number, int r, float* row) {
     for (int i = 0; i < half; ++i) row[half + i] += rope.cos.data()[at + i];
 }
 
-// Joins the sums of `count` ranks at column i as a tree.
-template <int count>
-float joined(const float* const* parts, int i) {
-    if constexpr (count == 1) {
-        return parts[0][i];
-    } else {
-        return joined<count / 2>(parts, i) + joined<count / 2>(parts + count / 2, i);
-    }
-}
-
-template <int count>
-void reduce_row(const ReducePhase& phase, const float* const* parts, float* out) {
-    const float* bias = phase.bias.empty() ? nullptr : phase.bias.data();
-    for (int i = 0; i < phase.width; ++i) {
-        const float sum = bias ? joined<count>(parts, i) + bias[i] : joined<count>(parts, i);
-        out[i] = phase.add ? out[i] + sum : sum;
-    }
-}
-
 void reduce_row(const ReducePhase& phase, int ranks, const float* const* parts, float* out) {
-    switch (ranks) {
-        case 1:
-            return reduce_row<1>(phase, parts, out);
-        case 2:
-            return reduce_row<2>(phase, parts, out);
-        case 4:
-            return reduce_row<4>(phase, parts, out);
-        default:
-            return reduce_row<8>(phase, parts, out);
-    }
+    const float* bias = phase.bias.empty() ? nullptr : phase.bias.data();
+    add_parts(parts, ranks, phase.width, [&](int i, float sum) {
+        const float biased = bias ? sum + bias[i] : sum;
+        out[i] = phase.add ? out[i] + biased : biased;
+    });
 }
 
 // Bits of the largest |x|. As integers these bits sort finite values, then infinity, then NaN.

@@ -4,6 +4,7 @@
 #include <new>
 #include <thread>
 
+#include "ranks/sums.h"
 #include "system/os.h"
 #include "system/pause.h"
 
@@ -156,6 +157,19 @@ bool Ranks::find_ended() {
         }
     }
     return false;
+}
+
+void Ranks::add_all(std::span<const float> x, float* out) {
+    if (x.size_bytes() > static_cast<size_t>(sizes().slot_bytes))
+        throw std::invalid_argument("a slot of the region has " + std::to_string(sizes().slot_bytes) + " bytes, not " +
+                                    std::to_string(x.size_bytes()));
+    std::copy(x.begin(), x.end(), reinterpret_cast<float*>(mine(exchange_)));
+    arrive(exchange_);
+    if (!await(exchange_)) check();
+    const float* parts[kMostRanks];
+    for (int rank = 0; rank < world(); ++rank) parts[rank] = reinterpret_cast<const float*>(of(rank, exchange_));
+    add_parts(parts, world(), static_cast<int>(x.size()), [&](int i, float sum) { out[i] = sum; });
+    ++exchange_;
 }
 
 std::span<uint8_t> Ranks::next_message() {

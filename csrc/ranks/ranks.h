@@ -109,6 +109,10 @@ public:
     // Returns whether all ranks have arrived; false once a rank is lost.
     bool await(uint32_t exchange);
 
+    // One exchange outside a step: out [width] = the sum of every rank's x, joined as a tree. Throws
+    // std::invalid_argument if x does not fit a slot, RankLost.
+    void add_all(std::span<const float> x, float* out);
+
     // Memory of Sizes::common_bytes that all ranks may write.
     uint8_t* common() const { return region_->common(); }
 

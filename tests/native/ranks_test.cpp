@@ -67,6 +67,27 @@ void exchanges(int world) {
     });
 }
 
+// Sums over ranks, of random floats: the tree's.
+void sums(int world) {
+    const auto part = [](int rank) {
+        std::mt19937 rng(static_cast<unsigned>(rank));
+        return normal_floats(rng, 100);
+    };
+    std::vector<float> wanted(100), parts(kMostRanks);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        for (int rank = 0; rank < world; ++rank) parts[static_cast<size_t>(rank)] = part(rank)[i];
+        wanted[i] = in_tree(parts.data(), world);
+    }
+    on_ranks({world, 400, 0, 0}, [&](const std::shared_ptr<Ranks>& ranks) {
+        std::vector<float> got(100);
+        for (int i = 0; i < 5; ++i) {
+            ranks->add_all(part(ranks->rank()), got.data());
+            require(same_bits(got, wanted), "a sum is not the tree's");
+        }
+        require(throws([&] { ranks->add_all(std::vector<float>(101), got.data()); }), "a part larger than a slot");
+    });
+}
+
 // Controls of the arithmetic: what a wrong exchange would compute has other bits.
 void controls() {
     std::mt19937 rng(3);
@@ -635,7 +656,7 @@ void failures() {
 
 int main() {
     losses();
-    for (const int world : {2, 4, 8}) exchanges(world);
+    for (const int world : {2, 4, 8}) exchanges(world), sums(world);
     controls();
     cut_linears();
     models();
