@@ -17,6 +17,7 @@ constexpr uint64_t kMagic = 0x31736b6e61722d68;  // changes with the format of t
 constexpr int kPolls = 2000;                     // 20 to 100 microseconds, then a waiting thread yields
 constexpr auto kAwake = 1ms;                     // then it sleeps
 constexpr auto kSleep = 20ms;                    // then it looks for ended processes
+constexpr auto kLongestGap = 5 * kSleep;
 constexpr size_t kLine = 128;
 constexpr int kUnknown = -3;  // a process that was not opened yet
 
@@ -121,10 +122,14 @@ bool Ranks::wait(Region::Counter& counter, uint32_t target, int other, bool idle
         if (reached(counter.value, target)) return true;
         pause_thread();
     }
-    const auto start = Clock::now();
+    auto last = Clock::now();
+    Clock::duration waited{};
     while (!reached(counter.value, target)) {
         if (lost()) return false;
-        const auto waited = Clock::now() - start;
+        const auto now = Clock::now();
+        // A longer gap: this process was stopped, perhaps together with the others.
+        waited += std::min<Clock::duration>(now - last, kLongestGap);
+        last = now;
         if (waited < kAwake) {
             std::this_thread::yield();
             continue;
