@@ -36,8 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "a required name outside": ({**AB, "required": ["z"]}, "{}", True),
     "a larger minProperties": ({**AB, "required": ["a", "b"], "minProperties": 3}, '{"a":"x","b":true,"z":1}', True),
     "a branch of allOf": ({"allOf": [AB]}, "{}", True),
-    "optional": ({"anyOf": [AB, {"type": "null"}]}, "{}", False),
-    "optional, by reference": ({"anyOf": [{"$ref": "#/$defs/o"}, {"type": "null"}], "$defs": {"o": AB}}, "{}", False),
+    "optional": ({"anyOf": [AB, {"type": "null"}]}, "{}", True),
+    "optional, by reference": ({"anyOf": [{"$ref": "#/$defs/o"}, {"type": "null"}], "$defs": {"o": AB}}, "{}", True),
     "an optional property": (
         {
             "type": "object",
@@ -45,27 +45,31 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
             "$defs": {"o": {"type": "object", "title": "O", **AB}},
         },
         '{"p":{}}',
+        True,
+    ),
+    "optional, by oneOf": ({"oneOf": [{"$ref": "#/$defs/o"}, {"type": "null"}], "$defs": {"o": AB}}, "{}", True),
+    "optional twice": ({"anyOf": [{"anyOf": [AB, {"type": "null"}]}, {"type": "string"}]}, "{}", True),
+    "in a property of a branch": (
+        {"anyOf": [{"properties": {"p": AB}, "required": ["p"]}, {"type": "null"}]},
+        '{"p":{}}',
         False,
     ),
-    "optional, the null first": ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/o"}], "$defs": {"o": AB}}, "{}", False),
-    "optional, by oneOf": ({"oneOf": [{"$ref": "#/$defs/o"}, {"type": "null"}], "$defs": {"o": AB}}, "{}", False),
-    "optional twice": ({"anyOf": [{"anyOf": [AB, {"type": "null"}]}, {"type": "string"}]}, "{}", False),
-    "next to a text, a list and a constant": (
-        {"anyOf": [{"type": "string"}, {"type": "array"}, {"const": 3}, {"$ref": "#/$defs/o"}], "$defs": {"o": AB}},
-        "{}",
+    "in a property of a branch of oneOf": (
+        {"oneOf": [{"type": "object", "properties": {"p": AB}, "required": ["p"]}, {"type": "null"}]},
+        '{"p":{}}',
         False,
     ),
-    "next to a reference to an enumeration": (
-        {"anyOf": [{"$ref": "#/$defs/e"}, {"$ref": "#/$defs/o"}], "$defs": {"o": AB, "e": {"enum": ["x", "y"]}}},
-        "{}",
-        False,
+    "in a property of a branch that is merged": (
+        {"allOf": [{"anyOf": [{"properties": {"p": AB}}, {"type": "null"}]}, {"properties": {"p": {"required": ["z"]}}}]},
+        '{"p":{}}',
+        True,
     ),
     "an optional list": ({"anyOf": [{"type": "array", "items": AB}, {"type": "null"}]}, "[{}]", False),
-    "one or a list": ({"anyOf": [AB, {"type": "array", "items": AB}]}, "[{}]", False),
+    "one or a list": ({"anyOf": [AB, {"type": "array", "items": AB}]}, "{}", True),
     "one of two lists": (
         {"anyOf": [{"type": "array", "items": AB}, {"type": "array", "items": {"required": ["z"]}}]},
         "[{}]",
-        True,
+        False,
     ),
     "one of two objects": ({"anyOf": [AB, {"type": "object", "required": ["z"]}, {"type": "null"}]}, "{}", True),
     "one of two objects, by reference": (

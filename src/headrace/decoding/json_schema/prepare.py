@@ -47,22 +47,17 @@ IN_PLACE = frozenset(  # keywords with schemas for the same value
 )
 OVERLAPPING = frozenset("patternProperties contains unevaluatedProperties unevaluatedItems".split())  # for the same parts
 OPEN = frozenset("additionalProperties patternProperties propertyNames unevaluatedProperties".split())
-MERGED, BRANCH, ALONE = 0, 1, 2  # a schema among others for its value; a branch of nothing but a union; the only one
+# Place of a schema: among others for its value; a branch of nothing but a union; the only schema of its value.
+MERGED, BRANCH, ALONE = 0, 1, 2
 
 
-def place_of(key: str, own: dict[str, Any], place: int, document: Document) -> int:
-    """The place of the schemas under one keyword of a schema at `place`.
-
-    A union in which one branch accepts objects and one accepts arrays, as in `Optional[Model]`, has one schema for each.
-    """
+def place_of(key: str, own: dict[str, Any], place: int) -> int:
+    """The place of the schemas under one keyword of a schema at `place`. Those inside a branch apply to other values, alone."""
     if list(own) == ["$ref"] and key == "$ref":
         return place
     if list(own) == ["anyOf"] and key == "anyOf":
-        shared = any(
-            sum(not disjoint(document, [branch], [{"type": kind}]) for branch in own[key]) > 1 for kind in ("object", "array")
-        )
-        return min(place, BRANCH) if shared else place
-    return MERGED if (IN_PLACE | OVERLAPPING) & set(own) else place
+        return min(place, BRANCH)
+    return MERGED if place == MERGED or (IN_PLACE | OVERLAPPING) & set(own) else ALONE
 
 
 def is_closable(own: dict[str, Any]) -> bool:
@@ -197,7 +192,7 @@ class _Rewriter:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
-            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place, self.document))
+            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place))
         if place == ALONE and is_closable(own):
             made["additionalProperties"] = False
         made = kept_range(with_digits(made) if place != MERGED and not IN_PLACE & set(own) else made)
