@@ -21,6 +21,7 @@ from headrace.data.explicit import (
     as_batch,
     as_conversations,
     as_prompt,
+    check_variables,
     only_known,
     params_for_prompts,
     template_variables,
@@ -45,7 +46,14 @@ from headrace.parallel.pipeline.opening import last_stage, pipeline_executor
 from headrace.startup.backend import start
 from headrace.startup.classifier import Pair, encode_texts, load, require_classifier
 from headrace.startup.loading import open_files, open_roles, pick_device
-from headrace.text.chat import ChatTemplate, TemplateError, check_continues, render_open, validate_messages
+from headrace.text.chat import (
+    ChatTemplate,
+    TemplateError,
+    check_continues,
+    check_template_kwargs,
+    render_open,
+    validate_messages,
+)
 from headrace.weights.defaults import values
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
@@ -188,8 +196,7 @@ class LLM:
         tools, tool_choice, parallel_tool_calls: as in the server; calls fit their schemas and are in an output's `tool_calls`.
         chat_template, parse_special: as in `render`. Raises ToolError, TemplateError, TypeError.
         """
-        given_to_template = dict(chat_template_kwargs or {})
-        name = given_to_template.pop("chat_template", chat_template)
+        given_to_template, name = _template_kwargs(chat_template_kwargs, chat_template)
         called = bool(tools) and tool_choice != "none"
         chosen = self.opened.template.choose(name, tools=called, parse_special=parse_special)
         source, template = chosen.source, template_variables(more, chosen.reads)
@@ -298,18 +305,27 @@ class LLM:
         return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Progress()))
 
     def render(
-        self, messages: Messages, *, chat_template: str | None = None, parse_special: bool = False, **template: Any
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
+        **template: Any,
     ) -> list[int]:
         """Token ids of a conversation up to the start of a new answer.
 
-        template: variables of the chat template; with continue_final_message the ids end with the last message's text.
-        chat_template: name of one of the model's templates; default: "tool_use" if there are tools and it exists, otherwise
-        "default". Control tokens inside messages, tool results, arguments and documents are text; parse_special parses them,
-        for trusted content only. Raises TemplateError without a template, or if the conversation cannot be continued.
+        template: variables that the chat template reads; others go into chat_template_kwargs. With continue_final_message the
+        ids end with the last message's text. chat_template: name of one of the model's templates; default: "tool_use" if there
+        are tools and it exists, otherwise "default". Control tokens inside messages, tool results, arguments and documents are
+        text; parse_special parses them, for trusted content only. Raises TemplateError without a template, or if the
+        conversation cannot be continued; TypeError for a variable that the template does not read.
         """
+        given_to_template, name = _template_kwargs(chat_template_kwargs, chat_template)
         tools = template.get("tools") is not None
-        chosen = self.opened.template.choose(chat_template, tools=tools, parse_special=parse_special)
-        return self._rendered(chosen, messages, **template)
+        chosen = self.opened.template.choose(name, tools=tools, parse_special=parse_special)
+        check_variables(template, chosen.reads)
+        return self._rendered(chosen, messages, **{**given_to_template, **template})
 
     def _rendered(
         self, chosen: ChatTemplate, messages: Messages, *, continue_final_message: bool = False, **template: Any
@@ -409,3 +425,10 @@ class LLM:
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
         """Encode texts without parsing control tokens in them."""
         return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
+
+
+def _template_kwargs(given: Mapping[str, Any] | None, chat_template: str | None) -> tuple[dict[str, Any], str | None]:
+    """The variables in chat_template_kwargs, and the name of the template, which may stand among them. Raises TemplateError."""
+    variables = dict(given or {})
+    check_template_kwargs(variables)
+    return variables, variables.pop("chat_template", chat_template)

@@ -44,6 +44,32 @@ def test_chat_template_kwargs_as_on_the_server(llm: LLM) -> None:
     assert found.prompt_token_ids == same.prompt_token_ids
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "range"])
+def test_chat_template_kwargs_set_no_field_of_the_request(shell: Shell, llm: LLM, tmp_path: Path, name: str) -> None:
+    says = f"chat_template_kwargs may not set {name}"
+    for ask in (llm.chat, llm.render):
+        with pytest.raises(TemplateError, match=says):
+            ask(OPEN, chat_template_kwargs={name: True})
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked = {"messages": OPEN, "chat_template_kwargs": {name: True}}
+    lines = [asked, {"custom_id": "api", "url": "/v1/chat/completions", "body": asked}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shell("generate", llm.opened.path, "-i", source, "-o", target, "--dtype", "float64", "-m", 1)
+    errors = [json.loads(line)["error"] for line in target.read_text().splitlines()]
+    assert [says in error for error in errors] == [True, True]
+
+
+def test_render_drops_no_keyword(llm: LLM) -> None:
+    grave = llm.render(OPEN, tone="grave", add_generation_prompt=False)
+    assert grave == llm.render(OPEN, chat_template_kwargs={"tone": "grave", "unknown": 1}, add_generation_prompt=False)
+    assert grave != llm.render(OPEN, add_generation_prompt=False)
+    with pytest.raises(TypeError, match="'add_generation_promt' is not a variable of the template; did you mean add_gen"):
+        llm.render(OPEN, add_generation_promt=False)
+    for name in ("max_tokens", "system", "style", "tools"):
+        with pytest.raises(TypeError, match=f"'{name}' is not a variable of the template"):
+            llm.render(OPEN, **{name: 1})
+
+
 def test_a_template_that_cannot_be_parsed_is_named_and_not_the_keyword() -> None:
     assert ChatTemplate("{% for %}").reads("anything")
     assert ChatTemplate(None).reads("anything")

@@ -78,6 +78,8 @@ def test_batches_of_every_type() -> None:
         ([5, "The mill"], "token ids must be integers, not 'The mill'"),
         ([5, None], "token ids must be integers, not None"),
         ([None], "a prompt must be .* not None"),
+        (memoryview(b"The mill"), "a prompt must be .* not <memory"),
+        ([memoryview(b"The mill")], "a prompt must be .* not <memory"),
         ([b"The mill"], "a prompt must be .* not b'The mill'"),
         ({}, r"a prompt dict has one key, prompt or prompt_token_ids, not \[\]"),
         ({"text": "The mill"}, r"a prompt dict has one key, .* not \['text'\]"),

@@ -33,6 +33,8 @@ CHAT = (
     *("continue_final_message", "chat_template", "chat_template_kwargs", "parse_special"),
 )
 
+# Keywords of `LLM.render` that are no variables of the template.
+RENDER = ("continue_final_message", "add_generation_prompt", "chat_template", "chat_template_kwargs", "parse_special")
 NEUTRAL = SamplingParams()
 # Fields that have no effect without another one.
 GOES_WITH = {
@@ -95,6 +97,7 @@ def _check_alone(params: SamplingParams) -> None:
             raise ParamError(name, f"{name} goes with {other}; give that too, or leave it out")
 
 
+BYTES = (bytes, bytearray, memoryview)
 PROMPT_FORMS = 'a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
@@ -102,7 +105,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
     """One prompt or many: a text, a list of texts, token ids, a list of those, or dicts as `as_prompt` takes them. Raises
     TypeError."""
     prompts = plain_value(prompts)
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray)):
+    if isinstance(prompts, (str, Mapping, *BYTES)) or not isinstance(prompts, Iterable):
         return [as_prompt(prompts)]
     batch = list(map(plain_value, prompts))
     if any(hasattr(item, "__index__") for item in batch):
@@ -122,7 +125,7 @@ def as_prompt(prompt: Prompt) -> PlainPrompt:
             raise TypeError(f"{name} of a prompt dict must be {'text' if name == 'prompt' else 'token ids'}, not {plain!r:.80}")
     if isinstance(plain, str):
         return str(plain)
-    if isinstance(plain, (bytes, bytearray)) or not isinstance(plain, Iterable):
+    if isinstance(plain, BYTES) or not isinstance(plain, Iterable):
         raise TypeError(f"a prompt must be {PROMPT_FORMS}, not {plain!r:.80}")
     return _token_ids(plain)
 
@@ -209,3 +212,11 @@ def template_variables(given: Mapping[str, Any], reads: Callable[[str], bool]) -
                 f"{name!r} is neither a setting nor a variable of the template; {did_you_mean(name, SETTINGS, other)}"
             )
     return found
+
+
+def check_variables(given: Iterable[str], reads: Callable[[str], bool]) -> None:
+    """Raise TypeError for a keyword of `LLM.render` that the template does not read."""
+    for name in given:
+        if name not in RENDER and not reads(name):
+            other = did_you_mean(name, RENDER, "chat_template_kwargs passes other variables to it")
+            raise TypeError(f"{name!r} is not a variable of the template; {other}")

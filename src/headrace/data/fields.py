@@ -208,7 +208,7 @@ def token_ids(params: msgspec.Struct) -> Iterator[tuple[str, Iterable[int]]]:
 
 def plain_value(value: Any) -> Any:
     """Scalars and arrays of numpy and torch as Python's own numbers and lists; any other value unchanged."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
 # -- checks by type: value -> the value that the struct keeps ----------------------------------------------------------------

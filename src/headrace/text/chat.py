@@ -16,6 +16,11 @@ __all__ = ["ChatTemplate", "TemplateError", "TemplateLimits", "validate_messages
 
 NO_TEMPLATE = "this model has no chat template: use `generate` or `run --raw`, or pass a template"
 Message = Mapping[str, Any]
+# Names that chat_template_kwargs may not set: requests have fields for them, or they belong to the template language.
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message bos_token eos_token "
+    "raise_exception strftime_now range dict lipsum cycler joiner namespace".split()
+)
 
 
 class TemplateError(ValueError):
@@ -253,6 +258,14 @@ def _part(index: int, part: Any) -> dict[str, str]:
     if not isinstance(part, Mapping) or part.get("type") not in ("text", "quoted") or not isinstance(part.get("text"), str):
         raise TemplateError(f'message {index}: only parts {{"type": "text", "text": …}} can be read; this model takes text')
     return {"type": str(part["type"]), "text": str(part["text"])}
+
+
+def check_template_kwargs(given: Iterable[str]) -> None:
+    """Raise TemplateError for a name in `chat_template_kwargs` that it may not set."""
+    if taken := RESERVED.intersection(given):
+        raise TemplateError(
+            f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs"
+        )
 
 
 def check_continues(talks: Iterable[Sequence[Message]]) -> None:

@@ -131,7 +131,8 @@ def _add_chat(llm: LLM, request: BatchRequest, messages: list[Any], params: Samp
     """Add a conversation to the engine, with its tools, as the server does."""
     template = dict(request.template)
     called = request.tools is not None and bool(request.tools.tools) and request.tools.tool_choice != "none"
-    source = llm.opened.template.choose(template.get("chat_template"), tools=called).source
+    name = template.get("chat_template_kwargs", {}).get("chat_template")
+    source = llm.opened.template.choose(name, tools=called).source
     tools = None if request.tools is None else tools_of(llm, request.tools, params.structured_outputs, source)
     if tools is not None:
         params = params.replace(structured_outputs=tools.spec)

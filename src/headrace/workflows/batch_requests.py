@@ -171,7 +171,7 @@ def _template_arguments(fields: dict[str, Any], prompt: dict[str, Any]) -> dict[
             raise LineError(f"{name} goes with messages; remove it")
         if not isinstance(value, kind):
             raise LineError(f"{name} must be {words}, not {value!r:.40}")
-    return {**arguments.pop("chat_template_kwargs", {}), **arguments}
+    return arguments
 
 
 def _check_prompt(prompt: dict[str, Any]) -> None:

@@ -12,13 +12,8 @@ from headrace.server.http.api_error import bad
 from headrace.server.http.body_limits import read_json
 from headrace.server.protocols.chat_messages import CONTINUE, Message, check_ending, read_messages
 from headrace.server.protocols.structured import prepare_schemas, schema_of
-from headrace.text.chat import ChatTemplate
+from headrace.text.chat import ChatTemplate, TemplateError, check_template_kwargs
 
-# Names that chat_template_kwargs may not set: the server sets them, or they belong to the template language.
-RESERVED = frozenset(
-    "messages tools documents add_generation_prompt bos_token eos_token "
-    "raise_exception strftime_now range dict lipsum cycler joiner namespace".split()
-)
 # In chat_template_kwargs: the name of one of the model's templates.
 CHAT_TEMPLATE = "chat_template"
 # OpenAI's values of reasoning_effort; the template reads the value it gets.
@@ -58,8 +53,10 @@ class Conversation:
     def variables(self) -> dict[str, Any]:
         """Variables that the client sets in the chat template. Raises ApiError."""
         variables = dict(self.template_kwargs or {})
-        if taken := RESERVED & set(variables):
-            raise bad(f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs")
+        try:
+            check_template_kwargs(variables)
+        except TemplateError as error:
+            raise bad(str(error), error.field) from None
         if not isinstance(variables.get(CHAT_TEMPLATE), str | None):
             message = f"{CHAT_TEMPLATE} in chat_template_kwargs must be the name of one of the model's templates"
             raise bad(message, "chat_template_kwargs")
