@@ -139,6 +139,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "choice": {"guided_choice": []},
     "format": {"response_format": {"type": "yaml"}},
     "no format": {"response_format": {"type": "json_schema"}},
+    "a schema next to json_object": {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+    "json_schema next to text": {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
+    "an unknown key of json_schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "stric": True}}
+    },
 }
 
 

@@ -15,10 +15,18 @@ from headrace.server.engines.messages import Grammar
 from headrace.server.engines.models import Service
 from headrace.server.http.api_error import ApiError, bad
 from headrace.server.http.errors import UNFIT
+from headrace.server.protocols.chat_messages import check_keys, without_nulls
 from headrace.server.protocols.fields import Sampling
 from headrace.startup import compiling
 
 SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Keys of response_format by its type, and of json_schema in it.
+FORMAT_KEYS = {
+    "text": frozenset({"type"}),
+    "json_object": frozenset({"type"}),
+    "json_schema": frozenset({"type", "json_schema"}),
+}
+SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -137,7 +145,10 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     """The field response_format as a constraint; None for text. Raises ApiError."""
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, dict) else None
+    value = without_nulls(value) if isinstance(value, dict) else {}
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in FORMAT_KEYS:
+        check_keys("response_format", value, FORMAT_KEYS[kind], "response_format")
     match kind:
         case "text":
             return None
@@ -150,5 +161,6 @@ def _response_format(value: Any) -> dict[str, Any] | None:
                 raise bad('response_format needs {"json_schema": {"name": …, "schema": {…}}}', "response_format")
             if not isinstance(name := given.get("name"), str) or not SCHEMA_NAME.fullmatch(name):
                 raise bad("response_format: json_schema needs a name of 1 to 64 letters, digits, _ and -", "response_format")
+            check_keys("json_schema of response_format", without_nulls(given), SCHEMA_KEYS, "response_format")
             return {"json": schema}
     raise bad("response_format must have the type text, json_object or json_schema", "response_format")
