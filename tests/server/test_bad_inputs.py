@@ -1,6 +1,7 @@
 """What a stranger may send: each gets a 4xx that says what to change, and the server goes on as before."""
 
 import gzip
+import json
 import threading
 from typing import Any
 
@@ -245,12 +246,27 @@ def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:
         (b'{"model": "\xff"}', "is not UTF-8 at byte 11"),
         (b'\xef\xbb\xbf{"model": "tiny"}', "byte order mark (byte 0)"),
         (gzip.compress(b'{"model": "tiny"}', mtime=0), "compressed with gzip (byte 0)"),
+        ('{"model": "tiny"}'.encode("utf-16"), "is UTF-16 (byte 0 is a byte order mark)"),
+        ('{"model": "tiny"}'.encode("utf-16-le"), "is UTF-16 (byte 1 is zero)"),
+        ('{"model": "tiny"}'.encode("utf-16-be"), "is UTF-16 (byte 0 is zero)"),
+        ('{"model": "tiny"}'.encode("utf-32"), "is UTF-32 (byte 0 is a byte order mark)"),
     ],
 )
 def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes, says: str) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "BR", "identity, zstd"])
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(server: Running, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    answer = server.http.post("/v1/completions", content=b"\x78\x9c", headers=headers)
+    assert (answer.status_code, encoding.lower() in answer.json()["error"]["message"]) == (415, True)
+    body = json.dumps(COMPLETION | {"max_tokens": 1}).encode()
+    assert (
+        server.http.post("/v1/completions", content=body, headers=headers | {"Content-Encoding": "identity"}).status_code == 200
+    )
 
 
 def test_an_unknown_model_or_path_or_method(server: Running) -> None:

@@ -53,8 +53,12 @@ PLACE = re.compile(r"(?:JSON is malformed: )?(?P<cause>.*) \(byte (?P<at>\d+)\)"
 BEGINNINGS = (
     (b"\x1f\x8b", "is compressed with gzip (byte 0); send it without compression"),
     (b"\xef\xbb\xbf", "begins with a byte order mark (byte 0); remove it"),
+    (b"\xff\xfe\0\0", "is UTF-32 (byte 0 is a byte order mark); send UTF-8"),
+    (b"\0\0\xfe\xff", "is UTF-32 (byte 0 is a byte order mark); send UTF-8"),
     (b"\xff\xfe", "is UTF-16 (byte 0 is a byte order mark); send UTF-8"),
     (b"\xfe\xff", "is UTF-16 (byte 0 is a byte order mark); send UTF-8"),
+    (b"{\0", "is UTF-16 (byte 1 is zero); send UTF-8"),
+    (b"\0{", "is UTF-16 (byte 0 is zero); send UTF-8"),
 )
 
 

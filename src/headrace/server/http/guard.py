@@ -324,11 +324,15 @@ def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
 
 
 def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Return whether the body is an upload. Raises ApiError (415) if it is neither an upload nor JSON.
+    """Return whether the body is an upload. Raises ApiError (415) if it is neither an upload nor JSON, or if it is compressed.
 
     `curl -d` declares a form, and some clients declare no type: both count as JSON unless a browser may have sent them. A page
     of another site can send these types without a preflight request, but not a declared JSON body.
     """
+    encoding = headers.get(b"content-encoding", b"").strip().lower()
+    if encoding not in (b"", b"identity"):
+        name = ascii(encoding[:40].decode("latin-1"))
+        raise ApiError(415, f"the body has the Content-Encoding {name}; send it without compression")
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if path == UPLOADS and kind == PARTS:
         return True
