@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.startup.opening import open_model
 from headrace.weights.loader import read_tensor
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import TensorInfo, WeightError
+from tests.tiny_bert import write_tiny_bert
 from tests.unit.gguf_bytes import damaged
 
 CONFIG = {"model_type": "llama", "rope_theta": 1e4, "limit": float("inf")}
@@ -165,6 +167,14 @@ def test_an_lfs_pointer_is_named(single: Path) -> None:
     (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(WeightError, match="is a Git LFS pointer and not the file itself; fetch it with `git lfs pull`"):
         SafetensorsFolder(single)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_an_lfs_pointer_next_to_the_weights_is_named(tmp_path: Path, name: str) -> None:
+    write_tiny_bert(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(WeightError, match=f"{name}: is a Git LFS pointer and not the file itself"):
+        open_model(tmp_path)
 
 
 def test_pickled_weights_are_refused(folder: Path) -> None:

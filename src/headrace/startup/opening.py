@@ -17,7 +17,7 @@ from headrace.weights.defaults import Defaults, defaults_of, family_of, from_nam
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
-from headrace.weights.source import HEADS_INFO, trained
+from headrace.weights.source import HEADS_INFO, LFS_POINTER, WeightError, is_lfs_pointer, trained
 from headrace.weights.store import catalog_entry
 
 
@@ -151,10 +151,21 @@ def _defaults(
 
 def _load_text_processing(opened: Opened) -> TextProcessing:
     source = opened.source
-    tokenizer = Tokenizer.from_gguf(source.metadata) if isinstance(source, GGUFFile) else Tokenizer.from_folder(source.path)
+    if isinstance(source, GGUFFile):
+        tokenizer = Tokenizer.from_gguf(source.metadata)
+    else:
+        _refuse_pointers(source.path)
+        tokenizer = Tokenizer.from_folder(source.path)
     template = ChatTemplate.of(tokenizer, opened.own_template)
     eos_ids = frozenset(tokenizer.eos_ids) | _ids(opened.generation.get("eos_token_id"))
     return TextProcessing(tokenizer, template.trusting() if opened.parse_special else template, eos_ids)
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """Raise WeightError for a file of the tokenizer that is a Git LFS pointer; a template would be used as its text."""
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.jinja"), *folder.glob("*.spm")]):
+        if is_lfs_pointer(path):
+            raise WeightError(f"{path}: {LFS_POINTER}")
 
 
 def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:

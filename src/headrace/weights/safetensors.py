@@ -194,7 +194,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise WeightError(f"{path}: cannot be opened ({error.strerror or error}); is this a Hugging Face folder?") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise WeightError(f"{path}: is not valid JSON; download it again") from None
+        why = LFS_POINTER if is_lfs_pointer(path) else "is not valid JSON; download it again"
+        raise WeightError(f"{path}: {why}") from None
     if not isinstance(value, dict):
         raise WeightError(f"{path}: is not a JSON object; download it again")
     return value
