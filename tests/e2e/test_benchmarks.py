@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,24 @@ from headrace.cli.commands import BENCH, MOVED
 from tests.cli_shell import ROOT, Shell, environment
 
 
+def check_help(name: str, shown: str) -> None:
+    assert shown.startswith(f"Usage: python -m benchmarks.{name} [OPTIONS]")
+    assert f"\n  python -m benchmarks.{name}" in shown.partition("Examples:")[2]
+
+
 @pytest.mark.parametrize("name", sorted(MOVED.values()))
-def test_a_benchmark_shows_its_help(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+def test_a_benchmark_shows_its_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    check_help(name, capsys.readouterr().out)
+
+
+def test_a_benchmark_is_started_from_the_clone() -> None:
+    command = [sys.executable, "-m", "benchmarks.batching", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Usage: python -m benchmarks.{name} [OPTIONS]")
-    assert f"\n  python -m benchmarks.{name}" in done.stdout.partition("Examples:")[2]
+    check_help("batching", done.stdout)
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -11,7 +11,7 @@ from headrace.data.progress import SPINNER, Moving
 from headrace.llm import LLM
 from tests.cli_shell import ERASE, Shell, Terminal, environment, screen
 
-GREEDY = ("-t", "0", "--dtype", "float64")
+GREEDY = ("-t", "0")
 
 
 def stages(seen: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_what_was_asked_to_be_quiet_is(tiny_gguf: Path) -> None:
     assert ERASE not in terminal.seen
 
 
-def test_an_answer_on_a_terminal_breaks_between_words(tiny_gguf: Path, tiny_llm: LLM) -> None:
+def test_an_answer_on_a_terminal_breaks_between_words(tiny_gguf: Path) -> None:
     with Terminal("run", "-q", tiny_gguf, "The mill", "-m", "60", *GREEDY, columns=30) as terminal:
         assert terminal.exit_code() == 0
     with Terminal("run", "-q", tiny_gguf, "The mill", "-m", "60", *GREEDY, columns=3000) as wide:
