@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import io
+import json
 import os
 import pty
 import select
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -65,6 +67,29 @@ class Shell:
         settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more}
         return subprocess.Popen(command, env=environment(), **settings)  # type: ignore[call-overload,no-any-return]
 
+    def forked(self, *arguments: object, before: str = "") -> "subprocess.CompletedProcess[str]":
+        """Run the command in a fork of a process that has the modules of the command line but not torch."""
+        command = list(map(str, arguments))
+        out, err = (self.folder / f".{name}" for name in ("stdout", "stderr"))
+        task = {"arguments": command, "before": before, "environment": environment(), "files": [str(out), str(err)]}
+        parent = _fork_server()
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(json.dumps(task) + "\n")
+        parent.stdin.flush()
+        code = int(parent.stdout.readline())
+        said = [path.read_text() for path in (out, err)]
+        out.unlink()
+        err.unlink()
+        return subprocess.CompletedProcess(command, code, *said)
+
+
+@cache
+def _fork_server() -> "subprocess.Popen[str]":
+    """It ends with this process, which closes its stdin."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", FORKS], env=environment(), text=True, **pipes)  # type: ignore[call-overload,no-any-return]
+
 
 def _read_all(terminal: int, seen: list[str]) -> None:
     """What is written until nobody has the other end any more."""
@@ -89,6 +114,27 @@ def check_bar(seen: str, *said: str) -> None:
 
 
 MAIN = "from headrace.cli.app import main\nsys.exit(main())"
+FORKS = f"""
+import json, os, signal, sys
+import typer
+import headrace.cli.opening, headrace.startup.backend
+assert "torch" not in sys.modules
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for line in open(os.dup(0)):
+    if (child := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+task = json.loads(line)
+os.environ.clear()
+os.environ.update(task["environment"])
+for descriptor, file in enumerate([os.devnull, *task["files"]]):
+    os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), descriptor)
+sys.argv[1:] = task["arguments"]
+exec(task["before"])
+{MAIN}
+"""
 
 
 def environment() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from headrace.cli.options import writable_folder
 from headrace.llm import LLM
 from headrace.startup.supported import missing_requirement
 from headrace.workflows.batch_output import BatchOutput
-from tests.cli_shell import SECONDS, Shell
+from tests.cli_shell import Shell
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 
@@ -65,13 +64,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 def refused(shell: Shell, *arguments: object) -> str:
     """What a command says that ends with an error, and without torch."""
-    process = shell.start(*arguments, before=TORCH)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode in (1, 2), (out, err)
-    assert out == "light\n", "nothing heavy was loaded"
-    assert err.startswith("headrace: ")
-    assert err.count("\n") == 1, err
-    return str(err)
+    done = shell.forked(*arguments, before=TORCH)
+    assert done.returncode in (1, 2), done
+    assert done.stdout == "light\n", "nothing heavy was loaded"
+    assert done.stderr.startswith("headrace: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return str(done.stderr)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -213,8 +211,7 @@ def test_only_one_process_writes_a_file(tmp_path: Path) -> None:
 
 def test_more_threads_than_cores_are_warned_of(shell: Shell, tiny_gguf: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    process = shell.start("run", tiny_gguf.with_name("none.gguf"), "hi", "--threads", 999, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=SECONDS)
+    err = shell.forked("run", tiny_gguf.with_name("none.gguf"), "hi", "--threads", 999).stderr
     assert f"999 threads on {cores} cores wait for each other; --threads {cores} is faster" in err
     assert "threads on" not in shell("run", "none.gguf", "hi", "--threads", cores)[2]
 

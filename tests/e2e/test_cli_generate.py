@@ -18,7 +18,7 @@ from headrace.llm import LLM
 from headrace.workflows import batch, batch_output
 from headrace.workflows.batch_output import BatchOutput
 from headrace.workflows.batch_requests import BatchRequest, InvalidLine, read_requests
-from tests.cli_shell import SECONDS, Shell
+from tests.cli_shell import Shell
 
 EXACT = ("--dtype", "float64")
 
@@ -273,15 +273,13 @@ CTRL_C = "signal.raise_signal(signal.SIGINT)"
 
 
 def run_until(shell: Shell, record: int, end: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    process = shell.start(*arguments, before=KILLED_AT.format(record=record, end=end))
-    out, err = process.communicate(timeout=SECONDS)
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    return shell.forked(*arguments, before=KILLED_AT.format(record=record, end=end))
 
 
 @pytest.mark.parametrize("record", [1, 5])
 def test_after_a_kill_no_line_is_done_twice(shell: Shell, tiny_gguf: Path, tmp_path: Path, record: int) -> None:
     source, target = many(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
-    command = ("generate", tiny_gguf, "-i", source, "-o", target, *EXACT)
+    command = ("generate", tiny_gguf, "-i", source, "-o", target)
     assert run_until(shell, record, KILL, *command).returncode == -signal.SIGKILL
     torn = target.read_bytes()
     assert torn.count(b"\n") == record - 1
@@ -291,13 +289,13 @@ def test_after_a_kill_no_line_is_done_twice(shell: Shell, tiny_gguf: Path, tmp_p
     assert code == 0
     assert "12 lines are done" in err
     assert target.read_bytes().startswith(torn[: torn.rfind(b"\n") + 1]), "what was done stays as it was"
-    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "whole.jsonl", *EXACT)[0] == 0
+    assert shell("generate", tiny_gguf, "-i", source, "-o", tmp_path / "whole.jsonl")[0] == 0
     assert texts(read(target)) == texts(read(tmp_path / "whole.jsonl"))
 
 
 def test_ctrl_c_leaves_whole_lines(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = many(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
-    command = ("generate", tiny_gguf, "-i", source, "-o", target, "--max-num-seqs", "1", *EXACT)
+    command = ("generate", tiny_gguf, "-i", source, "-o", target, "--max-num-seqs", "1")
     stopped = run_until(shell, 3, CTRL_C, *command)
     assert stopped.returncode == 130
     done = len(read(target))

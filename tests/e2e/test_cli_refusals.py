@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli_shell import SECONDS, Shell
+from tests.cli_shell import Shell
 
 WITHOUT_TORCH = "sys.modules['torch'] = None  # its import raises ImportError"
 SETTINGS = [
@@ -28,20 +28,18 @@ def test_a_bad_setting_is_refused_before_loading(
 ) -> None:
     hide_gpus = "import headrace.startup.loading; headrace.startup.loading.GPUS = ()" if "cuda" in setting else ""
     arguments = command.replace("MODEL", str(tiny_gguf)).split() + setting.split()
-    process = shell.start(*arguments, before=f"{WITHOUT_TORCH}\n{hide_gpus}")
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1, err
-    assert out == ""
-    lines = err.splitlines()
+    done = shell.forked(*arguments, before=f"{WITHOUT_TORCH}\n{hide_gpus}")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
     assert lines[-1].startswith(f"headrace: {message}")
-    assert not any(line.startswith(("loading", "tiny on")) for line in lines), err
+    assert not any(line.startswith(("loading", "tiny on")) for line in lines), done.stderr
 
 
 def test_an_unknown_format_of_compress_is_refused_without_torch(shell: Shell, tiny_gguf: Path) -> None:
-    process = shell.start("compress", tiny_gguf, "-o", shell.folder / "out.gguf", "-f", "Q9", before=WITHOUT_TORCH)
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
-    assert err.startswith("headrace: unknown format 'Q9'"), err
+    done = shell.forked("compress", tiny_gguf, "-o", shell.folder / "out.gguf", "-f", "Q9", before=WITHOUT_TORCH)
+    assert done.returncode == 1
+    assert done.stderr.startswith("headrace: unknown format 'Q9'"), done.stderr
 
 
 def test_serve_takes_its_model_from_the_command_line_or_a_file(shell: Shell) -> None:
