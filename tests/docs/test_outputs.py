@@ -18,7 +18,7 @@ NOT_RUN = [
 ]
 PAGES = [read(path) for path in [*sorted((ROOT / "docs").glob("*/learn/*.md")), ROOT / "README.md", ROOT / "README.zh-CN.md"]]
 # Pages that `make test` runs. The others take minutes, or repeat these in Chinese; `make test-slow` runs them.
-SHORT = ("en/learn/01", "en/learn/02", "en/learn/03", "en/learn/06", "README.md")
+SHORT = ("en/learn/01", "en/learn/02", "en/learn/06", "README.md")
 SESSIONS = [
     pytest.param(page, id=page.name, marks=[] if any(name in page.name for name in SHORT) else [pytest.mark.slow])
     for page in PAGES

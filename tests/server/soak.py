@@ -22,7 +22,6 @@ from headrace.server.settings import CascadeSettings, ServerSettings
 from tests.server.harness import ENGINE, NEVER, PATIENT, ROOT, Running, until
 
 LOOKS = 60  # at the memory, in the time after the warm-up
-LEAST = 150  # exchanges in each of the two: on a slow machine memory takes longer to become what it stays
 GROWTH = 1.05  # that the memory of a process may grow by in that time
 TIDY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of glibc
 DONE = "same streamed chat leave leave_early slow bad bad_field too_big attack odd_path small health".split()
@@ -42,6 +41,8 @@ class Soak:
     cascades: list[tuple[str, list[str], list[float]]] = field(default_factory=list)
     writers: list[dict[str, Any]] = field(default_factory=lambda: [{"model": "tiny"}])
     pause: float = 0.0
+    least: int = 150  # exchanges before and after the warm-up: on a slow machine memory takes longer to become what it stays
+    again: bool = True  # send every mistake and every attack also after the warm-up, not a few of them
     tidy: bool = False  # let the C library give back at once what is freed, so that what is seen is what is held
 
     def run(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Soak:
         return Running.of(open_models(chosen, settings, None, cascades), settings)
 
     def _spec(self, seed: int, seconds: float) -> dict[str, Any]:
-        timing = {"seed": seed, "seconds": seconds, "least": LEAST, "pause": self.pause}
+        timing = {"seed": seed, "seconds": seconds, "least": self.least, "pause": self.pause, "all": self.again or seed == 1}
         return {**timing, "jobs": self.jobs, "writers": self.writers}
 
 

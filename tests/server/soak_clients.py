@@ -1,8 +1,9 @@
 """Clients of the soak test: `python -m tests.server.soak_clients SPEC` does to a server, for a while, what clients do.
 
-SPEC is JSON: port, model, seconds, least (exchanges to be begun, however long that takes), seed, pause (mean seconds of a
-client between two exchanges), jobs with what they must give, and writers: fields of requests that are left in the middle. The
-report is JSON on stdout: how often each thing was done (once at least), which statuses came, and what was wrong.
+SPEC is JSON: port, model, seconds, least (exchanges to be begun, however long that takes), all (whether the first round has
+every mistake and attack), seed, pause (mean seconds of a client between two exchanges), jobs with what they must give, and
+writers: fields of requests that are left in the middle. The report is JSON on stdout: how often each thing was done (once at
+least), which statuses came, and what was wrong.
 """
 
 import asyncio
@@ -73,8 +74,9 @@ class Clients:
         answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
         kinds.append(self.attack)
-        first = True
+        first = self.spec.get("all", True)
         round_ = [*kinds, *[self.bad] * len(BAD), *[self.bad_field] * 2 * len(FIELDS), *[self.attack] * len(self.attacks)]
+        round_ = round_ if first else kinds
         while first or not self.over:
             for kind in self.rng.sample(round_, len(round_)):
                 if first or not self.over:

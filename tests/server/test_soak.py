@@ -1,7 +1,7 @@
 """Mixed traffic for a while: clients that leave, mistakes of every class, bodies that are too large, slow readers, attacks.
 
-Here for a minute on a tiny model, with pauses, as other tests run beside it; `make soak` runs it for 20 minutes on the default
-model, and on tiny ones of every kind, as fast as it goes (SOAK_SECONDS: for how long).
+`make test` runs it for a few seconds on a tiny model, with every mistake and attack once. `make soak` runs it for 20 minutes
+(SOAK_SECONDS) on the default model and on tiny ones of every kind, and `make test-slow` also for 45 seconds on a tiny model.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.server.soak import Memory, Soak, clients
 from tests.server.soak_models import every_kind
 from tests.tiny_files import write_tiny_gguf
 
-SHORT, LONG = 45.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
+SHORT, MIDDLE, LONG = 9.0, 45.0, float(os.environ.get("SOAK_SECONDS", "1200"))  # seconds
 PAUSE = 0.5  # seconds
 SURE = 0.02  # a probability that the smaller of two tiny models reaches now and then
 # A small KV pool: all of it has been used by the end of the warm-up, and requests are preempted.
@@ -60,9 +60,13 @@ def soak(seconds: float, warm_up: float, **given: Any) -> None:
 
 
 @pytest.mark.first
-def test_a_short_soak(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "least", "again"), [(SHORT, 60, False), pytest.param(MIDDLE, 150, True, marks=pytest.mark.slow)]
+)
+def test_a_short_soak(tiny: Path, tmp_path: Path, seconds: float, least: int, again: bool) -> None:
     smaller = write_tiny_gguf(tmp_path / "smaller.gguf", layers=1, seed=3)
-    soak(SHORT, SHORT / 3, pause=PAUSE, **one_model(tiny, {**ENGINE, "cascade": str(smaller)}))
+    models = one_model(tiny, {**ENGINE, "cascade": str(smaller)})
+    soak(seconds, seconds / 3, pause=PAUSE, least=least, again=again, **models)
 
 
 @pytest.mark.slow
