@@ -240,7 +240,7 @@ def test_a_batch_expires_by_itself() -> None:
         worker = BatchWorker(slow, store, 1 << 30, width=1)
         worker.begin()
         await begun.wait()  # before there is an end, which on a slow machine would come first
-        await store.run(lambda db: db.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (now() + 2, name)))
+        await store.run(lambda db: db.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (now() + 1, name)))
         worker.wake()  # from now on it waits for that time
         while (found := await batches.find(store, name))["request_counts"]["failed"] < 2:
             await asyncio.sleep(0.01)

@@ -17,7 +17,7 @@ from headrace.server.settings import Limits
 from tests.server.harness import PATIENCE, Running, until
 from tests.server.test_guard import ROUTES
 
-EXAMPLES = {GenerationMode.POSITIVE: 20, GenerationMode.NEGATIVE: 6}  # of each operation, well-formed and not
+EXAMPLES = {GenerationMode.POSITIVE: 10, GenerationMode.NEGATIVE: 4}  # of each operation, well-formed and not
 MANY = 300
 SMALL = Limits(n=2, max_tokens=3, prompts=4, choices=4, inputs=4, batch_lines=5, stored=1 << 20, body_seconds=5)
 LEFT_OUT = {("GET", "/openapi.json"), ("GET", "/no/such/path")}
