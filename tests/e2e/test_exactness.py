@@ -329,7 +329,7 @@ def test_every_drafter_on_smollm2(count: int, length: int) -> None:
 
 @pytest.mark.weights
 @pytest.mark.parametrize(
-    ("count", "length"), [pytest.param(3, 32, id="3 x 32"), pytest.param(100, LENGTH, id="100 x 64", marks=pytest.mark.slow)]
+    ("count", "length"), [pytest.param(2, 20, id="2 x 20"), pytest.param(100, LENGTH, id="100 x 64", marks=pytest.mark.slow)]
 )
 def test_the_heads_in_examples(count: int, length: int) -> None:
     llm = LLM(default_model(), draft=HEADS, backend="native", max_model_len=512, max_num_seqs=16, threads=1)
