@@ -82,10 +82,11 @@ def random_step(rng: random.Random, isa: str, dtype: str) -> tuple[Stepper, list
     return Stepper(shape, blocks, dtype, isa, THREADS[rng.choice([1, 2])], block_size), feeds
 
 
+@pytest.mark.parametrize("cases", [5, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_steps_against_float64(isa, dtype):
+def test_random_steps_against_float64(isa, dtype, cases):
     rng = random.Random(f"{isa} {dtype}")
-    for case in range(12):
+    for case in range(cases):
         stepper, feeds = random_step(rng, isa, dtype)
         fill(stepper, feeds, case)
         x = rows(sum(feed.rows for feed in feeds), stepper.shape, 100 + case)
@@ -111,18 +112,21 @@ def test_edges_of_blocks_and_splits_against_float64(isa, dtype):
         assert (out - wanted).abs().max() < TOLERANCE[dtype] * max(1.0, float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize(
+    "splits", [(3, 70), *(pytest.param(each, marks=pytest.mark.slow) for each in ((5, -1), (5, 0), (9, 70)))]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_context_over_many_splits(isa, dtype):
-    shape = Shape(6, 2, 64)
-    for start in (module.KV_SPLIT * 5 - 1, module.KV_SPLIT * 5, module.KV_SPLIT * 9 + 70):
-        (table,), blocks = tables(random.Random(1), [start + 3], 16)
-        stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
-        feeds = [Feed(start, 3, (), table)]
-        fill(stepper, feeds, start)
-        x = rows(3, shape, 5)
-        out = torch.from_numpy(stepper.run(feeds, x)).double()
-        assert stepper.step.items(shape.options(1)) > shape.kv_heads  # really cut, and merged
-        assert (out - reference(stepper, feeds, x)).abs().max() < TOLERANCE[dtype]
+def test_long_context_over_many_splits(isa, dtype, splits):
+    """`splits`: how many the context fills, and the tokens after them."""
+    shape, start = Shape(6, 2, 64), module.KV_SPLIT * splits[0] + splits[1]
+    (table,), blocks = tables(random.Random(1), [start + 3], 16)
+    stepper = Stepper(shape, blocks, dtype, isa, THREADS[2])
+    feeds = [Feed(start, 3, (), table)]
+    fill(stepper, feeds, start)
+    x = rows(3, shape, 5)
+    out = torch.from_numpy(stepper.run(feeds, x)).double()
+    assert stepper.step.items(shape.options(1)) > shape.kv_heads  # really cut, and merged
+    assert (out - reference(stepper, feeds, x)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("signs", ["same", "opposite", "mixed"])

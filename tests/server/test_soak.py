@@ -86,7 +86,8 @@ def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "temperature": 0}
     expected = [{"kind": "plain", "path": "/v1/completions", "body": body, "says": "something else"}]
     with Running(tiny) as server:
-        spec = {"seed": 3, "seconds": 1.0, "least": 60, "jobs": expected, "pause": 0.0, "writers": [{"model": "tiny"}]}
+        timing = {"seconds": 1.0, "least": 60, "pause": 0.0, "all": False}
+        spec = {"seed": 3, **timing, "jobs": expected, "writers": [{"model": "tiny"}]}
         report = clients(server, spec, 1.0, lambda: None)
         assert {line.split(":")[0] for line in report["wrong"]} == {"another answer", "another stream"}
         server.on_loop(lambda: setattr(server.llm.replica.supervision, "state", "stuck"))
