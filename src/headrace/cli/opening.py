@@ -56,10 +56,11 @@ def open_llm(
     sampling, given: prints the settings in force. chat_template: refused before loading if the model has no template of
     this name. more: further settings of the LLM.
     """
-    from headrace.startup.backend import check_arguments
-
     settings = options.settings(**more)
     opened, *_ = [look_at(str(name)) for name in (model, *settings.companions)]
+    # Imported late: a model that is not there is refused at once.
+    from headrace.startup.backend import check_arguments
+
     check_arguments(settings, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
