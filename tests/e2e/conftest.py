@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a shell, and a tiny model on the disk."""
+"""Fixtures of the command line tests: a shell, and a tiny model on disk."""
 
 from pathlib import Path
 

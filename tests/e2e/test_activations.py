@@ -1,4 +1,4 @@
-"""activations: an input's scale for its row, or outliers left out: native and in torch; refused where nothing is rounded."""
+"""activations: a scale per row, or with outliers kept, natively and in torch; refused if nothing is rounded."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every command that takes long says on a terminal what it is at and how much there is, and leaves nothing of it behind."""
+"""Commands that take long show progress on a terminal, and clear it at the end."""
 
 import json
 from collections.abc import Callable

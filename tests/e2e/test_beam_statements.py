@@ -1,4 +1,4 @@
-"""What the seeds say of beam search, held against the engine (W7, W14)."""
+"""Statements of the seed documents about beam search, checked against the engine (W7, W14)."""
 
 import itertools
 

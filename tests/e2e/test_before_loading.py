@@ -1,4 +1,4 @@
-"""Mistakes are found before anything heavy is loaded: no torch, no weights; one line that says what to change."""
+"""Invalid settings are refused in one line before torch or weights are loaded."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""bench compressed: models beside the one they were made of, as tables, JSON and a page."""
+"""bench compressed: compressed models compared with the original in tables, JSON and a page."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""bench exits of a decoder: audits are what the engine says, figures follow from them, and the command prints them."""
+"""bench exits of a decoder: audits agree with the engine, and the command prints the derived figures."""
 
 import json
 from collections.abc import Iterator

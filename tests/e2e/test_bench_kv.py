@@ -1,4 +1,4 @@
-"""bench kv: what formats of K and V lose, and how fast they are; on SmolLM2 within what is promised."""
+"""bench kv: loss and speed of K/V formats; on SmolLM2 within the documented bounds."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""bench local: every figure is there, in the table and in the JSON."""
+"""bench local: every figure appears in the table and in the JSON file."""
 
 import json
 from collections.abc import Callable

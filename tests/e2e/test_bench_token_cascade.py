@@ -1,4 +1,4 @@
-"""Tokens left to a smaller model beside a draft by it: what is measured is what was done, and a draft that lies is found."""
+"""Token cascades compared with a draft by the same smaller model: correct figures, and a wrong draft is detected."""
 
 import json
 from pathlib import Path

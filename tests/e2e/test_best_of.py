@@ -1,4 +1,4 @@
-"""best_of and self-consistency: several outputs drawn, one chosen."""
+"""best_of and self-consistency: several sampled outputs, one chosen."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How many tokens beam search and contrastive search ask for: as many as they use, whatever the number of end tokens."""
+"""Number of candidates that beam search and contrastive search request: exactly those that they use."""
 
 import random
 from collections.abc import Callable

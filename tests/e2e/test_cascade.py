@@ -1,4 +1,4 @@
-"""Cascades of whole models: the extremes are the models, what is deferred pays for all who were asked, scores by hand."""
+"""Cascades of models: thresholds at the extremes give one model's answers; costs and scores agree with hand calculations."""
 
 import json
 import math

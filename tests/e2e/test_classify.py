@@ -1,4 +1,4 @@
-"""Classifiers with exits: whoever leaves early changes nobody else's answer, and who leaves nowhere has the whole model's."""
+"""Classifiers with early exit: a text's result does not depend on the others, and without exits it equals the full model's."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""chat: through pipes, where every answer can be checked, and on a terminal."""
+"""The command chat: through pipes, where every answer is checked, and on a terminal."""
 
 import json
 from collections.abc import Iterator

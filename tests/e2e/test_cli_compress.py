@@ -1,4 +1,4 @@
-"""compress and arithmetic as a person runs them."""
+"""The commands compress and arithmetic."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Control tokens in what the commands read are text, and control tokens with --parse-special or in raw prompts."""
+"""Control tokens in the input of commands are text, unless --parse-special is set or the prompt is raw."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""generate: every line answered once, whatever kills the command; bad lines reported; nothing half-written."""
+"""generate: every line is answered once, also after a kill; invalid lines are reported; no line is half written."""
 
 import errno
 import json

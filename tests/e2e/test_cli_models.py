@@ -1,4 +1,4 @@
-"""pull, list, show, rm and inspect as a person runs them: exit codes, one line an error, nothing left behind."""
+"""The commands pull, list, show, rm and inspect: exit codes, one-line errors, no leftover files."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""perplexity: which tokens count, and that the number is right."""
+"""perplexity: which tokens are scored, and the value itself."""
 
 import json
 import math

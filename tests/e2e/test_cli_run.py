@@ -1,4 +1,4 @@
-"""run: prompts in, answers out, options, and every mistake in one line."""
+"""The command run: prompts, options, and one-line errors."""
 
 import json
 import os

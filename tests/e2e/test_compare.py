@@ -1,4 +1,4 @@
-"""compare and bench sharing: methods side by side, and what sharing saves (W8)."""
+"""compare and bench sharing: decoding methods on the same prompts, and the blocks that sharing saves (W8)."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The page's table of methods and features is what the engine does, on both back ends."""
+"""The table of methods and features in the docs agrees with the engine on both back ends."""
 
 from pathlib import Path
 

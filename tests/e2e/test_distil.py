@@ -1,4 +1,4 @@
-"""distil from the command line, on a tiny model: what it writes, that it goes on, and what it refuses."""
+"""The command distil on a tiny model: written files, resuming, and refusals."""
 
 import json
 import random

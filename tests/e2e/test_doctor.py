@@ -1,4 +1,4 @@
-"""doctor: facts for a bug report, problems with what to do, and no secrets."""
+"""doctor: facts for a bug report, problems with their remedy, and no secrets."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Drafts by a model, or by a part of the target, change no token, greedy or sampled; and they do save steps."""
+"""Drafts by a model or by a part of the target change no token, greedy or sampled, and save steps."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The programs in examples/ run: on a tiny model always, on the default model where it is here."""
+"""The programs in examples/ run on a tiny model, and on the default model if it is installed."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a person sees while a command starts, loads, reads, counts: something from the first moment, nothing left in the end."""
+"""Commands show progress from their first moment, and clear it at the end."""
 
 import json
 import subprocess

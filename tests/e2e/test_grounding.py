@@ -1,4 +1,4 @@
-"""Answers out of documents: planted facts are found, the order is stable, the prefix cache hits."""
+"""Answers from documents: planted facts are found, the order is stable, and the prefix cache hits."""
 
 import re
 import sys

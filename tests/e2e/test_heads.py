@@ -1,4 +1,4 @@
-"""Drafts by trained heads change no token, greedy or sampled, on either back end; heads that were trained save steps."""
+"""Drafts by trained heads change no token, greedy or sampled, on either back end; trained heads save steps."""
 
 import random
 from functools import lru_cache

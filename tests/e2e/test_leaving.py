@@ -1,4 +1,4 @@
-"""Tokens that leave early, unverified: who writes them is a pure function of the tokens before, on either back end."""
+"""Early exit without verification: the exit of a token depends only on the tokens before it, on either back end."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""benchmarks.linears: kernels as a share of what the machine can do."""
+"""benchmarks.linears: speed of kernels as a share of the machine's limits."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Names that a person gives to models: with settings and a template, for every command, the server and Python."""
+"""Names that a user gives to models, with settings and a template, for every command, the server and Python."""
 
 import json
 from pathlib import Path

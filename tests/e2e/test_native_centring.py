@@ -1,4 +1,4 @@
-"""K is stored without the part of its bias that softmax does not see: its rounding then costs as little as without a bias."""
+"""Centred K (without the part of its bias that softmax ignores): rounding loses as little as for K without a bias."""
 
 from functools import lru_cache
 

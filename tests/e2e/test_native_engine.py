@@ -1,4 +1,4 @@
-"""The native back end in an engine: chosen, said, shared by two engines, dead after a fork, alive after Ctrl-C."""
+"""The native back end in an engine: selection, messages, two engines at once, after a fork, after Ctrl-C."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The engine's equalities on the native core, bitwise: an output depends on nothing but its request."""
+"""The engine's equalities on the native core, bitwise: an output depends on its request alone."""
 
 import random
 from collections.abc import Iterator

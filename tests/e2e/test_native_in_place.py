@@ -1,4 +1,4 @@
-"""Layers that add to the very rows their input is made from: the same bits with any number of threads, rows and repetitions."""
+"""Layers that add to the rows of their own input: the same bits for every number of threads, rows and repetitions."""
 
 from typing import Any
 

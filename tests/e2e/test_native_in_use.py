@@ -1,4 +1,4 @@
-"""Two threads in one program, step, sequence or pool: one of them is told so, and nobody's memory or tokens suffer."""
+"""Two threads in one program, step, sequence or pool: one gets an error, and memory and tokens stay correct."""
 
 import threading
 import time

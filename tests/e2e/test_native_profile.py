@@ -1,4 +1,4 @@
-"""The profile: what each phase is said to read and multiply is what it does, in the core and in bench local --profile."""
+"""The profile: bytes read and products of each phase, in the core and in bench local --profile."""
 
 import json
 from pathlib import Path

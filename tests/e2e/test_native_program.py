@@ -1,4 +1,4 @@
-"""What a program can do beside a whole step: fusions and their absence, parts of a model, taps, skips, companions."""
+"""Native programs beyond a full step: fusions, parts of a model, taps, skips, companion models."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

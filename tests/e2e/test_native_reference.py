@@ -1,4 +1,4 @@
-"""The native core against its own arithmetic said in torch: this is what finds bugs, because nothing else may differ."""
+"""The native core against its own arithmetic in torch, with no other difference allowed."""
 
 import numpy as np
 import pytest

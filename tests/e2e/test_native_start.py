@@ -1,4 +1,4 @@
-"""A cold start on the native core: what it takes of memory, and how long the first token is in coming."""
+"""A cold start on the native core: memory, and time to the first token."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Weights on their way into packed layers: what is estimated beforehand, gates and ups that are stored in different ways."""
+"""Weights that become packed layers: memory estimates, and gate and up projections that are stored in several ways."""
 
 import tempfile
 from typing import Any

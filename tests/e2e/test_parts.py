@@ -1,4 +1,4 @@
-"""Steps that leave sublayers out: attention alone, the MLP alone, both, on both back ends."""
+"""Steps that skip sublayers (attention, MLP or both) on both back ends."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Each installed engine computes the model that we compute: `benchmarks.peers --install` puts it where this looks."""
+"""Each installed engine computes the same model as Headrace (`benchmarks.peers --install`)."""
 
 import json
 from contextlib import ExitStack

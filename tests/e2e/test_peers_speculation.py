@@ -1,4 +1,4 @@
-"""Speculation beside other engines': what each is asked, how llama.cpp's programs are run and built, what is said."""
+"""Speculation compared with other engines: their commands, builds of llama.cpp's programs, and the printed figures."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Blocks that an encoder-decoder fills in: what a reference without a cache, a loop or a batch makes of each source."""
+"""Block refinement in an encoder-decoder equals a reference without cache, loop or batch."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""Verification by rejection in the loop: the target's distribution, whatever the draft's is."""
+"""Verification by rejection in the loop gives the target's distribution for any draft distribution."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""DRY, XTC, top-n-sigma, mirostat and best_of under tree drafts: what comes is what comes without, on both back ends."""
+"""DRY, XTC, top-n-sigma, mirostat and best_of give the same outputs with and without tree drafts, on both back ends."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Scores from a token on: those of the whole text, bit for bit, while what comes before is taken from the prefix cache."""
+"""Scores from a token on equal those of the whole text bit for bit; the tokens before come from the prefix cache."""
 
 from collections.abc import Iterator
 from pathlib import Path

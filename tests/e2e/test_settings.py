@@ -1,4 +1,4 @@
-"""Settings in force where a model is run without any: which they are, where each comes from, and that it is said."""
+"""Sampling settings in force without given ones: values, origins, and the line that states them."""
 
 import hashlib
 import os

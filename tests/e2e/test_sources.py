@@ -1,4 +1,4 @@
-"""Encoder-decoders: the numbers of `transformers`, in the loop that all others run in, from sources that are encoded once."""
+"""Encoder-decoders: logits of `transformers`, in the common loop, from sources that are encoded once."""
 
 import json
 from collections.abc import Callable, Iterator

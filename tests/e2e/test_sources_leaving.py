@@ -1,4 +1,4 @@
-"""Exits of an encoder-decoder: its decoder's tokens leave early, or are drafted, by the same code as those of a decoder."""
+"""Exits of an encoder-decoder: early exit and drafts by exits use the code of decoders."""
 
 import json
 from dataclasses import replace

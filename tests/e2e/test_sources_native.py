@@ -1,4 +1,4 @@
-"""Encoder-decoders on the native core: the arithmetic of torch, and bits that depend on nothing but source and output."""
+"""Encoder-decoders on the native core: torch's arithmetic, and bits that depend on source and output alone."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Speculation leaves every output as it is: the rule by worked examples, and what it does to KV. In numbers: test_exactness."""
+"""Speculation changes no output: worked examples of the rule, and its K/V. With numbers: test_exactness."""
 
 import gc
 import random

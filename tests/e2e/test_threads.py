@@ -1,4 +1,4 @@
-"""How many threads the native core takes: those of the affinity mask, and no more than the control group's quota is worth."""
+"""Default number of threads of the native core: the affinity mask, limited by the control group's quota."""
 
 import os
 import re

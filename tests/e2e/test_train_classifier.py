@@ -1,4 +1,4 @@
-"""Training exits, calibrating them, and measuring what they save: on texts whose class is in one of their words."""
+"""Training and calibrating exit classifiers, and measuring their savings, on texts with one word per class."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""train-heads from the command line, on a tiny model: what it leaves, that it goes on, and that others' heads are refused."""
+"""The command train-heads on a tiny model: written files, resuming, and refusal of other models' heads."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""An encoder that learns together with its exits: the losses, the batches, and the folder that comes of it."""
+"""Joint training of an encoder and its exits: losses, batches, and the written folder."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Training models that fill in blocks, what their passes bring, and the same weights drafting for themselves."""
+"""Training of models that fill in blocks, the gain of more passes, and drafts by the same weights."""
 
 import json
 import random

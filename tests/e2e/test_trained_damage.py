@@ -1,4 +1,4 @@
-"""Folders of what was trained for a model, damaged or hostile: one clear line each that names the folder, nothing else."""
+"""Damaged or hostile folders of trained parts: one clear line that names the folder."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""An exit that is there and by which nobody leaves: requests of all kinds are answered as by an engine without one."""
+"""With an exit that no request uses, all kinds of requests give the outputs of an engine without exits."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batches without a server: files of lines, a store, a worker of its own, and applications that answer."""
+"""Batches without a server: input files, a store, a worker, and stub applications that answer."""
 
 import asyncio
 import json

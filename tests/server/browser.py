@@ -1,4 +1,4 @@
-"""A page in a real Chromium, and what is done with it."""
+"""Helpers for tests that drive the page in a real Chromium."""
 
 import json
 import shutil

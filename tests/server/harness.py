@@ -1,4 +1,4 @@
-"""A server in a thread of the test, with its engine in a process of its own as always."""
+"""A server in a thread of the test; its engine runs in a process of its own, as in production."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""How long a test holds its event loops, and how much memory it takes: a fixture for files whose tests are to do little."""
+"""Fixture that limits how long a test may block its event loops and how much memory it may take."""
 
 import asyncio
 import gc

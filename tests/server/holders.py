@@ -1,4 +1,4 @@
-"""Holders of keys: their file, their clients, and what is done in their name."""
+"""Principals for tests: their key file, their clients, and requests with their keys."""
 
 import contextlib
 import hashlib

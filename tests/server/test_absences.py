@@ -1,4 +1,4 @@
-"""What cannot happen here because the code for it does not exist. Each search finds what it looks for where it is planted."""
+"""Attacks that are impossible because the code for them does not exist. Each search finds a planted example."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What a server says of its addresses when it starts."""
+"""The addresses that a server prints when it starts."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a stranger may send: each gets a 4xx that says what to change, and the server goes on as before."""
+"""Invalid requests: each gets a 4xx that names the required change, and the server continues unaffected."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The states of batches and rows: the tables of transitions, walked through, and counters that are always right."""
+"""States of batches and rows: every transition of the tables and no other, and correct counters."""
 
 import itertools
 import sqlite3

@@ -1,4 +1,4 @@
-"""What batches cost, and where there is no more: room, disks that are full, databases that others hold, memory, work a line."""
+"""Cost of batches in disk, memory and work per line; full disks and locked databases pause a batch and lose nothing."""
 
 import asyncio
 import sqlite3

@@ -1,4 +1,4 @@
-"""The worker of batches: lines that can never succeed, batches that end before they are through, and its own death."""
+"""The batch worker: lines that always fail, batches that end early, and a worker or server that crashes."""
 
 import asyncio
 import json

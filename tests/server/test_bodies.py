@@ -1,4 +1,4 @@
-"""The memory of request bodies that are being received has one bound; the client with the most bytes pays for it."""
+"""All arriving request bodies share one memory bound; above it the client with the most bytes loses its oldest body."""
 
 import asyncio
 from typing import Any

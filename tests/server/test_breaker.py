@@ -1,4 +1,4 @@
-"""A real engine process whose steps fail: after so many in a row it is ended and started again, and clients hear what is."""
+"""Failing steps in a real engine process: FAILURES in a row restart it, and clients receive the state."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""A cascade as a model of the server: it answers as the offline one, every tier that was asked is counted, and what has no
-score is refused."""
+"""A cascade as a model of the server: same answers as offline, usage of every tier, and refusal of fields without a score."""
 
 import json
 from collections.abc import Iterator

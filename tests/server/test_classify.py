@@ -1,4 +1,4 @@
-"""/v1/classify: the classes that `LLM.classify` gives, with limits, and what is wrong with a request in one line."""
+"""/v1/classify: the classes of `LLM.classify`, limits, and one-line errors."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

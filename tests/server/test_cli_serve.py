@@ -1,4 +1,4 @@
-"""`headrace serve` as a person runs it: what it says, SIGTERM, exit codes."""
+"""The command `headrace serve`: output, SIGTERM, exit codes."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What ordinary clients lean on: names, codes, conversations that end with the assistant."""
+"""Behaviour that ordinary clients depend on: ids, error codes, conversations that end with an assistant message."""
 
 from pathlib import Path
 

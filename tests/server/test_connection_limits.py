@@ -1,4 +1,4 @@
-"""Which connections are closed when there are too many."""
+"""Which connection is closed when there are too many."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Pages of other sites in a browser: a server without a key takes nothing from them, and no server takes a form for JSON."""
+"""Requests from other sites' pages: a server without a key refuses them, and no server reads a form as JSON."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Settings in force on the server where a request names none."""
+"""Sampling defaults of requests that set none."""
 
 from pathlib import Path
 

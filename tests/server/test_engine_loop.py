@@ -1,4 +1,4 @@
-"""The loop of the engine process, in this one: what it does with requests that are held to something."""
+"""The loop of the engine process, run in the test's process: compilation of grammars for waiting requests."""
 
 import threading
 import time

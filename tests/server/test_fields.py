@@ -1,4 +1,4 @@
-"""Every field that OpenAI's document knows of our endpoints: it is taken, or a 400 names it; none is dropped in silence."""
+"""Every field of OpenAI's document for our endpoints is read, or refused by name with a 400; none is ignored silently."""
 
 from functools import cache
 from pathlib import Path

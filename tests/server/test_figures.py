@@ -1,4 +1,4 @@
-"""Figures: under vLLM's names, all of them on the dashboard; and a log without texts."""
+"""Metrics: vLLM's names, all on the dashboard; the log contains no texts of requests."""
 
 import io
 import json

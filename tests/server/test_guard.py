@@ -1,4 +1,4 @@
-"""The door: keys, hosts, content types, sizes, slow clients. No engine is needed for what is refused before it."""
+"""The guard in front of the server: keys, hosts, content types, sizes, slow clients. Refusals need no engine."""
 
 import ast
 import asyncio

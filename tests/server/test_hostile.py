@@ -1,4 +1,4 @@
-"""Requests that cost little to send: none of them asks another host, keeps others waiting, or fills the memory."""
+"""Requests that are cheap to send and costly to serve: none blocks others, fills the memory or contacts a host."""
 
 import asyncio
 import gc

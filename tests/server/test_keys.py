@@ -1,4 +1,4 @@
-"""A file of keys: what it may say, what is wrong with it, and that it changes while the server runs."""
+"""The key file: its fields, its errors, and changes while the server runs."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tokens that leave early over HTTP: what the engine gives, told token by token, in figures and on the model's card."""
+"""Early exit over HTTP: exit layers of each token, metrics, and the exit in the model object."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The log is bounded, whatever clients send, and says what happened and from where."""
+"""The log is bounded under any traffic, and each line names the event and the address."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The wire between the two processes: plain data that survives the trip, nothing that could become code, and the queue."""
+"""Messages between the web process and the engine process: round trips, refusal of other bytes, and the admission queue."""
 
 import ast
 import asyncio

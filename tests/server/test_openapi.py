@@ -1,4 +1,4 @@
-"""The document says what is read: it is valid, all it refers to is there, and it agrees with what requests are read by."""
+"""The OpenAPI document: it is valid, its references resolve, and its schemas agree with the request structs."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Text files in a message on the page: by the button, dropped, pasted; and what is refused, in one line."""
+"""Text files in a message on the page: chosen, dropped or pasted; invalid files are refused in one line."""
 
 from collections.abc import Sequence
 from typing import Any

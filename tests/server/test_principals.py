@@ -1,4 +1,4 @@
-"""Several principals: who sees what, and who may use how much."""
+"""Several principals: separate data, separate prefix caches, and quotas."""
 
 import contextvars
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The endpoints through the `openai` client: streamed is whole is offline."""
+"""The endpoints through the `openai` client: a streamed answer equals the complete one and the offline one."""
 
 import math
 from typing import Any

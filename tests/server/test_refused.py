@@ -1,4 +1,4 @@
-"""A client that goes in the moment in which it is refused."""
+"""A client that disconnects while it is being refused."""
 
 import asyncio
 from typing import Any

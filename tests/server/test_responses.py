@@ -1,4 +1,4 @@
-"""/v1/responses through the `openai` client: what a chat says, kept and gone on from."""
+"""/v1/responses through the `openai` client: answers of the chat endpoint, storage, and continued conversations."""
 
 import asyncio
 import json

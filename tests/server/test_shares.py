@@ -1,4 +1,4 @@
-"""One principal's flood does not take the others' share: of the queue, of batches, of what is kept."""
+"""A flood by one principal does not take the others' share of the queue, of batches, or of the storage."""
 
 import contextlib
 import sqlite3

@@ -1,4 +1,4 @@
-"""The database: one server at a time, private, upgraded from every earlier version, as small as what it holds."""
+"""The database: one server at a time, private files, upgrades from every earlier version, and released disk space."""
 
 import asyncio
 import json

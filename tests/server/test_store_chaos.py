@@ -1,4 +1,4 @@
-"""Whatever ends a server or stops its database, wherever: batches end with each line answered once, and nothing else."""
+"""Crashes and database errors at any statement: each line of a batch is answered exactly once."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A database that is damaged, files that go while they are read: a clear error, or all of what was kept; never a part of it."""
+"""Damaged databases and files deleted during a download: a clear error or the complete data, never a part."""
 
 import shutil
 import sqlite3

@@ -1,4 +1,4 @@
-"""The table of supervision, row by row and without a process; and the quarantine of what the engine ended under."""
+"""The supervision table row by row, without a process; and the quarantine of requests that crash the engine."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""Cascades by token over HTTP: what the engine gives, who wrote each token, the model's card, the page, the alarm."""
+"""Token cascades over HTTP: the model of each token, the cascade in the model object, the page, the slowdown alarm."""
 
 import json
 import re

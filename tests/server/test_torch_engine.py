@@ -1,4 +1,4 @@
-"""The protocol, forms and tools once more, on torch; elsewhere the server's engine runs the native core."""
+"""The protocol, structured outputs and tools with the torch engine; the other tests use the native core."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Uploads: kept as they come, refused midway, left by their clients."""
+"""Uploads: streamed to disk, refused midway, abandoned by their clients."""
 
 import contextlib
 import socket
