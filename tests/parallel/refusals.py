@@ -1,7 +1,8 @@
-"""Table of what does not run on several ranks, in docs/en/understand/parallel.md, from the refusals of the code."""
+"""List of what does not run on several ranks, in docs/en/understand/tensor-parallelism.md, from the refusals of the code."""
 
 from headrace.parallel.ranks.refusals import REFUSALS
 from headrace.parallel.ranks.share import UNIT, WORLDS
+from tests.architecture import entries
 
 
 def text() -> str:
@@ -11,4 +12,4 @@ def text() -> str:
         (f"fewer units of {UNIT} columns in the heads, the MLP or the vocabulary than ranks", "a smaller tp"),
         *((one.part, one.remedy) for one in REFUSALS),
     ]
-    return "\n".join(["| not with tp | instead |", "|---|---|", *(f"| {part} | {remedy} |" for part, remedy in rows)])
+    return entries(f"{part}; instead: {remedy}" for part, remedy in rows)

@@ -1,4 +1,4 @@
-"""What does not run on several ranks. The table of docs/en/understand/parallel.md is made from `REFUSALS`."""
+"""What does not run on several ranks. The list of docs/en/understand/tensor-parallelism.md is made from `REFUSALS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
