@@ -54,7 +54,8 @@ class Process:
 
     def rounds(self, rounds: int, count: int) -> tuple[list[float], list[float]]:
         """Median seconds of an exchange, by round: the core, gloo."""
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: list[float] = []
         for _ in range(rounds):
             for times, exchange, number in ((ours, self.core, count), (theirs, self.gloo, count // GLOO_SHARE)):
                 exchange(WARM_UP)

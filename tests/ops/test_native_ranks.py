@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ core.module().follow(ranks, [])
 """
 
 
-def started(region: _core.Region) -> subprocess.Popen[str]:
+def started(region: Any) -> subprocess.Popen[str]:
     """A process that is rank 1 of the region."""
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(region.descriptor)]
     child = subprocess.Popen(command, pass_fds=[region.descriptor], stdout=subprocess.PIPE, text=True)
