@@ -117,7 +117,6 @@ def test_calibrate_writes_a_machine_file(shell: Shell, tiny_gguf: Path, monkeypa
         "SIZES": (1 << 20,),
         "LAYERS": 2,
         "WHOLE_LAYERS": 1,
-        "FEW_ROWS": (1, 4),
         "PREFILL": ((1, 64, 0), (1, 128, 64)),
         "DECODE": ((1, 1, 31), (4, 1, 31), (1, 1, 255)),
         "WHOLE_STEPS": ((1, 1, 31), (1, 64, 0)),

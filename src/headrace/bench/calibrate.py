@@ -42,18 +42,22 @@ CACHED, MEMORY, FEW = 32 << 20, 320 << 20, 3 << 20
 # Format whose layers show what reading from memory adds, and the bytes between which the cache ends.
 PROBE = "Q4_K"
 SIZES = tuple(mebibytes << 20 for mebibytes in (64, 96, 128, 160, 192, 224, 256))
-MANY_ROWS, FEW_ROWS = 32, (1, 4, 8)
-REPEATS, SWEEPS = 2, 4
+MANY_ROWS = 32
+REPEATS, SWEEPS = 2, 3
+# Rows of a long step.
+LONG = 512
+# Seconds that repeated passes take at least.
+SHORT = 0.012
 # Head size, query heads and KV heads of the models whose attention is measured.
 HEADS = ((64, 9, 3), (128, 12, 2))
 # (sequences, rows of each, tokens before them).
 DECODE = ((1, 1, 127), (8, 1, 127), (32, 1, 127), (1, 1, 4000))
-PREFILL = ((1, 512, 0), (1, 512, 1536), (1, 2048, 0))
-LAYERS = 8
+PREFILL = ((1, 512, 0), (1, 2048, 0))
+LAYERS = 4
 # Heads and formats of K and V that are measured.
 MEASURED = ((HEADS[0], "bfloat16"), *((HEADS[1], kv_dtype) for kv_dtype in ("bfloat16", "int8", "int4")))
 # A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
-WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN = "Q4_K", 8, 4096
+WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN, VOCABULARY = "Q4_K", 4, 4096, 8192
 WHOLE_STEPS = ((1, 1, 127), (4, 1, 127), (8, 1, 127), (32, 1, 127), (1, 512, 0))
 # Phases whose time depends on the numbers that they read.
 REST = ("quantize", "embed", "answers")
@@ -111,9 +115,8 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
     for kind, pair in linears.items():
         lines = [line_through([(each.size, times[kind, each.size, rows]) for each in pair]) for rows in ROWS]
         linear[kind] = Curve(ROWS, tuple(fixed for fixed, _ in lines), tuple(byte for _, byte in lines))
-    added = tuple(max(0.0, times["memory", MEMORY, rows] - times["memory", CACHED, rows]) / probe.size for rows in FEW_ROWS)
-    edge = times["memory", CACHED, 1] + added[0] * probe.size / 2
-    cache = max(size for size in (CACHED, *SIZES) if size == CACHED or times["memory", size, 1] < edge)
+    edge = (times["memory", CACHED] + times["memory", MEMORY]) / 2
+    cache = max(size for size in (CACHED, *SIZES) if size == CACHED or times["memory", size] < edge)
     rest = {name: [(key[1], seconds) for key, seconds in times.items() if key[0] == name] for name in (*REST, "host")}
     day = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return Machine(
@@ -126,7 +129,7 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
         measured=f"{day}, Headrace {headrace.__version__}",
         threads=pool.size,
         linear=linear,
-        from_memory=Curve((*FEW_ROWS, MANY_ROWS), (0.0,) * (len(FEW_ROWS) + 1), (*added, 0.0)),
+        from_memory=times["memory", MEMORY] / probe.size,
         cache=cache,
         attention=tuple(_attention(times, *heads, kv_dtype) for heads, kv_dtype in MEASURED),
         quantize=line_through(rest["quantize"]),
@@ -169,8 +172,10 @@ class Layers:
         """Seconds of one layer in passes over `nbytes` bytes of them."""
         some = self.layers[: max(1, int(nbytes / self.size))]
         x = np.random.default_rng(0).standard_normal((rows, self.columns)).astype(np.float32)
-        core.module().time_linears(some, x, self.pool, 1)
-        return float(median(core.module().time_linears(some, x, self.pool, REPEATS))) / len(some)
+        (once,) = core.module().time_linears(some, x, self.pool, 1)
+        # Short passes are repeated until the threads are awake and the clock is up.
+        repeats = max(REPEATS, min(16, int(SHORT / once)))
+        return float(median(core.module().time_linears(some, x, self.pool, repeats))) / len(some)
 
 
 def _linear_times(linears: dict[str, list[Layers]]) -> Times:
@@ -181,12 +186,9 @@ def _linear_times(linears: dict[str, list[Layers]]) -> Times:
 
 
 def _memory_times(probe: Layers) -> Times:
-    """Times of passes over weights that fit in the cache, and that do not."""
-    for rows in FEW_ROWS:
-        for size in (CACHED, MEMORY):
-            yield ("memory", size, rows), probe.seconds(rows, size)
-    for size in SIZES:
-        yield ("memory", size, 1), probe.seconds(1, size)
+    """Times of a layer in passes over weights that fit in the cache, and that do not."""
+    for size in (CACHED, *SIZES, MEMORY):
+        yield ("memory", size), probe.seconds(1, size)
 
 
 def stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -245,7 +247,7 @@ def _plane(points: Sequence[tuple[int, float, float]]) -> tuple[float, float, fl
 def _program(dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int, layers: int, ffn: int = 64) -> NativeProgram:
     """A program of random layers with these heads; its pool holds 32 contexts of 128 tokens, or one of 4,096."""
     layer = LayerConfig(heads=heads, kv_heads=kv_heads, head_dim=dim, ffn=ffn, rope=RopeConfig())
-    config = ModelConfig("llama", 32768, heads * dim, (layer,) * layers, 8192)
+    config = ModelConfig("llama", VOCABULARY, heads * dim, (layer,) * layers, 8192)
     source = planned(config, WHOLE_KIND)
     random = RandomSource(source.path, source.format, source.config, source.tensors)
     return NativeProgram(
@@ -262,21 +264,22 @@ def _profiled(program: NativeProgram, batch: int, rows: int, past: int, whole: b
         sequence = module.Sequence([number + 1] * (past + rows), module.SampleParams())
         sequence.set_table(0, 0, list(range(number * blocks, (number + 1) * blocks)))
         sequences.append(sequence)
-    for number in range(REPEATS + 1 if rows == 1 else 2):
+    first = 0 if rows > LONG else 1  # long steps need no warm-up
+    for number in range(first + (1 if rows > LONG else REPEATS + 3 * (rows == 1))):
         step = module.Step()
         if rows == 1:
             step.draw_each(sequences, [past] * batch)
         else:
             step.feed(sequences[0], past, rows, 1)
             step.draw(0, [(0, 0)])
-        program.core.profiling = number > 0 and not whole
+        program.core.profiling = number >= first and not whole
         start = time.perf_counter()
         program.core.run(step)
         sums = defaultdict(float, whole=time.perf_counter() - start)
         for entry in program.core.profile:
             sums[entry["phase"]] += entry["seconds"]
         program.core.clear_profile()
-        if number:
+        if number >= first:
             found.append(sums)
     program.core.profiling = False
     return {name: median(sums[name] for sums in found) for name in found[0]}

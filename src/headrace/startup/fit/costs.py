@@ -169,7 +169,8 @@ def _time(operation: Operation, step: Step, machine: Machine, read: float) -> Ti
         HOST: lambda each, *_: machine.host[0] + machine.host[1] * each.rows,
     }[operation.kind](operation, step, machine)
     if operation.kind in (LINEAR, ATTENTION):
-        seconds += operation.calls * operation.nbytes * machine.byte_seconds(operation.rows, read)
+        share, floor = machine.memory_share(read), operation.calls * operation.nbytes * machine.from_memory
+        seconds = max(seconds, share * floor + (1 - share) * seconds)
     if operation.kind != HOST:
         seconds *= machine.factor(step.tokens)
     return Timed(operation, seconds, _limit(operation, machine))

@@ -66,10 +66,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory: bytes. bandwidth: bytes/s read. peak: operations/s (2 for a product) by number format: int8, bf16. link: latency in
     seconds and bytes/s between two of them. devices: accelerators of one host. measured: date and version of a measurement;
-    empty for published figures, whose `source` says where from. linear: by number format of
-    the weights, read from the cache. from_memory: what a byte takes longer if a step reads more than `cache` bytes. program:
-    time of a step divided by the sum of its operations, by rows. quantize, embed, answers, host: seconds of a call, and of each
-    number, number, logit, and sequence.
+    empty for published figures, whose `source` says where from.
+
+    Of a measurement: linear, by number format of weights in the cache; from_memory, least seconds of a byte in a step that
+    reads much more than `cache` bytes; program, time of a step divided by the sum of its operations, by rows; quantize, embed,
+    answers, host: seconds of a call, and of each number, number, logit, sequence.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str = ""
     threads: int = 0
     linear: dict[str, Curve] = {}
-    from_memory: Curve | None = None
+    from_memory: float = 0.0
     cache: int = 0
     attention: tuple[Attention, ...] = ()
     program: Curve | None = None
@@ -99,12 +100,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.measured and not (self.linear and self.attention and self.cache > 0):
             raise ValueError("a measured machine has linear, attention and cache")
 
-    def byte_seconds(self, rows: int, read: float) -> float:
-        """Seconds that a byte takes longer than one from the cache, in a step that reads `read` bytes."""
-        if self.from_memory is None:
-            return 0.0
-        share = min(1.0, max(0.0, 2 * (read / self.cache - 1)))
-        return share * self.from_memory.seconds(rows, 1.0)
+    def memory_share(self, read: float) -> float:
+        """Share of a step's bytes that come from memory and not from the cache, if the step reads `read` bytes."""
+        return min(1.0, max(0.0, 2 * (read / self.cache - 1))) if self.cache else 0.0
 
     def factor(self, rows: int) -> float:
         """Time of a step of `rows` rows divided by the sum of its operations."""
