@@ -3,10 +3,17 @@
 import pytest
 
 from headrace.ops.keys import key
-from tests.ops.sampling_reference import SEEDS, N
+from tests.ops.sampling_reference import N
 
 
-@pytest.fixture(scope="module")
-def keys() -> dict[int, list[int]]:
+class Keys(dict[int, list[tuple[int, int]]]):
     """For each seed as many noise keys as there are draws."""
-    return {seed: [key(seed, child) for child in range(N)] for seed in SEEDS}
+
+    def __missing__(self, seed: int) -> list[tuple[int, int]]:
+        self[seed] = [key(seed, child) for child in range(N)]
+        return self[seed]
+
+
+@pytest.fixture(scope="session")
+def keys() -> Keys:
+    return Keys()

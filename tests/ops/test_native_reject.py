@@ -34,14 +34,15 @@ def spec_of(params: SamplingParams, path: list[int], seed: int) -> RowSpec:
 
 @pytest.mark.parametrize("block", [False, True], ids=["tokens", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_decides_as_torch_does(name: str, block: bool) -> None:
+@pytest.mark.parametrize("count", [36, pytest.param(120, marks=pytest.mark.slow)])
+def test_it_decides_as_torch_does(count: int, name: str, block: bool) -> None:
     """Drafted tokens with their q, paths, tokens and log-probabilities: chains of 1 to 4, drawn or chosen."""
     size, rng = 300, np.random.default_rng(len(name))
     params = SETTINGS[name].replace(verification="block" if block else "rejection")
     native, history = core.module().Sampler(size), core.module().History(PROMPT)
     given = sample_params(params, [2])
     lengths = []
-    for seed in range(120):
+    for seed in range(count):
         gamma, drawn = 1 + seed % 4, seed % 3 > 0
         p_rows = rng.normal(0, 2.5, (gamma + 1, size)).astype(np.float32)
         chain: list[int] = []

@@ -159,10 +159,11 @@ def test_noise_of_a_row_and_of_chosen_ids(isa, vocab):
         assert np.array_equal(some, wanted[ids])
 
 
+@pytest.mark.parametrize("cases", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocab", [1, 2, 37, 64, 65, 130, 1000])
-def test_same_tokens_as_torch_for_random_settings(isa, vocab):
+def test_same_tokens_as_torch_for_random_settings(isa, vocab, cases):
     rng = random.Random(vocab)
-    for case in range(60):
+    for case in range(cases):
         spec = random_spec(rng, vocab)
         z = logits(vocab, case, rng.choice([0.0, 0.5, 3.0, 12.0]))
         if rng.random() < 0.3:
@@ -170,7 +171,7 @@ def test_same_tokens_as_torch_for_random_settings(isa, vocab):
         assert_same(*draw_both(z, spec, isa, maxima=rng.random() < 0.5))
 
 
-@pytest.mark.parametrize("vocab", [49_152, 151_936])
+@pytest.mark.parametrize("vocab", [49_152, pytest.param(151_936, marks=pytest.mark.slow)])
 def test_same_tokens_as_torch_on_large_vocabularies(isa, vocab):
     settings = [
         {},
@@ -325,11 +326,12 @@ WALKS = [
 ]
 
 
+@pytest.mark.parametrize("trees", [20, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", WALKS)
-def test_verification_walks_the_tree_as_single_draws_do(isa, setting):
+def test_verification_walks_the_tree_as_single_draws_do(isa, setting, trees):
     vocab, lengths = 6, set()
     params = SamplingParams(**setting)
-    for seed in range(60):
+    for seed in range(trees):
         rng = random.Random(seed)
         nodes = rng.randrange(0, 20)
         parents = [rng.randrange(-1, i) for i in range(nodes)]

@@ -232,7 +232,10 @@ def test_counts_kept_by_the_caller_give_what_counting_anew_gives():
 # --- rows and errors --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("vocab", "batches"), [(VOCAB, 12), (4000, 5)])
+@pytest.mark.parametrize(
+    ("vocab", "batches"),
+    [(VOCAB, 4), (4000, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((VOCAB, 12), (4000, 5)))],
+)
 def test_a_row_does_not_depend_on_the_others(vocab, batches):
     """Batches of everything at once, each row against itself alone: same tokens, same log-probabilities, same errors."""
     rng = np.random.default_rng(vocab)
