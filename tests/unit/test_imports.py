@@ -353,9 +353,7 @@ def reached(module: str) -> set[str]:
 
 def reached_into(source: str) -> list[str]:
     """Assignments to attributes of another object's `engine` or `runner`."""
-    nodes = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    ]
+    nodes = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     owners = [(node, node.value) for node in nodes if isinstance(node.value, ast.Attribute)]
     return [ast.unparse(node) for node, owner in owners if owner.attr in ("engine", "runner")]
 
@@ -418,7 +416,7 @@ def functions(source: str) -> list[tuple[str, int]]:
     """Every function with its length in lines."""
     return [
         (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parsed(source))
         if isinstance(node, FUNCTIONS)
     ]
 
