@@ -36,8 +36,9 @@ def test_a_bad_setting_is_refused_before_loading(
     assert not any(line.startswith(("loading", "tiny on")) for line in lines), done.stderr
 
 
-def test_an_unknown_format_of_compress_is_refused_without_torch(shell: Shell, tiny_gguf: Path) -> None:
-    done = shell.forked("compress", tiny_gguf, "-o", shell.folder / "out.gguf", "-f", "Q9", before=WITHOUT_TORCH)
+@pytest.mark.parametrize("out", ["out.gguf", "out"])
+def test_an_unknown_format_of_compress_is_refused_without_torch(out: str, shell: Shell, tiny_gguf: Path) -> None:
+    done = shell.forked("compress", tiny_gguf, "-o", shell.folder / out, "-f", "Q9", before=WITHOUT_TORCH)
     assert done.returncode == 1
     assert done.stderr.startswith("headrace: unknown format 'Q9'"), done.stderr
 

@@ -9,7 +9,8 @@ import torch
 from headrace.compress.grids.encode import encode
 from headrace.compress.grids.groups import fit, stored
 from headrace.compress.grids.loop import GroupGrids, reconstruct
-from headrace.compress.grids.targets import integers_named, target
+from headrace.compress.grids.spec import integers_named
+from headrace.compress.grids.targets import target
 from headrace.weights.bits import pack_fields, unpack_fields
 from headrace.weights.decode import dequantize_numpy, read_floats
 from headrace.weights.schemes.awq import AWQWriter

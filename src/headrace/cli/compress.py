@@ -152,13 +152,13 @@ def compress(
         _check_new(out, overwrite)
 
     from headrace.cli.opening import fetch
-    from headrace.compress.mixes import mix_named
+    from headrace.compress.mixes import check_folder_format, mix_named
     from headrace.compress.pipeline import Pipeline
 
     pipeline = Pipeline(format=number_format, head=head, imatrix=imatrix, threads=threads, **methods.values())
     pipeline.check()
-    if out is not None and out.suffix == ".gguf":
-        mix_named(pipeline.format)
+    if out is not None:
+        (mix_named if out.suffix == ".gguf" else check_folder_format)(pipeline.format)
     path = fetch(model)
     report = _predicted(path, out, pipeline) if dry_run or out is None else _written(path, out, pipeline, overwrite)
     status().finish()

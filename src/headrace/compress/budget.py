@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.compress.base import Visit
-from headrace.compress.grids.targets import integers_named, nearest, target
+from headrace.compress.grids.spec import integers_named
+from headrace.compress.grids.targets import nearest, target
 from headrace.compress.least_squares import output_error
 from headrace.compress.rounding import importance_of
 from headrace.weights.kinds import KINDS

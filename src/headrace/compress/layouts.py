@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.compress.grids.targets import EXAMPLES, integers_named
+from headrace.compress.grids.spec import integers_named
+from headrace.compress.mixes import check_folder_format
 from headrace.compress.pipeline import LAYOUTS, Pipeline
-from headrace.weights.mixes import MIXES, SHORT
+from headrace.weights.mixes import MIXES
 from headrace.weights.schemes.awq import AWQWriter
 from headrace.weights.schemes.base import IntegerFormat, SchemeWriter
 from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter, GroupWriter, SmallFloatsWriter, mixed_settings
@@ -25,8 +26,7 @@ def layout_of(pipeline: Pipeline) -> SchemeWriter:
         if pipeline.layout not in (None, LAYOUTS[0]):
             raise ValueError(f"the layout {pipeline.layout} holds integers, and {name} are none: leave --layout out")
         return SmallFloatsWriter(name.lower())
-    if {name.upper(), name.upper().replace("-", "_")} & {*MIXES, *SHORT}:
-        raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {EXAMPLES}")
+    check_folder_format(name)
     integers = integers_named(name)
     two_four = pipeline.prunes is not None and str(pipeline.prunes[1]) == "2:4"
     if integers.static and not pipeline.walks:

@@ -1,9 +1,10 @@
-"""Names of mixes and kinds as the user writes them, with messages about unknown ones."""
+"""Names of GGUF mixes, of kinds and of formats of folders as the user writes them, with messages about unknown ones."""
 
 from headrace.compress.grids.encode import WRITTEN
-from headrace.compress.grids.spec import parse, unknown
+from headrace.compress.grids.spec import FOLDERS, integers_named, parse, unknown
 from headrace.weights.kinds import KINDS
 from headrace.weights.mixes import MIXES, SHORT
+from headrace.weights.schemes.small_floats import GROUPS
 
 
 def mix_named(name: str) -> str:
@@ -28,3 +29,12 @@ def kind_named(name: str) -> str:
     if name.upper() not in kinds:
         raise ValueError(unknown(name, kinds))
     return name.upper()
+
+
+def check_folder_format(name: str) -> None:
+    """Raise ValueError for a format that folders do not have."""
+    if name.lower() in GROUPS:
+        return
+    if {name.upper(), name.upper().replace("-", "_")} & {*MIXES, *SHORT}:
+        raise ValueError(f"{name} is a format of GGUF: give a name that ends in .gguf, or a format of folders: {FOLDERS}")
+    integers_named(name)

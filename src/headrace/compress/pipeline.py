@@ -45,7 +45,7 @@ class Pipeline:
     """Settings of one compression: methods, formats and cuts.
 
     method: names of recipe.METHODS in order; without a rounding method, rounding to nearest. format: a mix of GGUF
-    (mixes.MIXES), or integers of a folder (grids.targets.integers_named). layout: scheme of a folder, one of LAYOUTS; None: 2:4
+    (mixes.MIXES), or integers of a folder (grids.spec.integers_named). layout: scheme of a folder, one of LAYOUTS; None: 2:4
     if pruned to 2:4 and in groups of 32, otherwise the first. head: format of the output projection alone. imatrix: importance
     file for rtn. budget: bytes of all tensors; formats are then chosen matrix by matrix, starting from `format`. sparsity: as
     grids.keep.parse_sparsity reads it. keep_neurons, keep_heads (shares), drop_layers, kv_heads (counts): numbers of the

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from headrace.compress.grids.encode import WRITTEN
 from headrace.data.spelling import did_you_mean
 from headrace.weights.kinds import KINDS
+from headrace.weights.schemes.base import IntegerFormat
+from headrace.weights.schemes.rows import BLOCK
 
 GRIDS = {"int": "integers", "nf": "quantiles of the normal distribution", "pow": "powers of two", "lloyd": "Lloyd's algorithm"}
 FLOATS = {"e4m3": 8, "e5m2": 8, "e2m1": 4}  # small floats (exponent and mantissa bits), and their bits
 EXAMPLES = "int4-g128, int8-row-sym, nf4-g64, e4m3-tensor, nvfp4, pow4-g64 or lloyd4"
+FOLDERS = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
+FOLDER_BITS = range(3, 9)
+WITHOUT_GROUPS = {  # one scale a row, no zero points
+    "int8": IntegerFormat(8),
+    "w8a8": IntegerFormat(8, activations=True),
+    "w8a8-static": IntegerFormat(8, activations=True, static=True),
+}
 SCALE_BITS = 16
 E8M0, E4M3 = "e8m0", "e4m3"  # 8-bit scales: powers of two; small floats times a float32 of the tensor
 SCALED = {"mxfp4": ("e2m1", 32, E8M0), "nvfp4": ("e2m1", 16, E4M3)}
@@ -84,3 +93,19 @@ def unknown(text: str, names: Iterable[str], more: str = "") -> str:
     known = list(names)
     meant = did_you_mean(text.upper().replace("-", "_"), known)
     return f"unknown format {text!r}; {meant}{' ' if meant else ''}known are {', '.join(known)}{', ' if more else ''}{more}"
+
+
+def integers_named(name: str) -> IntegerFormat:
+    """Integers of folders by their name, in any case. Raises ValueError for formats that folders do not hold."""
+    if name.lower() in WITHOUT_GROUPS:
+        return WITHOUT_GROUPS[name.lower()]
+    spec = parse(name)
+    if spec.family != "int":
+        raise ValueError(f"folders do not hold {spec}: choose {FOLDERS}; or, for kinds of GGUF, a name that ends in .gguf")
+    if spec.bits not in FOLDER_BITS:
+        raise ValueError(f"{spec}: folders hold integers of {FOLDER_BITS[0]} to {FOLDER_BITS[-1]} bits: choose {FOLDERS}")
+    if spec.group is None or spec.group % BLOCK:
+        raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {FOLDERS}")
+    if spec.bits == 8 and not spec.symmetric:
+        raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
+    return IntegerFormat(spec.bits, spec.group, spec.symmetric)

@@ -14,19 +14,11 @@ from headrace.compress.grids.encode import WRITTEN, encode
 from headrace.compress.grids.groups import fit, stored
 from headrace.compress.grids.loop import Grids, GroupGrids, StoredGrids
 from headrace.compress.grids.nvfp4 import Nvfp4
-from headrace.compress.grids.spec import parse
+from headrace.compress.grids.spec import integers_named
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.schemes.base import IntegerFormat
-from headrace.weights.schemes.rows import BLOCK, row_integers
+from headrace.weights.schemes.rows import row_integers
 from headrace.weights.schemes.small_floats import MXFP4, NVFP4
-
-EXAMPLES = "int4-g128, int4-g64-sym, int4-g32-sym, int8, int8-g128-sym, w8a8, w8a8-static, mxfp4, nvfp4"
-BITS = range(3, 9)
-SHORT = {  # one scale a row, no zero points
-    "int8": IntegerFormat(8),
-    "w8a8": IntegerFormat(8, activations=True),
-    "w8a8-static": IntegerFormat(8, activations=True, static=True),
-}
 
 
 class RowGrids(Grids, Protocol):
@@ -140,22 +132,6 @@ def target(name: str) -> Target:
     if name == MXFP4:
         return Blocks("MXFP4")
     return Nvfp4() if name == NVFP4 else Groups(integers_named(name))
-
-
-def integers_named(name: str) -> IntegerFormat:
-    """Integers of folders by their name, in any case. Raises ValueError for formats that folders do not hold."""
-    if name.lower() in SHORT:
-        return SHORT[name.lower()]
-    spec = parse(name)
-    if spec.family != "int":
-        raise ValueError(f"folders do not hold {spec}: choose {EXAMPLES}; or, for kinds of GGUF, a name that ends in .gguf")
-    if spec.bits not in BITS:
-        raise ValueError(f"{spec}: folders hold integers of {BITS[0]} to {BITS[-1]} bits: choose {EXAMPLES}")
-    if spec.group is None or spec.group % BLOCK:
-        raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {EXAMPLES}")
-    if spec.bits == 8 and not spec.symmetric:
-        raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
-    return IntegerFormat(spec.bits, spec.group, spec.symmetric)
 
 
 def nearest(w: Tensor, to: Target, importance: np.ndarray | None, threads: int) -> tuple[np.ndarray, Tensor]:
