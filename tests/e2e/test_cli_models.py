@@ -290,6 +290,10 @@ def test_inspect_of_a_folder(headrace: Shell, tmp_path: Path) -> None:
     assert (found["parameters"], found["bytes"]) == (256, 16 * 8 * 6)
     core = {"int8": 2 * 2 * (2 * 16 + 8), "int4": 2 * 2 * (16 + 12)}  # heads padded to 16, with their scales
     assert found["kv_bytes_per_token"] == {"float16": 2 * 2 * 2 * 2 * 2, "float32": 2 * 2 * 2 * 2 * 4, **core}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "kv_share": 2}))
+    shared = json.loads(headrace("inspect", "--json", str(folder))[1])["kv_bytes_per_token"]
+    assert shared == {name: size // 2 for name, size in found["kv_bytes_per_token"].items()}
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     code, out, _ = headrace("inspect", "--tensors", str(folder))
     assert code == 0
     assert "KV per token:    32 bytes in 16 bit, 64 in 32 bit, 160 in int8, 112 in int4" in out.splitlines()

@@ -27,7 +27,7 @@ def describe(path: Path) -> dict[str, Any]:
     holds its matrices then), compress (methods of `headrace compress`), kv (K/V format that it asks for), name, architecture,
     licence, tensors (name, type that it is read as, shape, bytes in the file), types (tensors of each), parameters, bits (a
     parameter), bytes, layers, hidden_size, heads, kv_heads, head_dim, context_length, sliding_window, kv_bytes_per_token (by
-    number format, over all layers, windows not counted), tokenizer, vocab_size, chat_template. Raises WeightError.
+    number format, over all layers with K and V, windows not counted), tokenizer, vocab_size, chat_template. Raises WeightError.
     """
     if path.is_dir():
         folder = open_folder(path)
@@ -123,7 +123,8 @@ def _from_config(folder: SafetensorsFolder | QuantizedFolder) -> dict[str, Any]:
         "head_dim": head_dim,
         "context_length": get("max_position_embeddings", "n_positions"),
         "sliding_window": get("sliding_window") if config.get("use_sliding_window", True) else None,
-        "kv_bytes_per_token": kv_bytes((layers or 0) * (kv_heads or 0), 2 * (head_dim or 0)),
+        # Of each `kv_share` layers (Headrace's own key) only the first has K and V.
+        "kv_bytes_per_token": kv_bytes(-(-(layers or 0) // (get("kv_share") or 1)) * (kv_heads or 0), 2 * (head_dim or 0)),
         "tokenizer": _text(_json(folder.path / "tokenizer.json").get("model", {}).get("type")),
         "vocab_size": get("vocab_size"),
         "chat_template": _folder_template(folder.path),
