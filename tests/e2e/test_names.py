@@ -15,6 +15,7 @@ from headrace.weights import names
 from headrace.weights.defaults import FALLBACK
 from tests.cli_shell import Shell
 from tests.server.harness import Running
+from tests.tiny_bert import write_tiny_bert
 
 LOUD = "{% for message in messages %}{{ message['content'] | upper }}!{% endfor %}"
 
@@ -107,6 +108,12 @@ def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:
     assert tiny_gguf.exists()
     assert [one.name for one in names.given()] == ["mill-cold"]
     assert "'mill' is neither a model of the catalog nor a path; did you mean mill-cold?" in shell("run", "mill", "hi")[2]
+
+
+def test_the_name_of_an_encoder_has_no_sampling_settings(shell: Shell, tmp_path: Path) -> None:
+    folder = write_tiny_bert(tmp_path / "bert")
+    code, _, err = shell("add", "vectors", folder)
+    assert (code, err) == (0, f"vectors: {folder}, an encoder, which generates nothing\n")
 
 
 def test_models_in_a_folder_are_listed_with_sizes(shell: Shell, tiny_gguf: Path) -> None:

@@ -242,7 +242,8 @@ async def _load(models: Models, server: Server, say: Callable[[str], None], page
     for service in services:
         if service.llm.loaded is not None:
             name = f"{service.name}: " if len(models.services) > 1 else ""
-            say(f"{service.name}: {summary(service.defaults)}")
+            if not service.llm.opened.config.encoder:
+                say(f"{service.name}: {summary(service.defaults)}")
             say(f"ready: {name}{service.llm.loaded.note}")
     if page:
         say(f"ready: the page is {page}")
