@@ -25,7 +25,7 @@ BENCH_HELP = "Measure speed: this machine, servers under load, speculation, comp
 BENCH = {
     "Commands": (
         *("local", "serve", "latency", "speculate", "self-draft", "sharing", "cascade", "token-cascade"),
-        *("kv", "compressed", "exits"),
+        *("kv", "compressed", "exits", "parallel"),
     )
 }
 # Commands of `bench` that left the package, and the module of `benchmarks` in a clone.

@@ -117,6 +117,8 @@ class PipelineExecutor:
         self._stages: list[StageProcess] = []
         self.loaded: list[Loaded] = []  # by stages in other processes
         self._ended = 0.0  # time at which the last step ended
+        # By step, begin and end on each stage, in seconds of the monotonic clock; None: not recorded.
+        self.trace: list[list[tuple[float, float]]] | None = None
         self._lost: RankLostError | None = None
         try:
             self._start(stages[:-1], template, width)
@@ -157,15 +159,18 @@ class PipelineExecutor:
 
     def finish(self, plan: StepPlan) -> StepOutput:
         """Run the last stage. Raises RankLostError, and what the step raised."""
-        began = max(self._ended, time.perf_counter())
+        began = max(self._ended, time.monotonic())
         self._received.step = plan.step
         try:
             output = self.runner.execute(plan)
         except (Closed, OSError) as error:
             self._lost = RankLostError(self._reason(error))
             raise self._lost from None
-        self._ended = time.perf_counter()
+        self._ended = time.monotonic()
         output.seconds = self._ended - began
+        if self.trace is not None and plan.feeds:
+            earlier = self._received.times
+            self.trace.append([*earlier, (max(began, earlier[-1][1]), self._ended)])
         return output
 
     def _reason(self, error: Exception) -> str:

@@ -51,11 +51,13 @@ class Loaded(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """Message to the stage behind at the end of a step: `rows` hidden rows are in the step's slot. error: why it failed."""
+    """Message to the stage behind at the end of a step: `rows` hidden rows are in the step's slot. error: why it failed. times:
+    begin and end of the step on each stage so far, in seconds of the host's monotonic clock."""
 
     step: int
     rows: int = 0
     error: str = ""
+    times: list[tuple[float, float]] = []
 
 
 class Closed(Exception):  # noqa: N818 - the end of a connection, not an error

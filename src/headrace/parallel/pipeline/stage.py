@@ -7,6 +7,7 @@ ends when the socket closes, and the kernel ends it with its parent (Linux).
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from headrace.weights.kv_settings import kv_settings
 class Received:
     """Input rows of a stage: the hidden rows of the stage before. Implements InputRows.
 
-    step: number of the step that runs now.
+    step: number of the step that runs now. times: begin and end of this step on the stages before.
     """
 
     chains = False
 
     def __init__(self) -> None:
         self.step = -1
+        self.times: list[tuple[float, float]] = []
         self._socket: socket.socket | None = None
         self._slots: RowSlots | None = None
 
@@ -55,6 +57,7 @@ class Received:
             ready = receive(self._socket, Ready)
         if ready.error:
             raise StageError(ready.error)
+        self.times = ready.times
         return self._slots.of(ready.step, ready.rows)
 
     def at_exit(self, exit: int, hidden: Any) -> Any:
@@ -78,6 +81,12 @@ class StageRunner:
         self.program = program
         self.source = source
         self.slots = Slots(program.live)
+        self.began = 0.0  # when the last step began to compute
+
+    @property
+    def times(self) -> list[tuple[float, float]]:
+        """Begin and end of the last step on the stages before."""
+        return [] if self.source is None else self.source.times
 
     def execute(self, plan: StepPlan) -> np.ndarray | None:
         """Hidden rows [n, hidden] after the stage's layers; None for a plan without feeds. Slots and tables are as after the
@@ -90,6 +99,7 @@ class StageRunner:
         if self.source is not None:
             self.source.step = plan.step
             rows = self.source.rows()
+        self.began = time.monotonic()
         step = self.program.step()
         for feed in plan.feeds:
             step.feed(feed, self.slots[feed.slot])
@@ -141,7 +151,7 @@ def serve(control: socket.socket) -> None:
             hidden = runner.execute(plan)
             if hidden is not None:
                 rows_out.of(plan.step, len(hidden))[:] = hidden
-                done.rows = len(hidden)
+                done.rows, done.times = len(hidden), [*runner.times, (runner.began, time.monotonic())]
         except (Closed, OSError):
             return
         except Exception as error:
