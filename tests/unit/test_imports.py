@@ -54,7 +54,7 @@ ROOMS = {
     "compress": "llm startup.opening backends.native runner text weights.loader weights.parts models models.layers ops kv "
     "compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
-    "bench": "bench.workers.ours workflows training compress llm startup engine backends.native runner drafting "
+    "bench": "bench.workers.ours workflows training compress llm parallel startup engine backends.native runner drafting "
     "decoding models ops kv weights core host stats data",
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "server.logs": "",
