@@ -133,7 +133,10 @@ private:
         std::optional<FloatVector> bias;
     };
 
-    static size_t bytes_of(const Bytes& rows) { return rows.shape(0) * static_cast<size_t>(rows.stride(0)); }
+    // From the first byte to the end of the last row, whose stride may reach beyond the file.
+    static size_t bytes_of(const Bytes& rows) {
+        return rows.shape(0) == 0 ? 0 : (rows.shape(0) - 1) * static_cast<size_t>(rows.stride(0)) + rows.shape(1);
+    }
 
     std::shared_ptr<Arena> arena_;
     Packer packer_;
