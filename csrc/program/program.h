@@ -48,7 +48,7 @@ public:
     void add(Phase phase);
     void seal();
 
-    // Steps of at least so many rows split them over the ranks (Phase::by_rows); 0: no step does.
+    // Steps of at least this number of rows split them over the ranks (Phase::by_rows); 0: no step does.
     void split_from(int rows) { split_from_ = rows; }
 
     // Runs a step and fills its answers. Locks the program, its KV pool and the sequences; the caller locks the step.

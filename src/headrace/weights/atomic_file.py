@@ -25,7 +25,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def file_lock(path: Path) -> Iterator[None]:
     """Hold the lock of `path`, a file `.NAME.lock` in the same folder, so that one process at a time writes it.
 
-    The lock belongs to the open file, so that a file left by a killed process does not lock.
+    The lock belongs to the open file, so that the file of a killed process does not lock.
     Raises ValueError if another process holds the lock, and OSError.
     """
     name = path.with_name(f".{path.name}.lock")
