@@ -261,7 +261,7 @@ def _part(index: int, part: Any) -> dict[str, str]:
 
 
 def check_template_kwargs(given: Iterable[str]) -> None:
-    """Raise TemplateError for a name in `chat_template_kwargs` that belongs to the template language or to an argument of its own."""
+    """Raise TemplateError for a name in `chat_template_kwargs` with an argument of its own, or of the template language."""
     if taken := RESERVED.intersection(given):
         raise TemplateError(
             f"chat_template_kwargs may not set {', '.join(sorted(taken))}; leave it out", "chat_template_kwargs"
