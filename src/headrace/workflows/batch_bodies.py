@@ -55,7 +55,8 @@ def _fields(request: GenerationRequest) -> dict[str, Any]:
         return fields | _prompt(prompt)
     assert isinstance(prompt, Conversation)
     check_ending(prompt.messages, prompt.continue_final_message, prompt.add_generation_prompt)
-    template: dict[str, Any] = {"chat_template_kwargs": prompt.variables()}
+    variables = prompt.variables()
+    template: dict[str, Any] = {"chat_template_kwargs": variables} if variables else {}
     for name in ("continue_final_message", "add_generation_prompt"):
         if (value := getattr(prompt, name)) is not None:
             template[name] = value
