@@ -170,9 +170,7 @@ def test_scales_zeros_and_the_loop_in_one_walk(model: Path, book: Path, tmp_path
         for name in ("gate", "up"):
             tensors[f"blk.0.ffn_{name}.weight"][:, [3, 17]] /= 40
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_files, "FFN", 64)
-        source = tiny_files.write_tiny_gguf(tmp_path / "planted.gguf", edit=planted)
+    source = tiny_files.write_tiny_gguf(tmp_path / "planted.gguf", edit=planted, sizes=tiny_files.Sizes(ffn=64))
     lost, right = [], measured.PassOutput.changed
     for changed in (right, lambda self, target: right(self, target) and "norm" not in target):
         out = tmp_path / f"{len(lost)}.gguf"

@@ -44,7 +44,7 @@ from headrace.weights.source import WeightError
 from tests.killed import killed_at
 from tests.places import data_path, model_file
 from tests.tiny import tiny_config, tiny_model
-from tests.tiny_files import write_tiny_gguf
+from tests.tiny_files import Sizes, write_tiny_gguf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 
@@ -52,11 +52,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of 32 and 64: whole blocks of every kind with 32 numbers."""
-    from tests import tiny_files
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_files, "FFN", 64)
-        return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+    return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", sizes=Sizes(ffn=64))
 
 
 @pytest.fixture(scope="module")
@@ -652,10 +648,9 @@ print(said, told("VmHWM:") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path) -> None:
     """A matrix of 3,072 inputs: its moments and what is made of them are nearly all of it."""
-    monkeypatch.setattr("tests.tiny_files.FFN", 3072)
-    wide = write_tiny_gguf(tmp_path / "wide.gguf")
+    wide = write_tiny_gguf(tmp_path / "wide.gguf", sizes=Sizes(ffn=3072))
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, wide, book, tmp_path / "out.gguf"],
         capture_output=True,
