@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(?:^|\n)([^\n]*)\n\n?```(\w*)\n(.*?)\n?```", re.DOTALL)
 FILE = re.compile(r"`([\w.-]+\.(?:py|toml|jsonl|json|txt|yaml))`[^`]*[:：]$")
 # Figures that change from run to run, with their units.
 MEASURED = re.compile(
-    r"\d[\d,]*(?:\\\.\d+)?(?=(?:\\ | )?(?:tokens/s|prompts/s|s|ms|us|min|seconds|minutes|MB/s|GB/s|GiB/s|%|times)(?![\w/]))"
+    r"\d[\d,]*(?:\\\.\d+)?(?=(?:\\ | )?(?:tokens/s|prompts/s|s|ms|us|min|seconds|minutes|MB/s|GB/s|GiB/s|%|times|x)(?![\w/]))"
 )
 END, PORT, PATIENCE = "end-of-command", 8000, 120.0
 

@@ -165,7 +165,7 @@ def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Pat
             "gptq,neurons cannot be: neurons makes matrices smaller before they change",
         ),
         (("--dry-run", "--kv-heads", "1"), 1, "--kv-heads needs the method kv-heads: --method kv-heads"),
-        (("--dry-run", "--imatrix", "OUT"), 1, "it is no importance matrix, or damaged"),
+        (("--dry-run", "--imatrix", "OUT"), 1, "it is not an importance matrix, or it is damaged"),
     ],
 )
 def test_mistakes_are_one_line(shell: Shell, tmp_path: Path, arguments: tuple[str, ...], code: int, line: str) -> None:
@@ -190,5 +190,5 @@ def test_what_a_token_costs(shell: Shell, tmp_path: Path) -> None:
     assert grid["error"]["sqnr"] < 30 < 40 < eight["error"]["sqnr"]
     code, said, err = shell(*arguments)
     table = [line.split("\t") for line in said.splitlines()]
-    assert [row[0] for row in table] == ["FORMAT", "as it is", "Q8_0", "int4-g16"]
+    assert [row[0] for row in table] == ["FORMAT", "unchanged", "Q8_0", "int4-g16"]
     assert "128 bytes of K and V" in err

@@ -125,5 +125,5 @@ def test_a_decoder_beside_is_refused(folder: Path, tmp_path: Path) -> None:
     decoder = open_model(write_tiny_gguf(tmp_path / "tiny.gguf"))
     roles = Role("target", open_model(folder)), Role("draft", decoder)
     for pair in (roles, (Role("target", decoder), Role("draft", roles[0].opened))):
-        with pytest.raises(ValueError, match="beside an encoder-decoder only another one works"):
+        with pytest.raises(ValueError, match="an encoder-decoder works only with another one"):
             start(Recipe(pair, ModelSettings(device="cpu")))

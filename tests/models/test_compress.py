@@ -190,7 +190,7 @@ def test_one_matrix_is_in_memory_at_a_time(kept: bool, tmp_path: Path, monkeypat
 def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf", edit=lambda tensors: tensors["blk.1.ffn_up.weight"].fill(1e30))
     (tmp_path / "out.gguf").write_text("the old one")
-    with pytest.raises(WeightError, match=r"tiny.gguf: blk.1.ffn_up.weight holds numbers too large for a scale in 16 bits"):
+    with pytest.raises(WeightError, match=r"tiny.gguf: blk.1.ffn_up.weight has numbers too large for a 16-bit scale"):
         compress(model, tmp_path / "out.gguf", Pipeline(format="Q8_0"), overwrite=True)
     assert (tmp_path / "out.gguf").read_text() == "the old one"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "tiny.gguf"]

@@ -258,5 +258,5 @@ def test_models_that_cannot_be_cut_so_are_named() -> None:
         pruned_config(config_of("gpt2"), Cut("kv-heads", 2))
     with pytest.raises(ValueError, match="q and k of this model are normed by head"):
         pruned_config(config_of("qwen3"), Cut("kv-heads", 1, "aligned"))
-    with pytest.raises(ValueError, match="1 K/V heads, and 1 would be no even share of them: there are no fewer"):
+    with pytest.raises(ValueError, match="1 K/V heads, and 1 is not a proper divisor of that: no smaller number is possible"):
         pruned_config(config_of("llama", kv_heads=1), Cut("kv-heads", 1))

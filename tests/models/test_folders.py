@@ -71,7 +71,7 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
             expected = dequantize_numpy(to.encode(expected).reshape(-1), to.kind).reshape(expected.shape)
         assert np.array_equal(read_floats(after, name), expected), name
     whole = {name for name in after.names() if "proj.weight" in name} - rounded
-    assert bool(whole) == any("are no whole groups" in line for line in report.warnings)
+    assert bool(whole) == any("cannot be divided into groups" in line for line in report.warnings)
     told = describe(tmp_path / "out")
     assert (told["quantised"], told["compress"]) == (said, f"rtn {number_format}")
     assert told["activations"] == ("token" if number_format == "w8a8" else None)
@@ -151,22 +151,22 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
     ("changes", "line"),
     [
         ({"format": "Q4_K_M"}, "Q4_K_M is a format of GGUF: give a name that ends in .gguf"),
-        ({"format": "nf4"}, "folders do not hold nf4"),
-        ({"format": "int4-g96"}, "rows of 32, 64 numbers are no whole groups of int4-g96"),
+        ({"format": "nf4"}, "nf4 cannot be written to a folder"),
+        ({"format": "int4-g96"}, "rows of 32, 64 numbers cannot be divided into groups of int4-g96"),
         ({"layout": "marlin"}, "unknown layout 'marlin'; known are compressed, gptq, awq, 2:4"),
         ({"layout": "awq", "format": "int8"}, "the layout awq holds 4 bits, and int8 has 8"),
         ({"layout": "gptq", "format": "int5-g32"}, "the layout gptq holds 2, 3, 4, 8 bits, and int5-g32 has 5"),
         ({"format": "w8a8-static"}, "w8a8-static measures inputs on texts: choose a --method that reads them"),
         ({"layout": "gptq", "format": "w8a8"}, "the layout gptq says nothing of activations"),
-        ({"head": "Q8_0"}, "folders do not hold Q8_0: choose int4-g128"),
-        ({"head": "int4-g96"}, "the head's rows of 32 numbers are no whole groups of int4-g96"),
+        ({"head": "Q8_0"}, "Q8_0 cannot be written to a folder; choose int4-g128"),
+        ({"head": "int4-g96"}, "the head's rows of 32 numbers cannot be divided into groups of int4-g96"),
         ({"head": "int8", "layout": "gptq"}, "the layout gptq holds integers of one format: leave --head out"),
         (
             {"budget": 10**6, "method": ("gptq",), "layout": "awq"},
             "the layout awq holds integers of one format: leave --budget",
         ),
-        ({"layout": "gptq", "format": "nvfp4"}, "the layout gptq holds integers, and nvfp4 are none: leave --layout out"),
-        ({"budget": 10**6, "format": "mxfp4"}, "--budget chooses between integers of 4 and 8 bits, and mxfp4 are none"),
+        ({"layout": "gptq", "format": "nvfp4"}, "the layout gptq has integers, and nvfp4 has none: leave --layout out"),
+        ({"budget": 10**6, "format": "mxfp4"}, "--budget chooses between integers of 4 and 8 bits, and mxfp4 has none"),
         ({"budget": 10**6, "format": "int8"}, "--budget chooses between 4 and 8 bits, and int8 has 8"),
         ({"budget": 10}, "10 bytes are too few: with the fewest bits all tensors take"),
     ],

@@ -92,7 +92,7 @@ def test_wanda_by_an_imatrix(tmp_path: Path) -> None:
         (Pipeline(method=("taylor",), sparsity="2:4"), f"unknown method 'taylor'; known are {', '.join(METHODS)}"),
         (
             Pipeline(format="F32", method=("magnitude",), sparsity="3:7"),
-            "blk.0.attn_q.weight rows of 32 weights are no whole groups of 7",
+            "blk.0.attn_q.weight rows of 32 weights cannot be divided into groups of 7",
         ),
     ],
 )

@@ -231,13 +231,17 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "gptq without scales": (gptq, without("scales"), "has no scales; the file is incomplete"),
     "gptq without zeros": (gptq, without("qzeros"), "has no qzeros; the file is incomplete"),
     "gptq without g_idx": (lambda: gptq(act_order=True), without("g_idx"), "has no g_idx, which desc_act needs"),
-    "gptq with a g_idx of nothing": (gptq, changed("g_idx", lambda x: x * 0), "is none of groups of 32; the file is damaged"),
-    "gptq with a g_idx beyond": (gptq, changed("g_idx", lambda x: x + 1), "is none of groups of 32"),
+    "gptq with a g_idx of nothing": (
+        gptq,
+        changed("g_idx", lambda x: x * 0),
+        "does not form groups of 32; the file is damaged",
+    ),
+    "gptq with a g_idx beyond": (gptq, changed("g_idx", lambda x: x + 1), "does not form groups of 32"),
     "gptq with a short g_idx": (gptq, changed("g_idx", lambda x: x[:-1]), "g_idx of I32 63 and needs I32 64"),
     "gptq with a g_idx of floats": (gptq, changed("g_idx", lambda x: x.float()), "g_idx of F32 64 and needs I32"),
     "gptq of fewer words": (gptq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 56 columns"),
     "gptq of fewer rows": (gptq, changed("qweight", lambda x: x[:, :-8]), "scales of F16 2 x 96 and needs F16 2 x 88"),
-    "gptq of words in a row": (gptq, changed("qweight", torch.ravel), "has tensors that are no matrices"),
+    "gptq of words in a row": (gptq, changed("qweight", torch.ravel), "has tensors that are not matrices"),
     "gptq with scales that 16 bits lack": (
         gptq,
         changed("scales", lambda x: x.float() * 1e-7),
@@ -256,15 +260,19 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "gptq of 5 bits": (
         gptq,
         changed("qzeros", lambda x: x.repeat(1, 2)[:, :15]),
-        "has 5 bits; 2, 3, 4, 8 are read: take another",
+        "has 5 bits; 2, 3, 4, 8 are supported: use another",
     ),
-    "gptq of groups of 16": (lambda: gptq(group=16), lambda made: None, "groups of a multiple of 32 are read"),
+    "gptq of groups of 16": (lambda: gptq(group=16), lambda made: None, "group sizes must be multiples of 32"),
     "awq without zeros": (awq, without("qzeros"), "has no qzeros; the file is incomplete"),
     "awq of fewer words": (awq, changed("qweight", lambda x: x[:-1]), "has 2 groups of 63 columns"),
-    "awq of fewer outputs": (awq, changed("qweight", lambda x: x[:, 1:]), "bits or is damaged; 4 are read"),
+    "awq of fewer outputs": (awq, changed("qweight", lambda x: x[:, 1:]), "bits or is damaged; 4 are supported"),
     "awq of zeros of another shape": (awq, changed("qzeros", lambda x: x[:, 1:]), "qzeros of I32 2 x 11 and needs I32 2 x 12"),
-    "awq of groups of 16": (lambda: awq(16), lambda made: None, "groups of a multiple of 32 are read"),
-    "awq of another layout": (lambda: awq(version="gemv"), lambda made: None, "layout 'gemv'; take one of gemm"),
+    "awq of groups of 16": (lambda: awq(16), lambda made: None, "group sizes must be multiples of 32"),
+    "awq of another layout": (
+        lambda: awq(version="gemv"),
+        lambda made: None,
+        "layout 'gemv' is not supported; use a checkpoint in gemm",
+    ),
     "int4 without a shape": (lambda: kept("int4-asym"), without("weight_shape"), "has no weight_shape; the file is incomplete"),
     "int4 of another shape": (
         lambda: kept("int4-asym"),
@@ -292,7 +300,7 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         changed("weight_scale", lambda x: x * 1e-6),
         "a weight_scale too large or too small for 16 bits",
     ),
-    "int8 in a row": (lambda: kept("int8"), changed("weight", torch.ravel), "has a weight that is no matrix"),
+    "int8 in a row": (lambda: kept("int8"), changed("weight", torch.ravel), "has a weight that is not a matrix"),
     "fp8 of fewer scales": (lambda: kept("fp8"), changed("weight_scale", lambda x: x[1:]), "weight_scale of BF16 95 x 1"),
     "fp8 without a weight": (lambda: kept("fp8"), without("weight"), "has no weight; the file is incomplete"),
     "blocks of fp8 of whole scales": (fp8_blocks, changed("weight_scale_inv", lambda x: x.int()), "weight_scale_inv of I32"),
@@ -310,17 +318,17 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         "has 96 x 5 words for 96 x 64 numbers of 3 bits; the file is damaged",
     ),
     "mxfp4 of fewer scales": (mxfp4, changed("weight_scales", lambda x: x[1:]), "lacks scales or has odd blocks"),
-    "mxfp4 of experts": (mxfp4, changed("weight_blocks", lambda x: x[None]), "is one of experts, which are not built"),
+    "mxfp4 of experts": (mxfp4, changed("weight_blocks", lambda x: x[None]), "belongs to experts, which are not supported"),
     "mxfp4 of a power beyond": (mxfp4, changed("weight_scales", lambda x: x * 0 + 255), "NaN or infinite in float32"),
     "2:4 of three in four": (
         sparse,
         changed("bitmask", lambda x: x | 1),
-        "has a bitmask that keeps another number than two of four",
+        "has a bitmask that does not keep two of four",
     ),
     "2:4 with zeros": (
         sparse,
         lambda made: made.tensors.update({f"{UP}.weight_zero_point": torch.full((96, 1), 3, dtype=torch.int8)}),
-        "is 2:4 with zero points, which is not read",
+        "is 2:4 with zero points, which is not supported",
     ),
     "2:4 of fewer numbers": (sparse, changed("compressed", lambda x: x[1:]), "compressed of I8 95 x 32 and needs I8 96 x 32"),
     "nf4 of other blocks": (
@@ -339,8 +347,16 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         "weight.absmax of U8 128 and needs F32 128",
     ),
     "bitsandbytes int8 of fewer scales": (lambda: kept("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
-    "gptq of an older layout": (lambda: gptq(is_marlin_format=True), lambda made: None, "layout 'marlin'; take one of gptq"),
-    "awq of a newer layout": (lambda: awq(version="gemv_fast"), lambda made: None, "layout 'gemv_fast'; take one of gemm"),
+    "gptq of an older layout": (
+        lambda: gptq(is_marlin_format=True),
+        lambda made: None,
+        "layout 'marlin' is not supported; use a checkpoint in gptq",
+    ),
+    "awq of a newer layout": (
+        lambda: awq(version="gemv_fast"),
+        lambda made: None,
+        "layout 'gemv_fast' is not supported; use a checkpoint in gemm",
+    ),
     "2:4 as one kernel reads it": (
         lambda: kept("int4-asym"),
         lambda made: made.settings.update(format="marlin-24"),
@@ -354,7 +370,7 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     "gptq of another layout": (
         lambda: gptq(checkpoint_format="marlin"),
         lambda made: None,
-        "layout 'marlin'; take one of gptq",
+        "layout 'marlin' is not supported; use a checkpoint in gptq",
     ),
 }
 

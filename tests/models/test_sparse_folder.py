@@ -94,7 +94,10 @@ def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     report = compress(model, tmp_path / "sparse", TWO_OF_FOUR)
     assert len(report.warnings) == 1
-    assert "matrices of 32 x 48 are no whole groups of int4-g32-sym: they are written as floats with" in report.warnings[0]
+    assert (
+        "matrices of 32 x 48 cannot be divided into groups of int4-g32-sym: they are written as floats with"
+        in report.warnings[0]
+    )
     llm, original = (
         LLM(str(path), backend="torch", dtype="float32", max_model_len=64) for path in (tmp_path / "sparse", model)
     )

@@ -185,7 +185,7 @@ def test_a_folder_is_cut(book: Path, tmp_path: Path) -> None:
         ({"method": ("heads",), "keep_heads": 0.9}, "0.9 of this model's 2 are all of them"),
         (
             {"method": ("kv-heads",), "kv_heads": 3},
-            "this model has 2 K/V heads, and 3 would be no even share of them: choose 1",
+            "this model has 2 K/V heads, and 3 is not a proper divisor of that: choose 1",
         ),
         ({"method": ("kv-heads",), "kv_heads": 1, "pool": "sum"}, "--pool is aligned, mean, first"),
         ({"method": ("layers",), "drop_layers": 2}, "this model has 2 layers; drop fewer than 2"),

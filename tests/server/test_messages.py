@@ -122,7 +122,7 @@ def test_an_engine_that_sends_nonsense_is_given_up() -> None:
         reader, writer = await asyncio.open_connection(sock=ours)
         engine = EngineConnection(reader, writer, None)  # type: ignore[arg-type]
         theirs.sendall(PREFIX.pack(3) + b"abc")
-        with pytest.raises(EngineGoneError, match="what is no message"):
+        with pytest.raises(EngineGoneError, match="an invalid message"):
             await engine.receive()
         theirs.sendall(PREFIX.pack(2**32 - 1))
         with pytest.raises(EngineGoneError, match="is the most"):

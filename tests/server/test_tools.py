@@ -124,7 +124,7 @@ def test_results_of_calls_are_told(server: Running) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "not among the tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "there are no tools"),
-        ({"extra_body": {"guided_regex": "a+"}}, "beside tools an answer's format is a JSON schema"),
+        ({"extra_body": {"guided_regex": "a+"}}, "with tools, the format of an answer must be a JSON schema"),
         ({"functions": [{"name": "a"}]}, "use tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text alone"),
         ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "needs a function"),

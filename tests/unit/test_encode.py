@@ -141,7 +141,10 @@ def test_a_slip_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_cannot_be_written_is_one_line() -> None:
     x = np.ones((2, 48), np.float32)
-    for kind, message in (("Q4_0", "rows of 48 numbers are no whole blocks of 32"), ("IQ4_XS", "IQ4_XS is not written")):
+    for kind, message in (
+        ("Q4_0", "rows of 48 numbers cannot be divided into the blocks of 32"),
+        ("IQ4_XS", "IQ4_XS cannot be written"),
+    ):
         with pytest.raises(ValueError, match=message):
             encode(x, kind)
     x = np.ones((2, 256), np.float32)

@@ -40,7 +40,7 @@ def test_names_are_read_as_they_are_printed(name: str) -> None:
         ("Q4_K_Z", "did you mean Q4_K"),
         ("q8-0", "did you mean Q8_0"),
         ("int9", "unknown format 'int9'"),
-        ("int4-128", "after int4 comes -tensor, -row or -g128"),
+        ("int4-128", "write int4, then -tensor, -row or -g128"),
         ("nf3", "in 4 bits only"),
     ],
 )
@@ -182,5 +182,5 @@ def test_the_error_of_a_kind_says_what_was_cut_off(kind: str) -> None:
 
 
 def test_groups_are_whole() -> None:
-    with pytest.raises(ValueError, match="rows of 96 numbers are no whole groups of 64"):
+    with pytest.raises(ValueError, match="rows of 96 numbers cannot be divided into groups of 64"):
         grouped(scaled(0), 64)

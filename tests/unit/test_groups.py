@@ -123,7 +123,7 @@ def test_the_loop_leaves_integers_of_the_grid(of: IntegerFormat) -> None:
         assert np.array_equal(integer_rows(of.kind, *row_integers(of.kind, rows)), rows)
         error, plain_error = (float(((v - w).double() @ moment * (v - w).double()).sum()) for v in (made, nearest))
         assert error < 0.8 * plain_error
-    with pytest.raises(ValueError, match="columns in another order need scales"):
+    with pytest.raises(ValueError, match="act-order needs scales"):
         grids(order=order)
 
 
@@ -200,16 +200,16 @@ def test_names_and_what_is_refused() -> None:
     assert integers_named("w8a8") == IntegerFormat(8, activations=True)
     assert integers_named("int4-g128") == IntegerFormat(4, 128, symmetric=False)
     for name, line in (
-        ("int8-g32", "8 bits are written without zero points, which would gain next to nothing; write int8-g32-sym"),
-        ("int4-g48", "groups of a multiple of 32"),
-        ("int4-tensor", "groups of a multiple of 32"),
+        ("int8-g32", "8-bit integers have no zero points in folders, because they gain almost nothing; write int8-g32-sym"),
+        ("int4-g48", "a group of a multiple of 32"),
+        ("int4-tensor", "a group of a multiple of 32"),
         ("int2-g32", "integers of 3 to 8 bits"),
-        ("nf4-g64", "folders do not hold nf4-g64"),
+        ("nf4-g64", "nf4-g64 cannot be written to a folder"),
         ("int9", "unknown format 'int9'"),
     ):
         with pytest.raises(ValueError, match=line):
             integers_named(name)
-    with pytest.raises(ValueError, match="rows of 96 numbers are no whole groups of 64"):
+    with pytest.raises(ValueError, match="rows of 96 numbers cannot be divided into groups of 64"):
         fit(np.zeros((2, 96), np.float32), IntegerFormat(4, 64))
     with pytest.raises(ValueError, match="NaN or infinite"):
         fit(np.full((2, 64), np.nan, np.float32), IntegerFormat(4, 64))

@@ -119,5 +119,5 @@ def test_what_is_no_sparsity_is_refused(text: str) -> None:
 def test_scores_that_are_no_numbers_and_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="scores are NaN"):
         keep_mask(np.full((1, 4), np.nan), Sparsity(0.5))
-    with pytest.raises(ValueError, match="rows of 6 weights are no whole groups of 4"):
+    with pytest.raises(ValueError, match="rows of 6 weights cannot be divided into groups of 4"):
         keep_mask(np.ones((1, 6)), parse_sparsity("2:4"))

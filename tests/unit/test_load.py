@@ -86,13 +86,13 @@ def test_bytes_may_be_cut_anywhere_and_come_together() -> None:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([(10.0, OK + chunk(event("a")))], "broke off"),
-        ([(10.0, OK + chunk(event("a")) + END)], "broke off"),
+        ([(10.0, OK + chunk(event("a")))], "ended early"),
+        ([(10.0, OK + chunk(event("a")) + END)], "ended early"),
         ([(10.0, OK + chunk(b'data: {"error": {"message": "gone"}}\n\n' + DONE) + END)], "gone"),
         ([(10.0, b'HTTP/1.1 429 Too Many\r\nContent-Length: 6\r\n\r\n"busy"')], "429: "),
         ([(10.0, b"nonsense\r\n\r\n")], "no answer"),
         ([(10.0, OK + chunk(b"data: {\n\n") + END)], "no answer"),
-        ([], "broke off"),
+        ([], "ended early"),
     ],
 )
 def test_what_fails_is_an_error_and_is_not_counted(parts: list[tuple[float, bytes]], said: str) -> None:
@@ -250,7 +250,7 @@ def test_no_server_and_no_answer_in_time_are_errors() -> None:
         await asyncio.sleep(3600)
 
     (answer,) = Fake(never).drive([ScheduledRequest(0.0, 1, 1)], timeout=0.05).answers
-    assert answer.error == "no whole answer within 0.05 s"
+    assert answer.error == "no complete answer within 0.05 s"
     answers = drive.drive(HERE, [ScheduledRequest(0.0, 1, 1)]).answers
     assert "no connection" in (answers[0].error or "")
     with pytest.raises(ValueError, match="answers none of 1 requests: no connection"):

@@ -91,7 +91,7 @@ def test_sources_are_encoded_beside_the_kv_cache() -> None:
     assert (both.scratch, both.kv_bytes, both.bytes) == (2 * 2**20, 2**19, 2**19 + 2 * 2**20)
     assert both.spare == 4 * 2**20 - both.bytes
     assert both.summary.endswith("context 4,096, sources encoded in 2.0 MiB")
-    with pytest.raises(ValueError, match=r"sources are encoded in 2.0 MiB, and 1.0 MiB are free beside the weights"):
+    with pytest.raises(ValueError, match=r"sources are encoded in 2.0 MiB, and 1.0 MiB are free next to the weights"):
         plan(2**20, scratch=2 * 2**20)
 
 

@@ -61,12 +61,12 @@ def test_mxfp4_is_written_as_compressed_tensors_writes_it(tmp_path: Path) -> Non
 
 def test_numbers_of_another_grid_are_refused() -> None:
     """Also those whose float32 of the matrix is no power of two, which bfloat16 lacks. The control: theirs times it."""
-    with pytest.raises(ValueError, match="no numbers of 4 bits times a scale of E4M3"):
+    with pytest.raises(ValueError, match="not 4-bit numbers times an E4M3 scale"):
         nvfp4_parts(matrix())
     theirs = nvfp4()
     name, values = next(iter(theirs.values.items()))
     whole = theirs.tensors[f"{name}.weight_global_scale"].numpy()
-    with pytest.raises(ValueError, match="no numbers of 4 bits"):
+    with pytest.raises(ValueError, match="not 4-bit numbers"):
         nvfp4_parts(values)
     codes, scales, unit = nvfp4_parts(np.round(values * whole * 8) / np.float32(8))
     assert codes.shape == values.shape
@@ -93,7 +93,7 @@ def test_the_scale_is_searched(name: str) -> None:
     assert (importance * np.square(made(importance) - w) / scale).sum() < (importance * np.square(made() - w) / scale).sum()
     with pytest.raises(ValueError, match="NaN or infinite"):
         target(name).encode(np.full((2, 64), np.nan, np.float32))
-    with pytest.raises(ValueError, match="no whole"):
+    with pytest.raises(ValueError, match="cannot be divided"):
         target(name).encode(np.zeros((2, 40), np.float32))
 
 
@@ -121,5 +121,5 @@ def test_the_column_loop_stays_on_the_grid(ordered: bool) -> None:
 
     assert torch.equal(made(torch.eye(k)), plain)
     assert output_error(made(hessian) - w, hessian) < 0.9 * output_error(plain - w, hessian)
-    with pytest.raises(ValueError, match="columns in another order need scales"):
+    with pytest.raises(ValueError, match="act-order needs scales"):
         to.grids(w.numpy(), None, rows=None, order=torch.arange(k), threads=1)

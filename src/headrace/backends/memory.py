@@ -72,7 +72,7 @@ def plan(
     """
     if scratch and scratch >= free:
         raise ValueError(
-            f"sources are encoded in {gib(scratch)}, and {gib(max(free, 0))} are free beside the weights; "
+            f"sources are encoded in {gib(scratch)}, and {gib(max(free, 0))} are free next to the weights; "
             "lower max_model_len, or free memory"
         )
     free -= scratch

@@ -111,7 +111,7 @@ def _choice_question(lines: Sequence[dict[str, Any]]) -> ChoiceQuestion:
         choices = tuple(f" {text}" for text in first["choices"])
         question = ChoiceQuestion(str(first["prompt"]), choices, first["choices"].index(first["answer"]))
     if len(choices) < 2 or not 0 <= question.right < len(choices) or not all(choices):
-        raise ValueError("one answer is none to choose")
+        raise ValueError("choosing needs at least two answers")
     return question
 
 

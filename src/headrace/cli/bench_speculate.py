@@ -68,7 +68,7 @@ def speculate(
     if with_plot and not any(gamma or GAMMAS):
         raise typer.BadParameter("--plot draws gamma against speed-up; give a --gamma of 1 or more too")
     if options.speculate in ("off", "none"):
-        raise typer.BadParameter("--speculate off leaves nothing to measure; name who drafts, as in --speculate ngram")
+        raise typer.BadParameter("--speculate off leaves nothing to measure; name a drafter, as in --speculate ngram")
     if cells and not grid:
         raise typer.BadParameter("--cells names cells of the grid; give --grid too")
     llm: Any = open_llm(model, options)

@@ -31,7 +31,7 @@ def gguf_ladder(width: int) -> tuple[str, ...]:
 def integer_ladder(name: str) -> Ladder:
     """Integer formats of folders from `name` up: finer groups, then 8 bits. Raises ValueError if there is none above."""
     if name in GROUPS:
-        raise ValueError(f"--budget chooses between integers of 4 and 8 bits, and {name} are none: begin with int4-g128")
+        raise ValueError(f"--budget chooses between integers of 4 and 8 bits, and {name} has none: start with int4-g128")
     first = integers_named(name)
     if first.bits == 8:
         raise ValueError(f"--budget chooses between 4 and 8 bits, and {name} has 8: begin with int4-g128, or leave it out")

@@ -60,7 +60,7 @@ def format_costs(model: str | Path, formats: list[str], kv_dtype: str = "bfloat1
         / sizes[name]
         for name, parts in stored.items()
     }
-    costs = [FormatCost("as it is", cost(bits_now), None)]
+    costs = [FormatCost("unchanged", cost(bits_now), None)]
     for name, mix in zip(formats, chosen, strict=True):
         specs = {key: _spec(mix, key, parts[0].stored, target) for key, parts in stored.items()}
         bits = {

@@ -24,7 +24,7 @@ def layout_of(pipeline: Pipeline) -> SchemeWriter:
     name = pipeline.format
     if name.lower() in GROUPS:
         if pipeline.layout not in (None, LAYOUTS[0]):
-            raise ValueError(f"the layout {pipeline.layout} holds integers, and {name} are none: leave --layout out")
+            raise ValueError(f"the layout {pipeline.layout} has integers, and {name} has none: leave --layout out")
         return SmallFloatsWriter(name.lower())
     check_folder_format(name)
     integers = integers_named(name)

@@ -124,6 +124,6 @@ def _layer(config: ModelConfig, layer: LayerConfig, cut: Cut) -> LayerConfig:
     kept = int(cut.number)
     if kept >= layer.kv_heads or layer.kv_heads % kept:
         fit = [str(count) for count in range(1, layer.kv_heads) if layer.kv_heads % count == 0]
-        choose = f"choose {' or '.join(fit)}" if fit else "there are no fewer"
-        raise ValueError(f"this model has {layer.kv_heads} K/V heads, and {kept} would be no even share of them: {choose}")
+        choose = f"choose {' or '.join(fit)}" if fit else "no smaller number is possible"
+        raise ValueError(f"this model has {layer.kv_heads} K/V heads, and {kept} is not a proper divisor of that: {choose}")
     return replace(layer, kv_heads=kept)

@@ -114,7 +114,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progr
     if work is not None:
         work.write(WRITTEN, {"bytes": plan.report.bytes})
     if pipeline.judge is not None:
-        progress.start("beside the original")
+        progress.start("compared with the original")
         plan.report.judged = judge(original.source, open_files(path).source, judge_texts, pipeline.judge)
         progress.finish()
     plan.report.seconds = time.perf_counter() - start

@@ -147,8 +147,8 @@ def _check(recipe: Recipe) -> None:
                 )
     if len({each.config.source is None for each in recipe.models.values()}) > 1:
         raise ValueError(
-            "beside an encoder-decoder only another one works, as both read its source; leave out draft, amateur and cascade, "
-            "or name a smaller model of its kind"
+            "an encoder-decoder works only with another one, because both read its source; leave out draft, amateur and "
+            "cascade, or name a smaller model of its kind"
         )
     if settings.exit_state not in (DEFERRED, PROPAGATE):
         raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")

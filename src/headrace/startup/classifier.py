@@ -158,7 +158,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
     except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{place}: this classifier cannot be read ({' '.join(str(error).split())[:200]})") from None
     if not c.encoder:
-        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {model.name} is none; leave it out")
+        raise ValueError(f"classifiers need an encoder (BERT, MiniLM), and {model.name} is not one; leave it out")
     if info.version != VERSION:
         raise ValueError(f"{place}: classifiers of version {info.version} are unknown; train it again")
     if info.fits != fingerprint(model):

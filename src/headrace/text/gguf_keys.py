@@ -93,7 +93,7 @@ def split_name(state: dict[str, Any], folder: Path) -> str:
             raise _no_name(folder, f"{kind} is not known")
     forms = [str(step.get("type")) for step in _steps(state.get("normalizer"), "normalizers")]
     if forms not in ([], ["NFC"]) or spelled is None:
-        raise _no_name(folder, "it is no byte-level BPE" if spelled is None else f"text is normalised by {', '.join(forms)}")
+        raise _no_name(folder, "it is not a byte-level BPE" if spelled is None else f"text is normalised by {', '.join(forms)}")
     wanted = (tuple(patterns), tuple(spelled), forms == ["NFC"], bool(state["model"].get("ignore_merges")))
     for name, split in SPLITS.items():
         if (split.patterns, split.spelled, split.nfc, split.ignore_merges) == wanted:

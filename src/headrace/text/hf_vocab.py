@@ -28,7 +28,7 @@ def read_folder(folder: Path) -> Vocabulary:
         return read_marian(folder)
     if not path.is_file():
         raise TokenizerError(
-            f"{folder} has no tokenizer.json; save the tokenizer in that form (save_pretrained) beside the model"
+            f"{folder} has no tokenizer.json; save the tokenizer in that form (save_pretrained) next to the model"
         )
     if path.stat().st_size > MAX_BYTES:
         raise TokenizerError(f"{path} is larger than {MAX_BYTES >> 20} MiB; the file is damaged")

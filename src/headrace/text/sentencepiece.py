@@ -55,7 +55,7 @@ def read(path: Path) -> Pieces:
     try:
         return parse(data)
     except TokenizerError as error:
-        raise TokenizerError(f"{path} is no SentencePiece file that can be read: {error}") from None
+        raise TokenizerError(f"{path} is not a readable SentencePiece file: {error}") from None
 
 
 def parse(data: bytes) -> Pieces:
@@ -70,7 +70,7 @@ def parse(data: bytes) -> Pieces:
         elif field == TRAINER:
             trainer = dict(_fields(_message(value)))
             if trainer.get(3, UNIGRAM) != UNIGRAM:
-                raise TokenizerError("it is no unigram model")
+                raise TokenizerError("it is not a unigram model")
         elif field == NORMALIZER:
             normalizer = dict(_fields(_message(value)))
             charsmap = bytes(_message(normalizer.get(CHARSMAP, b"")))
@@ -109,7 +109,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     if not 0 < len(text) <= MAX_PIECE:
         raise TokenizerError(f"a piece has {len(text)} characters, and 1 to {MAX_PIECE} are allowed")
     if not isinstance(score, float) or not math.isfinite(score):
-        raise TokenizerError(f"piece {text!r:.40} has a score that is no finite number")
+        raise TokenizerError(f"piece {text!r:.40} has a score that is not finite")
     if not isinstance(kind, int) or not NORMAL <= kind <= BYTE:
         raise TokenizerError(f"piece {text!r:.40} is of an unknown type")
     return text, score, kind

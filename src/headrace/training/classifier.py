@@ -296,7 +296,7 @@ def _disjoint(
 def _exit_layers(opened: Opened, config: ClassifierConfig) -> tuple[int, ...]:
     """Return the numbers of layers after which exits stand. Raises ValueError."""
     if not opened.config.encoder:
-        raise ValueError(f"classifiers are of encoders (BERT, MiniLM), and {opened.name} is none; take another model")
+        raise ValueError(f"classifiers need an encoder (BERT, MiniLM), and {opened.name} is not one; use another model")
     depth = opened.config.num_layers
     layers = config.layers or tuple(range(1, depth + 1))
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:

@@ -126,7 +126,7 @@ def read_teacher(opened: Opened, vocab: torch.Tensor) -> Teacher:
 
     normed = model.norm is None and model.encoder is not None
     if not normed and (model.norm is None or model.norm.kind != "rms" or "tokens.weight" not in plans):
-        raise ValueError(f"heads need a decoder that ends in an RMSNorm, and {opened.name} is none")
+        raise ValueError(f"heads need a decoder that ends in an RMSNorm, and {opened.name} is not one")
     embeddings = read("tokens.weight", torch.bfloat16)
     head = read("output.weight", torch.bfloat16) if "output.weight" in plans else embeddings
     bias = read("output.bias").flatten()[vocab] if "output.bias" in plans else None

@@ -211,7 +211,7 @@ def entry(key: str, value: Any) -> bytes:
         return _text(key) + struct.pack("<IIQ", ARRAY, code, len(value)) + value.tobytes()
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return _text(key) + struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_text, value))
-    raise TypeError(f"{key}: a {type(value).__name__} is no value of GGUF metadata")
+    raise TypeError(f"{key}: a {type(value).__name__} is not a value of GGUF metadata")
 
 
 def write_gguf(

@@ -84,11 +84,11 @@ def _of_dat(path: Path, data: bytes) -> dict[str, np.ndarray]:
     def number(what: str, most: int) -> int:
         nonlocal pos
         if pos + 4 > len(data):
-            raise WeightError(f"{path}: ends within {what}; it is no importance matrix, or damaged")
+            raise WeightError(f"{path}: ends within {what}; it is not an importance matrix, or it is damaged")
         (value,) = struct.unpack_from("<i", data, pos)
         pos += 4
         if not 0 <= value <= most:
-            raise WeightError(f"{path}: has {value} as {what}; it is no importance matrix, or damaged")
+            raise WeightError(f"{path}: has {value} as {what}; it is not an importance matrix, or it is damaged")
         return int(value)
 
     for _ in range(number("the number of matrices", MAX_ENTRIES)):

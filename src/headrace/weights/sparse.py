@@ -32,7 +32,7 @@ def indices_of(mask: np.ndarray) -> np.ndarray:
     """Indices, uint8 [n, k / 8], of a mask [n, k] of kept places. Raises ValueError unless it keeps two of each four."""
     fours = mask.reshape(len(mask), -1, 4)
     if (fours.sum(2) != 2).any():
-        raise ValueError("another number than two of four is kept")
+        raise ValueError("a group does not keep two of four weights")
     return _joined(np.argsort(~fours, axis=2, kind="stable")[:, :, :2])
 
 

@@ -142,7 +142,7 @@ class PendingRequest:
                 transport, self._exchange = await connecting
                 await self._exchange.ended
         except TimeoutError:
-            self._error = f"no whole answer within {self._target.timeout:g} s"
+            self._error = f"no complete answer within {self._target.timeout:g} s"
         except OSError as error:
             self._error = f"no connection ({error.strerror or error})"
         finally:
@@ -164,7 +164,7 @@ class PendingRequest:
                     self._connection.receive_data(data)
                     reader.take(self._connection, at)
             except (h11.RemoteProtocolError, msgspec.DecodeError, KeyError, TypeError) as error:
-                answer.error = answer.error or f"the answer broke off, or is no answer ({error})"[:MESSAGE]
+                answer.error = answer.error or f"the answer ended early or is invalid ({error})"[:MESSAGE]
             if answer.error is None and not reader.complete:
                 answer.error = "the answer broke off"
         return answer

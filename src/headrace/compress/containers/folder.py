@@ -71,7 +71,7 @@ class FolderPlan(CompressionPlan):
         if not layouts:
             widths = ", ".join(str(width) for width in sorted({shapes[name][1] for name in matrices}))
             raise WeightError(
-                f"{opened.path}: rows of {widths} numbers are no whole groups of {pipeline.format}: choose another"
+                f"{opened.path}: rows of {widths} numbers cannot be divided into groups of {pipeline.format}: choose another"
             )
         before = parts_by_target(original)
         kinds = {name: _float_kind(parts[0], original, before, pipeline.folds) for name, parts in stored.items()}
@@ -202,7 +202,9 @@ class FolderPlan(CompressionPlan):
         name = targets.get("output.weight") or targets["tokens.weight"]
         n, width = self.stored[name][0].stored
         if not grouped(format).fits(n, width):
-            raise ValueError(f"the head's rows of {width} numbers are no whole groups of {format}: choose another --head")
+            raise ValueError(
+                f"the head's rows of {width} numbers cannot be divided into groups of {format}: choose another --head"
+            )
         return name
 
     def _kind(self, name: str) -> str:
@@ -217,7 +219,9 @@ class FolderPlan(CompressionPlan):
         if floats:
             sizes = ", ".join(f"{n} x {k}" for n, k in sorted({self.stored[name][0].stored for name in floats}))
             zeros = " with their zeros" if pipeline.prunes and not pipeline.walks else ""
-            warnings.append(f"matrices of {sizes} are no whole groups of {pipeline.format}: they are written as floats{zeros}")
+            warnings.append(
+                f"matrices of {sizes} cannot be divided into groups of {pipeline.format}: they are written as floats{zeros}"
+            )
         if {source.info(name).kind for name in source.names()} - set(FLOATS):
             warnings.append(
                 f"{self.original.path.name} is quantised already: quantising it again loses more; "

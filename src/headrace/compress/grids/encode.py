@@ -47,11 +47,11 @@ def encode(values: Array, kind: str, importance: Array | None = None, threads: i
     that cannot be written.
     """
     if kind not in WRITTEN:
-        raise ValueError(f"{kind} is not written; choose one of {', '.join(WRITTEN)}")
+        raise ValueError(f"{kind} cannot be written; choose one of {', '.join(WRITTEN)}")
     block, nbytes = KINDS[kind]
     n, k = values.shape
     if k % block:
-        raise ValueError(f"rows of {k} numbers are no whole blocks of {block}, which {kind} has")
+        raise ValueError(f"rows of {k} numbers cannot be divided into the blocks of {block} of {kind}")
     if importance is not None:
         check_importance(importance, k)
     out = np.empty((n, k // block * nbytes), np.uint8)
@@ -79,14 +79,14 @@ def map_slices(values: Array, importance: Array | None, threads: int, make: Call
 def check_finite(values: Array) -> Array:
     """The same array. Raises ValueError if a number is NaN or infinite."""
     if not np.isfinite(values).all():
-        raise ValueError("holds numbers that are NaN or infinite")
+        raise ValueError("has numbers that are NaN or infinite")
     return values
 
 
 def check_importance(importance: Array, k: int) -> None:
     """Raise ValueError unless `importance` is finite, not negative, not all 0, and has k columns."""
     if importance.shape != (k,):
-        raise ValueError(f"importance has {importance.size} columns and the matrix {k}; is it another model's?")
+        raise ValueError(f"importance has {importance.size} columns and the matrix {k}; measure it for this model")
     if not np.isfinite(importance).all() or importance.min() < 0 or not importance.any():
         raise ValueError("importance must be finite numbers from 0, not all 0; measure it again")
 
@@ -117,7 +117,7 @@ def _f16(values: Array) -> Array:
     with np.errstate(over="ignore"):
         halves = values.astype("<f2")
     if np.isinf(halves).any():
-        raise ValueError("holds numbers beyond 65504, the most that F16 has; write it as BF16 or F32")
+        raise ValueError("has numbers beyond 65504, the largest of F16; write it as BF16 or F32")
     return halves.view(np.uint8)
 
 
@@ -126,7 +126,7 @@ def _bf16(values: Array) -> Array:
     bits = values.view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     if (rounded & 0x7F80 == 0x7F80).any():
-        raise ValueError("holds numbers too large for BF16; write it as F32")
+        raise ValueError("has numbers too large for BF16; write it as F32")
     return rounded.view(np.uint8)
 
 

@@ -85,7 +85,7 @@ def grouped(w: np.ndarray, group: int | None) -> np.ndarray:
     if group is None:
         return w.reshape(1, -1)
     if group and w.shape[1] % group:
-        raise ValueError(f"rows of {w.shape[1]} numbers are no whole groups of {group}")
+        raise ValueError(f"rows of {w.shape[1]} numbers cannot be divided into groups of {group}")
     return w.reshape(-1, group or w.shape[1])
 
 

@@ -35,7 +35,9 @@ def fit(values: Array, of: IntegerFormat, importance: Array | None = None, threa
     """
     k = values.shape[1]
     if not of.fits(k):
-        raise ValueError(f"rows of {k} numbers are no whole groups of {of.group or k}, a multiple of {BLOCK}")
+        raise ValueError(
+            f"rows of {k} numbers cannot be divided into groups of {of.group or k}; sizes are multiples of {BLOCK}"
+        )
     fitted = map_slices(values, importance, threads, lambda rows: _rows(rows, of, importance))
     return Fitted(*(np.concatenate(part) for part in zip(*fitted, strict=True)))
 

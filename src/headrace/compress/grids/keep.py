@@ -36,14 +36,14 @@ def parse_sparsity(text: str) -> Sparsity:
     if match := _PATTERN.fullmatch(text):
         kept, of = int(match[1]), int(match[2])
         if not 0 < kept < of:
-            raise ValueError(f"sparsity {text!r} keeps {kept} of {of}; it takes {EXAMPLES}")
+            raise ValueError(f"sparsity {text!r} keeps {kept} of {of} weights; write {EXAMPLES}")
         return Sparsity(1 - kept / of, kept, of)
     try:
         share = float(text)
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise ValueError(f"sparsity {text!r} is none; it takes {EXAMPLES}")
+        raise ValueError(f"{text!r} is not a sparsity; write {EXAMPLES}")
     return Sparsity(share)
 
 
@@ -71,10 +71,10 @@ def keep_mask(scores: np.ndarray, sparsity: Sparsity, first: int = 0) -> np.ndar
     """
     n, k = scores.shape
     if np.isnan(scores).any():
-        raise ValueError("scores are NaN: the weights or their inputs hold numbers that are none")
+        raise ValueError("scores are NaN: the weights or their inputs contain NaN")
     if sparsity.of:
         if k % sparsity.of:
-            raise ValueError(f"rows of {k} weights are no whole groups of {sparsity.of}, of which {sparsity} keeps some")
+            raise ValueError(f"rows of {k} weights cannot be divided into groups of {sparsity.of}, as {sparsity} needs")
         return _largest(scores.reshape(-1, sparsity.of), sparsity.of - sparsity.kept).reshape(n, k)
     if sparsity.per == LAYER:
         return _largest(scores.reshape(1, -1), sparsity.gone(n * first, n * (first + k))).reshape(n, k)

@@ -84,7 +84,7 @@ class StoredGrids:
         threads: int = 1,
     ) -> None:
         if order is not None and rows is None:
-            raise ValueError("columns in another order need scales that are there before the loop")
+            raise ValueError("act-order needs scales that are computed before the loop")
         (n, k), (block, nbytes) = shape, KINDS[kind]
         self._kind, self._importance, self._threads = kind, importance, threads
         self._places = list(range(k)) if order is None else order.tolist()
@@ -149,7 +149,7 @@ class GroupGrids:
         threads: int = 1,
     ) -> None:
         if order is not None and fitted is None:
-            raise ValueError("columns in another order need scales that are there before the loop")
+            raise ValueError("act-order needs scales that are computed before the loop")
         n, k = shape
         self._of, self._importance, self._threads = of, importance, threads
         self._places = list(range(k)) if order is None else order.tolist()

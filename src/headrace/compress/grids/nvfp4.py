@@ -55,7 +55,7 @@ class Nvfp4Grids:
 
     def __init__(self, w: Array, importance: Array | None, *, static: bool, order: Tensor | None, threads: int) -> None:
         if order is not None and not static:
-            raise ValueError("columns in another order need scales that are there before the loop")
+            raise ValueError("act-order needs scales that are computed before the loop")
         n, k = w.shape
         self._importance, self._threads, self._static, self._unit = importance, threads, static, unit_of(w)
         self._places = list(range(k)) if order is None else order.tolist()
@@ -93,7 +93,7 @@ def fit(w: Array, unit: np.float32, importance: Array | None = None, threads: in
     """
     k = w.shape[1]
     if k % GROUP:
-        raise ValueError(f"rows of {k} numbers are no whole groups of {GROUP}")
+        raise ValueError(f"rows of {k} numbers cannot be divided into groups of {GROUP}")
     return np.concatenate(map_slices(w, importance, threads, lambda rows: _fit(rows, unit, importance)))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 Array = np.ndarray
 MOST = 1e15  # largest number: squares stay finite; float16 scales are far smaller
-TOO_LARGE = "holds numbers too large for a scale in 16 bits; keep it as F32 or BF16"
+TOO_LARGE = "has numbers too large for a 16-bit scale; keep it as F32 or BF16"
 
 Nearest = Callable[[Array], Array]  # numbers in units of the scale -> the allowed values next to them, same shape
 

@@ -77,13 +77,13 @@ def parse(text: str) -> NumberFormat:
         raise ValueError(unknown(text, WRITTEN, f"or a grid such as {EXAMPLES}"))
     family, bits = (match[1], int(match[2])) if match[1] else (match[3], FLOATS[match[3]])
     if family == "nf" and bits != 4:
-        raise ValueError(f"{text!r}: quantiles of the normal distribution are known in 4 bits only: nf4")
+        raise ValueError(f"{text!r}: quantiles of the normal distribution have 4 bits; write nf4")
     group: int | None = 0
     sharing = words[1] if len(words) > 1 and words[1] != "sym" else "row"
     shared = _SHARING.fullmatch(sharing)
     rest = [word for word in words[1:] if word != sharing]
     if shared is None or rest not in ([], ["sym"]):
-        raise ValueError(f"{text!r} is no format: after {words[0]} comes -tensor, -row or -g128, and then -sym where it is")
+        raise ValueError(f"{text!r} is not a format: write {words[0]}, then -tensor, -row or -g128, then -sym if symmetric")
     group = None if sharing == "tensor" else int(shared[1] or 0)
     return NumberFormat(family, bits, group, family != "int" or rest == ["sym"])
 
@@ -101,11 +101,15 @@ def integers_named(name: str) -> IntegerFormat:
         return WITHOUT_GROUPS[name.lower()]
     spec = parse(name)
     if spec.family != "int":
-        raise ValueError(f"folders do not hold {spec}: choose {FOLDERS}; or, for kinds of GGUF, a name that ends in .gguf")
+        raise ValueError(
+            f"{spec} cannot be written to a folder; choose {FOLDERS}, or a GGUF type and an output name that ends in .gguf"
+        )
     if spec.bits not in FOLDER_BITS:
-        raise ValueError(f"{spec}: folders hold integers of {FOLDER_BITS[0]} to {FOLDER_BITS[-1]} bits: choose {FOLDERS}")
+        raise ValueError(f"{spec}: folders support integers of {FOLDER_BITS[0]} to {FOLDER_BITS[-1]} bits; choose {FOLDERS}")
     if spec.group is None or spec.group % BLOCK:
-        raise ValueError(f"{spec}: scales of folders are of rows, or of groups of a multiple of {BLOCK}: choose {FOLDERS}")
+        raise ValueError(f"{spec}: a scale belongs to a row, or to a group of a multiple of {BLOCK}; choose {FOLDERS}")
     if spec.bits == 8 and not spec.symmetric:
-        raise ValueError(f"{spec}: 8 bits are written without zero points, which would gain next to nothing; write {spec}-sym")
+        raise ValueError(
+            f"{spec}: 8-bit integers have no zero points in folders, because they gain almost nothing; write {spec}-sym"
+        )
     return IntegerFormat(spec.bits, spec.group, spec.symmetric)

@@ -77,7 +77,7 @@ class EngineConnection:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise EngineGoneError(f"the engine process ended ({await self._how_it_ended()})") from None
         except FrameError as error:
-            raise EngineGoneError(f"the engine process sent what is no message ({error})") from None
+            raise EngineGoneError(f"the engine process sent an invalid message ({error})") from None
 
     async def stop(self) -> None:
         """Close the socket, on which the process ends; kill it if it does not within PATIENCE."""

@@ -77,7 +77,7 @@ class Conversation:
         schemas, answer = schemas_of(usable), None
         if form is not None and not must:
             if (schema := schema_of(form)) is None:
-                message = "beside tools an answer's format is a JSON schema or json_object; leave one out"
+                message = "with tools, the format of an answer must be a JSON schema or json_object; leave one of them out"
                 raise bad(message, "response_format")
             schemas.append(schema)
         known = await prepare_schemas(service, schemas, open_objects=open_objects)

@@ -33,7 +33,7 @@ class AWQReader(SchemeReader):
         super().__init__(folder, "AWQ")
         layout = str(settings.get("version") or "gemm").lower()
         if layout != "gemm":
-            raise WeightError(f"{folder.path}: is an AWQ folder of the layout {layout!r}; take one of gemm")
+            raise WeightError(f"{folder.path}: the AWQ layout {layout!r} is not supported; use a checkpoint in gemm")
         for matrix in self._stored.prefixes("qweight"):
             n, k = self._measure(matrix)
             zeros = _unpack_outputs(self._stored.array(matrix, "qzeros"))
@@ -67,7 +67,9 @@ class AWQReader(SchemeReader):
         stored = self._stored
         (k, packed), (groups, _), (_, n) = stored.matrix_shapes(matrix, FIELDS)
         if n != 8 * packed:
-            raise stored.error(matrix, f"has {32 * packed // n} bits or is damaged; {BITS} are read: take another checkpoint")
+            raise stored.error(
+                matrix, f"has {32 * packed // n} bits or is damaged; {BITS} are supported: use another checkpoint"
+            )
         stored.groups(matrix, groups, k)
         stored.shape(matrix, "qweight", ("I32",), (k, packed))
         stored.shape(matrix, "qzeros", ("I32",), (groups, packed))

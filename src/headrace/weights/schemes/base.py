@@ -59,7 +59,7 @@ class StoredTensors:
         """Shapes of fields. Raises WeightError if one is not a matrix."""
         shapes = [self.info(matrix, field).shape for field in fields]
         if any(len(shape) != 2 for shape in shapes):
-            raise self.error(matrix, "has tensors that are no matrices; the file is damaged")
+            raise self.error(matrix, "has tensors that are not matrices; the file is damaged")
         return shapes
 
     def shape(self, matrix: str, field: str, kinds: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -75,7 +75,7 @@ class StoredTensors:
         """Raise WeightError unless k columns are `groups` groups of whole blocks of 32."""
         if groups < 1 or k % groups or (k // groups) % BLOCK:
             raise self.error(
-                matrix, f"has {groups} groups of {k} columns; groups of a multiple of {BLOCK} are read: take another checkpoint"
+                matrix, f"has {groups} groups of {k} columns; group sizes must be multiples of {BLOCK}: use another checkpoint"
             )
 
     def array(self, matrix: str, field: str) -> np.ndarray:
@@ -98,7 +98,7 @@ class StoredTensors:
             halves = scales.astype(np.float16)
             apart = np.abs(halves.astype(np.float32) - scales)
         if (apart[np.isfinite(scales)] > np.abs(scales[np.isfinite(scales)]) * 2.0**-11).any():
-            raise self.error(matrix, f"has a {field} too large or too small for 16 bits; take the model's own safetensors")
+            raise self.error(matrix, f"has a {field} too large or too small for 16 bits; use the model's original safetensors")
         return halves
 
     def error(self, matrix: str, what: str) -> WeightError:

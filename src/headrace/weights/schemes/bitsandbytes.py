@@ -64,7 +64,7 @@ class BitsAndBytesReader(SchemeReader):
     def _add(self, matrix: str, shape: tuple[int, ...], kind: str, fields: Sequence[str], scale: float | None = None) -> None:
         if shape[-1] % BLOCK:
             raise self._stored.error(
-                matrix, f"has rows of {shape[-1]} numbers, no multiple of {BLOCK}; take the model's own safetensors"
+                matrix, f"has rows of {shape[-1]} numbers, not a multiple of {BLOCK}; use the model's original safetensors"
             )
         super()._add(matrix, shape, kind, fields, scale)
 
@@ -87,7 +87,7 @@ class BitsAndBytesReader(SchemeReader):
         count, size = math.prod(shape), state["blocksize"]
         if size % BLOCK or shape[1] % size:
             raise stored.error(
-                matrix, f"has blocks of {size} in rows of {shape[1]}, which are no whole ones; take the model's own safetensors"
+                matrix, f"has rows of {shape[1]} that its blocks of {size} do not divide; use the model's original safetensors"
             )
         stored.shape(matrix, "weight", ("U8",), (count // 2, 1))
         stored.shape(matrix, "weight.absmax", ("U8" if nested else "F32",), (count // size,))

@@ -97,29 +97,31 @@ class CompressedTensorsReader(SchemeReader):
         """Kind, shape and summary of a matrix, by the types and shapes of its tensors, which must fit each other."""
         stored = self._stored
         if stored.has(matrix, "weight_g_idx"):
-            raise stored.error(matrix, "has weight_g_idx (columns in another order), which is not read; take another one")
+            raise stored.error(matrix, "has weight_g_idx (act-order), which is not supported; use another checkpoint")
         if stored.has(matrix, "bitmask"):
             return self._measure_sparse(matrix)
         if not stored.has(matrix, "weight_packed"):
             info = stored.info(matrix, "weight")
             if len(info.shape) != 2:
-                raise stored.error(matrix, "has a weight that is no matrix; the file is damaged")
+                raise stored.error(matrix, "has a weight that is not a matrix; the file is damaged")
             return self._measure_plain(matrix, info.kind, info.shape)
         packed = stored.info(matrix, "weight_packed")
         if len(packed.shape) != 2:
-            raise stored.error(matrix, "has a weight_packed that is no matrix; the file is damaged")
+            raise stored.error(matrix, "has a weight_packed that is not a matrix; the file is damaged")
         n, words = packed.shape
         if stored.has(matrix, GLOBAL):
             stored.shape(matrix, "weight_packed", ("U8",), (n, words))
             stored.shape(matrix, "weight_scale", ("F8_E4M3",), (n, 2 * words // GROUPS[NVFP4]))
             stored.shape(matrix, GLOBAL, ("F32",), (1,))
             if 2 * words % GROUPS[NVFP4]:
-                raise stored.error(matrix, f"has rows of {2 * words} numbers, no multiple of {GROUPS[NVFP4]}; it is damaged")
+                raise stored.error(matrix, f"has rows of {2 * words} numbers, not a multiple of {GROUPS[NVFP4]}; it is damaged")
             return "F32", (n, 2 * words), "NVFP4 as bfloat16"
         if packed.kind == "U8":
             stored.shape(matrix, "weight_scale", ("U8",), (n, 2 * words // BLOCK))
             if words % (BLOCK // 2):
-                raise stored.error(matrix, f"has rows of {2 * words} numbers, no multiple of {BLOCK}; take another checkpoint")
+                raise stored.error(
+                    matrix, f"has rows of {2 * words} numbers, not a multiple of {BLOCK}; use another checkpoint"
+                )
             return "MXFP4", (n, 2 * words), "MXFP4"
         shape = stored.info(matrix, "weight_shape")
         stored.shape(matrix, "weight_shape", ("I64",), (2,))
@@ -141,7 +143,7 @@ class CompressedTensorsReader(SchemeReader):
             self._bits[matrix] = 8
             return self._integer_kind(matrix, 8, n, k)
         if kind not in fp8.KINDS:
-            raise self._stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
+            raise self._stored.error(matrix, f"has numbers of {kind}, which are not supported; use another checkpoint")
         fp8.check_scale(self._stored, matrix, "weight_scale", n, k)
         return "F32", (n, k), f"{kind} as bfloat16"
 
@@ -151,7 +153,7 @@ class CompressedTensorsReader(SchemeReader):
         stored.shape(matrix, "shape", ("I64",), (2, 1) if column else (2,))
         n, k = (int(size) for size in stored.array(matrix, "shape").reshape(-1))
         if n < 1 or k < 1 or k % 8:
-            raise stored.error(matrix, f"is {n} x {k}, which 2:4 cannot be; the file is damaged")
+            raise stored.error(matrix, f"is {n} x {k}, which cannot be 2:4; the file is damaged")
         kind = stored.info(matrix, "compressed").kind
         stored.shape(matrix, "compressed", (kind,), (n, k // 2))
         stored.shape(matrix, "bitmask", ("U8",), (n, k // 8))
@@ -160,11 +162,11 @@ class CompressedTensorsReader(SchemeReader):
             if measured[0] == "Q8_0":
                 return "S8", measured[1], f"2:4, {measured[2]}"
             if kind == "I8":
-                raise stored.error(matrix, "is 2:4 with zero points, which is not read; take a symmetric checkpoint")
+                raise stored.error(matrix, "is 2:4 with zero points, which is not supported; use a symmetric checkpoint")
         elif kind in SCALES:
             measured = "F32", (n, k), kind
         else:
-            raise stored.error(matrix, f"has numbers of {kind}, which are not read; take another checkpoint")
+            raise stored.error(matrix, f"has numbers of {kind}, which are not supported; use another checkpoint")
         return measured[0], measured[1], f"2:4 (zeros are written out), {measured[2]}"
 
     def _integer_kind(self, matrix: str, bits: int, n: int, k: int) -> tuple[str, tuple[int, int], str]:
@@ -244,7 +246,7 @@ class CompressedTensorsReader(SchemeReader):
         values, mask = (self._stored.array(matrix, name)[first:last] for name in ("compressed", "bitmask"))
         chosen = np.unpackbits(mask, axis=1, bitorder="little").astype(bool)
         if (chosen.reshape(last - first, -1, 4).sum(2) != 2).any():
-            raise self._stored.error(matrix, "has a bitmask that keeps another number than two of four; the file is damaged")
+            raise self._stored.error(matrix, "has a bitmask that does not keep two of four; the file is damaged")
         return values, chosen
 
 

@@ -48,7 +48,9 @@ class GPTQReader(SchemeReader):
         super().__init__(folder, "GPTQ")
         layout = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
-            raise WeightError(f"{folder.path}: is a GPTQ folder of the layout {layout!r}; take one of gptq or gptq_v2")
+            raise WeightError(
+                f"{folder.path}: the GPTQ layout {layout!r} is not supported; use a checkpoint in gptq or gptq_v2"
+            )
         self._shifted = layout == "gptq"
         self._act_order = settings.get("desc_act") is True
         self._sizes: dict[str, Sizes] = {}
@@ -87,7 +89,7 @@ class GPTQReader(SchemeReader):
             return None
         order = np.argsort(groups, kind="stable").astype(np.int32)
         if not np.array_equal(groups[order], in_order):
-            raise self._stored.error(matrix, f"has a g_idx that is none of groups of {sizes.group}; the file is damaged")
+            raise self._stored.error(matrix, f"has a g_idx that does not form groups of {sizes.group}; the file is damaged")
         return order
 
     def _measure(self, matrix: str) -> Sizes:
@@ -97,7 +99,7 @@ class GPTQReader(SchemeReader):
         stored.shape(matrix, "scales", SCALES, (groups, n))
         bits = 32 * packed // n
         if bits not in BITS or 32 * packed != n * bits:
-            raise stored.error(matrix, f"has {bits} bits; {', '.join(map(str, BITS))} are read: take another checkpoint")
+            raise stored.error(matrix, f"has {bits} bits; {', '.join(map(str, BITS))} are supported: use another checkpoint")
         k = words * 32 // bits
         stored.groups(matrix, groups, k)
         stored.shape(matrix, "qweight", ("I32",), (words, n))

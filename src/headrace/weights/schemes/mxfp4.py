@@ -31,7 +31,7 @@ class MXFP4Reader(SchemeReader):
             name = blocks.removesuffix(BLOCKS)
             scales, shape = f"{name}{SCALES}", folder.info(blocks).shape
             if len(shape) == 4:
-                raise self._stored.error(name, "is one of experts, which are not built")
+                raise self._stored.error(name, "belongs to experts, which are not supported")
             stored = folder.infos.get(scales)
             if stored is None or len(shape) != 3 or shape[2] != BLOCK // 2 or stored.shape != shape[:2]:
                 raise self._stored.error(name, "lacks scales or has odd blocks; it is damaged")

@@ -76,7 +76,7 @@ def _point_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray
     zeros = np.maximum(-groups.min(2).astype(np.int16), 0)
     codes = groups.astype(np.int16) + zeros[:, :, None]
     if codes.size and (codes.max() > 15 or zeros.max() > MOST_POINT):
-        raise ValueError("a group has integers that 4 bits and a zero point do not hold")
+        raise ValueError("a group has integers that do not fit into 4 bits with a zero point")
     rows = blocks_with_scales(scales[:, ::each], KINDS[kind].nbytes)
     rows[:, :, 2] = zeros
     nibbles = pack_halves(codes.astype(np.uint8).reshape(n, -1, BLOCK))

@@ -106,7 +106,7 @@ def _scales(values: np.ndarray, unit: np.float32 | None) -> np.ndarray:
         fits[fits] = (E2M1[np.minimum(np.searchsorted(E2M1[:8], over), 7)] == over).all(1)
         least = np.where(fits, scale, least)
     if np.isnan(least).any():
-        raise ValueError("holds groups that are no numbers of 4 bits times a scale of E4M3")
+        raise ValueError("has groups that are not 4-bit numbers times an E4M3 scale")
     return least
 
 

@@ -59,7 +59,7 @@ class TwoFourReader(SchemeReader):
         stored = self._stored
         shape = stored.info(matrix, "weight_index").shape
         if len(shape) != 2 or shape[1] % (BLOCK // 8):
-            raise stored.error(matrix, "has indices that are no matrix of whole blocks; the file is damaged")
+            raise stored.error(matrix, "has indices that are not a matrix of full blocks; the file is damaged")
         n, k = shape[0], 8 * shape[1]
         kind = "S8" if stored.info(matrix, "weight_packed").kind == "I8" else "S4"
         for field in TwoFourWriter(kind).fields(n, k):
