@@ -41,7 +41,7 @@ def test_names_are_read_as_they_are_printed(name: str) -> None:
         ("q8-0", "did you mean Q8_0"),
         ("int9", "unknown format 'int9'"),
         ("int4-128", "write int4, then -tensor, -row or -g128"),
-        ("nf3", "in 4 bits only"),
+        ("nf3", "have 4 bits; write nf4"),
     ],
 )
 def test_a_mistaken_name_is_one_line_with_what_was_meant(name: str, message: str) -> None:

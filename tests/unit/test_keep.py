@@ -111,7 +111,7 @@ def test_the_loop_sees_what_has_changed() -> None:
 
 @pytest.mark.parametrize("text", ["4:2", "0:4", "2:2", "1", "1.5", "-0.1", "nan", "half", ""])
 def test_what_is_no_sparsity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="it takes 2:4, or a share"):
+    with pytest.raises(ValueError, match="write 2:4, or a share"):
         parse_sparsity(text)
     assert [str(parse_sparsity(said)) for said in ("2:4", "0.5", "0.25")] == ["2:4", "0.5", "0.25"]
 

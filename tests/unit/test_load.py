@@ -90,8 +90,8 @@ def test_bytes_may_be_cut_anywhere_and_come_together() -> None:
         ([(10.0, OK + chunk(event("a")) + END)], "ended early"),
         ([(10.0, OK + chunk(b'data: {"error": {"message": "gone"}}\n\n' + DONE) + END)], "gone"),
         ([(10.0, b'HTTP/1.1 429 Too Many\r\nContent-Length: 6\r\n\r\n"busy"')], "429: "),
-        ([(10.0, b"nonsense\r\n\r\n")], "no answer"),
-        ([(10.0, OK + chunk(b"data: {\n\n") + END)], "no answer"),
+        ([(10.0, b"nonsense\r\n\r\n")], "is invalid"),
+        ([(10.0, OK + chunk(b"data: {\n\n") + END)], "is invalid"),
         ([], "ended early"),
     ],
 )

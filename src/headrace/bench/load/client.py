@@ -166,7 +166,7 @@ class PendingRequest:
             except (h11.RemoteProtocolError, msgspec.DecodeError, KeyError, TypeError) as error:
                 answer.error = answer.error or f"the answer ended early or is invalid ({error})"[:MESSAGE]
             if answer.error is None and not reader.complete:
-                answer.error = "the answer broke off"
+                answer.error = "the answer ended early"
         return answer
 
 
