@@ -132,8 +132,13 @@ def _cpuinfo(field: str) -> str:
 
 
 def cores() -> int:
-    """Processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of processors that this process may run on."""
+    return len(processors())
+
+
+def processors() -> list[int]:
+    """The processors that this process may run on, ascending; all of the machine where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def busy_seconds() -> float:

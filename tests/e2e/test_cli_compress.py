@@ -178,17 +178,17 @@ def test_mistakes_are_one_line(shell: Shell, tmp_path: Path, arguments: tuple[st
 
 
 def test_what_a_token_costs(shell: Shell, tmp_path: Path) -> None:
-    """2 layers of 2 heads of 8: 128 bytes of K and V in 16 bits; the table of tokens is not read."""
+    """2 layers of 2 heads of 8, stored as 16: 256 bytes of K and V in 16 bits; the table of tokens is not read."""
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     arguments = ("arithmetic", model, "-f", "Q8_0", "-f", "int4-g16", "--context", 100, "--batch", 2, "--bandwidth", 1)
     code, said, _ = shell(*arguments, "--speed", 0.001, "--json")
     now, eight, grid = json.loads(said)
-    assert (code, now["kv_bytes"], now["operations"] % 2) == (0, 128, 0)
-    assert eight["step_bytes"] == eight["read_bytes"] + 2 * 100 * 128
+    assert (code, now["kv_bytes"], now["operations"] % 2) == (0, 256, 0)
+    assert eight["step_bytes"] == eight["read_bytes"] + 2 * 100 * 256
     assert eight["tokens_per_s_at_most"] == pytest.approx(2 / max(eight["step_bytes"] / 1e9, 2 * eight["operations"] / 1e9))
     assert eight["critical_batch"] == pytest.approx(eight["read_bytes"] / eight["operations"])
     assert grid["error"]["sqnr"] < 30 < 40 < eight["error"]["sqnr"]
     code, said, err = shell(*arguments)
     table = [line.split("\t") for line in said.splitlines()]
     assert [row[0] for row in table] == ["FORMAT", "unchanged", "Q8_0", "int4-g16"]
-    assert "128 bytes of K and V" in err
+    assert "256 bytes of K and V" in err

@@ -93,8 +93,8 @@ BREAKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
 def test_a_broken_encoder_would_be_seen(bert: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a recording that is changed in one op."""
 
-    def broken(model: Model, embeds: bool = True) -> Recording:
-        made = record(model, embeds)
+    def broken(model: Model, *which: Any) -> Recording:
+        made = record(model, *which)
         for segment in (made.embed, *made.layers):
             for node in segment.nodes:
                 BREAKS[what](node.op, node.settings)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, core
+from headrace import LLM, core, host
 from headrace.data.explicit import params_of
 from headrace.data.plan import RankLostError
 from headrace.parallel.ranks import lead
@@ -237,7 +237,7 @@ def test_draft_heads_with_a_layer_are_refused(model: Path, tmp_path: Path) -> No
 
 
 def test_more_threads_than_processors_are_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    threads = len(lead.allowed_processors())
+    threads = len(host.processors())
     with LLM(model, tp=2, **{**GIVEN, "threads": threads}):
         assert "ranks wait for each other" in caplog.text
 

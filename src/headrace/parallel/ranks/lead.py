@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from headrace import core
+from headrace import core, host
 from headrace.backends.native.offer import TargetSettings
 from headrace.backends.recipe import Recipe
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import MAX_NODES, RankLostError
 from headrace.parallel.ranks.follower import LONGEST, Load, Loaded
-from headrace.parallel.ranks.seats import allowed_processors, seats
+from headrace.parallel.ranks.seats import seats
 from headrace.parallel.ranks.share import Share
 
 log = logging.getLogger("headrace")
@@ -68,11 +68,11 @@ class Lead:
         """Start a process for each other rank of the recipe's target. Raises ValueError if one cannot be started."""
         world, config = recipe.settings.tp, recipe.target.config
         self.share = Share(0, world, config)
-        places = seats(world, settings.threads, allowed_processors())
+        places = seats(world, settings.threads, host.processors())
         if not places[0]:
             log.warning(
                 "tp=%d with %d threads each on %d processors: ranks wait for each other, and one rank is faster",
-                *(world, settings.threads, len(allowed_processors())),
+                *(world, settings.threads, len(host.processors())),
             )
         region = core.module().Region(world, rows=most_rows(recipe), width=config.hidden_size, vocab=config.vocab_size)
         self._followers: list[Follower] = []

@@ -1,12 +1,6 @@
 """Which processors each rank of a host runs on."""
 
-import os
 from collections.abc import Sequence
-
-
-def allowed_processors() -> list[int]:
-    """The processors that this process may run on; all of the machine where the system does not say."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def seats(world: int, threads: int, processors: Sequence[int]) -> list[list[int]]:
