@@ -227,7 +227,7 @@ def test_moments_that_cannot_be_inverted_are_damped_or_refused() -> None:
 
 
 def test_another_order_needs_scales() -> None:
-    with pytest.raises(ValueError, match="need scales that are there before the loop"):
+    with pytest.raises(ValueError, match="needs scales that are computed before the loop"):
         StoredGrids((2, 32), "Q4_0", order=torch.arange(32))
 
 

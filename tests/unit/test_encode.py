@@ -153,7 +153,7 @@ def test_what_cannot_be_written_is_one_line() -> None:
             encode(x, "Q4_0", importance.astype(np.float32))
     for value, kind, message in (
         (np.nan, "Q4_K", "NaN or infinite"),
-        (1e30, "Q8_0", "too large for a scale in 16 bits"),
+        (1e30, "Q8_0", "too large for a 16-bit scale"),
         (1e5, "F16", "beyond 65504"),
         (3.4e38, "BF16", "too large for BF16"),
     ):

@@ -43,7 +43,7 @@ ROOMS = {
     "backends": "parallel.ranks.share startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
-    "parallel.ranks": "parallel.ranks.share backends.native backends models weights.parts weights core data",
+    "parallel.ranks": "parallel.ranks.share backends.native backends models weights.parts weights core host data",
     "engine": "drafting decoding text kv data",
     "startup": "parallel.ranks backends.eager backends.native backends startup.opening runner drafting decoding text "
     "weights.parts models kv weights confined core host data",

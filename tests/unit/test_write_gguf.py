@@ -101,6 +101,6 @@ def test_a_disk_that_fills_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_values_that_are_none_are_refused() -> None:
-    with pytest.raises(TypeError, match="key: a NoneType is no value"):
+    with pytest.raises(TypeError, match="key: a NoneType is not a value"):
         writer.entry("key", None)
     assert writer.entry("k", 1) == struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 1)
