@@ -223,7 +223,7 @@ def test_what_does_not_belong_together_is_refused(bert: Path, folder: Path, llm:
         llm.generate("the mill")
     with LLM(bert) as plain, pytest.raises(ValueError, match="no classifier was opened; train one"):
         plain.classify("the mill")
-    with pytest.raises(ValueError, match="classifiers are of encoders"):
+    with pytest.raises(ValueError, match="classifiers need an encoder"):
         LLM(write_tiny_gguf(tmp_path / "tiny.gguf"), classifier=folder)
     other = write_tiny_bert(tmp_path / "other")
     tensors = load_file(other / "model.safetensors")

@@ -133,7 +133,7 @@ def test_integers_become_rows_and_back(kind: str) -> None:
     wanted = scales.astype(np.float32).repeat(span, axis=1) * values
     assert np.array_equal(dequantize_numpy(rows.reshape(-1), kind).reshape(20, -1), wanted)
     for wrong in ([-9, 7], [0, 16], [-17, -10]):
-        with pytest.raises(ValueError, match="integers that 4 bits and a zero point do not hold"):
+        with pytest.raises(ValueError, match="integers that do not fit into 4 bits with a zero point"):
             integer_rows(kind, np.resize(np.array(wrong, np.int8), (1, span)), np.ones((1, span // 32), np.float16))
 
 
