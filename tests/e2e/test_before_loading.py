@@ -134,7 +134,7 @@ def test_a_form_that_nothing_can_be_held_to(
     [
         (("--method", "gptq,awq"), "gptq,awq cannot be: "),
         (("--method", "heads"), "heads needs --keep-heads"),
-        (("--method", "magnitude", "--sparsity", "3"), "sparsity '3'"),
+        (("--method", "magnitude", "--sparsity", "3"), "'3' is not a sparsity"),
         (("--heal-steps", "5"), "the method heal and its steps go together"),
         (("--format", "Q9"), "unknown format 'Q9'"),
     ],
