@@ -17,7 +17,7 @@ help:
 	@echo "                    $(VENV)/bin/headrace is then the command, with serve, chat and all others"
 	@echo "make docs           the documentation site in build/docs, without a network; warnings are errors"
 	@echo "make pages          write the parts of the pages that are generated from the code"
-	@echo "make test           the tests, less than ten minutes on two cores; those without their model or data say so"
+	@echo "make test           the tests, ten to fifteen minutes on two cores; those without their model or data say so"
 	@echo "make test-isa       tests of kernels, beams, engine and random loads on every instruction set this CPU has"
 	@echo "make test-weights   only the tests on real weights"
 	@echo "make test-slow      the long tests, of which make test runs short versions"
