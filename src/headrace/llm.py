@@ -73,7 +73,8 @@ class LLM:
       `classifier`, `exits`.
     - Speculation: `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks, None) chooses the drafter;
       `draft_tokens` are drafted at once.
-    - `tp`: processes that divide each layer (2, 4 or 8), with `threads` each; outputs are the same.
+    - Several processes, with `threads` each and the same outputs: `tp` (2, 4 or 8) divides each layer; `pp` runs consecutive
+      layers in each process, as many as `stages` ("14,16") says.
     - `parse_special`: control tokens inside messages are parsed; for trusted content only.
 
     Outputs depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch.
@@ -140,7 +141,7 @@ class LLM:
             started = start(recipe)
         self.tokenizer, self.model_config, self.memory_plan = self.opened.tokenizer, self.opened.config, started.plan
         self.runner, self.backend, self.dtype, self.exactness = started.runner, started.name, started.dtype, started.exactness
-        self.engine = self._engine(recipe, started.row_invariant)
+        self.engine = self._engine(started.recipe, started.row_invariant)
         self.callers = Lockstep(self.engine, self.tokenizer.encode, settings.seed)
 
     @classmethod

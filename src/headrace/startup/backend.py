@@ -36,8 +36,10 @@ BACKENDS: tuple[Backend, ...] = (NativeBackend(), EagerBackend())
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A runner with loaded weights. name: its back end. dtype: number format of the computation."""
+    """A runner with loaded weights. recipe: as it was loaded, with the KV format of the target's file. name: its back end.
+    dtype: number format of the computation."""
 
+    recipe: Recipe
     name: str
     row_invariant: bool
     runner: Runner
@@ -77,7 +79,7 @@ def start(recipe: Recipe) -> Started:
 
 
 def _start_ranks(recipe: Recipe) -> Started:
-    """Load a recipe whose target is divided between processes. Raises ValueError, DoesNotFit, WeightError, one line each."""
+    """Load a recipe whose target is divided between processes. Raises ValueError (also WeightError), one line."""
     native = BACKENDS[0]
     if problem := unsupported_reason(recipe) or native.unsupported_reason(recipe):
         raise ValueError(problem)
@@ -172,7 +174,7 @@ def _start(offer: Backend, recipe: Recipe) -> Started:
         runner.reserve(FEATURES)
     if UPPER in runner.kept and not recipe.propagates:
         runner.reserve(UPPER)
-    return Started(offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
+    return Started(recipe, offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
 
 
 def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit:

@@ -16,7 +16,7 @@ from headrace.weights import catalog, hub, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
-from headrace.weights.schemes.folder import QuantizedFolder, open_folder
+from headrace.weights.schemes.folder import QuantizedFolder, open_weights
 from headrace.weights.source import HEADS_INFO, LFS_POINTER, WeightError, is_lfs_pointer, trained
 from headrace.weights.store import catalog_entry
 
@@ -111,7 +111,7 @@ def open_files(
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
     entry = entries.get(target) or catalog_entry(path, entries)
-    source = open_folder(path) if path.is_dir() else GGUFFile(path)
+    source = open_weights(path)
     config = read_config(source)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
     return Opened(

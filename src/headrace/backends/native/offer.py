@@ -22,7 +22,7 @@ from headrace.weights.source import WeightSource
 
 
 class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the target's program, the same on all ranks. threads: of one rank, 0 for one per core."""
+    """Settings of the target's program, the same on all ranks and stages. threads: of one process, 0 for one per core."""
 
     quantize: str
     activations: str
@@ -48,6 +48,18 @@ def load_target(
     if group is not None and centre is not None:
         centre = np.ascontiguousarray(centre[:, group.share.layers[0].cut("heads", "k")])
     return NativeProgram(model, source, centre=centre, pack=False, group=group, **stage, **settings.program)
+
+
+def target_settings(recipe: Recipe, plan: memory.MemoryPlan) -> TargetSettings:
+    """Settings of the target's program by a recipe and its memory plan."""
+    return TargetSettings(
+        quantize=recipe.settings.quantize or "",
+        activations=recipe.activations(recipe.target),
+        kv_dtype=recipe.settings.kv_dtype,
+        threads=threads_of_rank(recipe.settings),
+        num_blocks=plan.num_blocks,
+        max_positions=plan.max_model_len + MAX_NODES,
+    )
 
 
 def threads_of_rank(settings: ModelSettings) -> int:
@@ -84,14 +96,7 @@ class NativeBackend:
 
     def load(self, recipe: Recipe) -> LoadedPrograms:
         plan = self._plan(recipe)
-        of_target = TargetSettings(
-            quantize=recipe.settings.quantize or "",
-            activations=recipe.activations(recipe.target),
-            kv_dtype=recipe.settings.kv_dtype,
-            threads=threads_of_rank(recipe.settings),
-            num_blocks=plan.num_blocks,
-            max_positions=plan.max_model_len + MAX_NODES,
-        )
+        of_target = target_settings(recipe, plan)
         group: RankGroup | None = None if recipe.start_ranks is None else recipe.start_ranks(recipe, of_target)
         try:
             programs = self._programs(recipe, of_target, group)

@@ -8,11 +8,10 @@ Source: Huang et al., "GPipe", arXiv 1811.06965 (micro-batches through stages; i
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
+from contextlib import ExitStack
 
 import msgspec
 
@@ -21,9 +20,9 @@ from headrace.engine.executor import Done, PlanRunner, Ticket
 from headrace.parallel.pipeline.cut import Stage
 from headrace.parallel.pipeline.link import Closed, Loaded, RowSlots, Start, receive, send, without_wants
 from headrace.parallel.pipeline.stage import Received
+from headrace.parallel.processes import ending, start_module
 
 MODULE = "headrace.parallel.pipeline.stage"
-SECRETS = ("HEADRACE_API_KEY",)  # environment variables that a stage does not get
 LOADING = 600.0  # seconds until a stage must have loaded its layers
 STUCK_AFTER = 120.0  # seconds without an answer after which a stage counts as lost
 ENDED, SILENT = "ended (exit code 0)", "does not answer"
@@ -36,18 +35,8 @@ class StageProcess:
     def __init__(self, stage: Stage, descriptors: list[int]) -> None:
         self.stage = stage
         self._sock, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno(), *descriptors],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches this process alone
-            )
-        finally:
-            theirs.close()
+        with theirs:
+            self._process = start_module(MODULE, [theirs.fileno()], [theirs.fileno(), *descriptors])
 
     def send(self, message: Start | StepPlan) -> None:
         """Send a message. Raises RankLostError."""
@@ -59,13 +48,13 @@ class StageProcess:
     def wait_until_loaded(self, stuck_after: float) -> Loaded:
         """Wait for the stage's layers. stuck_after: seconds after which a later message counts as lost.
 
-        Raises ValueError with the stage's error, RankLostError.
+        Raises ValueError with the stage's error.
         """
         self._sock.settimeout(LOADING)
         try:
             loaded = receive(self._sock, Loaded)
         except (Closed, OSError):
-            raise RankLostError(f"{self.stage} {self.ending()} while it was loading") from None
+            raise ValueError(f"{self.stage} {self.ending()} while it was loading") from None
         self._sock.settimeout(stuck_after)
         if loaded.error:
             raise ValueError(f"{self.stage} cannot be loaded: {loaded.error}")
@@ -76,11 +65,7 @@ class StageProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
-        if code is None:
-            return SILENT
-        return (
-            f"ended (signal {signal.Signals(-code).name})" if code < 0 else ENDED if code == 0 else f"ended (exit code {code})"
-        )
+        return SILENT if code is None else f"ended ({ending(code)})"
 
     def close(self) -> None:
         """Close the socket, on which the process ends; kill it if it does not."""
@@ -107,7 +92,7 @@ class PipelineExecutor:
     """Carries out plans on the stages of a pipeline. Tickets are answered in the order of submission.
 
     runner: of the last stage, whose input rows are `received`. template: what the other stages load. width: the hidden size.
-    Raises ValueError, RankLostError.
+    Raises ValueError.
     """
 
     def __init__(self, runner: PlanRunner, received: Received, stages: tuple[Stage, ...], template: Start, width: int) -> None:
@@ -122,29 +107,29 @@ class PipelineExecutor:
         self._lost: RankLostError | None = None
         try:
             self._start(stages[:-1], template, width)
+        except (RankLostError, OSError) as error:
+            self._end_stages()
+            raise ValueError(f"the stages cannot be started: {error}") from None
         except BaseException:
             self._end_stages()
             raise
 
     def _start(self, stages: tuple[Stage, ...], template: Start, width: int) -> None:
         """Start the processes, connect each with the next one, and load them."""
-        source, rows_in = -1, -1
-        for stage in stages:
-            ours, theirs = socket.socketpair()
-            rows_out = RowSlots.create(template.depth, template.slot, width)
-            descriptors = [fd for fd in (source, rows_in, theirs.fileno(), rows_out) if fd >= 0]
-            self._stages.append(StageProcess(stage, descriptors))
-            layers = {"first": stage.layers.start, "last": stage.layers.stop}
-            ends = {"source": source, "rows_in": rows_in, "out": theirs.fileno(), "rows_out": rows_out}
-            self._stages[-1].send(msgspec.structs.replace(template, **layers, **ends))
-            theirs.close()
-            for fd in (source, rows_in):
-                if fd >= 0:
-                    os.close(fd)
-            source, rows_in = ours.detach(), rows_out
-        slots = RowSlots(rows_in, template.depth, template.slot, width)
-        self._received.connect(socket.socket(fileno=source), slots, STUCK_AFTER)
-        os.close(rows_in)
+        with ExitStack() as closing:
+            source, rows_in = -1, -1
+            for stage in stages:
+                ours, theirs = (closing.enter_context(end) for end in socket.socketpair())
+                rows_out = RowSlots.create(template.depth, template.slot, width)
+                closing.callback(os.close, rows_out)
+                descriptors = [fd for fd in (source, rows_in, theirs.fileno(), rows_out) if fd >= 0]
+                self._stages.append(StageProcess(stage, descriptors))
+                layers = {"first": stage.layers.start, "last": stage.layers.stop}
+                ends = {"source": source, "rows_in": rows_in, "out": theirs.fileno(), "rows_out": rows_out}
+                self._stages[-1].send(msgspec.structs.replace(template, **layers, **ends))
+                source, rows_in = ours.fileno(), rows_out
+            slots = RowSlots(rows_in, template.depth, template.slot, width)
+            self._received.connect(socket.socket(fileno=os.dup(source)), slots, STUCK_AFTER)
         self.loaded = [process.wait_until_loaded(STUCK_AFTER) for process in self._stages]
 
     def submit(self, plan: StepPlan) -> Ticket:

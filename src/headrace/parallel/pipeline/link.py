@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from headrace.backends.native.offer import TargetSettings
 from headrace.data.plan import StepPlan
 
 LENGTH = struct.Struct("<I")
@@ -25,13 +26,7 @@ class Start(msgspec.Struct):
     """
 
     model: str
-    num_blocks: int
-    block_size: int
-    max_positions: int
-    kv_dtype: str
-    activations: str
-    quantize: str
-    threads: int
+    settings: TargetSettings
     depth: int
     slot: int
     first: int = 0

@@ -7,7 +7,8 @@ import msgspec
 
 from headrace import host
 from headrace.backends.memory import MemoryPlan
-from headrace.backends.recipe import BLOCK_SIZE, BLOCKS, EXITS, HEADS, SELF, Recipe
+from headrace.backends.native.offer import target_settings
+from headrace.backends.recipe import BLOCKS, EXITS, HEADS, SELF, Recipe
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, MAX_NODES
 from headrace.engine.executor import PlanRunner
@@ -48,7 +49,7 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages of the target. Raises ValueError for layers that do not add up."""
     settings = recipe.settings
     try:
-        sizes = [int(size) for size in (settings.stages or "").split(",") if settings.stages]
+        sizes = [int(size) for size in str(settings.stages).split(",")] if settings.stages else []
     except ValueError:
         raise ValueError(f"stages {settings.stages!r}: give numbers of layers such as 14,16") from None
     return cut_layers(recipe.target.config, settings.pp, sizes)
@@ -70,18 +71,12 @@ def last_stage(recipe: Recipe) -> Recipe:
 
 
 def pipeline_executor(recipe: Recipe, runner: PlanRunner, plan: MemoryPlan, scheduler: SchedulerConfig) -> PipelineExecutor:
-    """Start the processes of the other stages. recipe: of `last_stage`. Raises ValueError, RankLostError."""
+    """Start the processes of the other stages. recipe: of `last_stage`, as it was loaded. Raises ValueError."""
     settings, target = recipe.settings, recipe.target
     assert isinstance(recipe.inputs, Received)
     template = Start(
         model=str(target.path),
-        num_blocks=plan.num_blocks,
-        block_size=BLOCK_SIZE,
-        max_positions=plan.max_model_len + MAX_NODES,
-        kv_dtype=settings.kv_dtype,
-        activations=recipe.activations(target),
-        quantize=settings.quantize or "",
-        threads=settings.threads or 1,
+        settings=target_settings(recipe, plan),
         depth=settings.pp,
         slot=scheduler.max_num_batched_tokens + MAX_NODES * scheduler.max_num_seqs,
     )

@@ -1,7 +1,7 @@
 """The process of a pipeline stage: it runs its layers on the rows of the stage before, and passes the rows on.
 
-The engine's process starts `python -m headrace.parallel.pipeline.stage FD PARENT` with one end of a socket pair. The process
-ends when the socket closes, and the kernel ends it with its parent (Linux).
+The engine's process starts `python -m headrace.parallel.pipeline.stage FD` with one end of a socket pair. The process ends when
+the socket closes.
 """
 
 import signal
@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace import host
+from headrace.backends.native.offer import load_target
 from headrace.backends.native.program import NativeProgram
 from headrace.data.plan import Feed, StepPlan
-from headrace.kv.layout import kv_shape
-from headrace.models.registry import describe
+from headrace.models.configs import read_config
 from headrace.parallel.pipeline.link import Closed, Loaded, Ready, RowSlots, Start, receive, send
 from headrace.runner.runner import Slots
 from headrace.runner.span import WHOLE
-from headrace.startup.opening import open_files
-from headrace.weights.kv_settings import kv_settings
+from headrace.weights.schemes.folder import open_weights
 
 
 class Received:
@@ -108,27 +106,14 @@ class StageRunner:
 
 def load(start: Start) -> tuple[NativeProgram, Received | None]:
     """The stage's program, and its source. Raises ValueError, WeightError."""
-    opened = open_files(Path(start.model), None)
-    source = None
+    weights = open_weights(Path(start.model))
+    config, source = read_config(weights), None
     if start.source >= 0:
         source = Received()
-        rows = RowSlots(start.rows_in, start.depth, start.slot, opened.config.hidden_size)
+        rows = RowSlots(start.rows_in, start.depth, start.slot, config.hidden_size)
         source.connect(socket.socket(fileno=start.source), rows)
-    kept = kv_settings(opened.source, kv_shape(opened.config))
-    program = NativeProgram(
-        describe(opened.config),
-        opened.source,
-        num_blocks=start.num_blocks,
-        block_size=start.block_size,
-        max_positions=start.max_positions,
-        kv_dtype=start.kv_dtype if kept is None or start.kv_dtype != "auto" else kept.format,
-        centre=None if kept is None else kept.centre,
-        activations=start.activations,
-        threads=start.threads,
-        quantize=start.quantize,
-        inputs=source,
-        layers=range(start.first, start.last),
-    )
+    program = load_target(config, weights, start.settings, inputs=source, layers=range(start.first, start.last))
+    program.weights.pack()
     return program, source
 
 
@@ -162,10 +147,8 @@ def serve(control: socket.socket) -> None:
 
 
 def main() -> None:
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    host.end_with(parent)
-    with socket.socket(fileno=fd) as control:
+    with socket.socket(fileno=int(sys.argv[1])) as control:
         try:
             serve(control)
         except (Closed, BrokenPipeError, ConnectionResetError):

@@ -20,8 +20,7 @@ from headrace.backends.protocol import RankGroup
 from headrace.data.plan import RankLostError
 from headrace.models.configs import read_config
 from headrace.parallel.ranks.share import Share
-from headrace.weights.gguf import GGUFFile
-from headrace.weights.schemes.folder import open_folder
+from headrace.weights.schemes.folder import open_weights
 
 LONGEST = 1 << 16  # bytes of a message
 
@@ -76,8 +75,7 @@ def main(fd: int, region: int) -> int:
         os.sched_setaffinity(0, message.processors)
     threading.Thread(target=end_with, args=(leader,), daemon=True).start()
     try:
-        path = Path(message.model)
-        source = open_folder(path) if path.is_dir() else GGUFFile(path)
+        source = open_weights(Path(message.model))
         config = read_config(source)
         ranks = core.module().Ranks(core.module().Region.open(region), message.rank, message.patience)
         group: RankGroup = Membership(Share(message.rank, message.world, config), ranks)

@@ -2,14 +2,10 @@
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -18,6 +14,7 @@ from headrace.backends.native.offer import TargetSettings
 from headrace.backends.recipe import Recipe
 from headrace.data.config import SchedulerConfig
 from headrace.data.plan import MAX_NODES, RankLostError
+from headrace.parallel.processes import ending, start_module
 from headrace.parallel.ranks.follower import LONGEST, Load, Loaded
 from headrace.parallel.ranks.seats import seats
 from headrace.parallel.ranks.share import Share
@@ -25,7 +22,6 @@ from headrace.parallel.ranks.share import Share
 log = logging.getLogger("headrace")
 
 MODULE = "headrace.parallel.ranks.follower"
-SECRETS = ("HEADRACE_API_KEY",)  # environment variables that followers do not get
 PATIENCE = 30.0  # seconds without progress of a rank, after which it is lost
 ENDING = 5.0  # seconds until a follower that should end is killed
 
@@ -48,10 +44,9 @@ class Follower:
     def how_it_ended(self) -> str:
         """The exit code or signal of the process."""
         try:
-            code = self.process.wait(ENDING)
+            return ending(self.process.wait(ENDING))
         except subprocess.TimeoutExpired:
             return "its connection closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def end(self) -> None:
         """Kill the process, whatever it does."""
@@ -124,18 +119,9 @@ def most_rows(recipe: Recipe) -> int:
 def start(message: Load, region: int) -> Follower:
     """Start a follower. Raises ValueError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment: dict[str, Any] = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(region)]
+    descriptors = [theirs.fileno(), region]
     try:
-        process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno(), region],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C reaches the first rank alone
-        )
+        process = start_module(MODULE, descriptors, descriptors, stdout=subprocess.DEVNULL)
     except OSError as error:
         ours.close()
         raise ValueError(f"the process of rank {message.rank} cannot be started ({error.strerror or error})") from None

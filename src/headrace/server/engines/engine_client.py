@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
-import sys
-from typing import Any
 
+from headrace.parallel.processes import ending, start_module
 from headrace.server.engines.messages import (
     PREFIX,
     FrameError,
@@ -21,7 +19,6 @@ from headrace.server.engines.messages import (
 )
 
 MODULE = "headrace.server.engines.engine_process"
-SECRETS = ("HEADRACE_API_KEY",)  # environment variables that the engine process does not get
 PATIENCE = 10.0  # seconds until an engine process that should end is killed
 
 
@@ -40,17 +37,8 @@ class EngineConnection:
     @classmethod
     async def start(cls, load: Load) -> "EngineConnection":
         ours, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
         try:
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C reaches the web process alone
-            )
+            process = start_module(MODULE, [theirs.fileno(), os.getpid()], [theirs.fileno()])
         except OSError as error:
             ours.close()
             raise EngineGoneError(f"the engine process cannot be started ({error.strerror or error})") from None
@@ -98,8 +86,7 @@ class EngineConnection:
     async def _how_it_ended(self) -> str:
         if not await self._ended_within(PATIENCE):
             return "its connection closed, the process did not"
-        code: Any = self._process.returncode
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ending(self._process.returncode)
 
     async def _ended_within(self, seconds: float) -> bool:
         loop = asyncio.get_running_loop()

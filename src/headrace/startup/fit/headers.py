@@ -23,7 +23,7 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.mixes import HEAD, MIXES, SHORT, TABLE, mix_in, tensor_kind
 from headrace.weights.parts import stored_as
-from headrace.weights.schemes.folder import open_folder
+from headrace.weights.schemes.folder import open_weights
 from headrace.weights.source import TensorInfo, WeightError, WeightSource
 from headrace.weights.store import expand
 
@@ -103,7 +103,7 @@ def open_shape(model: str, weights: str = "", quantize: str = "") -> ModelShape:
             raise
         shape = _from_config(entry.config, Path(entry.file), model, weights or mix_in(entry.file) or "", quantize)
         return replace(shape, origin="the catalog; the model is not downloaded")
-    source = open_folder(place) if place.is_dir() else GGUFFile(place)
+    source = open_weights(place)
     if weights:
         raise ValueError(f"--weights is the format of a model without files, and {model} has them; leave it out")
     try:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.awq import AWQReader
 from headrace.weights.schemes.base import SchemeReader
@@ -96,6 +97,11 @@ def input_scale(source: WeightSource, names: Iterable[str]) -> float | None:
     scales = [None if (one := source.scheme.matrices.get(name)) is None else one.input_scale for name in names]
     known = [scale for scale in scales if scale is not None]
     return max(known) if known and len(known) == len(scales) else None
+
+
+def open_weights(path: Path) -> "GGUFFile | SafetensorsFolder | QuantizedFolder":
+    """Open the weights at a path: a folder, or a GGUF file. Raises WeightError."""
+    return open_folder(path) if path.is_dir() else GGUFFile(path)
 
 
 def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
