@@ -15,6 +15,7 @@ from headrace.backends.native.program import KV_DTYPES, kv_block_bytes, thread_p
 from headrace.backends.native.weights import PackedWeights, packed_bytes
 from headrace.kv.layout import KV_FORMATS, kv_shape
 from headrace.models.registry import describe, read_config
+from headrace.parallel.pipeline.cut import cut_layers
 from headrace.runner.record import record
 from headrace.startup.fit import sizes
 from headrace.startup.fit.headers import open_shape
@@ -241,10 +242,14 @@ def test_layouts_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_stages_are_even_and_keep_shared_kv_together(tmp_path: Path) -> None:
-    """The last stage has the head: fewer layers. A layer that reads another's K/V is never cut from it."""
+    """They are those that a pipeline runs. A layer that reads another's K/V is never cut from it."""
     assert [len(stage) for stage in sizes.stages(shape(tmp_path, LLAMA2_7B), Layout(pp=4))] == [8, 8, 8, 8]
-    assert [len(stage) for stage in sizes.stages(shape(tmp_path, SMOLLM2), Layout(pp=2))] == [19, 11]
+    assert [len(stage) for stage in sizes.stages(shape(tmp_path, SMOLLM2), Layout(pp=2))] == [15, 15]
     config = tiny_config(num_layers=4, share=2)
+    for family in ("llama", "qwen3", "gpt2"):
+        other = tiny_config(family, num_layers=7)
+        planned = sizes.stages(shape_of(other, source_of(native_model(family, num_layers=7)), "tiny"), Layout(pp=3))
+        assert planned == [stage.layers for stage in cut_layers(other, 3)]
     found = shape_of(config, source_of(native_model("llama", num_layers=4, share=2)), "tiny")
     assert [list(stage) for stage in sizes.stages(found, Layout(pp=2))] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match="3 stages: the layers that share K/V"):

@@ -29,6 +29,8 @@ ROOMS = {
     "compress.grids": "kv weights data",
     "kv": "data",
     "parallel.ranks.share": "data",  # sizes alone
+    "parallel.pipeline.cut": "models data",
+    "parallel.processes": "",
     "kv.pool": "kv data",  # the tensors; the loop knows none
     "ops": "kv.pool data",
     "models.layers": "data",
@@ -43,11 +45,13 @@ ROOMS = {
     "backends": "parallel.ranks.share startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
-    "parallel.ranks": "parallel.ranks.share backends.native backends models weights.parts weights core host data",
+    "parallel.ranks": "parallel.processes parallel.ranks.share backends.native backends models weights.parts "
+    "weights core host data",
     "engine": "drafting decoding text kv data",
-    "startup": "parallel.ranks backends.eager backends.native backends startup.opening runner drafting decoding text "
-    "weights.parts models kv weights confined core host data",
-    "parallel": "startup.opening engine backends backends.native runner models kv weights host data",
+    "startup": "parallel.ranks parallel.pipeline.cut backends.eager backends.native backends startup.opening "
+    "runner drafting decoding "
+    "text weights.parts models kv weights confined core host data",
+    "parallel": "parallel.pipeline.cut parallel.processes engine backends backends.native runner models weights host data",
     "llm": "parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",
@@ -62,7 +66,8 @@ ROOMS = {
     "server.http.api_error": "",
     "server.settings": "server.http.proxies stats data",
     "server.access": "server.settings",
-    "server.engines": "server.access server.settings server.http.api_error server.logs llm startup startup.opening engine "
+    "server.engines": "parallel.processes server.access server.settings server.http.api_error server.logs llm "
+    "startup startup.opening engine "
     "decoding weights confined host data",
     "server.http": "server.engines server.access server.settings server.http.api_error server.http.proxies "
     "server.logs decoding text confined data",
@@ -82,9 +87,9 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host stats",
-    "kv kv.pool weights core confined compress.grids parallel.ranks.share",
+    "kv kv.pool weights core confined compress.grids parallel.ranks.share parallel.processes",
     "ops models.layers models",
-    "weights.loader weights.parts text",
+    "weights.loader weights.parts text parallel.pipeline.cut",
     "decoding drafting runner startup.opening",
     "backends backends.eager backends.native",
     "parallel.ranks",

@@ -1,7 +1,5 @@
 """Cells of `headrace fit`: batches and prompts whose times are predicted."""
 
-from collections.abc import Mapping
-
 from headrace.bench.interleave import CELLS, Cell
 from headrace.startup.fit.costs import decode_seconds, prefill_seconds
 from headrace.startup.fit.machine import Machine
@@ -21,7 +19,7 @@ def predict(
     shape: ModelShape, machine: Machine, chunk: int, kv_dtype: str = "bfloat16", layout: Layout = ONE
 ) -> dict[str, dict[str, float]]:
     """By cell, milliseconds of the prompt or of a decoding step, and tokens/s."""
-    made = {}
+    cells = {}
     for cell in fitting(shape):
         if not cell.new_tokens:
             seconds = prefill_seconds(shape, cell.prompt, machine, chunk, kv_dtype, layout)
@@ -29,10 +27,5 @@ def predict(
         else:
             context = cell.prompt + cell.new_tokens // 2
             seconds, tokens = decode_seconds(shape, cell.batch, context, machine, kv_dtype, layout), cell.batch
-        made[cell.name] = {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
-    return made
-
-
-def error_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> float:
-    """Relative error of a predicted time."""
-    return predicted["ms"] / measured["ms"] - 1
+        cells[cell.name] = {"ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+    return cells

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from headrace.data.config import ModelConfig
+from headrace.models.registry import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class Stage:
 
 
 def cut_layers(config: ModelConfig, stages: int, sizes: Sequence[int] = ()) -> tuple[Stage, ...]:
-    """Stages whose largest one has as few parameters as possible; or stages of `sizes` layers.
+    """Stages whose largest one has as few numbers in matrices as possible; or stages of `sizes` layers.
 
     A layer that reads the K/V of a layer below it stays with that layer. Raises ValueError for a cut that cannot be made.
     """
@@ -50,21 +52,38 @@ def _ends(config: ModelConfig) -> list[int]:
 
 
 def _balanced(config: ModelConfig, stages: int, ends: list[int]) -> list[int]:
-    """Borders of the stages with the smallest largest stage; of equal cuts the one with the earliest borders."""
-    hidden, table = config.hidden_size, config.vocab_size * config.hidden_size
-    sizes = [hidden * (sum(layer.qkv.values()) + layer.q_size + 3 * layer.ffn) for layer in config.layers]
+    """Borders of the stages with the smallest largest stage, by the numbers in matrices."""
+    layers, outside = [0] * config.num_layers, dict[str, int]()
+    for path, holder in describe(config).holders():
+        count = sum(spec.elements for spec in holder.params().values() if spec.tail)
+        if path.startswith("layers."):
+            layers[int(path.split(".")[1])] += count
+        else:
+            outside[path] = count
+    head = outside.pop("output", 0) or outside["tokens"]
+    return even_borders(layers, ends, sum(outside.values()), head, stages)
 
-    def size(first: int, last: int) -> int:
-        return sum(sizes[first:last]) + table * ((first == 0) + (last == config.num_layers))
 
+def even_borders(costs: Sequence[int], ends: Sequence[int], first: int, last: int, stages: int) -> list[int]:
+    """Borders [0, …, number of layers] of consecutive stages whose largest cost is least; of equal ones the earliest borders.
+
+    costs: of the layers. ends: layers after which a stage may end, ascending. first, last: further costs of these stages.
+    """
+    sums = [0, *accumulate(costs)]
+    count = len(costs)
     best: dict[int, tuple[int, list[int]]] = {0: (0, [0])}  # by border: the largest stage before it, and the borders
     for stage in range(stages):
         reached: dict[int, tuple[int, list[int]]] = {}
         for end in ends:
-            if (end == config.num_layers) != (stage == stages - 1):
+            if (end == count) != (stage == stages - 1):
                 continue
-            cuts = [(max(most, size(start, end)), [*borders, end]) for start, (most, borders) in best.items() if start < end]
+            more = first * (stage == 0) + last * (end == count)
+            cuts = [
+                (max(most, sums[end] - sums[start] + more), [*borders, end])
+                for start, (most, borders) in best.items()
+                if start < end
+            ]
             if cuts:
                 reached[end] = min(cuts)
         best = reached
-    return best[config.num_layers][1]
+    return best[count][1]

@@ -3,10 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from headrace.data.plan import MAX_NODES
 from headrace.kv.layout import PAGE
+from headrace.parallel.pipeline.cut import even_borders
 from headrace.startup.fit.shapes import SEGMENTS, TILE, LayerShape, Linear, ModelShape
 
 # Bytes of a process before it opens a model: Python, the core, the engine.
@@ -166,7 +167,7 @@ def _rows(linear: Linear, layer: LayerShape | None, tp: int, rank: int) -> list[
 
 @lru_cache(maxsize=1024)
 def stages(shape: ModelShape, layout: Layout) -> list[range]:
-    """Layers of each stage: those of `cut`, or stages of bytes as even as they can be, the head with the last stage.
+    """Layers of each stage: those of `cut`, or the stages that `--pp` runs (`parallel.pipeline.cut`).
 
     A layer that reads the K/V of another stays in its stage.
     """
@@ -176,31 +177,12 @@ def stages(shape: ModelShape, layout: Layout) -> list[range]:
         ends = list(accumulate(layout.cut))
         return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     costs = [sum(linear.weights for linear in layer.linears) for layer in shape.layers]
-    return _even(tuple(costs), tuple(layer.owns_kv for layer in shape.layers), shape.head.weights, layout.pp)
-
-
-def _even(costs: tuple[int, ...], owns: tuple[bool, ...], last: int, count: int) -> list[range]:
-    """Consecutive stages whose largest cost is least. A stage begins with a layer that has K/V of its own."""
-    sums = [0, *accumulate(costs)]
-    total = len(costs)
-    # best[end]: (largest cost, borders) of the first stages, over the layers before `end`.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for stage in range(count):
-        final = stage == count - 1
-        made: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for end in [total] if final else range(stage + 1, total):
-            choices = [
-                (max(cost, sums[end] - sums[start] + (last if final else 0)), (*borders, end))
-                for start, (cost, borders) in best.items()
-                if start < end and (end == total or owns[end])
-            ]
-            if choices:
-                made[end] = min(choices)
-        best = made
-    if total not in best:
-        raise ValueError(f"{count} stages: the layers that share K/V cannot be divided into them; lower --pp")
-    ends = best[total][1]
-    return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+    count = len(costs)
+    ends = [end for end in range(1, count + 1) if end == count or shape.layers[end].owns_kv]
+    if len(ends) < layout.pp:
+        raise ValueError(f"{layout.pp} stages: the layers that share K/V cannot be divided into them; lower --pp")
+    tables = sum(table.weights for table in shape.tables)
+    return [range(*pair) for pair in pairwise(even_borders(costs, ends, tables, shape.head.weights, layout.pp))]
 
 
 def bytes_of(shape: ModelShape, load: Load, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> Bytes:
