@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -206,11 +208,27 @@ def test_a_stage_that_cannot_load_says_why(model: Path, monkeypatch: pytest.Monk
         opened(model, pp=2)
 
 
+@needs_core
+def test_stages_outlive_the_thread_that_opened_the_model(model: Path) -> None:
+    """Also for callers in several threads; numbers may be numpy's."""
+    made: list[LLM] = []
+    opener = threading.Thread(target=lambda: made.append(opened(model, pp=np.int64(2), threads=np.int64(1))))
+    opener.start()
+    opener.join()
+    with made[0] as llm, opened(model) as one:
+        wanted = [output.outputs[0].token_ids for output in one.generate(PROMPTS, max_tokens=8, temperature=0.0)]
+        with ThreadPoolExecutor(3) as callers:
+            found = callers.map(lambda prompt: llm.generate(prompt, max_tokens=8, temperature=0.0), PROMPTS)
+            assert [output.outputs[0].token_ids for (output,) in found] == wanted
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"pp": 6}, "pp=6: the model has 5 layers; use pp of 1 to 5"),
-        ({"pp": 0}, "pp=0: the model has 5 layers; use pp of 1 to 5"),
+        ({"pp": 0}, "pp must be 1 or more, not 0"),
+        ({"pp": "2"}, "pp must be an integer, not '2'"),
+        ({"pp": 2, "stages": [2, 3]}, "stages [2, 3]: give numbers of layers such as 14,16"),
         ({"pp": 2, "stages": "3,3"}, "stages 3,3: give 2 numbers of layers with the sum 5"),
         ({"pp": 2, "stages": "5"}, "stages 5: give 2 numbers"),
         ({"pp": 2, "stages": "5,0"}, "stages 5,0: give 2 numbers"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace.data.fields import Declared, Field, declared
+from headrace.data.fields import Declared, Field, check, declared
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 # Rounding of the inputs of integer weights.
@@ -39,7 +39,10 @@ class Setting(Field):
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with which a model is opened. "auto" and None: Headrace chooses. Values are checked when the model is opened."""
+    """Settings with which a model is opened. "auto" and None: Headrace chooses. Names are checked when the model is opened.
+
+    Raises ParamError (a ValueError) for numbers that are none, or out of their range; numpy's are converted.
+    """
 
     dtype: Annotated[str, Setting("auto, float64, float32, bfloat16 or float16", group=SettingGroup.OPENING)] = "auto"
     device: Annotated[str, Setting("auto, cpu, cuda or cuda:N", group=SettingGroup.OPENING)] = "auto"
@@ -105,8 +108,6 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             "Processes that divide each layer of the model: 1, 2, 4 or 8, with --threads each (tensor parallelism)",
             group=SettingGroup.GENERATING,
-            ge=1,
-            le=8,
         ),
     ] = 1
     cascade: Annotated[
@@ -151,9 +152,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting("Folder that train-classifier wrote for MODEL; enables /v1/classify", group=SettingGroup.SERVING),
     ] = None
     enable_prefix_caching: Annotated[bool, Setting("Reuse K and V of equal prompt beginnings")] = True
-    seed: Annotated[int | None, Setting("Source of seeds for requests without one")] = None
+    seed: Annotated[int | None, Setting("Source of seeds for requests without one", ge=-(2**63), le=2**64 - 1)] = None
     preset: Annotated[str, Setting("Default for tokens of a step: offline (2048) or online (512, shorter pauses)")] = "offline"
     policy: Annotated[str, Setting("Batching: continuous or static")] = "continuous"
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def early_exit(self) -> dict[str, Any]:
