@@ -14,13 +14,11 @@ from benchmarks import peak_share
 from benchmarks.command import run
 from headrace import core
 from headrace.backends.native.program import thread_pool
+from headrace.bench.calibrate import stored
 from headrace.bench.machine import Say
 from headrace.bench.profile import limits, share_of
 from headrace.cli.options import writable
 from headrace.cli.output import print_table, say, status
-from headrace.weights.kinds import KINDS
-from headrace.weights.schemes.rows import POINTS
-from headrace.weights.sparse import INDICES, ZEROS
 
 TYPES = (
     "Q4_0",
@@ -77,7 +75,7 @@ def measure_linears(
         arena, layers = core.module().Arena(), list[Any]()
         while not layers or arena.used < mebibytes << 20:
             layers.append(
-                core.module().PackedLinear([core.module().pack(_stored(kind, *shape, rng), kind, *shape, arena, pool)])
+                core.module().PackedLinear([core.module().pack(stored(kind, *shape, rng), kind, *shape, arena, pool)])
             )
         result["types"][kind] = {}
         for count in rows:
@@ -92,20 +90,6 @@ def measure_linears(
         say(f"{kind}: {shares}")
         done(result)
     return result
-
-
-def _stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Random packed rows [n, bytes] uint8: normal bfloat16, or blocks with finite scales, as no byte is above 0x3b."""
-    # Random bits would contain subnormal numbers, which some processors multiply a hundred times slower.
-    if kind == "BF16":
-        return rng.standard_normal((n, k)).astype(np.float32).view(np.uint16)[:, 1::2].copy().view(np.uint8)
-    block, block_bytes = KINDS[kind]
-    rows = rng.integers(0, 256, (n, k // block, block_bytes), np.uint8) & 0x3B
-    if kind in ZEROS:
-        rows[:, :, 2:6] = INDICES[rng.integers(0, 6, (n, k // block, 4))] | INDICES[rng.integers(0, 6, (n, k // block, 4))] << 4
-    if kind in POINTS:
-        rows[:, :, 2] &= 15
-    return rows.reshape(n, -1)
 
 
 def linears(
