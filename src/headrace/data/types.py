@@ -195,8 +195,8 @@ class Request:
     tenant: owner; cached prefixes and learnt drafts are used for the same tenant only.
     stop_ids: token ids that end an output. processors: the caller's logit processors, run on the host.
     state: the strategy's, of the whole request. seqs, finished: running and ended sequences.
-    in_flight: number of submitted steps that contain it. Until their results are in, it is not preempted; it is scheduled only
-    if it `overlaps`.
+    in_flight: number of its feeds in submitted steps. Until their results are in, it is not preempted; it is scheduled only if
+    it `overlaps`.
     constraint_failed: `error` is that of an output's constraint.
     dropped: reason of the last dropped sequence while others continue.
     pooled: of an embedding, the row or the sum of the rows so far. classified: class logits of the computed exits.

@@ -446,8 +446,8 @@ class Engine:
     def _sweep(self, flight: Flight) -> None:
         """End the flight's requests that were aborted or failed."""
         for request in [work.request for work in flight.works]:
-            ended = request.status is Status.FINISHED or request.in_flight > 0
-            if (request.error is not None or request.aborted) and not ended:
+            open_ = request.status is not Status.FINISHED and not request.in_flight
+            if open_ and (request.error is not None or request.aborted):
                 self._end(request, "abort" if request.error is None else "error")
 
     def _end(self, request: Request, reason: str | None) -> None:
