@@ -11,7 +11,7 @@ PAGE = page_of("packages").read_text("utf-8")
 PACKAGE = DOCS.parent / "src/headrace"
 
 
-def test_the_page_is_what_the_data_say() -> None:
+def test_the_page_equals_the_generated_text() -> None:
     for part in ("packages", "types", "interfaces"):
         assert written(part) == generated(part), stale(part)
 

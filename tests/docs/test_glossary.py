@@ -12,7 +12,7 @@ def rejected(text: str) -> list[str]:
     return [word for term in terms() for word in term.get("not", ()) if word in text]
 
 
-def test_a_term_has_one_word_and_a_word_one_term() -> None:
+def test_each_term_has_one_word_and_each_word_one_term() -> None:
     for key in ("en", "zh"):
         assert [word for word, count in Counter(term[key] for term in terms()).items() if count > 1] == []
 

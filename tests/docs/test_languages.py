@@ -105,7 +105,7 @@ def faults(page: Page) -> list[str]:
 @pytest.mark.parametrize(
     "page", [page for page in CHINESE_PAGES if page.name not in dict(PAIRS).values()], ids=lambda page: page.name
 )
-def test_a_chinese_page_alone_uses_the_terms_and_is_chinese(page: Page) -> None:
+def test_a_chinese_page_without_a_twin_is_chinese_and_uses_the_terms(page: Page) -> None:
     assert faults(page) == []
 
 

@@ -59,7 +59,7 @@ def differences(page: Page, folder: Path, home: Path) -> list[str]:
 
 @pytest.mark.weights
 @pytest.mark.parametrize("page", SESSIONS)
-def test_the_output_is_what_the_page_shows(page: Page, tmp_path: Path, home: Path) -> None:
+def test_commands_print_the_output_on_the_page(page: Page, tmp_path: Path, home: Path) -> None:
     (tmp_path / "work").mkdir()
     assert differences(page, tmp_path / "work", home) == []
 

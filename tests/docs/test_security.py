@@ -8,7 +8,7 @@ from tests.pages import generated, stale, written
 from tests.unit.test_docs import is_test
 
 
-def test_the_pages_are_what_the_data_say() -> None:
+def test_the_pages_equal_the_generated_text() -> None:
     for part in ("faults", "complaints", "attacks"):
         assert written(part) == generated(part), stale(part)
 

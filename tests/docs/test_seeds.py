@@ -19,7 +19,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_the_pages_are_what_the_data_say(language: str) -> None:
+def test_the_pages_equal_the_generated_text(language: str) -> None:
     page = seeds.PAGES[language]
     for part in ("sections", "statements") if language == "en" else ("zh-sections", "zh-statements"):
         assert written(part) == generated(part), stale(part)
@@ -37,7 +37,7 @@ def test_every_statement_has_its_truth_in_both_languages_and_tests_that_exist() 
     assert untested == [30]  # replicas, which are not built
 
 
-def test_each_statement_belongs_to_one_section_and_each_section_leads_somewhere() -> None:
+def test_each_statement_has_one_section_and_each_section_a_target() -> None:
     sections = SECTIONS["section"]
     numbers = [number for section in sections for number in section["statements"]]
     assert sorted(numbers) == list(range(1, 59))
@@ -48,7 +48,7 @@ def test_each_statement_belongs_to_one_section_and_each_section_leads_somewhere(
 
 
 @pytest.mark.parametrize("seed", SECTIONS["seeds"])
-def test_the_sentences_stand_in_the_seed(seed: str) -> None:
+def test_quoted_sentences_occur_in_the_seed(seed: str) -> None:
     lines = data_path(f"../seeds/{SECTIONS['seeds'][seed]['file']}").read_text("utf-8").split("\n")
     quotes = [(number, line, quote) for number, where, line, quote in PLACES if where == seed]
     assert len(quotes) > 5

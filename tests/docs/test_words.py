@@ -64,6 +64,6 @@ def test_a_bad_page_is_rejected(line: int, fault: str) -> None:
     assert [one for one in faults(page) if one.startswith(f"{page.name}:{line}:") and fault in one]
 
 
-def test_a_long_link_alone_and_the_name_of_an_option_are_accepted() -> None:
+def test_a_long_link_and_an_option_name_are_accepted() -> None:
     page = bad("words.md", "docs/en/use/words.md")
     assert [one for one in faults(page) if re.match(rf"{page.name}:(?:17|21):", one)] == []

@@ -14,7 +14,7 @@ from headrace.server.settings import Limits
 from tests.house.lines import LINES, LinesRequest, LinesWriter, one_line
 from tests.server.harness import Running
 from tests.server.test_bad_inputs import BOTH, check
-from tests.server.test_fuzz import SMALL, _ask, _fuzz, _strategies
+from tests.server.test_fuzz import SMALL, _fuzz, _send_case, _strategies
 from tests.server.test_guard import test_every_route_needs_the_key as needs_the_key
 from tests.server.test_large_bodies import test_every_list_text_and_mapping_is_bounded as is_bounded
 from tests.server.test_large_bodies import test_unknown_fields_by_the_thousand_are_refused_for_the_first as tells_the_first
@@ -110,7 +110,7 @@ def test_no_generated_request_causes_an_internal_error(tiny: Path, mode: Generat
         document["components"]["schemas"]["LinesRequest"]["properties"]["model"] = {"enum": ["tiny"]}
         operation = schemathesis.openapi.from_dict(document)[PATH]["POST"]
         for strategy in _strategies(operation, mode):
-            _fuzz(strategy, FEW, lambda case: seen.append(_ask(small, session, document, None, case)))
+            _fuzz(strategy, FEW, lambda case: seen.append(_send_case(small, session, document, None, case)))
         assert small.llm.restarts == 0
     assert len(seen) >= FEW
     assert mode is GenerationMode.NEGATIVE or 200 in seen

@@ -45,7 +45,7 @@ def test_a_pipeline_next_to_one_process(shell: Shell, model: Path, tmp_path: Pat
     assert "stage 1" in drawn.read_text()
 
 
-def test_unequal_tokens_are_no_figure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unequal_tokens_raise_and_give_no_figures(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = parallel._run
     monkeypatch.setattr(parallel, "_run", lambda llm, cell, seed: (run(llm, cell, seed)[0], [[id(llm)]]))
     with pytest.raises(RuntimeError, match="the modes gave different tokens"):

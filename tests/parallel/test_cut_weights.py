@@ -125,7 +125,7 @@ def test_shares_put_together_are_the_whole(kind: str, quantize: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q6_K"])
-def test_a_world_of_one_packs_what_no_share_packs(kind: str) -> None:
+def test_a_world_of_one_packs_the_same_matrices_as_no_share(kind: str) -> None:
     whole = model(KINDS[kind].block)
     source = kind_source(kind, whole)
     plain = PackedWeights(whole, source, thread_pool(1))
@@ -139,7 +139,7 @@ def test_a_world_of_one_packs_what_no_share_packs(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_estimate_of_a_share_is_what_is_packed(kind: str, world: int) -> None:
+def test_the_estimate_of_a_share_equals_its_packed_bytes(kind: str, world: int) -> None:
     whole = model(KINDS[kind].block)
     source = kind_source(kind, whole)
     norms = 3 * -(-whole.config.hidden_size // 16) * 64

@@ -93,7 +93,7 @@ def test_a_pipeline_gives_the_bits_of_one_process(model: Path, kv_dtype: str) ->
 
 
 @needs_core
-def test_bytes_of_k_and_v_are_those_of_one_process(model: Path) -> None:
+def test_a_pipeline_has_the_kv_bytes_of_one_process(model: Path) -> None:
     with opened(model) as llm:
         whole = llm.engine.executor.kv_bytes()
     with opened(model, pp=2) as llm:
@@ -197,7 +197,7 @@ def test_a_step_that_fails_in_a_stage_is_retried(model: Path, monkeypatch: pytes
 
 
 @needs_core
-def test_a_stage_that_cannot_load_says_why(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_load_reports_the_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     send = StageProcess.send
 
     def elsewhere(self: StageProcess, message: Any) -> None:
@@ -240,7 +240,7 @@ def test_stages_outlive_the_thread_that_opened_the_model(model: Path) -> None:
         ({"pp": 2, "backend": "torch"}, "torch has no pipeline stages; leave pp out"),
     ],
 )
-def test_what_cannot_run_in_a_pipeline_is_refused(model: Path, settings: dict[str, Any], why: str) -> None:
+def test_settings_without_a_pipeline_are_refused(model: Path, settings: dict[str, Any], why: str) -> None:
     given = {name: model if value == "itself" else value for name, value in settings.items()}
     with pytest.raises(ValueError, match="pp|stages") as refused:
         opened(model, **given)

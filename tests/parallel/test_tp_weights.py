@@ -63,7 +63,7 @@ def test_many_prompts(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_model_beside_ranks() -> None:
+def test_a_draft_model_with_two_ranks() -> None:
     check(MODELS["qwen-1.5b"](), PROMPTS[:4], 32, FIELDS[:2], draft=MODELS["qwen-0.5b"](), draft_tokens=3)
 
 

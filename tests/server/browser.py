@@ -28,7 +28,7 @@ def opened(chromium: Any, server: Running, **options: Any) -> Iterator[Any]:
     assert away == []
 
 
-def ask(page: Any, text: str, limit: int = 8) -> None:
+def send_message(page: Any, text: str, limit: int = 8) -> None:
     """Send a message and wait for the whole answer."""
     page.evaluate(f"import('/page/storage.js').then((m) => {{ m.settings.max_tokens = {limit}; m.settings.seed = 1; }})")
     page.wait_for_selector("#status[data-state=ready]")
@@ -53,7 +53,7 @@ def sse(*deltas: dict[str, Any]) -> str:
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
-def kept(page: Any) -> list[dict[str, Any]]:
+def stored_conversations(page: Any) -> list[dict[str, Any]]:
     """The conversations that the browser keeps."""
     items = "Object.entries(localStorage).filter(([name]) => name.startsWith('headrace.conversation.'))"
     found: list[dict[str, Any]] = page.evaluate(f"{items}.map(([, one]) => JSON.parse(one))")

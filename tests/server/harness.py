@@ -191,7 +191,7 @@ class Paused:
             os.kill(self.pid, signal.SIGCONT)
 
 
-def said(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
+def next_match(process: "subprocess.Popen[str]", pattern: str) -> "re.Match[str]":
     """The next line of a process's stderr that matches."""
     assert process.stderr is not None
     for text in process.stderr:

@@ -71,7 +71,7 @@ class Clients:
     def _kinds(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
         """What to do next: everything in ever new orders, until the time is over; in the first round every mistake, too, since
         what one makes the server keep for good (a long prompt, tens of MiB) is no growth later."""
-        answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.leave_early, self.slow]
+        answers, leaving = [self.same, self.same, self.streamed, self.chat], [self.leave, self.disconnect_midway, self.slow]
         kinds = [*answers, *leaving, self.bad, self.bad_field, self.too_big, self.odd_path, self.small]
         kinds.append(self.attack)
         first = self.spec.get("all", True)
@@ -100,7 +100,7 @@ class Clients:
 
     async def _watch_health(self) -> None:
         while not self.done["health"] or not self.over:
-            status, _, body = await self.ask("GET", "/health")
+            status, _, body = await self.request("GET", "/health")
             if status != 200 or json.loads(body)["status"] != "ready":
                 self.wrong.append(f"health: {status} {body!r}")
             self.done["health"] += 1
@@ -113,7 +113,7 @@ class Clients:
         status, _, body = await self.post(job["path"], job["body"])
         if status == 200:
             self.done[job["kind"]] += 1
-            if (said := told(json.loads(body))) != job["says"]:
+            if (said := answer_text(json.loads(body))) != job["says"]:
                 self.wrong.append(f"another answer: {said!r}, not {job['says']!r} ({job['kind']})")
         self.expect("same", status, FINE)
 
@@ -146,7 +146,7 @@ class Clients:
         await reader.read(self.rng.randint(1, 2000))
         self.close(writer)
 
-    async def leave_early(self) -> None:
+    async def disconnect_midway(self) -> None:
         """Go in the middle of the request, or before a whole answer."""
         body = json.dumps({"prompt": "The mill", "max_tokens": 100, **self.writer()}).encode()
         _, writer = await self.open("POST", "/v1/completions", body, cut=self.rng.choice([1, 20, len(body)]))
@@ -166,7 +166,9 @@ class Clients:
     async def bad(self) -> None:
         name = next(self.mistakes)
         body, statuses = BAD[name]
-        status, _, _ = await self.ask("POST", self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize"]), body)
+        status, _, _ = await self.request(
+            "POST", self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize"]), body
+        )
         self.expect(name, status, statuses)
 
     async def bad_field(self) -> None:
@@ -183,7 +185,7 @@ class Clients:
         body = one.raw or one.body.replace(b"MODEL", self.spec["model"].encode())
         headers = one.headers.decode() + ("Transfer-Encoding: chunked\r\n" if one.raw else "")
         given = body if one.method == "POST" else None
-        status, _, _ = await self.ask(one.method, one.path, given, headers=headers, plain=bool(one.raw))
+        status, _, _ = await self.request(one.method, one.path, given, headers=headers, plain=bool(one.raw))
         self.expect(name, status, set(one.statuses))
 
     async def too_big(self) -> None:
@@ -191,7 +193,7 @@ class Clients:
         announced = f"Content-Length: {BIG * 100}\r\n"
         body, headers = (b" " * BIG, "") if self.rng.random() < 0.5 else (b"", announced)
         try:
-            status, _, _ = await self.ask("POST", "/v1/completions", body, headers=headers, plain=bool(headers))
+            status, _, _ = await self.request("POST", "/v1/completions", body, headers=headers, plain=bool(headers))
             self.expect("too big", status, {413})
         except (ConnectionResetError, BrokenPipeError):
             self.statuses["too big: cut off"] += 1
@@ -200,11 +202,11 @@ class Clients:
         long = "/" + "a" * 2000
         asked = ["GET /../../etc/passwd", "DELETE /v1/models", "GET /page/x", "PATCH /", f"GET {long}", "GET /v1/models/other"]
         method, path = self.rng.choice(asked).split()
-        status, _, _ = await self.ask(method, path)
+        status, _, _ = await self.request(method, path)
         self.expect(f"{method} {path[:30]}", status, {404, 405, 415})
 
     async def small(self) -> None:
-        status, _, _ = await self.ask("GET", self.rng.choice(["/metrics", "/v1/models", "/", "/page/main.js"]))
+        status, _, _ = await self.request("GET", self.rng.choice(["/metrics", "/v1/models", "/", "/page/main.js"]))
         self.expect("get", status, FINE)
         status, _, _ = await self.post("/page/render", {"text": "# a\n" + "*b* " * self.rng.randint(0, 500)})
         self.expect("render", status, FINE)
@@ -223,9 +225,9 @@ class Clients:
             self.wrong.append(f"{what}: {status}")
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, str, bytes]:
-        return await self.ask("POST", path, json.dumps(body).encode())
+        return await self.request("POST", path, json.dumps(body).encode())
 
-    async def ask(self, method: str, path: str, body: bytes | None = None, **more: Any) -> tuple[int, str, bytes]:
+    async def request(self, method: str, path: str, body: bytes | None = None, **more: Any) -> tuple[int, str, bytes]:
         """Status, head and body of the answer."""
         reader, writer = await self.open(method, path, body, **more)
         try:
@@ -268,7 +270,7 @@ class Clients:
         transport.abort()
 
 
-def told(answer: dict[str, Any]) -> Any:
+def answer_text(answer: dict[str, Any]) -> Any:
     """The text of an answer; of classes each label and after how many layers it was said."""
     if "choices" in answer:
         return answer["choices"][0]["text"]

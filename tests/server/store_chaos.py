@@ -120,7 +120,7 @@ async def patiently(work: Any, how: str) -> Any:
 async def work(folder: Path, how: str) -> list[str]:
     """Do what is not done yet, and look at all of it: the mistakes."""
     store = opened(folder)
-    kept, before = answered(folder), asked(folder)
+    kept, before = answered(folder), requested(folder)
 
     async def client() -> list[str]:
         found = (await files.list_files(store, None, None, 100, "asc"))["data"]
@@ -145,7 +145,7 @@ async def work(folder: Path, how: str) -> list[str]:
                 await asyncio.sleep(0.001)
     found: list[str] = await patiently(partial(mistakes, store, names), how)
     store.close()
-    now, again = answered(folder), asked(folder) - before
+    now, again = answered(folder), requested(folder) - before
     found += [f"the answer to {name} was kept, and has changed" for name in kept if now.get(name) != kept[name]]
     found += [f"{name} was asked again, though its answer was kept" for name in kept if again[name]]
     if how != "kill" and again != Counter(good=1, bad=1, lost=2):
@@ -162,7 +162,7 @@ def opened(folder: Path) -> Store:
             pass
 
 
-def asked(folder: Path) -> Counter[str]:
+def requested(folder: Path) -> Counter[str]:
     path = folder / "asked"
     return Counter(path.read_text().split() if path.exists() else [])
 

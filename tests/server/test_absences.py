@@ -60,7 +60,7 @@ def code_calls(source: str) -> set[str]:
     return (CODE & plain) | ((SHELL | {"import_module"}) & set(called(source)))
 
 
-def test_the_server_asks_no_other_host() -> None:
+def test_the_server_imports_no_http_client() -> None:
     """No request can make it fetch anything (SSRF): there is nothing to fetch with."""
     assert {name: clients(source) for name, source in SOURCES.items() if clients(source)} == {}
     assert clients("import urllib.request\nfrom httpx import get") == {"urllib.request", "httpx"}
@@ -105,7 +105,7 @@ def test_no_request_brings_tensors_adapters_templates_or_code(server: Running, f
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_field")
 
 
-def test_there_are_no_routes_that_administer(server: Running) -> None:
+def test_there_are_no_admin_routes(server: Running) -> None:
     """Nothing loads weights, runs code, pauses or stops the server over HTTP."""
     paths = set(server.http.get("/openapi.json").json()["paths"])
     assert not [

@@ -43,9 +43,7 @@ def test_the_address_can_be_opened(host: str, url: str) -> None:
         ({"host": "127.0.0.1"}, False),
     ],
 )
-def test_one_warning_says_that_keys_travel_unencrypted(
-    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], warned: bool
-) -> None:
+def test_keys_without_tls_cause_one_warning(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], warned: bool) -> None:
     pages: list[str] = []
 
     async def run(server: serving.Server, sock: Any, say: Any, page: str) -> None:

@@ -18,7 +18,7 @@ async def text_of(llm: AsyncLLM, prompt: str | list[int], params: SamplingParams
     return "".join([delta.text async for delta in llm.generate(prompt, params)])
 
 
-def test_requests_at_once_are_what_generate_gives(tiny: Path, offline: LLM) -> None:
+def test_concurrent_requests_have_the_texts_of_generate(tiny: Path, offline: LLM) -> None:
     prompts = ["The mill", "A river", "Water " * 30, "x"]
     expected = [output.outputs[0].text for output in offline.generate(prompts, GREEDY)]
 
@@ -59,7 +59,7 @@ async def leave_and_cancel(llm: AsyncLLM) -> None:
     assert llm.stats.blocks_used == 0
 
 
-def test_a_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+def test_a_missing_model_file_is_a_load_error(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(LoadError, match="there is no file or folder"):
             async with AsyncLLM(tmp_path / "none.gguf"):

@@ -151,7 +151,7 @@ def test_a_bad_completion_is_refused(server: Running, field: str, value: Any, sa
     check(server, "/v1/completions", COMPLETION | {field: value}, field, says)
 
 
-def test_limits_of_a_chat_name_the_field_that_was_given(server: Running) -> None:
+def test_limits_of_a_chat_name_the_field_of_the_request(server: Running) -> None:
     talk = {"model": "tiny", "messages": CHAT["messages"]}
     check(
         server,
@@ -190,7 +190,7 @@ BEAMS = [
 
 
 @pytest.mark.parametrize(("more", "says"), BEAMS)
-def test_what_beam_search_would_drop_is_refused(server: Running, more: dict[str, Any], says: str) -> None:
+def test_beam_search_refuses_fields_that_it_cannot_apply(server: Running, more: dict[str, Any], says: str) -> None:
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "beam_width": 4}
     check(server, "/v1/completions", body | more, next(reversed(more)), says)
 
@@ -200,7 +200,7 @@ def test_best_of_is_not_streamed(server: Running) -> None:
     check(server, "/v1/completions", body, "stream", "best_of and stream do not go together")
 
 
-def test_a_prompt_that_is_too_long_has_the_code_that_clients_act_on(server: Running) -> None:
+def test_a_prompt_that_is_too_long_has_the_code_of_openai(server: Running) -> None:
     long = "water " * 2000
     for path, field in (("completions", "prompt"), ("embeddings", "input"), ("responses", "input")):
         error = server.post(f"/v1/{path}", {"model": "tiny", field: long}).json()["error"]
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_act_on(server: Runn
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def test_more_prompts_than_the_queue_holds_are_refused_and_not_asked_again(server: Running) -> None:
+def test_more_prompts_than_the_queue_holds_are_a_400(server: Running) -> None:
     """The fixture's queue holds three; a 429 would say that they may fit later."""
     check(server, "/v1/completions", COMPLETION | {"prompt": ["a"] * 4}, "prompt", "the queue holds 3; send fewer")
 
@@ -252,7 +252,7 @@ def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:
         ('{"model": "tiny"}'.encode("utf-32"), "is UTF-32 (byte 0 is a byte order mark)"),
     ],
 )
-def test_a_body_that_is_no_request_is_refused(server: Running, body: bytes, says: str) -> None:
+def test_an_invalid_body_is_refused(server: Running, body: bytes, says: str) -> None:
     answer = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
@@ -298,7 +298,7 @@ def test_bad_tokens_are_refused(server: Running, path: str, body: dict[str, Any]
     assert says in answer.json()["error"]["message"]
 
 
-def test_a_long_text_is_tokenized_beside_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_tokenized_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = server.llm.opened.tokenizer
     encode, began, go_on = tokenizer.encode, threading.Event(), threading.Event()
 
@@ -315,7 +315,7 @@ def test_a_long_text_is_tokenized_beside_the_event_loop(server: Running, monkeyp
     assert long.result().json()["count"] > 1000
 
 
-def test_after_all_this_the_server_is_as_before(server: Running) -> None:
+def test_bad_requests_leave_the_server_unchanged(server: Running) -> None:
     before = server.complete().choices[0].text
     for field, value, _ in BOTH:
         server.post("/v1/completions", COMPLETION | {field: value})

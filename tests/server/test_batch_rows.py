@@ -46,7 +46,7 @@ def test_every_transition_of_the_tables_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_in_whatever_order_the_counters_are_right(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_stay_exact_under_random_transitions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random lives of batches, and after each step all is counted again; the control forgets to count one answer."""
 
     def live(store: Store) -> None:

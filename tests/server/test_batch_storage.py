@@ -19,7 +19,7 @@ from tests.server.batching import answering, come, ended, keep, make, of, run, t
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_a_batch_waits_for_room_and_goes_on() -> None:
+def test_a_batch_waits_for_storage_and_resumes() -> None:
     """What batches hold counts: requests, and then answers. Where there is no room for an answer it is not lost, and nothing is
     computed twice; a batch that is new is refused meanwhile."""
 
@@ -50,7 +50,7 @@ def test_a_batch_waits_for_room_and_goes_on() -> None:
     run(test())
 
 
-def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
+def test_a_full_disk_pauses_a_batch() -> None:
     """Every line is asked once; what is answered when the disk is full is kept when it is not; clients hear a 507."""
 
     async def test() -> None:
@@ -77,7 +77,7 @@ def test_a_full_disk_stops_a_batch_for_as_long_as_it_is_full() -> None:
     run(test())
 
 
-def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_database_pauses_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who writes hears a 503, all of them within the patience of one; who reads is served."""
     monkeypatch.setattr("headrace.server.storage.store.TIMEOUT_SECONDS", 2.0)
 
@@ -105,7 +105,7 @@ def test_a_database_that_others_hold_stops_a_batch_for_as_long(tmp_path: Path, m
     run(test())
 
 
-def test_a_bad_file_costs_the_writer_one_row() -> None:
+def test_a_bad_file_inserts_one_row() -> None:
     """The last of many lines is bad: no row is inserted."""
 
     async def test() -> None:
@@ -146,7 +146,7 @@ def test_a_file_is_checked_while_another_writes() -> None:
     run(test())
 
 
-def test_readers_do_not_wait_for_who_writes() -> None:
+def test_readers_do_not_wait_for_the_writer() -> None:
     async def test() -> None:
         store = Store()
         begun, go_on = asyncio.Event(), asyncio.Event()

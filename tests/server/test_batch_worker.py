@@ -20,7 +20,7 @@ from tests.server.batching import Fragile, answering, come, ended, keep, lines, 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself() -> None:
+def test_a_line_that_kills_the_engine_is_tried_three_times_and_others_complete() -> None:
     async def test() -> None:
         app, store = Fragile(), Store()
         prompts = [f"p{at}" for at in range(40)]
@@ -42,7 +42,7 @@ def test_a_line_that_ends_the_engine_is_tried_three_times_and_ends_only_itself()
     run(test())
 
 
-def test_a_line_that_the_server_does_not_try_again_is_an_error_line() -> None:
+def test_a_quarantined_line_is_an_error_line() -> None:
     """As the server itself remembers what the engine ended under, a third try ends no engine."""
 
     async def test() -> None:
@@ -65,7 +65,7 @@ def test_a_line_that_the_server_does_not_try_again_is_an_error_line() -> None:
     run(test())
 
 
-def test_a_line_under_which_the_server_ends_is_tried_three_times_too() -> None:
+def test_a_line_that_kills_the_server_is_tried_three_times() -> None:
     """What is under way when a server ends without a word: none of it is lost, all of it is suspect, and then runs alone."""
 
     async def test() -> None:
@@ -116,7 +116,7 @@ def test_an_orderly_end_counts_no_try() -> None:
 
 
 @pytest.mark.parametrize("kind", ["says nothing", "answers too much", "is no JSON"])
-def test_a_line_that_can_never_be_kept_is_an_error_line(kind: str) -> None:
+def test_a_line_without_a_storable_answer_is_an_error_line(kind: str) -> None:
     """An application that ends without an answer, an answer that the database does not hold, a refusal that is no refusal."""
 
     async def test() -> None:
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_used_is_an_answer_and_a_busy_server_is_not() -> 
     run(test())
 
 
-def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_doubles_the_retry_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.server.storage.batch_worker.RETRY_SECONDS", (0.25, 8.0))
     paused: list[float] = []
 
@@ -187,7 +187,7 @@ def test_a_busy_server_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPa
     run(test())
 
 
-def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_does_not_wait_for_paused_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.server.storage.batch_worker.RETRY_SECONDS", (3600.0, 3600.0))
 
     async def test() -> None:
@@ -203,7 +203,7 @@ def test_a_server_that_ends_does_not_wait_for_what_pauses(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
-def test_a_line_that_finds_the_server_busy_is_not_asked_after_the_end_of_its_batch(how: str) -> None:
+def test_a_line_refused_by_a_busy_server_ends_with_its_batch(how: str) -> None:
     """It waits as long as its batch is open, and no attempt is counted."""
 
     async def test() -> None:
@@ -225,7 +225,7 @@ def test_a_line_that_finds_the_server_busy_is_not_asked_after_the_end_of_its_bat
     run(test())
 
 
-def test_a_batch_expires_by_itself() -> None:
+def test_a_batch_expires_without_requests() -> None:
     """Nothing happens but that time goes by: what has not begun is dropped, what is under way is waited for."""
 
     async def test() -> None:
@@ -254,7 +254,7 @@ def test_a_batch_expires_by_itself() -> None:
     run(test())
 
 
-def test_a_worker_that_fails_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reports_a_failure_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         store, failing = Store(), True
         begin = batch_rows.start_rows
@@ -281,7 +281,7 @@ def test_a_worker_that_fails_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch
     run(test())
 
 
-def test_lines_of_responses_do_not_push_out_what_people_said() -> None:
+def test_batch_lines_of_responses_are_not_stored_by_default() -> None:
     async def test() -> None:
         store, asked = Store(), []  # type: ignore[var-annotated]
         url = "/v1/responses"

@@ -20,8 +20,8 @@ from headrace.server.settings import Limits
 from headrace.server.storage.batch_worker import MAX_RUNNING
 from headrace.workflows.batch_requests import InvalidLine, read_requests
 from tests.server.batching import ASK, answers, end, lines, start
-from tests.server.harness import PATIENCE, ROOT, Running, said
-from tests.server.test_uploads import kept_in, upload
+from tests.server.harness import PATIENCE, ROOT, Running, next_match
+from tests.server.test_uploads import stored_counts, upload
 
 
 def test_files(server: Running) -> None:
@@ -79,7 +79,7 @@ def test_bad_uploads_are_refused(tiny: Path) -> None:
         assert full.json()["error"]["code"] == "storage_full"
 
 
-def test_what_stops_batches_is_told_to_those_who_ask(tiny: Path) -> None:
+def test_health_and_uploads_report_a_full_disk(tiny: Path) -> None:
     """A full disk: uploads hear a 507, /health says why batches wait and stays ready, as all else goes on."""
     with Running(tiny) as server:
         file = server.openai.files.create(file=("in", lines([ASK])), purpose="batch")
@@ -90,7 +90,7 @@ def test_what_stops_batches_is_told_to_those_who_ask(tiny: Path) -> None:
         answer = upload(server, 1 << 20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")
         assert "make room there" in answer.json()["error"]["message"]
-        assert kept_in(server)[1] == 1
+        assert stored_counts(server)[1] == 1
         server.server.worker._wait_for(None, ApiError(507, "the disk is full"))
         assert server.health() == {"status": "ready", "detail": "", "restarts": 0, "batches": "the disk is full"}
         writer.execute(f"PRAGMA max_page_count = {pages + 1000}")
@@ -203,7 +203,7 @@ def test_every_endpoint_of_a_batch(server: Running) -> None:
         (lines([ASK]) + b"\n" + lines([ASK]), "used twice"),
     ],
 )
-def test_a_file_that_is_no_batch_fails_and_says_where(server: Running, content: bytes, says: str) -> None:
+def test_an_invalid_batch_file_fails_with_its_line(server: Running, content: bytes, says: str) -> None:
     batch = start(server.openai, content)
     assert batch.status == "failed"
     assert says in batch.errors.data[0].message
@@ -269,7 +269,7 @@ def test_bad_batches_are_refused(server: Running) -> None:
         server.openai.batches.retrieve("batch_none")
 
 
-def test_a_cancelled_batch_ends_with_what_was_done(server: Running) -> None:
+def test_a_cancelled_batch_returns_its_finished_lines(server: Running) -> None:
     with server.paused():
         batch = start(server.openai, lines([ASK] * 60))
         assert server.openai.batches.cancel(batch.id).status == "cancelling"
@@ -313,8 +313,8 @@ def serve(tiny: Path, state: Path, before: str = "") -> tuple["subprocess.Popen[
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    base = said(process, r"^tiny on (http://127\.0\.0\.1:\d+/v1)$")[1]
-    said(process, r"^ready: ")
+    base = next_match(process, r"^tiny on (http://127\.0\.0\.1:\d+/v1)$")[1]
+    next_match(process, r"^ready: ")
     plain = httpx.Client(timeout=PATIENCE, trust_env=False)
     return process, openai.OpenAI(base_url=base, api_key="none", max_retries=0, http_client=plain)
 

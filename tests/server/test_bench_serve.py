@@ -106,7 +106,7 @@ def test_first_tokens_and_sampling(wide: Running, shell: Shell, tmp_path: Path) 
         (("--model", "other", "--kind", "text"), "is not served here"),
     ],
 )
-def test_mistakes_are_said(server: Running, shell: Shell, options: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_refused_with_a_message(server: Running, shell: Shell, options: tuple[str, ...], said: str) -> None:
     code, _, err = shell("bench", "serve", f"{server.base}/v1", *options)
     assert code != 0
     assert said in err

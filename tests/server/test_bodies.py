@@ -52,7 +52,7 @@ def test_a_body_arrives_whole() -> None:
     asyncio.run(main())
 
 
-def test_what_ends_too_early_or_is_too_large_is_not_counted_any_more() -> None:
+def test_truncated_and_oversized_bodies_free_their_bytes() -> None:
     async def main() -> None:
         bodies = BodyMemory(100)
         gone, large = Sender(bodies, "a"), Sender(bodies, "b")
@@ -64,7 +64,7 @@ def test_what_ends_too_early_or_is_too_large_is_not_counted_any_more() -> None:
     asyncio.run(main())
 
 
-def test_bodies_that_never_end_make_room_for_those_of_others() -> None:
+def test_unfinished_bodies_of_the_largest_client_are_dropped_first() -> None:
     """The attacker has the most bytes, so its oldest body is refused each time; the other client's bodies all arrive."""
 
     async def main() -> None:

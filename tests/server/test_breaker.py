@@ -29,19 +29,19 @@ def at_once(server: Running, prompt: str) -> list[httpx.Response]:
     return [one.result() for one in asked]
 
 
-def told(answers: list[httpx.Response]) -> list[tuple[int, str, str | None]]:
+def outcomes(answers: list[httpx.Response]) -> list[tuple[int, str, str | None]]:
     """Status, code and x-should-retry of each, sorted."""
     return sorted((one.status_code, one.json()["error"]["code"], one.headers.get("x-should-retry")) for one in answers)
 
 
-def test_steps_that_fail_in_a_row_open_the_breaker_and_a_step_that_goes_well_closes_it(tiny: Path, faults: Path) -> None:
+def test_failing_steps_open_the_breaker_and_a_good_step_closes_it(tiny: Path, faults: Path) -> None:
     with Running(tiny) as server:
         (faults / "fail").touch()
         (faults / "hold").touch()
         first = server.llm.pid
         answers = at_once(server, "the mill")
         failed, lost = FAILURES - 1, AT_ONCE - FAILURES + 1
-        assert told(answers) == [(500, "request_failed", "false")] * failed + [(503, "engine_lost", "true")] * lost
+        assert outcomes(answers) == [(500, "request_failed", "false")] * failed + [(503, "engine_lost", "true")] * lost
         assert all(SAYS in one.json()["error"]["message"] for one in answers if one.status_code == 503)
 
         until(lambda: server.llm.pid not in (None, first))  # it is being started again, and loads nothing yet
@@ -52,18 +52,18 @@ def test_steps_that_fail_in_a_row_open_the_breaker_and_a_step_that_goes_well_clo
         assert server.http.get("/ready").json() == {"status": "failing"}
         assert server.http.get("/v1/models").json()["data"][0]["status"] == "failing"
         refused = server.post("/v1/completions", {"model": "tiny", "prompt": "a river"})
-        assert told([refused]) == [(503, "engine_unavailable", "true")]
+        assert outcomes([refused]) == [(503, "engine_unavailable", "true")]
         assert SAYS in refused.json()["error"]["message"]
 
         server.llm.replica.supervision.pauses = (3600.0,)  # the next start waits: there is time to look
         (faults / "hold").unlink()
         until(lambda: server.health()["status"] == "ready")
-        assert told(at_once(server, "a river")) == told(answers)  # it fails still
+        assert outcomes(at_once(server, "a river")) == outcomes(answers)  # it fails still
         assert (server.health()["status"], server.llm.replica.supervision.pause) == ("failing", 3600.0)
         assert server.figure("engine_ends") == 2
 
 
-def test_when_steps_go_well_again_so_does_everything(tiny: Path, faults: Path) -> None:
+def test_after_recovery_all_requests_succeed(tiny: Path, faults: Path) -> None:
     with Running(tiny) as server:
         expected = server.complete().choices[0].text
         (faults / "fail").touch()

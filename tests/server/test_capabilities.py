@@ -25,7 +25,7 @@ DEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("name", DEEDS)
-def test_what_a_server_does_is_told(audit_log: Path, tmp_path: Path, name: str) -> None:
+def test_the_audit_hook_reports_calls_of_server_threads(audit_log: Path, tmp_path: Path, name: str) -> None:
     """In a thread of a server's; a test may do what it likes."""
     event, deed = DEEDS[name]
     (tmp_path / "mine").mkdir()
@@ -43,7 +43,7 @@ def test_what_a_server_does_is_told(audit_log: Path, tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("of", [dict(os.environ), environment()], ids=["engine", "confined"])
-def test_what_its_processes_do_is_told(audit_log: Path, tmp_path: Path, of: dict[str, str]) -> None:
+def test_the_audit_hook_reports_calls_of_subprocesses(audit_log: Path, tmp_path: Path, of: dict[str, str]) -> None:
     """They get the hook with the path on which they find their modules."""
     given = {**of, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     code = f"open({str(tmp_path / 'x')!r}, 'w')"

@@ -25,7 +25,7 @@ from headrace.server.serving import ModelSpec, open_models
 from headrace.server.settings import NEVER, CascadeSettings, ServerSettings, SettingsError
 from headrace.workflows.cascade import CascadeOutput, Tier, answer
 from tests.server.browser import answers as shown
-from tests.server.browser import ask, opened
+from tests.server.browser import opened, send_message
 from tests.server.harness import ENGINE, PATIENT, Running
 from tests.server.test_figures import exposed, on_the_dashboard
 from tests.tiny_files import write_tiny_gguf
@@ -116,7 +116,7 @@ def test_the_server_answers_as_the_offline_cascade(
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_stream_says_the_same(server: Running, path: str) -> None:
+def test_a_stream_equals_the_complete_answer(server: Running, path: str) -> None:
     """One piece of an early tier, whose answer is scored first; of the last one as it comes."""
     for name, pieces in (("always", 1), ("never", 6)):
         body = {"model": name, **ASK, "logprobs": 2 if path == "completions" else True}
@@ -152,7 +152,7 @@ def test_chats_and_responses(server: Running, offline: dict[str, LLM]) -> None:
         assert "tiers" not in plain["usage"]
 
 
-def test_nothing_is_left_of_who_was_not_sure(server: Running) -> None:
+def test_a_rejected_tier_leaves_no_inflight_request(server: Running) -> None:
     """Its inflight are through, so that an orderly end does not wait for them; figures say who answered."""
     before = {name: server.figure(name) for name in ("cascade_answers_total", "cascade_score_count")}
     for name in ("always", "never"):
@@ -166,7 +166,7 @@ def test_nothing_is_left_of_who_was_not_sure(server: Running) -> None:
     assert {name for name in on_the_dashboard() if name.startswith("cascade_")} - exposed(found) == set()
 
 
-def test_a_prompt_that_a_tier_cannot_hold_is_for_the_next(server: Running) -> None:
+def test_a_prompt_beyond_the_context_goes_to_the_next_tier(server: Running) -> None:
     long = "wheel " * CONTEXT
     assert server.post("/v1/completions", {"model": "small", "prompt": long, **ASK}).status_code == 400
     said = server.post("/v1/completions", {"model": "always", "prompt": long, **ASK}).json()
@@ -175,7 +175,7 @@ def test_a_prompt_that_a_tier_cannot_hold_is_for_the_next(server: Running) -> No
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_tier_scores_zero(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     collect_answer = module.collect_answer
 
     async def failing(submitted: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_tier_that_fails_is_not_sure(server: Running, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_tier_whose_engine_is_down_is_passed_over(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_tier_without_an_engine_is_skipped(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """The next one answers, which a figure says; without the last one there is no answer. Under whose request an engine ended
     is told so: it may be why, and is not handed on. The control: a cascade that takes no absence for one."""
     body = {"model": "always", **ASK, "prompt": "The mill"}
@@ -229,21 +229,21 @@ def test_a_tier_whose_engine_is_down_is_passed_over(server: Running, monkeypatch
         (RuntimeError("a mistake of ours"), False),
     ],
 )
-def test_what_is_an_absence(error: Exception, absent: bool) -> None:
+def test_errors_that_count_as_an_absence(error: Exception, absent: bool) -> None:
     """A queue that is full is none: the larger model is not where a crowd goes."""
     assert module.is_absent(error) is absent
 
 
-def test_an_answer_that_a_context_cut_off_does_not_stand(
+def test_an_answer_truncated_by_the_context_goes_to_the_next_tier(
     server: Running, offline: dict[str, LLM], files: dict[str, Path]
 ) -> None:
     """The next tier answers if a tier's context cannot hold the prompt and `max_tokens`: offline after the cut, on the server
     before the first token. An answer that ends at `max_tokens` stands."""
     prompt = "wheel " * 4
-    ask = {"model": "always", "prompt": prompt, "temperature": 0, "ignore_eos": True}
+    send_message = {"model": "always", "prompt": prompt, "temperature": 0, "ignore_eos": True}
     tokens = len(offline["small"].tokenizer.encode(prompt))
     for most, tiers, last in ((CONTEXT - tokens, ["small"], 0), (CONTEXT - tokens + 1, ["large"], 1)):
-        said = server.post("/v1/completions", {**ask, "max_tokens": most}).json()
+        said = server.post("/v1/completions", {**send_message, "max_tokens": most}).json()
         assert [one["model"] for one in said["usage"]["tiers"]] == tiers
         assert said["usage"]["tiers"][-1]["completion_tokens"] == most
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=most)
@@ -254,7 +254,7 @@ def test_an_answer_that_a_context_cut_off_does_not_stand(
         assert found[0].output.outputs[0].text == said["choices"][0]["text"]
 
 
-def test_an_answer_that_is_not_of_its_form_is_for_the_next(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_outside_its_format_goes_to_the_next_tier(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is a next one: a form that no mask can hold answers to is looked at when they are whole."""
     right = module.answer
     unfit: list[str] = []
@@ -299,14 +299,14 @@ def test_tiers_share_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"prompt": [5, 6]}, "prompt"),
     ],
 )
-def test_what_has_no_score_is_refused(server: Running, change: dict[str, Any], param: str) -> None:
+def test_requests_without_a_score_are_refused(server: Running, change: dict[str, Any], param: str) -> None:
     found = server.post("/v1/completions", {"model": "both", "prompt": "a", **change})
     error = found.json()["error"]
     assert (found.status_code, error["param"]) == (400, param)
     assert "\n" not in error["message"]
 
 
-def test_tools_whose_calls_are_written_differently_are_refused(server: Running) -> None:
+def test_tiers_with_different_call_formats_refuse_tools(server: Running) -> None:
     talk = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "tools": [TOOL]}
     assert server.post("/v1/chat/completions", {"model": "both", **talk}).status_code == 200
     error = server.post("/v1/chat/completions", {"model": "mixed", **talk}).json()["error"]
@@ -316,7 +316,7 @@ def test_tools_whose_calls_are_written_differently_are_refused(server: Running) 
     assert server.post("/v1/chat/completions", {"model": "mixed", **without}).status_code == 200
 
 
-def test_it_is_listed_and_is_for_texts_alone(server: Running) -> None:
+def test_a_cascade_is_listed_and_answers_only_texts(server: Running) -> None:
     found = {one["id"]: one for one in server.http.get("/v1/models").json()["data"]}
     assert list(found) == ["small", "large", "other", "always", "never", "both", "mean", "mixed"]
     assert found["both"] == server.http.get("/v1/models/both").json()
@@ -334,7 +334,7 @@ def test_the_page_can_choose_it(chromium: Any, server: Running) -> None:
     for page in opened(chromium, server):
         page.wait_for_selector("#status[data-state=ready]")
         page.select_option("#models", "never")
-        ask(page, "The mill")
+        send_message(page, "The mill")
         assert "answered by large" in page.locator(".figures").inner_text()
         first = shown(page)
         page.click("[aria-pressed]")  # its tokens are those of the model that answered
@@ -413,7 +413,7 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ({"calibration": ["MEAN", "MIN"]}, r"its files were calibrated with different scores \(mean, min\); use one"),
     ],
 )
-def test_a_bad_table_is_said_in_a_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_an_invalid_table_is_a_one_line_error(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     for name, threshold in (("NONE", None), ("MEAN", 0.5), ("MIN", 0.5)):
         (tmp_path / name).write_text(calibrated(threshold, "min" if name == "MIN" else "mean"))
     (tmp_path / "HUGE").write_text(calibrated(10**400))

@@ -40,7 +40,7 @@ def server(bert: Path, folder: Path) -> Iterator[Running]:
         yield running
 
 
-def test_classes_are_those_of_the_llm(server: Running, bert: Path, folder: Path) -> None:
+def test_classes_equal_those_of_the_llm(server: Running, bert: Path, folder: Path) -> None:
     with LLM(bert, threads=1, classifier=folder) as llm:
         for given in ({}, {"criterion": "off"}, {"criterion": "entropy", "threshold": 0.5}):
             answer = server.post("/v1/classify", {"model": "tiny", "input": TEXTS * 20, **given}).json()
@@ -78,7 +78,7 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says:
     assert says in answer.json()["error"]["message"]
 
 
-def test_what_each_exit_said_is_told_where_it_is_asked_for(server: Running, bert: Path, folder: Path) -> None:
+def test_return_exits_returns_the_votes_of_each_exit(server: Running, bert: Path, folder: Path) -> None:
     asked = {"model": "tiny", "input": TEXTS, "criterion": "off", "return_exits": True}
     with LLM(bert, threads=1, classifier=folder) as llm:
         expected = llm.classify(TEXTS, criterion="off")
@@ -87,7 +87,7 @@ def test_what_each_exit_said_is_told_where_it_is_asked_for(server: Running, bert
         assert [vote["layers"] for vote in one["exits"]] == [1, LAYERS]
 
 
-def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_has_at_most_the_maximum_of_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(classes, "MAX_PROBABILITIES", 6)
     assert server.post("/v1/classify", {"model": "tiny", "input": TEXTS}).status_code == 200
     answer = server.post("/v1/classify", {"model": "tiny", "input": [*TEXTS, "a"]})
@@ -96,7 +96,7 @@ def test_an_answer_has_so_many_probabilities(server: Running, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("path", ["/v1/classify", "/v1/embeddings"])
-def test_many_answers_are_written_in_turns(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_many_answers_yield_to_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Of the event loop: others have theirs after every 32 texts, or fewer where there are many labels."""
     turns: list[float] = []
 
@@ -129,7 +129,7 @@ def test_a_classifier_writes_nothing(server: Running) -> None:
         assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
 
 
-def test_without_a_classifier_it_says_so(wide: Running) -> None:
+def test_a_model_without_a_classifier_is_a_400(wide: Running) -> None:
     answer = wide.post("/v1/classify", {"model": "tiny", "input": "a"})
     assert answer.status_code == 400
     assert "served without a classifier" in answer.json()["error"]["message"]

@@ -16,7 +16,7 @@ import pytest
 from headrace.cli.app import main
 from headrace.cli.serve import served_name
 from headrace.host import end_with
-from tests.server.harness import PATIENCE, ROOT, Paused, said, until
+from tests.server.harness import PATIENCE, ROOT, Paused, next_match, until
 
 KEY = "a-long-enough-key"
 BODY = {"model": "mill", "prompt": "The mill", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
@@ -64,13 +64,13 @@ def engine_of(process: "subprocess.Popen[str]") -> int:
     raise AssertionError("there is no engine process")
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.Popen[str]") -> None:
-    address = said(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
-    said(process, "^loading; requests get a 503 until it is ready$")
+def test_sigterm_finishes_running_requests_and_refuses_new_requests(process: "subprocess.Popen[str]") -> None:
+    address = next_match(process, r"^mill on (http://127\.0\.0\.1:\d+)/v1$")[1]
+    next_match(process, "^loading; requests get a 503 until it is ready$")
     client = httpx.Client(base_url=address, timeout=PATIENCE, headers={"Authorization": f"Bearer {KEY}"}, trust_env=False)
-    said(process, r"^mill: temperature 0\.8, top_k 40, top_p 0\.95, min_p 0\.05 \(default\)$")
-    said(process, r"^ready: .*context")
-    said(process, f"^ready: the page is {re.escape(address)}/$")
+    next_match(process, r"^mill: temperature 0\.8, top_k 40, top_p 0\.95, min_p 0\.05 \(default\)$")
+    next_match(process, r"^ready: .*context")
+    next_match(process, f"^ready: the page is {re.escape(address)}/$")
     assert client.get("/health").json()["status"] == "ready"
     engine = engine_of(process)
     assert not loads_torch(process.pid), "the web process answers without it, and starts at once"
@@ -96,7 +96,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(process: "subprocess.P
 
 
 def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]") -> None:
-    said(process, r"^ready: ")
+    next_match(process, r"^ready: ")
     engine = engine_of(process)
     process.kill()
     until(lambda: ended(engine))
@@ -104,7 +104,7 @@ def test_a_killed_server_leaves_no_engine_behind(process: "subprocess.Popen[str]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ends a busy process with its parent on Linux")
 @pytest.mark.parametrize("bound", [True, False])
-def test_an_engine_that_hears_nothing_ends_with_a_killed_server(bound: bool) -> None:
+def test_a_stopped_engine_ends_with_a_killed_server(bound: bool) -> None:
     """A process that does not come to look at its socket, as one in a long step; stopped, it would be there for ever. The
     control is one that the system was not told about."""
     bind = "end_with(os.getppid())" if bound else "None"
@@ -126,7 +126,7 @@ def test_an_engine_that_hears_nothing_ends_with_a_killed_server(bound: bool) -> 
             os.kill(engine, signal.SIGKILL)
 
 
-def test_an_engine_whose_server_is_gone_before_it_begins_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_exits_if_its_server_ended_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(prctl=lambda *numbers: None))
     end_with(os.getppid())
     with pytest.raises(SystemExit):
@@ -155,7 +155,7 @@ def ended(pid: int) -> bool:
         (["--tls-cert", "KEY", "--tls-key", "KEY"], "headrace: "),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(
+def test_unusable_arguments_are_a_one_line_error(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +174,7 @@ def test_what_cannot_be_served_is_said_in_a_line(
     assert "Traceback" not in err
 
 
-def test_a_path_is_not_told_to_clients(tiny: Path) -> None:
+def test_the_served_name_hides_the_path(tiny: Path) -> None:
     assert served_name(str(tiny)) == "tiny"
     assert served_name(str(tiny.parent)) == tiny.parent.name
     assert served_name("smollm2-135m") == "smollm2-135m"

@@ -18,7 +18,7 @@ def test_ids_begin_as_clients_expect(server: Running) -> None:
 OPEN = [{"role": "user", "content": "Name a river."}, {"role": "assistant", "content": "The river is "}]
 
 
-def test_a_final_message_of_the_assistant_is_continued_or_answered_as_asked(server: Running) -> None:
+def test_continue_final_message_decides_how_an_assistant_message_is_fed(server: Running) -> None:
     """What the model is fed is the template's text, cut after the final message; or with a new turn behind it."""
 
     def fed(**more: object) -> str:
@@ -45,7 +45,7 @@ def test_a_final_message_of_the_assistant_is_continued_or_answered_as_asked(serv
     assert fed(add_generation_prompt=False) == continued(closed)
 
 
-def test_what_cannot_be_continued_is_refused(server: Running) -> None:
+def test_messages_that_cannot_be_continued_are_refused(server: Running) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     last = {"role": "assistant", "content": None, "tool_calls": [call]}
     body = {"model": "tiny", "max_tokens": 2, "continue_final_message": True}
@@ -59,7 +59,7 @@ def test_what_cannot_be_continued_is_refused(server: Running) -> None:
         assert error["param"] == "continue_final_message"
 
 
-def test_a_template_that_loses_the_final_message_is_said(tmp_path: Path) -> None:
+def test_a_template_that_drops_the_final_message_is_refused(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content[:5] }}{% endfor %}"
     with Running(write_tiny_gguf(tmp_path / "tiny.gguf", template=template)) as server:
         body = {"model": "tiny", "messages": OPEN, "max_tokens": 1, "continue_final_message": True}

@@ -28,7 +28,9 @@ FORM: dict[str, Any] = {"schema": {"type": "object", "properties": {}, "addition
         ("responses", {"max_output_tokens": 5_000}, "input", "maximum context length is 256 tokens"),
     ],
 )
-def test_what_openai_refuses(server: Running, path: str, change: dict[str, Any], param: str, says: str) -> None:
+def test_requests_that_openai_refuses_are_refused(
+    server: Running, path: str, change: dict[str, Any], param: str, says: str
+) -> None:
     bodies: dict[str, Any] = {
         "chat/completions": CHAT,
         "completions": {"model": "tiny", "prompt": "a"},
@@ -97,7 +99,7 @@ def test_the_smallest_nucleus_is_the_likeliest_token(server: Running, offline: L
     assert output.outputs[0].text == greedy
 
 
-def test_whole_numbers_may_have_a_point(server: Running) -> None:
+def test_integers_accept_a_decimal_point(server: Running) -> None:
     whole = server.post("/v1/completions", {"model": "tiny", "prompt": [5, 6], "max_tokens": 3, "temperature": 0}).json()
     pointed = {"model": "tiny", "prompt": [5.0, 6], "max_tokens": 3.0, "temperature": 0, "seed": 1.0, "n": 1.0}
     assert server.post("/v1/completions", pointed).json()["choices"] == whole["choices"]
@@ -146,7 +148,7 @@ def test_tokens_of_a_chat_with_tools(wide: Running) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "tools")
 
 
-def test_what_a_remote_tokenizer_needs(server: Running) -> None:
+def test_tokenizer_info_serves_a_remote_tokenizer(server: Running) -> None:
     info = server.http.get("/tokenizer_info").json()
     opened = server.llm.opened
     assert info["chat_template"] == opened.template.source
@@ -180,7 +182,7 @@ def test_methods_that_a_path_has(server: Running) -> None:
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
 
-def test_a_slash_too_many_is_a_relative_redirect(server: Running) -> None:
+def test_a_trailing_slash_is_a_relative_redirect(server: Running) -> None:
     for path, location in (("/v1/models/", "/v1/models"), ("/v1/batches/?limit=1", "/v1/batches?limit=1")):
         answer = server.http.get(path, follow_redirects=False)
         assert (answer.status_code, answer.headers["location"]) == (307, location)

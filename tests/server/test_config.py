@@ -115,7 +115,7 @@ def test_a_file_holds_every_option(
         (f"[[cascades]]\nname = 'a'\ntiers = ['b', 'c']\nthreshold = 1{'0' * 400}\n[[models]]\nmodel = 'MODEL'", "from 0 to 1"),
     ],
 )
-def test_a_bad_file_is_said_in_a_line(
+def test_an_invalid_file_is_a_one_line_error(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
 ) -> None:
     (tmp_path / "a.toml").write_text(text.replace("MODEL", str(tiny)))
@@ -125,7 +125,7 @@ def test_a_bad_file_is_said_in_a_line(
     assert "a bug in Headrace" not in err
 
 
-def test_each_model_of_a_file_may_have_a_classifier(
+def test_each_model_of_a_file_has_its_own_classifier(
     tiny: Path, tmp_path: Path, started: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bert, file = write_tiny_bert(tmp_path / "bert"), tmp_path / "a.toml"
@@ -140,7 +140,7 @@ def test_each_model_of_a_file_may_have_a_classifier(
     assert "--classifier" in capsys.readouterr().err
 
 
-def test_models_without_room_are_refused_before_anything_listens(
+def test_models_beyond_the_memory_are_refused_before_the_server_listens(
     tiny: Path,
     tmp_path: Path,
     started: list[tuple[Any, ...]],
@@ -191,7 +191,7 @@ def states(server: Running) -> dict[str, str]:
     return dict(server.health()["models"])
 
 
-def test_models_are_loaded_when_asked_for_and_make_room(two: Running) -> None:
+def test_models_are_loaded_on_request_and_unload_others(two: Running) -> None:
     assert [model.id for model in two.openai.models.list()] == ["tiny", "other"]
     assert states(two) == {"tiny": "ready", "other": "closed"}
     first = two.complete().choices[0].text
@@ -221,7 +221,7 @@ def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
     assert two.complete(model="other").choices[0].finish_reason == "length"
 
 
-def test_a_model_whose_answer_is_not_taken_yet_is_not_unloaded(two: Running) -> None:
+def test_a_model_with_an_undelivered_answer_is_not_unloaded(two: Running) -> None:
     """A stream may still be sent when the engine has written all of it, and its tokens are spelled on the way."""
     two.complete()
     llm = two.models.services[0].llm
@@ -233,7 +233,7 @@ def test_a_model_whose_answer_is_not_taken_yet_is_not_unloaded(two: Running) -> 
     assert two.complete(model="other").choices[0].finish_reason == "length"
 
 
-def test_while_the_model_is_loaded_requests_are_told_to_come_back(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_during_loading_get_a_503_with_retry_after(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address answers at once, whatever loading takes."""
     go_on, start = threading.Event(), EngineConnection.start
 
@@ -297,7 +297,7 @@ def strike(timer: asyncio.TimerHandle) -> None:
     callback(*arguments)
 
 
-def test_a_client_that_does_not_read_is_let_go(tiny: Path) -> None:
+def test_a_client_that_does_not_read_is_disconnected(tiny: Path) -> None:
     with Running(tiny, limits=Limits(send_seconds=0.2), max_model_len=256) as server:
         server.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # that of connections to come
         body = {"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 100, "n": 8, "temperature": 5, "logprobs": 20}

@@ -69,7 +69,7 @@ def test_admitted_connections_do_not_count_for_their_address() -> None:
     assert not set(made.closed) & set(keyed)
 
 
-def test_a_burst_of_new_connections_may_show_its_keys_first() -> None:
+def test_a_burst_of_new_connections_has_a_grace_period_for_its_keys() -> None:
     made = Made(100, 2)
     burst = [made.enter("a") for _ in range(20)]
     assert made.closed == []
@@ -80,7 +80,7 @@ def test_a_burst_of_new_connections_may_show_its_keys_first() -> None:
     assert made.closed == []
 
 
-def test_a_trusted_proxy_has_no_limit_of_its_own() -> None:
+def test_a_trusted_proxy_has_no_connection_limit() -> None:
     made = Made(100, 2)
     for _ in range(20):
         made.enter("proxy", limited=False)
@@ -88,7 +88,7 @@ def test_a_trusted_proxy_has_no_limit_of_its_own() -> None:
     assert made.closed == []
 
 
-def test_of_too_many_the_largest_address_loses_its_oldest() -> None:
+def test_at_the_limit_the_largest_address_loses_its_oldest_connection() -> None:
     """An address with one connection stays, although it came first; a client with a key stays, although it waits."""
     made = Made(5, 100)
     keyed = made.enter("a", admitted=True)
@@ -101,7 +101,7 @@ def test_of_too_many_the_largest_address_loses_its_oldest() -> None:
     assert {keyed, honest, new} & set(made.closed) == set()
 
 
-def test_if_all_have_keys_the_one_that_waits_longest_makes_room() -> None:
+def test_at_the_limit_the_longest_idle_connection_with_a_key_is_closed() -> None:
     made = Made(3, 100)
     keyed = [made.enter("a", admitted=True) for _ in range(3)]
     for one in (keyed[1], keyed[0]):
@@ -116,7 +116,7 @@ def test_if_all_have_keys_the_one_that_waits_longest_makes_room() -> None:
     assert keyed[2] not in made.closed
 
 
-def test_nothing_is_remembered_of_connections_that_ended() -> None:
+def test_ended_connections_leave_no_entries() -> None:
     made = Made(3, 2)
     for number in range(10):
         one = made.enter(str(number), admitted=number % 2 == 0)

@@ -42,11 +42,11 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     submit = AsyncLLM.submit
 
-    def kept(self: AsyncLLM, given: list[list[int]], *args: Any, **more: Any) -> Any:
+    def record_prompts(self: AsyncLLM, given: list[list[int]], *args: Any, **more: Any) -> Any:
         found.extend(given)
         return submit(self, given, *args, **more)
 
-    monkeypatch.setattr(AsyncLLM, "submit", kept)
+    monkeypatch.setattr(AsyncLLM, "submit", record_prompts)
     return found
 
 
@@ -162,20 +162,20 @@ def test_named_templates(tiny: Path, tmp_path: Path, prompts: list[list[int]], m
     monkeypatch.setattr(Tokenizer, "from_gguf", lambda metadata: Tokenizer(replace(read_gguf(metadata), templates=NAMED)))
     with Running(tiny) as running:
 
-        def ask(**more: Any) -> Any:
+        def send_chat(**more: Any) -> Any:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **more}
             return running.post("/v1/chat/completions", body)
 
-        assert ask().status_code == 200
-        assert ask(tools=TOOLS).status_code == 200
-        assert ask(tools=TOOLS, tool_choice="none").status_code == 200
-        assert ask(chat_template_kwargs={"chat_template": "rag", "note": ATTACK}).status_code == 200
+        assert send_chat().status_code == 200
+        assert send_chat(tools=TOOLS).status_code == 200
+        assert send_chat(tools=TOOLS, tool_choice="none").status_code == 200
+        assert send_chat(chat_template_kwargs={"chat_template": "rag", "note": ATTACK}).status_code == 200
         for name, says in (
             ("nowhere", "it has default, rag and tool_use"),
             ("{{ 7 * 7 }}", "no template of this name"),
             (5, "name"),
         ):
-            refused = ask(chat_template_kwargs={"chat_template": name})
+            refused = send_chat(chat_template_kwargs={"chat_template": name})
             assert refused.status_code == 400
             error = refused.json()["error"]
             assert says in error["message"]

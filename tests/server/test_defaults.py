@@ -8,7 +8,7 @@ from headrace.weights.defaults import FALLBACK
 from tests.server.harness import Running
 
 
-def test_the_server_tells_them_and_draws_by_them(server: Running, offline: LLM) -> None:
+def test_the_server_lists_its_defaults_and_samples_with_them(server: Running, offline: LLM) -> None:
     talk = [{"role": "user", "content": "hi"}]
     (model,) = server.http.get("/v1/models").json()["data"]
     assert model["defaults"] == {name: {"value": value, "origin": "default", "of": ""} for name, value in FALLBACK.items()}

@@ -65,7 +65,7 @@ def parse(line: str) -> None:
     command.make_parser(context).parse_args(words)
 
 
-def test_every_command_that_is_printed_parses() -> None:
+def test_every_printed_command_parses() -> None:
     lines = typed()
     assert len(lines) > 40
     wrong = []

@@ -16,7 +16,7 @@ from tests.ulps import rounded_once
 TEXTS = ["The mill", "A river turns the wheel<|im_end|>", "water"]
 
 
-def test_a_decoders_embeddings_are_what_embed_gives(server: Running, offline: LLM) -> None:
+def test_embeddings_of_a_decoder_equal_embed(server: Running, offline: LLM) -> None:
     for pooling in ("last", "mean"):
         expected = [one.values for one in offline.embed(TEXTS, pooling=pooling)]
         made = server.openai.embeddings.create(model="tiny", input=TEXTS, extra_body={"pooling": pooling})  # base64 by itself
@@ -86,7 +86,7 @@ def test_an_encoder_is_served(tmp_path: Path) -> None:
             running.complete()
 
 
-def test_what_was_begun_waits_for_room(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_request_waits_for_queue_space(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others fill the queue between two parts of one request: it goes on when they are gone."""
     llm, filled, room_comes = server.llm, [], True
     submit, waiting = llm.submit, llm.queue

@@ -82,7 +82,7 @@ def compiling(loop: EngineLoop) -> Iterator[GrammarQueue]:
     loop.compiling.close()
 
 
-def test_requests_that_left_the_queue_are_not_compiled(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_of_cancelled_requests_are_not_compiled(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two that are being compiled go on, as nothing can stop them; those behind them never start."""
     slow = Slow(monkeypatch)
     for name in "abcd":
@@ -97,7 +97,7 @@ def test_requests_that_left_the_queue_are_not_compiled(compiling: GrammarQueue, 
     assert not compiling
 
 
-def test_the_smallest_turn_is_compiled_first(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grammar_with_the_smallest_turn_is_compiled_first(compiling: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client's third request comes after another's first, though it was sent before it."""
     monkeypatch.setattr("headrace.server.engines.engine_process.CHEAP_THREADS", 1)
     slow = Slow(monkeypatch)

@@ -39,14 +39,14 @@ def generated_after_leaving(server: Running) -> float:
         return server.figure("generation_tokens_total")
 
 
-def test_a_client_that_leaves_a_stream_frees_its_blocks_within_a_step_or_two(long_server: Running) -> None:
+def test_a_disconnect_during_a_stream_frees_its_blocks_within_two_steps(long_server: Running) -> None:
     generated = generated_after_leaving(long_server)
     until(lambda: idle(long_server))
     assert long_server.llm.stats.blocks_used == 0
     assert long_server.figure("generation_tokens_total") - generated <= 2
 
 
-def test_a_request_that_is_not_aborted_goes_on(long_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_an_abort_continues(long_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: without the message to the engine it would fail."""
     left: list[InflightRequest] = []
 
@@ -63,7 +63,7 @@ def test_a_request_that_is_not_aborted_goes_on(long_server: Running, monkeypatch
     until(lambda: idle(long_server))
 
 
-def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -> None:
+def test_a_disconnect_before_a_complete_answer_frees_its_blocks(server: Running) -> None:
     before = aborted(server)
     body = json.dumps({"model": "tiny", "prompt": "The mill", "max_tokens": 200})
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_a_whole_answer_frees_its_blocks(server: Running) -
     assert server.llm.queue.requests == server.llm.queue.tokens == 0
 
 
-def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
+def test_a_full_queue_is_a_429_with_retry_after(server: Running) -> None:
     expected = server.complete().choices[0].text
     with server.paused():
         waiting = [in_thread(server.complete) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_a_full_queue_says_when_to_come_back(server: Running) -> None:
     assert server.llm.queue.requests == server.llm.queue.tokens == 0
 
 
-def test_several_prompts_enter_the_queue_all_or_none(server: Running) -> None:
+def test_several_prompts_enter_the_queue_together_or_not_at_all(server: Running) -> None:
     with server.paused():
         first = in_thread(server.complete)
         until(lambda: len(server.llm.inflight) == 1)
@@ -104,7 +104,7 @@ def test_several_prompts_enter_the_queue_all_or_none(server: Running) -> None:
     assert not server.llm.inflight
 
 
-def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
+def test_a_killed_engine_fails_running_requests_and_restarts(endless: Path) -> None:
     with Running(endless) as server:
         expected = server.complete().choices[0].text
         stream = server.complete(**ENDLESS, stream=True)
@@ -129,7 +129,7 @@ def test_a_killed_engine_fails_what_runs_and_comes_back(endless: Path) -> None:
         assert not server.llm.inflight
 
 
-def test_a_request_under_which_the_engine_ended_twice_is_not_tried_again(endless: Path) -> None:
+def test_a_request_that_ended_the_engine_twice_is_refused(endless: Path) -> None:
     with Running(endless) as server:
         expected = server.complete(prompt="a river").choices[0].text
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_request_under_which_the_engine_ended_twice_is_not_tried_again(endless
         assert server.http.get("/v1/models").json()["data"][0]["status"] == "ready"
 
 
-def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
+def test_a_stuck_engine_is_killed_and_health_reports_it(tiny: Path) -> None:
     with Running(tiny, stuck_after=16.0) as server:
         server.llm.replica.supervision.pauses = (3600.0,)  # it is not started again while the test looks
         pid = server.llm.pid
@@ -178,7 +178,7 @@ def test_a_stuck_engine_is_ended_and_health_says_so(tiny: Path) -> None:
             server.complete()
 
 
-def test_what_has_begun_is_finished_in_an_orderly_end_all_parts_of_it(tiny: Path) -> None:
+def test_a_shutdown_finishes_all_parts_of_a_started_request(tiny: Path) -> None:
     """Embeddings of more texts than are asked for together: when the first have been, the server already shuts down."""
     with Running(tiny, grace=PATIENCE) as server:
         body = {"model": "tiny", "input": [f"text {number}" for number in range(40)]}
@@ -192,7 +192,7 @@ def test_what_has_begun_is_finished_in_an_orderly_end_all_parts_of_it(tiny: Path
         server.join()
 
 
-def test_what_is_not_finished_within_the_grace_period_fails(endless: Path) -> None:
+def test_requests_beyond_the_grace_period_fail(endless: Path) -> None:
     with Running(endless, grace=0.0) as server:
         stream = server.complete(**ENDLESS, stream=True)
         next(stream)

@@ -137,7 +137,7 @@ def test_a_parameter_is_taken_or_named(server: Running, path: str) -> None:
         assert value is not None or answer.json()["error"]["param"] == name
 
 
-def test_with_its_companion_a_field_is_taken(server: Running) -> None:
+def test_a_field_is_taken_with_the_field_that_it_needs(server: Running) -> None:
     """What was refused alone, since it goes with another."""
     chat = BODIES["/chat/completions"][0]
     for path, body in (
@@ -149,7 +149,7 @@ def test_with_its_companion_a_field_is_taken(server: Running) -> None:
         assert server.post(f"/v1/{path}", body).status_code == 200, body
 
 
-def test_a_file_expires_as_it_was_said(server: Running, tmp_path: Path) -> None:
+def test_a_file_expires_after_the_requested_seconds(server: Running, tmp_path: Path) -> None:
     """By the names that the document has for the form."""
     names = properties(document()["paths"]["/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"])
     assert names == {"file", "purpose", "expires_after"}

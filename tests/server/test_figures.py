@@ -32,7 +32,7 @@ def exposed(text: str) -> set[str]:
     return set(re.findall(r"^headrace:(\w+)\{", text, re.MULTILINE))
 
 
-def test_a_server_has_vllms_figures_and_the_dashboard_shows_only_what_there_is(server: Running) -> None:
+def test_the_metrics_include_those_of_vllm_and_of_the_dashboard(server: Running) -> None:
     server.complete()
     there = exposed(server.http.get("/metrics").text)
     assert set(VLLM) - there == set()
@@ -105,7 +105,7 @@ def test_drafted_and_accepted_tokens_are_counted(tiny: Path) -> None:
     assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in plain]
 
 
-def test_a_request_may_ask_for_the_rejection_rule(tiny: Path) -> None:
+def test_a_request_selects_the_verification_rule(tiny: Path) -> None:
     """A seed still says the same again; a rule that nobody has is refused."""
     with Running(tiny, speculate="ngram", draft_tokens=3) as running:
         ask = {"model": "tiny", "prompt": "rain sun " * 12, "max_tokens": 40, "temperature": 0.5, "seed": 3}
@@ -115,7 +115,7 @@ def test_a_request_may_ask_for_the_rejection_rule(tiny: Path) -> None:
         assert (wrong.status_code, "noise, rejection, block" in wrong.text) == (400, True)
 
 
-def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
+def test_the_log_has_counts_and_no_text(server: Running) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
@@ -140,5 +140,5 @@ def test_the_log_tells_numbers_and_no_text(server: Running) -> None:
     assert "ValueError: why" in lines[-1]["exception"]
 
 
-def test_the_dashboard_is_where_the_pages_say() -> None:
+def test_the_pages_name_the_path_of_the_dashboard() -> None:
     assert "examples/grafana.json" in Path(ROOT / "docs/en/reference/http.md").read_text("utf-8")

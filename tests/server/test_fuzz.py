@@ -52,7 +52,7 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_no_request_meets_a_mistake_of_the_server(
+def test_fuzzed_requests_cause_no_server_error(
     small: Running, document: dict[str, Any], session: requests.Session, mode: GenerationMode
 ) -> None:
     _fuzz_all(small, document, session, mode, EXAMPLES[mode])
@@ -60,7 +60,7 @@ def test_no_request_meets_a_mistake_of_the_server(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_none_of_very_many_requests_does(
+def test_many_fuzzed_requests_cause_no_server_error(
     small: Running, document: dict[str, Any], session: requests.Session, mode: GenerationMode
 ) -> None:
     _fuzz_all(small, document, session, mode, MANY)
@@ -77,7 +77,9 @@ def _fuzz_all(small: Running, document: dict[str, Any], session: requests.Sessio
         operation = result.ok()
         schema = operation.definition.raw["responses"]["200"]["content"].get("application/json", {}).get("schema")
         for strategy in _strategies(operation, mode):
-            _fuzz(strategy, examples, lambda case, schema=schema: seen.append(_ask(small, session, document, schema, case)))
+            _fuzz(
+                strategy, examples, lambda case, schema=schema: seen.append(_send_case(small, session, document, schema, case))
+            )
     print({status: seen.count(status) for status in sorted(set(seen))})
     assert len(seen) >= examples * 10
     assert mode is GenerationMode.NEGATIVE or seen.count(200) > examples
@@ -98,13 +100,13 @@ def _fuzz(strategy: Any, examples: int, work: Callable[[Any], None]) -> None:
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=strategy)
-    def ask(case: Any) -> None:
+    def run_case(case: Any) -> None:
         work(case)
 
-    ask()
+    run_case()
 
 
-def _ask(server: Running, session: requests.Session, document: dict[str, Any], schema: Any, case: Any) -> int:
+def _send_case(server: Running, session: requests.Session, document: dict[str, Any], schema: Any, case: Any) -> int:
     """The status of one request, whose answer is as it should be."""
     response = case.call(base_url=server.base, session=session, timeout=PATIENCE)
     _check(response, document, schema)

@@ -61,13 +61,13 @@ def test_every_route_needs_the_key(locked: Running, method: str, path: str) -> N
     assert locked.http.request(method, path, json={}).status_code != 401
 
 
-def test_health_needs_no_key_and_tells_the_truth(locked: Running) -> None:
+def test_health_needs_no_key_and_returns_the_state(locked: Running) -> None:
     answer = locked.http.get("/health", headers={"Authorization": ""})
     assert answer.status_code == 503
     assert answer.json()["status"] == "closed"
 
 
-def test_probes_tell_living_from_ready(locked: Running) -> None:
+def test_live_and_ready_probes_differ_during_loading(locked: Running) -> None:
     """Without a key, and by HEAD too: a server that is loading lives, and is not ready."""
     for method in ("GET", "HEAD"):
         live, ready = (locked.http.request(method, path, headers={"Authorization": ""}) for path in ("/live", "/ready"))
@@ -77,13 +77,13 @@ def test_probes_tell_living_from_ready(locked: Running) -> None:
     assert locked.http.get("/version").json() == {"version": __version__}
 
 
-def test_the_key_may_come_in_either_header(locked: Running) -> None:
+def test_the_key_is_read_from_either_header(locked: Running) -> None:
     for given, status in ((KEY, 200), (KEY + "x", 401), ("", 401)):
         answer = httpx.get(f"{locked.base}/v1/models", headers={"X-Api-Key": given}, trust_env=False)
         assert answer.status_code == status
 
 
-def test_an_answer_has_the_name_its_client_gave_or_one_of_its_own(locked: Running) -> None:
+def test_an_answer_has_the_request_id_of_its_client_or_a_new_id(locked: Running) -> None:
     def name(given: str | None, path: str = "/live") -> str:
         return locked.http.get(path, headers={} if given is None else {"X-Request-Id": given}).headers["x-request-id"]
 
@@ -100,7 +100,7 @@ def test_probes_are_answered_however_many_requests_are_open() -> None:
         assert asyncio.run(call(settings=settings, path=path))[0] == status
 
 
-def test_the_routes_that_are_tested_are_all_there_are(locked: Running) -> None:
+def test_every_route_of_the_document_is_tested(locked: Running) -> None:
     document = locked.http.get("/openapi.json").json()
     there = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     tested = {(method, path.replace("/tiny", "/{name}")) for method, path in ROUTES}
@@ -116,7 +116,7 @@ def test_keys_are_compared_in_constant_time() -> None:
     assert not [node for node in ast.walk(of) if isinstance(node, ast.Compare | ast.Subscript | ast.Break)]
 
 
-def test_an_open_address_insists_on_a_key() -> None:
+def test_an_open_address_requires_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
         with pytest.raises(SettingsError, match="a key is needed"):
             ServerSettings("tiny", host=host)
@@ -147,7 +147,7 @@ def test_a_request_without_a_body_needs_no_type() -> None:
         assert asyncio.run(call("POST", headers=headers))[0] == 200
 
 
-def test_a_body_is_bounded_whatever_it_announces(locked: Running) -> None:
+def test_a_body_is_bounded_with_and_without_a_content_length(locked: Running) -> None:
     assert locked.http.post("/tokenize", json={"prompt": "a" * 3000}).status_code == 413
     chunks = (b"a" * 100 for _ in range(1000))
     answer = locked.http.post("/tokenize", content=chunks, headers={"Content-Type": "application/json"})
@@ -161,12 +161,12 @@ def test_more_requests_than_connections_get_a_503() -> None:
     assert (status, json.loads(body)["error"]["code"]) == (503, "too_many_connections")
 
 
-def test_a_body_that_does_not_come_ends_the_request(hasty: Running) -> None:
+def test_a_body_that_does_not_arrive_ends_the_request(hasty: Running) -> None:
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     assert exchange(hasty, f"{head}Content-Length: 100\r\n\r\n{{".encode()).startswith(b"HTTP/1.1 408")
 
 
-def test_a_head_that_does_not_come_ends_the_connection(hasty: Running) -> None:
+def test_a_head_that_does_not_arrive_ends_the_connection(hasty: Running) -> None:
     assert exchange(hasty, b"") == b""
     assert exchange(hasty, b"GET /health HTTP/1.1\r\nHost: x\r\nA: ") == b""
     first = exchange(hasty, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /health HTTP/1.1\r\nHo")
@@ -258,7 +258,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("headers", [[], [(b"content-length", b"10")], [(b"content-length", b"10"), (b"connection", b"close")]])
-def test_the_short_way_sends_what_the_long_one_does(headers: list[tuple[bytes, bytes]]) -> None:
+def test_the_fast_writer_sends_the_bytes_of_h11(headers: list[tuple[bytes, bytes]]) -> None:
     """Streamed answers in chunks go past h11; counted ones cannot. Two answers on one connection, where it is kept."""
     long, short = (asyncio.run(written(headers, way)) for way in (False, True))
     assert short == long
@@ -290,7 +290,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
     return b"".join(wire.sent)
 
 
-def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
+def test_writes_of_one_loop_iteration_are_sent_together() -> None:
     async def main() -> None:
         wire = Wire()
         joined = BatchedTransport(wire, WriteBatch(), lambda: False)  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def test_what_is_written_in_one_turn_is_sent_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/files", "/no/such/path"])
-def test_a_client_that_sends_on_hears_why_it_was_refused(locked: Running, path: str) -> None:
+def test_a_client_that_keeps_sending_receives_the_refusal(locked: Running, path: str) -> None:
     """Ordinary clients send all of a body before they read: closing at once would reset the connection under them."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
@@ -324,7 +324,7 @@ def test_a_client_that_sends_on_hears_why_it_was_refused(locked: Running, path: 
     assert b"body_too_large" in answer
 
 
-def test_what_is_read_after_a_refusal_is_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_after_a_refusal_are_bounded(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.server.http.connection.MOST_DROPPED", 1 << 20)
     head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
@@ -351,7 +351,7 @@ def test_a_body_in_crumbs_is_refused(locked: Running) -> None:
     assert b"the chunks of the body" not in exchange(locked, chunked + b"1\r\n \r\n" * 900 + b"0\r\n\r\n")
 
 
-def test_idle_connections_make_room_and_health_answers() -> None:
+def test_idle_connections_are_closed_at_the_limit_and_health_answers() -> None:
     """More connections than there may be, none of which asks anything; one with a request that was admitted stays."""
     ask = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     limits = Limits(connections=8, header_seconds=PATIENCE)
@@ -375,7 +375,7 @@ def test_idle_connections_make_room_and_health_answers() -> None:
             assert part
 
 
-def test_a_handshake_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncio.constants.SSL_HANDSHAKE_TIMEOUT", 10 * PATIENCE)  # a minute otherwise
     here = Path(__file__).parent
     tls = {"tls_cert": str(here / "tls_cert.pem"), "tls_key": str(here / "tls_key.pem")}
@@ -385,7 +385,7 @@ def test_a_handshake_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sock.recv(1) == b""
 
 
-def test_connections_may_have_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_limit_is_raised_for_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
     monkeypatch.setattr("resource.setrlimit", lambda kind, limits: made.append(limits))
     for soft, hard, expected in ((100, 5000, [(1344, 5000)]), (1344, 5000, []), (-1, -1, []), (100, -1, [(1344, -1)])):

@@ -189,7 +189,7 @@ def test_every_field_of_openais_items_is_accepted(server: Running, kind: type[Ba
                 assert answer.status_code == 200, (item, answer.text)
 
 
-def test_reasoning_goes_to_the_message_after_it(server: Running) -> None:
+def test_reasoning_belongs_to_the_next_message(server: Running) -> None:
     """As `reasoning_content`; the summary and what is encrypted are no text of the model."""
     thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "A short one."}]}
     said = {"role": "assistant", "content": "It turns."}

@@ -46,7 +46,7 @@ def as_form(schema: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schema", OUTWARD, ids=json.dumps)
 @pytest.mark.parametrize("door", [as_tool, as_form])
-def test_no_schema_of_a_request_makes_the_server_ask_another_host(server: Running, schema: Any, door: Any) -> None:
+def test_no_schema_of_a_request_causes_a_network_request(server: Running, schema: Any, door: Any) -> None:
     """Nor any of its processes: the trap hears all of them."""
     with trap() as (url, got):
         body = {"model": "tiny", "messages": TALK, "max_tokens": 4, **json.loads(json.dumps(door(schema)).replace("URL", url))}
@@ -110,7 +110,9 @@ COSTLY: dict[str, Any] = {
 }
 
 
-def test_the_schemas_of_tools_are_looked_at_where_that_can_be_stopped(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_tool_schemas_are_checked_in_a_process_with_a_time_limit(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Minutes of work that are not this process's, and are ended: a 400, and others are answered meanwhile."""
     monkeypatch.setattr("headrace.decoding.tools.prepare", never)
     tool = {"type": "function", "function": {"name": "f", "parameters": COSTLY}}
@@ -130,7 +132,7 @@ def never(*_: Any, **__: Any) -> Any:
     raise AssertionError("that was done in the web process")
 
 
-def test_tools_are_looked_at_once_and_by_nobody_else(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_are_checked_once_in_a_confined_process(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     ask = ConfinedProcess.ask
 
@@ -258,7 +260,7 @@ def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(
     assert server.complete(max_tokens=2).choices[0].text
 
 
-def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disconnect_stops_the_check_of_a_schema(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schema would be looked at for ten minutes; its client has gone after a second."""
     monkeypatch.setattr("headrace.startup.compiling.SECONDS", 600.0)
     body = {"model": "tiny", "messages": TALK, "tools": [{"type": "function", "function": {"name": "f", "parameters": COSTLY}}]}
@@ -267,7 +269,7 @@ def test_who_leaves_is_not_worked_for(server: Running, monkeypatch: pytest.Monke
     until(lambda: not shared_pool()._working)
 
 
-def test_how_late_the_loop_is_is_a_figure(server: Running) -> None:
+def test_the_delay_of_the_event_loop_is_a_metric(server: Running) -> None:
     def count() -> float:
         lines = server.http.get("/metrics").text.splitlines()
         return float(next(line.split()[1] for line in lines if line.startswith("headrace:event_loop_lag_seconds_count")))
@@ -279,7 +281,7 @@ def test_how_late_the_loop_is_is_a_figure(server: Running) -> None:
 PROMPT = 40_000  # tokens
 
 
-def test_the_log_probabilities_of_a_long_prompt_are_written_in_turns() -> None:
+def test_log_probabilities_of_a_long_prompt_are_encoded_in_slices() -> None:
     """Of an answer as large as one may be; the same lists as in one go, which takes this loop longer than anything may."""
     tokenizer = Tokenizer.from_gguf(byte_level())
     ids = [at % 300 for at in range(PROMPT)]

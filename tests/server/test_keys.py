@@ -59,7 +59,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ("[alice", "end of a table declaration"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_in_a_line_without_keys(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_file_is_a_one_line_error_without_keys(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SettingsError) as raised:
         read(tmp_path, text)
     said = str(raised.value)

@@ -136,12 +136,12 @@ def test_an_unknown_name_of_megabytes_is_refused_at_once() -> None:
         assert time.process_time() - start < 2
 
 
-def test_commas_in_texts_do_not_count_for_it() -> None:
+def test_commas_in_texts_are_not_counted() -> None:
     body = b'{"model": "m", "prompt": "' + b"a, [" * 100_000 + b'", "max_tokens": 5.0, "other": null}'
     assert reading.read_body(body, fields.CompletionRequest).max_tokens == 5
 
 
-def test_what_a_body_may_hold_is_counted_outside_of_its_texts() -> None:
+def test_containers_and_strings_of_a_body_are_counted_outside_its_texts() -> None:
     """A text may be full of brackets and quotes; more arrays, objects and texts than there may be are told by their number."""
     text = rb"[{\"\\" * (reading.CONTAINERS // 2)
     body = b'{"model":"m","prompt":"%s"}' % text
@@ -198,7 +198,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_large_body_of_mistakes_is_refused_and_leaves_no_trace(door: Running, name: str) -> None:
+def test_a_large_invalid_body_is_refused_with_little_memory(door: Running, name: str) -> None:
     """4 MiB: a 400, with a tenth of the work and of the memory that all its mistakes would take."""
     first, each, last = BODIES[name]
     body = first + each * ((MEGABYTES - len(first) - len(last)) // len(each)) + last

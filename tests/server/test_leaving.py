@@ -42,7 +42,7 @@ def server(folders: tuple[Path, Path]) -> Iterator[Running]:
         yield running
 
 
-def test_every_token_says_after_how_many_layers(server: Running, folders: tuple[Path, Path]) -> None:
+def test_every_token_has_its_exit_layer(server: Running, folders: tuple[Path, Path]) -> None:
     model, exits = folders
     with LLM(model, exits=exits, threads=1, device="cpu", backend="native") as llm:
         (right,) = llm.generate("The mill", SamplingParams(max_tokens=12, temperature=0.0, exit_threshold=0.02))
@@ -57,7 +57,7 @@ def test_every_token_says_after_how_many_layers(server: Running, folders: tuple[
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_says_it_with_each_token(server: Running, route: str) -> None:
+def test_a_stream_has_the_exit_layer_of_each_token(server: Running, route: str) -> None:
     talk = {"messages": [{"role": "user", "content": "The mill"}]} if "chat" in route else {"prompt": "The mill"}
     body = {**ASKED, **talk, "exit_audit": True}
     (whole,) = server.post(route, body).json()["choices"]
@@ -69,7 +69,7 @@ def test_a_stream_says_it_with_each_token(server: Running, route: str) -> None:
     assert all(len(one["votes"]) == 2 for one in streamed[1:])
 
 
-def test_the_page_sees_that_there_is_an_exit(server: Running) -> None:
+def test_the_model_entry_lists_its_exit(server: Running) -> None:
     assert server.http.get("/v1/models/tiny").json()["exit"] == {"after": AFTER, "layers": LAYERS}
 
 
@@ -99,7 +99,7 @@ def test_figures_count_them(server: Running) -> None:
         ({"best_of": 3}, "leave exit_threshold or best_of out"),
     ],
 )
-def test_what_cannot_be_asked(server: Running, fields: dict[str, Any], why: str) -> None:
+def test_invalid_exit_fields_are_refused(server: Running, fields: dict[str, Any], why: str) -> None:
     answer = server.post("/v1/completions", {**ASKED, "prompt": "The mill", **fields})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
@@ -132,7 +132,7 @@ def test_a_slowdown_is_seen() -> None:
     assert above() == pytest.approx(0.0)
 
 
-def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[Path, Path]) -> None:
+def test_a_calibrated_rule_is_loaded_and_listed(folders: tuple[Path, Path]) -> None:
     """Of this model and these exits: one of others is nobody's promise here."""
     model, exits = folders
     rule = msgspec.structs.replace(RULE, fits=thresholds.exits_fingerprint(open_files(model), exits))
@@ -146,7 +146,7 @@ def test_a_rule_that_is_there_is_what_answers_are_compared_with(folders: tuple[P
     (exits / thresholds.CALIBRATION).unlink()
 
 
-def test_the_page_shows_who_left(chromium: Any, server: Running) -> None:
+def test_the_page_marks_early_exits(chromium: Any, server: Running) -> None:
     """The setting is there as the model has an exit; tokens that left are marked, and their sum is told."""
     for page in opened(chromium, server):
         page.wait_for_selector("#status[data-state=ready]")

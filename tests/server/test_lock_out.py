@@ -55,7 +55,9 @@ def exchange(server: Running, sent: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("kind", "sent", "status"), [("locked", WRONG_KEY, b"401"), ("local", WEBSOCKET, b"403")], ids=["wrong key", "websocket"]
 )
-def test_refused_requests_do_not_keep_others_out(request: pytest.FixtureRequest, kind: str, sent: bytes, status: bytes) -> None:
+def test_refused_requests_do_not_block_valid_requests(
+    request: pytest.FixtureRequest, kind: str, sent: bytes, status: bytes
+) -> None:
     """Each is answered at once, its connection is closed, and a right request from the same address is answered too."""
     server: Running = request.getfixturevalue(kind)
     with contextlib.ExitStack() as stack:
@@ -68,7 +70,7 @@ def test_refused_requests_do_not_keep_others_out(request: pytest.FixtureRequest,
             assert httpx.get(f"{server.base}/v1/models", headers=headers, trust_env=False).status_code == 200
 
 
-def test_a_refusal_closes_the_connection_and_a_mistake_with_a_key_does_not(locked: Running) -> None:
+def test_a_refusal_closes_the_connection_and_a_client_error_with_a_key_does_not(locked: Running) -> None:
     refused = exchange(locked, WRONG_KEY * 3)
     assert refused.count(b"HTTP/1.1 401") == refused.lower().count(b"connection: close") == 1
     mistakes = (
@@ -81,7 +83,7 @@ def test_a_refusal_closes_the_connection_and_a_mistake_with_a_key_does_not(locke
     assert [answers.count(b"HTTP/1.1 " + status) for status in (b"404", b"400", b"200")] == [1, 2, 1]
 
 
-def test_an_address_without_a_key_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_an_address_without_a_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its oldest is closed, and a client with a key at the same address keeps its connection, and gets new ones."""
     monkeypatch.setattr("headrace.server.http.connection.GRACE", 0.0)
     limits = Limits(anonymous=4, header_seconds=PATIENCE)
@@ -98,7 +100,7 @@ def test_an_address_without_a_key_has_so_many_connections(monkeypatch: pytest.Mo
         assert server.on_loop(lambda: len(server.server.server_state.connections)) <= 1 + 4
 
 
-def test_a_burst_of_connections_finds_room(locked: Running) -> None:
+def test_a_burst_of_connections_is_accepted(locked: Running) -> None:
     """While the server is busy the system takes them, so that no client has to connect again."""
     limit = Path("/proc/sys/net/core/somaxconn")
     if not limit.exists() or int(limit.read_text()) < BURST:
@@ -125,7 +127,7 @@ class Door:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def ask(self, path: str, key: str = "") -> int:
+    async def get_status(self, path: str, key: str = "") -> int:
         """The status of a GET."""
         statuses: list[int] = []
 
@@ -139,18 +141,18 @@ class Door:
         return statuses[0]
 
 
-def test_only_requests_with_a_key_count_and_probes_are_answered_however_many_there_are() -> None:
+def test_only_requests_with_a_key_count_and_probes_are_always_answered() -> None:
     async def main() -> None:
         door = Door(connections=2)
-        refused = [asyncio.create_task(door.ask("/v1/models")) for _ in range(50)]
+        refused = [asyncio.create_task(door.get_status("/v1/models")) for _ in range(50)]
         await asyncio.sleep(0)  # they have begun, and none has ended
-        honest = [asyncio.create_task(door.ask("/v1/models", KEY)) for _ in range(2)]
+        honest = [asyncio.create_task(door.get_status("/v1/models", KEY)) for _ in range(2)]
         await asyncio.sleep(0)
-        assert await door.ask("/v1/models", KEY) == 503
-        assert {await door.ask(path) for path in (*PROBES, "/")} == {200}
+        assert await door.get_status("/v1/models", KEY) == 503
+        assert {await door.get_status(path) for path in (*PROBES, "/")} == {200}
         door.go_on.set()
         assert await asyncio.gather(*refused, *honest) == [401] * 50 + [200] * 2
-        assert await door.ask("/v1/models", KEY) == 200
+        assert await door.get_status("/v1/models", KEY) == 200
         assert not door.guard._open
 
     asyncio.run(main())
@@ -167,6 +169,6 @@ def test_headers_are_counted(locked: Running, count: int) -> None:
     assert (b"100 headers" in answers[0]) == (count > 100)
 
 
-def test_a_complete_head_is_bounded_too(locked: Running) -> None:
+def test_a_complete_head_is_bounded(locked: Running) -> None:
     head = b"GET /live HTTP/1.1\r\nHost: x\r\na: " + b"a" * (64 << 10) + b"\r\nConnection: close\r\n\r\n"
     assert exchange(locked, head).startswith(b"HTTP/1.1 431")

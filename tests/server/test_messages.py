@@ -69,7 +69,7 @@ FROM_ENGINE: list[Any] = [
 
 
 @pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
-def test_what_is_sent_to_the_engine_arrives(message: Any) -> None:
+def test_messages_to_the_engine_round_trip(message: Any) -> None:
     data = frame(message)
     assert frame_length(data[: PREFIX.size]) == len(data) - PREFIX.size
     assert read_to_engine(data[PREFIX.size :]) == message
@@ -78,13 +78,13 @@ def test_what_is_sent_to_the_engine_arrives(message: Any) -> None:
 
 
 @pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
-def test_what_the_engine_sends_arrives(message: Any) -> None:
+def test_messages_from_the_engine_round_trip(message: Any) -> None:
     assert read_from_engine(frame(message)[PREFIX.size :]) == message
     with pytest.raises(FrameError):
         read_to_engine(frame(message)[PREFIX.size :])
 
 
-def test_what_is_no_message_is_refused() -> None:
+def test_invalid_messages_are_refused() -> None:
     good = frame(TO_ENGINE[1])[PREFIX.size :]
     unknown = msgspec.msgpack.encode({"type": "Run", "code": "print(1)"})
     bad_value = good.replace(b"\xa1n\x02", b"\xa1n\x00")
@@ -96,7 +96,7 @@ def test_what_is_no_message_is_refused() -> None:
         frame_length(PREFIX.pack(messages.MAX_FRAME + 1))
 
 
-def test_nothing_in_the_server_can_unpickle_or_listens_by_itself() -> None:
+def test_the_server_neither_unpickles_nor_opens_other_listeners() -> None:
     sources = {path.name: path.read_text("utf-8") for path in SERVER.rglob("*.py")}
     assert len(sources) > 10
     for name, source in sources.items():
@@ -116,7 +116,7 @@ def imported(source: str) -> set[str]:
     return names
 
 
-def test_an_engine_that_sends_nonsense_is_given_up() -> None:
+def test_an_invalid_frame_from_the_engine_ends_it() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -152,7 +152,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
     assert (waiting.requests, waiting.tokens) == (0, 0)
 
 
-def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
+def test_a_failed_request_leaves_others_running_and_hides_details() -> None:
     async def main() -> None:
         waiting = AdmissionQueue(9, 99)
         waiting.enter([1, 1])
@@ -173,7 +173,7 @@ def test_a_request_that_fails_fails_alone_and_tells_no_details() -> None:
     asyncio.run(main())
 
 
-def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
+def test_an_error_after_a_token_is_delivered() -> None:
     async def main() -> None:
         waiting = AdmissionQueue(9, 99)
         waiting.enter([1])
@@ -190,7 +190,7 @@ def test_an_end_that_comes_together_with_a_token_is_heard() -> None:
     asyncio.run(main())
 
 
-def test_who_waits_for_news_is_woken_once_for_each() -> None:
+def test_a_wakeup_event_wakes_its_waiter_once() -> None:
     async def main() -> None:
         wakeup = WakeupEvent()
         wakeup.set()
@@ -212,13 +212,13 @@ def test_who_waits_for_news_is_woken_once_for_each() -> None:
     asyncio.run(main())
 
 
-def test_what_is_told_of_a_grammar_that_cannot_be_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_of_a_grammar_hides_internal_details(caplog: pytest.LogCaptureFixture) -> None:
     assert _message(ConstraintError("the regex is too large")) == "the regex is too large"
     assert "/secret" not in _message(OSError("/secret/path"))
     assert "/secret" in caplog.text
 
 
-def test_an_answer_that_is_gathered_has_all_of_its_parts() -> None:
+def test_a_collected_answer_has_all_fields() -> None:
     waiting = AdmissionQueue(4, 64)
     waiting.enter([1])
     submitted = InflightRequest("a", [1], SamplingParams(), waiting, WakeupEvent())

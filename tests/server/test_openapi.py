@@ -38,7 +38,7 @@ def test_it_is_a_document_of_openapi(document: dict[str, Any]) -> None:
         schemathesis.openapi.from_dict(broken).validate()
 
 
-def test_all_it_refers_to_is_there(document: dict[str, Any]) -> None:
+def test_every_reference_of_the_document_resolves(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     found = set(references(document))
     assert {f"#/components/schemas/{name}" for name in ("CompletionRequest", "StreamOptions", "Error")} <= found
@@ -85,7 +85,9 @@ EITHER: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("more", "holds"), EITHER, ids=lambda value: json.dumps(value)[:40])
-def test_it_allows_what_is_read_and_nothing_else(document: dict[str, Any], more: dict[str, Any], holds: bool) -> None:
+def test_the_document_allows_the_bodies_that_the_reader_accepts(
+    document: dict[str, Any], more: dict[str, Any], holds: bool
+) -> None:
     body = LEAST | more
     schema = {"$ref": "#/components/schemas/CompletionRequest", "components": document["components"]}
     assert jsonschema.Draft202012Validator(schema).is_valid(body) == holds

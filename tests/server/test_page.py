@@ -132,7 +132,7 @@ def test_environments_are_tables() -> None:
 @pytest.mark.parametrize(
     "tex", ["{" * 200 + "x" + "}" * 200, "x^" * 300 + "x", "\\frac{1", "\\left(", "a" * (formulas.LONGEST + 1), "\\begin{x}"]
 )
-def test_formulas_that_are_none_do_no_harm(tex: str) -> None:
+def test_invalid_formulas_become_harmless_html(tex: str) -> None:
     for display in (False, True):
         assert harm(markdown.clean(formulas.mathml(tex, display))) == []
 
@@ -143,7 +143,7 @@ def test_many_beginnings_of_formulas_are_read_in_time_that_grows_with_the_text()
         assert "<math" not in markdown.render(text)
 
 
-def test_code_is_coloured_and_text_that_is_no_language_is_not() -> None:
+def test_code_is_coloured_only_in_a_known_language() -> None:
     assert '<code class="language-python"><span class="k">def</span>' in markdown.render("```python\ndef f(): pass\n```")
     assert markdown.render("```no-such\n<b>\n```") == '<pre><code class="language-no-such">&lt;b&gt;\n</code></pre>\n'
     assert "<span" not in markdown.render(f"```python\n{'x = 1; ' * markdown.MAX_CODE}\n```")
@@ -162,7 +162,7 @@ def test_only_known_languages_are_coloured() -> None:
         assert get_lexer_by_name(name).name == get_lexer_by_name(markdown.LANGUAGES[name]).name
 
 
-def test_so_much_code_is_coloured_in_one_text() -> None:
+def test_coloured_code_is_bounded_per_text() -> None:
     block = "```python\nx = 1\n" + "y = 2\n" * 1000 + "```\n\n"
     assert markdown.render(block * 3).count('<span class="n">x</span>') == 1
     assert markdown.render(block).count('<span class="n">x</span>') == 1  # and the next text has its own
@@ -191,7 +191,7 @@ def test_every_file_is_served_without_a_key_and_with_the_policy(tiny: object) ->
         assert locked.http.post("/page/render", json={"text": "a" * (markdown.MAX_TEXT + 1)}).status_code == 400
 
 
-def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
+def test_the_page_has_no_inline_code_and_no_foreign_urls() -> None:
     texts = {path: file.data.decode() for path, file in routes.load().items() if file.kind != "font/woff2"}
     assert set(routes.STATIC) == {path.name for path in (routes.files(routes.__package__) / "static").iterdir()}
     page = texts["/"]
@@ -211,7 +211,7 @@ def test_nothing_is_inline_and_nothing_comes_from_another_host() -> None:
     assert sinks == ["/page/dom.js"]
 
 
-def test_both_languages_say_the_same_things() -> None:
+def test_both_languages_have_the_same_texts() -> None:
     text = routes.load()["/page/texts.js"].data.decode()
     english, chinese = (re.search(rf"const {name} = {{(.*?)\n}};", text, re.DOTALL) for name in ("EN", "ZH"))
     assert english is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import ask, opened, settled, sse
+from tests.server.browser import opened, send_message, settled, sse
 from tests.server.harness import Running
 
 CHAT = "**/v1/chat/completions"
@@ -61,15 +61,15 @@ def faults(page: Any, axe: str) -> list[str]:
 def filled(page: Any) -> None:
     """An answer with all that Markdown has, one with an error, and one with tokens; one more is queued."""
     page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=sse({"content": RICH})))
-    ask(page, "Show me")
+    send_message(page, "Show me")
     settled(page)
     page.click(".thought summary")
     page.wait_for_selector(".thought em")
     page.unroute(CHAT)
     page.route(CHAT, lambda route: route.fulfill(status=400, json={"error": {"message": "no", "code": "invalid_value"}}))
-    ask(page, "Show me more")
+    send_message(page, "Show me more")
     page.unroute(CHAT)
-    ask(page, "The mill", 12)
+    send_message(page, "The mill", 12)
     page.wait_for_selector("#messages > li:nth-child(6) .figures")
 
 
@@ -111,7 +111,7 @@ def test_axe_finds_nothing(chromium: Any, long_server: Running, axe: str, scheme
             assert found == [], (number, found)
 
 
-def test_axe_finds_what_is_wrong(chromium: Any, server: Running, axe: str) -> None:
+def test_axe_reports_known_faults(chromium: Any, server: Running, axe: str) -> None:
     """The control of the test above: too little contrast, a button without a name, a heading that skips a level."""
     for page in opened(chromium, server):
         page.wait_for_selector("#status[data-state=ready]")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import MILLISECONDS, answers, ask, kept, opened, settled, sse
+from tests.server.browser import MILLISECONDS, answers, opened, send_message, settled, sse, stored_conversations
 from tests.server.harness import Running, until
 from tests.server.test_page import HOSTILE
 
@@ -15,24 +15,24 @@ KEY = "a-long-enough-key"
 BUSY = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}}
 
 
-def test_a_conversation_is_streamed_counted_and_kept(page: Any, server: Running) -> None:
+def test_a_conversation_is_streamed_counted_and_stored(page: Any, server: Running) -> None:
     assert page.locator("#empty h2").inner_text() == "What would you like to ask?"
-    ask(page, "The mill")
+    send_message(page, "The mill")
     assert re.search(
         r"first token [\d.]+ m?s.*tokens/s.*8 tokens.*cut at the token limit", page.locator(".figures").inner_text(), re.DOTALL
     )
     sent = {"model": "tiny", "messages": [{"role": "user", "content": "The mill"}], "max_completion_tokens": 8, "seed": 1}
     whole = server.post("/v1/chat/completions", sent).json()["choices"][0]["message"]["content"]
-    assert [message["content"] for message in kept(page)[0]["messages"]] == ["The mill", whole]
-    ask(page, "stands by")
+    assert [message["content"] for message in stored_conversations(page)[0]["messages"]] == ["The mill", whole]
+    send_message(page, "stands by")
     assert page.locator("#messages > li").count() == 4
     page.reload()
     assert page.locator("#messages > li").count() == 4
     assert page.locator(".user .body").all_inner_texts() == ["The mill", "stands by"]
 
 
-def test_ask_again_edit_and_delete(page: Any) -> None:
-    ask(page, "The mill")
+def test_regenerate_edit_and_delete(page: Any) -> None:
+    send_message(page, "The mill")
     first = answers(page)
     page.click("[title='Answer again']")
     page.wait_for_selector("#send:not([hidden])")
@@ -48,10 +48,10 @@ def test_ask_again_edit_and_delete(page: Any) -> None:
     page.click("[title='More for “Another question”']")
     page.click("#menu button:has-text('Delete')")
     assert page.locator("#messages > li").count() == 0
-    assert kept(page) == []
+    assert stored_conversations(page) == []
     page.click("#toast button")
     assert page.locator("#conversations .title").all_inner_texts() == ["Another question"]
-    assert len(kept(page)) == 1
+    assert len(stored_conversations(page)) == 1
 
 
 def test_stop_frees_the_request(page: Any, server: Running) -> None:
@@ -69,7 +69,7 @@ def test_stop_frees_the_request(page: Any, server: Running) -> None:
 
 
 def test_tokens_show_probabilities_and_alternatives(page: Any) -> None:
-    ask(page, "The mill")  # recorded without being asked to
+    send_message(page, "The mill")  # recorded without being asked to
     page.click("[aria-pressed]")
     assert page.locator(".token").count() == 8
     page.hover(".token >> nth=0")
@@ -85,7 +85,7 @@ def test_tokens_show_probabilities_and_alternatives(page: Any) -> None:
 
 def test_tokens_that_were_not_recorded_are_scored(page: Any) -> None:
     """The same tokens with the same probabilities; a text after another question has others."""
-    ask(page, "The mill")
+    send_message(page, "The mill")
     labels = "[...document.querySelectorAll('.token')].map((one) => one.getAttribute('aria-label'))"
     page.click("[aria-pressed]")
     recorded = page.evaluate(labels)
@@ -98,7 +98,7 @@ def test_tokens_that_were_not_recorded_are_scored(page: Any) -> None:
     assert page.evaluate(labels) == recorded
     page.hover(".token >> nth=0")
     assert page.locator("#tip tr").count() >= 5
-    said = kept(page)[0]
+    said = stored_conversations(page)[0]
     said["messages"][0]["content"] = "Another question"
     page.evaluate("(one) => { localStorage[`headrace.conversation.${one.id}`] = JSON.stringify(one); }", said)
     page.reload()
@@ -112,11 +112,11 @@ def test_cached_tokens_are_counted(page: Any) -> None:
     usage = {"completion_tokens": 1, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}
     body = f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n{sse({'content': 'so'})}"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
-    ask(page, "The mill")
+    send_message(page, "The mill")
     assert "9 in the prompt, 7 of them cached" in page.locator(".figures").inner_text()
 
 
-def test_the_settings_show_what_is_in_force_and_the_range_of_what_is_refused(chromium: Any, server: Running) -> None:
+def test_the_settings_show_defaults_and_the_range_of_invalid_values(chromium: Any, server: Running) -> None:
     told = {"temperature": {"value": 0.2, "origin": "model"}, "top_k": {"value": 40, "origin": "elsewhere", "of": "there"}}
     tells = {"defaults": told}
 
@@ -217,7 +217,7 @@ def test_hostile_text_stays_text(page: Any) -> None:
     assert page.locator("#tip :is(script, img, iframe, form, style)").count() == 0
 
 
-def test_the_policy_stops_what_the_locks_would_let_through(chromium: Any, server: Running) -> None:
+def test_the_policy_blocks_forced_html_and_scripts(chromium: Any, server: Running) -> None:
     """The control of the test above: HTML put on the page by force runs nothing, and is refused at the sink."""
     context = chromium.new_context()
     page = context.new_page()
@@ -233,7 +233,7 @@ def test_the_policy_stops_what_the_locks_would_let_through(chromium: Any, server
     context.close()
 
 
-def test_a_key_is_asked_for_and_a_wrong_one_is_said(chromium: Any, tiny: Path) -> None:
+def test_the_key_dialog_opens_and_reports_a_wrong_key(chromium: Any, tiny: Path) -> None:
     with Running(tiny, key=KEY) as locked:
         for page in opened(chromium, locked):
             page.wait_for_selector("#key-dialog[open]")
@@ -242,12 +242,12 @@ def test_a_key_is_asked_for_and_a_wrong_one_is_said(chromium: Any, tiny: Path) -
             page.wait_for_selector("#key-why.wrong")
             page.fill("#key-value", KEY)
             page.press("#key-value", "Enter")
-            ask(page, "The mill")
+            send_message(page, "The mill")
             assert page.locator(".figures").count() == 1
             assert page.evaluate("Object.keys(localStorage).includes('headrace.key')") is False
 
 
-def test_errors_say_what_is_wrong(page: Any, server: Running) -> None:
+def test_errors_show_their_cause(page: Any, server: Running) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     path = "**/v1/chat/completions"
     page.route(path, lambda route: route.fulfill(status=429, headers={"Retry-After": "5000"}, json=BUSY))
@@ -274,7 +274,7 @@ def test_errors_say_what_is_wrong(page: Any, server: Running) -> None:
     assert page.locator(".trouble:not([hidden])").count() == 0
 
 
-def test_the_dashboard_shows_what_runs(page: Any, server: Running) -> None:
+def test_the_dashboard_plots_running_requests(page: Any, server: Running) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     page.keyboard.press("Alt+D")
     page.wait_for_selector("#dashboard .plot")
@@ -317,7 +317,7 @@ def test_chinese_dark_and_a_phone(chromium: Any, server: Running) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
-def test_the_keys_alone_are_enough(page: Any) -> None:
+def test_the_keyboard_reaches_every_action(page: Any) -> None:
     """Help, focus, sending, editing the last message, asking again, the panel, the dashboard and back, a new conversation."""
     page.wait_for_selector("#status[data-state=ready]")
     page.evaluate("document.activeElement.blur()")
@@ -329,7 +329,7 @@ def test_the_keys_alone_are_enough(page: Any) -> None:
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("/")
     assert page.evaluate("document.activeElement.id") == "prompt"
-    ask(page, "The mill")
+    send_message(page, "The mill")
     page.keyboard.press("ArrowUp")
     page.wait_for_selector(".user textarea:focus")
     page.keyboard.press("Escape")

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from headrace.workflows.conversation import Conversation
-from tests.server.browser import answers, ask, kept, opened, settled, sse
+from tests.server.browser import answers, opened, send_message, settled, sse, stored_conversations
 from tests.server.harness import Running
 
 CHAT = "**/v1/chat/completions"
 
 
-def say(page: Any, text: str) -> None:
+def send_text(page: Any, text: str) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
 
 
 def test_a_conversation_has_an_address_and_a_reload_keeps_it(page: Any, server: Running) -> None:
-    ask(page, "The mill")
+    send_message(page, "The mill")
     address = page.url
     assert re.fullmatch(re.escape(server.base) + r"/#chat/[\w-]+", address)
     assert page.title() == "The mill · tiny · Headrace"
@@ -27,7 +27,7 @@ def test_a_conversation_has_an_address_and_a_reload_keeps_it(page: Any, server: 
     assert page.locator(".user .body").all_inner_texts() == ["The mill"]
     page.keyboard.press("Alt+N")
     page.wait_for_selector("#empty h2")
-    ask(page, "Another")
+    send_message(page, "Another")
     assert page.url != address
     page.go_back()
     page.wait_for_selector(".user .body:text('The mill')")
@@ -39,22 +39,22 @@ def test_a_conversation_has_an_address_and_a_reload_keeps_it(page: Any, server: 
     assert other.locator("#messages > li").count() == 0
 
 
-def test_two_tabs_do_not_write_over_each_other(page: Any, server: Running) -> None:
+def test_two_tabs_do_not_overwrite_each_other(page: Any, server: Running) -> None:
     other = page.context.new_page()
     other.goto(server.base)
-    ask(page, "The mill")
-    ask(other, "Another")
+    send_message(page, "The mill")
+    send_message(other, "Another")
     page.wait_for_selector("#conversations .title:text('Another')")  # what one tab keeps comes to the other in a while
-    assert sorted(one["title"] for one in kept(page)) == ["Another", "The mill"]
+    assert sorted(one["title"] for one in stored_conversations(page)) == ["Another", "The mill"]
     page.reload()
     assert sorted(page.locator("#conversations .title").all_inner_texts()) == ["Another", "The mill"]
 
 
 def test_rename_search_and_export(page: Any, tmp_path: Path) -> None:
-    ask(page, "The mill")
-    said = kept(page)[0]["messages"][1]["content"]
+    send_message(page, "The mill")
+    said = stored_conversations(page)[0]["messages"][1]["content"]
     page.keyboard.press("Alt+N")
-    ask(page, "A lantern")
+    send_message(page, "A lantern")
     page.hover("#conversations li:has-text('The mill')")
     page.click("[title='More for “The mill”']")
     page.click("#menu button:has-text('Rename')")
@@ -90,9 +90,9 @@ def load(page: Any, path: Path, text: str) -> None:
     caught.value.set_files(path)
 
 
-def test_what_was_exported_is_imported(page: Any, server: Running, tmp_path: Path) -> None:
-    ask(page, "The mill")
-    (before,) = kept(page)
+def test_an_exported_conversation_is_imported(page: Any, server: Running, tmp_path: Path) -> None:
+    send_message(page, "The mill")
+    (before,) = stored_conversations(page)
     page.hover("#conversations li")
     page.click("#conversations .icon")
     with page.expect_download() as caught:
@@ -100,7 +100,7 @@ def test_what_was_exported_is_imported(page: Any, server: Running, tmp_path: Pat
     exported = Path(caught.value.path()).read_text("utf-8")
     load(page, tmp_path / "talk.json", exported)
     page.wait_for_function("() => document.querySelectorAll('#conversations .title').length === 2")
-    one, two = sorted(kept(page), key=lambda found: found["made"])
+    one, two = sorted(stored_conversations(page), key=lambda found: found["made"])
     assert page.url == f"{server.base}/#chat/{two['id']}" != f"{server.base}/#chat/{one['id']}"
     assert (one["title"], one["messages"]) == (before["title"], before["messages"])
     assert two["title"] == one["title"]
@@ -108,11 +108,11 @@ def test_what_was_exported_is_imported(page: Any, server: Running, tmp_path: Pat
         assert all(new.get(name) == old.get(name) for name in ("role", "content", "model", "finish", "thought"))
     assert two["messages"][1]["figures"]["tokens"] == 8
     assert answers(page) == [one["messages"][1]["content"].strip()]
-    ask(page, "And then?")
-    assert len(next(found for found in kept(page) if found["id"] == two["id"])["messages"]) == 4, "it goes on"
+    send_message(page, "And then?")
+    assert len(next(found for found in stored_conversations(page) if found["id"] == two["id"])["messages"]) == 4, "it goes on"
 
 
-def test_what_a_terminal_saved_is_imported_and_what_is_no_conversation_is_refused(page: Any, tmp_path: Path) -> None:
+def test_a_conversation_of_the_terminal_is_imported_and_invalid_files_are_refused(page: Any, tmp_path: Path) -> None:
     talk = Conversation(system="Be brief.")
     talk.ask("The mill")
     talk.answer("It <b>grinds</b>.")
@@ -122,16 +122,16 @@ def test_what_a_terminal_saved_is_imported_and_what_is_no_conversation_is_refuse
     assert page.title().startswith("The mill · ")
     assert page.locator(".user .body").all_inner_texts() == ["The mill"]
     assert answers(page) == ["It <b>grinds</b>."]
-    assert [one["messages"][1]["model"] for one in kept(page)] == ["smollm2"]
+    assert [one["messages"][1]["model"] for one in stored_conversations(page)] == ["smollm2"]
     for number, wrong in enumerate(
         ("no JSON", "[]", '{"messages": []}', '{"messages": [{"role": "user", "content": 5}]}', "null")
     ):
         load(page, tmp_path / f"wrong{number}.json", wrong)
         page.wait_for_selector(f"#toast:has-text('wrong{number}.json is not a conversation')")
-    assert len(kept(page)) == 1
+    assert len(stored_conversations(page)) == 1
 
 
-def test_conversations_of_before_are_found(page: Any) -> None:
+def test_conversations_of_the_old_format_are_migrated(page: Any) -> None:
     """They were all in one item."""
     old = [{"id": "1", "title": "Old", "made": 1, "messages": [{"role": "user", "content": "The mill"}]}]
     page.evaluate("(old) => { localStorage['headrace.conversations'] = JSON.stringify(old); }", old)
@@ -141,15 +141,15 @@ def test_conversations_of_before_are_found(page: Any) -> None:
     assert page.evaluate("localStorage['headrace.conversations']") is None
 
 
-def test_a_reload_during_an_answer_keeps_what_there_is_and_it_goes_on(chromium: Any, long_server: Running) -> None:
+def test_a_reload_during_an_answer_keeps_the_text_and_continues_it(chromium: Any, long_server: Running) -> None:
     for page in opened(chromium, long_server):
         page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 90_000; m.saveSettings(); })")
-        say(page, "The mill")
+        send_text(page, "The mill")
         page.wait_for_selector(".assistant .body p")
         with long_server.paused():
             page.reload()
             page.wait_for_selector(".figures:has-text('interrupted')")
-            before = kept(page)[0]["messages"][1]["content"]
+            before = stored_conversations(page)[0]["messages"][1]["content"]
             assert before
             page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
         page.wait_for_selector("#status[data-state=ready]")
@@ -159,24 +159,24 @@ def test_a_reload_during_an_answer_keeps_what_there_is_and_it_goes_on(chromium: 
         assert body["continue_final_message"] is True
         assert body["messages"][-1] == {"role": "assistant", "content": before}
         page.wait_for_selector(".figures:has-text('cut at the token limit')")
-        after = kept(page)[0]["messages"][1]["content"]
+        after = stored_conversations(page)[0]["messages"][1]["content"]
         assert after.startswith(before)
         assert len(after) > len(before)
 
 
-def test_an_answer_that_was_cut_goes_on(page: Any, server: Running) -> None:
-    ask(page, "The mill")
-    first = kept(page)[0]["messages"][1]["content"]
+def test_a_truncated_answer_is_continued(page: Any, server: Running) -> None:
+    send_message(page, "The mill")
+    first = stored_conversations(page)[0]["messages"][1]["content"]
     page.click(".acts button:has-text('Go on')")
     page.wait_for_selector(".figures:has-text('16 tokens')")
-    both = kept(page)[0]["messages"]
+    both = stored_conversations(page)[0]["messages"]
     assert len(both) == 2
     talk = [{"role": "user", "content": "The mill"}, {"role": "assistant", "content": first}]
     sent = {"model": "tiny", "messages": talk, "max_completion_tokens": 8, "seed": 1, "continue_final_message": True}
     assert both[1]["content"] == first + server.post("/v1/chat/completions", sent).json()["choices"][0]["message"]["content"]
     ended = sse({"role": "assistant", "content": "The end."}).replace('"finish_reason": null', '"finish_reason": "stop"')
     page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=ended))
-    ask(page, "stands by")
+    send_message(page, "stands by")
     assert answers(page)[1] == "The end."
     assert (
         page.locator(".acts button:has-text('Go on')").count() == 0
@@ -186,10 +186,10 @@ def test_an_answer_that_was_cut_goes_on(page: Any, server: Running) -> None:
 def test_enter_during_an_answer_queues_the_message_in_sight(page: Any, server: Running) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.settings.seed = 1; })")
     with server.paused():
-        say(page, "The mill")
+        send_text(page, "The mill")
         page.wait_for_selector(".dots")
         for text in ("stands by", "a mistake", "the river"):
-            say(page, text)
+            send_text(page, text)
         assert page.input_value("#prompt") == ""
         assert page.locator("#queue li span").all_inner_texts() == ["stands by", "a mistake", "the river"]
         page.click("#queue li:has-text('a mistake') [title=Remove]")
@@ -201,12 +201,12 @@ def test_enter_during_an_answer_queues_the_message_in_sight(page: Any, server: R
     assert page.locator("#queue").is_hidden()
 
 
-def test_what_is_queued_waits_after_a_stop_and_a_reload(page: Any, server: Running) -> None:
+def test_queued_messages_survive_a_stop_and_a_reload(page: Any, server: Running) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.saveSettings(); })")
     with server.paused():
-        say(page, "The mill")
+        send_text(page, "The mill")
         page.wait_for_selector(".dots")
-        say(page, "stands by")
+        send_text(page, "stands by")
         page.keyboard.press("Escape")
         page.wait_for_selector("#queue:has-text('Not sent yet')")
         page.reload()
@@ -221,11 +221,11 @@ def test_what_is_queued_waits_after_a_stop_and_a_reload(page: Any, server: Runni
 def test_two_conversations_are_answered_at_once(page: Any, server: Running) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
     with server.paused():
-        say(page, "The mill")
+        send_text(page, "The mill")
         page.wait_for_selector(".dots")
         page.keyboard.press("Alt+N")
         page.wait_for_selector("#empty h2")
-        say(page, "A lantern")
+        send_text(page, "A lantern")
         page.wait_for_selector(".dots")
         assert page.locator("#conversations .busy").count() == 2
         page.hover("#conversations li >> nth=0")
@@ -235,12 +235,12 @@ def test_two_conversations_are_answered_at_once(page: Any, server: Running) -> N
         page.wait_for_selector("#menu", state="hidden")
         assert page.locator(".dots").is_visible()
     page.wait_for_selector("#conversations:not(:has(.busy))")
-    assert [len(one["messages"][1]["content"]) > 0 for one in kept(page)] == [True, True]
+    assert [len(one["messages"][1]["content"]) > 0 for one in stored_conversations(page)] == [True, True]
 
 
-def test_too_long_a_prompt_is_edited_and_not_tried_again(page: Any) -> None:
+def test_a_prompt_that_is_too_long_offers_only_edit(page: Any) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
-    say(page, "The mill by the river. " * 200)
+    send_text(page, "The mill by the river. " * 200)
     page.wait_for_selector(".trouble strong:has-text('This is too long for the model')")
     assert page.locator(".trouble button").all_inner_texts() == ["Edit"]
     page.click(".trouble button")
@@ -249,7 +249,7 @@ def test_too_long_a_prompt_is_edited_and_not_tried_again(page: Any) -> None:
     page.press(".user textarea", "Enter")
     page.wait_for_selector(".figures:has-text('8 tokens')")
     assert page.locator(".trouble:visible").count() == 0
-    assert len(kept(page)) == 1
+    assert len(stored_conversations(page)) == 1
 
 
 def test_thoughts_are_folded_and_formulas_are_mathml(page: Any) -> None:
@@ -260,7 +260,7 @@ def test_thoughts_are_folded_and_formulas_are_mathml(page: Any) -> None:
         page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=body))  # noqa: B023
         page.keyboard.press("Alt+N")
         page.wait_for_selector("#empty h2")
-        ask(page, "How large?")
+        send_message(page, "How large?")
         settled(page)
         assert page.locator(".thought summary").inner_text() == "Thoughts"
         assert not page.locator(".thought em").is_visible()
@@ -278,10 +278,10 @@ def test_thoughts_are_folded_and_formulas_are_mathml(page: Any) -> None:
         page.unroute(CHAT)
 
 
-def test_again_keeps_the_first_answer(page: Any) -> None:
+def test_regenerate_keeps_the_first_answer(page: Any) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; m.settings.temperature = 1; })")
     page.wait_for_selector("#status[data-state=ready]")
-    say(page, "The mill")
+    send_text(page, "The mill")
     page.wait_for_selector(".figures")
     assert page.locator(".versions").count() == 0
     (first,) = answers(page)
@@ -297,34 +297,34 @@ def test_again_keeps_the_first_answer(page: Any) -> None:
     page.click("[title='Later answer']")
     page.wait_for_selector(".versions:has-text('2/2')")
     assert answers(page) == [second]
-    assert kept(page)[0]["messages"][1]["content"].strip() == second
-    assert len(kept(page)[0]["messages"]) == 2
+    assert stored_conversations(page)[0]["messages"][1]["content"].strip() == second
+    assert len(stored_conversations(page)[0]["messages"]) == 2
 
 
-def test_after_too_long_a_prompt_nothing_is_offered_that_must_fail(page: Any) -> None:
+def test_after_a_prompt_that_is_too_long_regenerate_is_not_offered(page: Any) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
-    say(page, "The mill by the river. " * 200)
+    send_text(page, "The mill by the river. " * 200)
     page.wait_for_selector(".trouble strong:has-text('This is too long for the model')")
     assert page.locator("[title='Answer again']").count() == 0
     page.keyboard.press("Alt+R")
     page.wait_for_selector(".user textarea:focus")
     page.keyboard.press("Escape")
-    say(page, "The mill")  # the message that was too long is not sent again
+    send_text(page, "The mill")  # the message that was too long is not sent again
     page.wait_for_selector(".figures:has-text('8 tokens')")
     assert page.locator(".user .body").count() == 2
 
 
-def test_the_chinese_page_gives_reasons_in_chinese(chromium: Any, server: Running) -> None:
+def test_the_chinese_page_shows_errors_in_chinese(chromium: Any, server: Running) -> None:
     for page in opened(chromium, server, locale="zh-CN"):
         page.wait_for_selector("#status[data-state=ready]")
-        say(page, "The mill by the river. " * 200)
+        send_text(page, "The mill by the river. " * 200)
         page.wait_for_selector(".trouble p:has-text('模型的上下文最多容纳 256 个')")
         text = page.locator(".trouble:visible").inner_text()
         assert re.search(r"共需 [\d,]+ 个词元", text)
         assert not re.search(r"[A-Za-z]", text)
 
 
-def test_the_dashboard_remembers_what_ran_before_a_reload(page: Any, server: Running) -> None:
+def test_the_dashboard_keeps_its_history_after_a_reload(page: Any, server: Running) -> None:
     page.wait_for_selector("#status[data-state=ready]")
     page.keyboard.press("Alt+D")
     page.wait_for_selector(".plot .line", state="attached")
@@ -339,7 +339,7 @@ def test_the_dashboard_remembers_what_ran_before_a_reload(page: Any, server: Run
 def test_the_buttons_of_an_edit_can_be_clicked(page: Any) -> None:
     page.evaluate("import('/page/storage.js').then((m) => { m.settings.max_tokens = 8; })")
     page.wait_for_selector("#status[data-state=ready]")
-    say(page, "The mill")
+    send_text(page, "The mill")
     page.wait_for_selector(".figures")
     page.press("#prompt", "ArrowUp")
     page.wait_for_selector(".user textarea:focus")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.browser import ask, kept, opened
+from tests.server.browser import opened, send_message, stored_conversations
 from tests.server.harness import Running
 
 NOTES = {"name": "notes.txt", "mimeType": "text/plain", "buffer": "The mill\r\n水轮\n\n".encode()}
@@ -59,9 +59,11 @@ def test_a_file_is_text_of_the_message(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.keyboard.type("Say it.")
     written(page, both + "Say it.")
-    ask(page, QUOTED)
+    send_message(page, QUOTED)
     assert page.locator(".user .body").inner_text() == QUOTED
-    assert kept(page)[0]["messages"][0]["content"] == QUOTED, "it is kept, exported and sent again as any message"
+    assert stored_conversations(page)[0]["messages"][0]["content"] == QUOTED, (
+        "it is kept, exported and sent again as any message"
+    )
     choose(page, NOTES, keys="Alt+a")
     written(page, f"{QUOTED}\n\n")
     assert page.locator("#send").is_enabled()
@@ -89,7 +91,7 @@ def test_files_are_dropped_and_pasted(page: Any) -> None:
 
 
 @pytest.mark.parametrize("locale", ["en-GB", "zh-CN"])
-def test_what_is_no_text_or_too_long_is_refused_in_one_line(chromium: Any, server: Running, locale: str) -> None:
+def test_binary_and_oversized_files_are_refused_in_one_line(chromium: Any, server: Running, locale: str) -> None:
     for page in opened(chromium, server, locale=locale):
         ready(page)
         for name, data, english, chinese in REFUSED:

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.confined.pool import shared_pool
 from headrace.server.page.markdown import COLOUR
-from tests.server.browser import ask, settled, sse
+from tests.server.browser import send_message, settled, sse
 from tests.server.harness import Running, until
 
 CODE = "A mill:\n\n```python\ndef grind(grain):\n    return grain\n```"
@@ -43,7 +43,7 @@ def answer_with(page: Any, text: str) -> None:
 def test_text_is_on_the_screen_while_the_renderer_is_held(page: Any) -> None:
     renderer = Renderer(page)
     answer_with(page, CODE)
-    ask(page, "Write code")
+    send_message(page, "Write code")
     page.wait_for_selector(".assistant .body.plain:has-text('def grind(grain):')")
     assert page.locator(".assistant .code").count() == 0
     assert page.locator(".assistant .body").inner_text().strip() == CODE
@@ -100,12 +100,12 @@ def test_an_answer_is_rendered_after_the_renderer_was_busy(page: Any) -> None:
 
     page.route("**/page/render", render)
     answer_with(page, CODE)
-    ask(page, "Write code")
+    send_message(page, "Write code")
     page.wait_for_selector(".assistant .code pre:has-text('def grind(grain):')")
     assert states[:2] == [429, 200]
 
 
-def test_no_box_is_empty_while_its_code_is_still_to_come(page: Any) -> None:
+def test_no_code_box_is_empty_while_its_text_streams(page: Any) -> None:
     page.evaluate(
         "async () => { const { Markdown } = await import('/page/markdown.js'); const node = document.createElement('div');"
         "node.className = 'body'; document.body.append(node); window.answer = new Markdown(node);"

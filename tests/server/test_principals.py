@@ -27,7 +27,7 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
         yield running
 
 
-def test_nobody_sees_what_is_anothers(two: Running) -> None:
+def test_a_principal_cannot_read_objects_of_another(two: Running) -> None:
     """Files, batches, what they wrote, responses: another's are not there, in lists, by name, and as inputs."""
     alice, bob = client(two, ALICE), client(two, BOB)
     batch = start(alice, lines([{"model": "tiny", "prompt": "a", "max_tokens": 2}]))
@@ -37,15 +37,15 @@ def test_nobody_sees_what_is_anothers(two: Running) -> None:
     assert batch.status == "completed"
     for name in names:
         assert alice.files.content(name).text
-        for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
+        for post_text in (bob.files.retrieve, bob.files.content, bob.files.delete):
             with pytest.raises(openai.NotFoundError, match="there is no file"):
-                ask(name)
-    for ask in (bob.batches.retrieve, bob.batches.cancel):
+                post_text(name)
+    for post_text in (bob.batches.retrieve, bob.batches.cancel):
         with pytest.raises(openai.NotFoundError, match="there is no batch"):
-            ask(batch.id)
-    for ask in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
+            post_text(batch.id)
+    for post_text in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
         with pytest.raises(openai.NotFoundError, match="there is no response"):
-            ask(response.id)
+            post_text(response.id)
     with pytest.raises(openai.NotFoundError):
         bob.responses.create(model="tiny", input="and", previous_response_id=response.id)
     with pytest.raises(openai.NotFoundError):
@@ -60,7 +60,7 @@ def test_nobody_sees_what_is_anothers(two: Running) -> None:
     assert alice.files.delete(names[1]).deleted
 
 
-def test_the_look_would_find_what_is_not_kept_apart(two: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_separate_names_principals_share_objects(two: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: where both have one name, each sees it all."""
     monkeypatch.setattr(principals.Principal, "name", "one")  # a class attribute in place of the slot: the same for all
     alice, bob = client(two, ALICE), client(two, BOB)
@@ -69,7 +69,7 @@ def test_the_look_would_find_what_is_not_kept_apart(two: Running, monkeypatch: p
     bob.files.delete(made)
 
 
-def test_cached_prefixes_are_shared_and_told_under_ones_own_salt(two: Running) -> None:
+def test_cached_prefixes_are_shared_only_under_the_same_salt(two: Running) -> None:
     def cached(key: str, prompt: str, **more: Any) -> int | None:
         made = client(two, key).completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=more)
         return made.usage.prompt_tokens_details.cached_tokens if made.usage.prompt_tokens_details else None  # type: ignore[union-attr]
@@ -82,7 +82,7 @@ def test_cached_prefixes_are_shared_and_told_under_ones_own_salt(two: Running) -
     assert cached(ALICE, prompt, cache_salt="x") == 0, "one salt of two principals is two"
 
 
-def test_a_salt_is_nobody_elses() -> None:
+def test_salts_of_principals_are_distinct() -> None:
     """Nothing that a client can say in `cache_salt` is under the salt of a principal."""
     mine, other = Principal("a", b"m" * 32), Principal("b", b"o" * 32)
     assert len({mine.salted(b""), mine.salted(b"x"), other.salted(b""), other.salted(b"x"), Principal().salted(b"x")}) == 5
@@ -90,7 +90,7 @@ def test_a_salt_is_nobody_elses() -> None:
         mine.salted(b"").decode()
 
 
-def test_figures_and_logs_name_who_asked(two: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_and_logs_name_the_principal(two: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headrace.requests")
     client(two, BOB).completions.create(model="tiny", prompt="The mill", max_tokens=2)
     said = [record for record in caplog.records if getattr(record, "principal", None) == "bob"]
@@ -105,7 +105,7 @@ def test_figures_and_logs_name_who_asked(two: Running, caplog: pytest.LogCapture
     assert "no-such" not in http(two, SCRAPER).get("/metrics").text
 
 
-def test_in_no_window_is_more_used_than_may_be() -> None:
+def test_no_window_exceeds_the_quota() -> None:
     """A client that takes all it can, at odd times: every window of every place holds at most the quota, and nearly that."""
     now = [1000.0]
     meter = QuotaMeter(10, 7.0, lambda: now[0])
@@ -120,7 +120,7 @@ def test_in_no_window_is_more_used_than_may_be() -> None:
     assert len(taken) > (now[0] - 1000) / 7.0 * 9
 
 
-def test_who_waits_as_long_as_was_said_finds_room() -> None:
+def test_the_quota_is_free_after_the_reported_wait() -> None:
     for amount in (1, 2, 3, 7, 10):
         now = [5.0]
         meter = QuotaMeter(10, 60.0, lambda now=now: now[0])
@@ -153,19 +153,19 @@ def test_quotas_of_requests_and_bytes(tmp_path: Path) -> None:
     with Running("no-model", begin=False, keys=quota(tmp_path, requests=6, bytes=3000)) as server:
         alice, bob = http(server, ALICE), http(server, BOB)
 
-        def ask(who: httpx.Client, size: int) -> httpx.Response:
+        def post_text(who: httpx.Client, size: int) -> httpx.Response:
             return who.post("/tokenize", json={"prompt": "a" * size})
 
-        assert ask(alice, 2000).status_code == 503  # there is no engine
-        assert refused(ask(alice, 2000), "bytes of bodies")
+        assert post_text(alice, 2000).status_code == 503  # there is no engine
+        assert refused(post_text(alice, 2000), "bytes of bodies")
         chunks = (b" " * 100 for _ in range(20))  # nobody said how long it is
         assert refused(alice.post("/tokenize", content=chunks, headers={"Content-Type": "application/json"}), "bytes")
-        too_long = ask(alice, 4000)
+        too_long = post_text(alice, 4000)
         assert (too_long.status_code, too_long.json()["error"]["code"]) == (400, "quota_exceeded")
         assert [alice.post("/no/such/path").status_code for _ in range(2)] == [404, 404]
-        assert refused(ask(alice, 1), "6 requests")
+        assert refused(post_text(alice, 1), "6 requests")
         assert alice.get("/v1/models").status_code == 200, "who only looks uses nothing"
-        assert {ask(bob, 2000).status_code for _ in range(9)} == {503}
+        assert {post_text(bob, 2000).status_code for _ in range(9)} == {503}
 
 
 def test_a_quota_of_tokens(tiny: Path, tmp_path: Path) -> None:

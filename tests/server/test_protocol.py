@@ -35,7 +35,7 @@ def test_models(server: Running) -> None:
         server.openai.models.retrieve("gpt-99")
 
 
-def test_a_completion_is_what_generate_gives_streamed_or_not(server: Running, offline: LLM) -> None:
+def test_a_completion_equals_generate_streamed_or_not(server: Running, offline: LLM) -> None:
     (expected,) = offline.generate("The mill", offline.default_params(**DRAWN))
     whole = server.complete(**DRAWN)
     assert [choice.text for choice in whole.choices] == [output.text for output in expected.outputs]
@@ -50,7 +50,7 @@ def test_a_completion_is_what_generate_gives_streamed_or_not(server: Running, of
     assert other.choices[0].text != whole.choices[0].text  # else the seed would do nothing
 
 
-def test_beams_and_best_of_are_what_generate_gives(server: Running, offline: LLM) -> None:
+def test_beams_and_best_of_equal_generate(server: Running, offline: LLM) -> None:
     (expected,) = offline.generate("The mill", BeamSearchParams(beam_width=4, n=3, max_tokens=9, length_penalty=0.5))
     asked = {"beam_width": 4, "n": 3, "length_penalty": 0.5}
     whole = server.complete(max_tokens=9, temperature=openai.NOT_GIVEN, extra_body=asked, n=3)
@@ -94,7 +94,7 @@ def test_echo_and_logprobs_score_a_prompt(server: Running, offline: LLM) -> None
     assert [at for chunk in streamed for at in chunk.choices[0].logprobs.text_offset] == offsets
 
 
-def test_a_chat_is_what_chat_gives_streamed_or_not(server: Running, offline: LLM) -> None:
+def test_a_chat_equals_llm_chat_streamed_or_not(server: Running, offline: LLM) -> None:
     (expected,) = offline.chat(TALK, **DRAWN)
     whole = server.openai.chat.completions.create(model="tiny", messages=TALK, **DRAWN)
     assert [choice.message.content for choice in whole.choices] == [output.text for output in expected.outputs]
@@ -201,7 +201,7 @@ def test_choices_of_several_prompts_with_several_answers_have_indexes_of_their_o
     assert streamed == dict(enumerate(expected))
 
 
-def test_a_negative_seed_is_a_seed_of_its_own(server: Running, offline: LLM) -> None:
+def test_a_negative_seed_is_a_distinct_seed(server: Running, offline: LLM) -> None:
     drawn = {**DRAWN, "n": 1}
     said = {seed: server.complete(**{**drawn, "seed": seed}).choices[0].text for seed in (-7, 7, 2**64 - 7)}
     assert said[-7] == said[2**64 - 7] != said[7]
@@ -210,7 +210,7 @@ def test_a_negative_seed_is_a_seed_of_its_own(server: Running, offline: LLM) -> 
 
 
 @pytest.mark.parametrize("name", ["llm", "self", "messages_", "variables", "request"])
-def test_a_variable_of_the_template_may_have_any_name(server: Running, name: str) -> None:
+def test_a_variable_of_the_template_accepts_any_name(server: Running, name: str) -> None:
     body = {"model": "tiny", "messages": TALK, "max_tokens": 1, "chat_template_kwargs": {name: 1}}
     assert server.post("/v1/chat/completions", body).status_code == 200
 
@@ -227,7 +227,7 @@ def test_a_cached_prefix_is_shared_only_under_the_same_salt(server: Running) -> 
     assert cached("yours") == 0
 
 
-def test_without_a_salt_nobody_is_told_what_is_cached(server: Running) -> None:
+def test_without_a_salt_no_cached_tokens_are_reported(server: Running) -> None:
     """It would tell who asks what others have asked."""
     asked: dict[str, Any] = {"prompt": "others water " * 9, "max_tokens": 2}
     usages = [server.complete(**asked).usage for _ in range(2)]

@@ -60,12 +60,12 @@ def test_a_trusted_proxy_names_the_scheme(peer: str, given: bytes, scheme: str) 
 
 
 @pytest.mark.parametrize("text", ["localhost", "10.0.0.1/8", "10.0.0.0/33", "10.0.0.1 10.0.0.2", "*"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--trusted-proxy .*must be an IP address or a network"):
         Proxies.parse(text)
 
 
-def test_the_guard_tells_clients_apart_by_their_address() -> None:
+def test_the_guard_identifies_clients_by_their_address() -> None:
     """What the turns in confined processes, and the bound on bodies, go by."""
     settings = ServerSettings("tiny", key="a-long-enough-key", proxies=PROXIES)
     seen: list[tuple[str, str]] = []
@@ -73,7 +73,7 @@ def test_the_guard_tells_clients_apart_by_their_address() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append((CLIENT.get(), scope["scheme"]))
 
-    async def ask(peer: str) -> None:
+    async def send_request(peer: str) -> None:
         headers = [(b"authorization", b"Bearer a-long-enough-key"), (b"x-forwarded-for", b"1.1.1.1")]
         headers.append((b"x-forwarded-proto", b"https"))
         scope = {
@@ -87,6 +87,6 @@ def test_the_guard_tells_clients_apart_by_their_address() -> None:
         guard = Guard(app, settings, KeyRing(settings), lambda status, principal: None)
         await guard(scope, asyncio.Event().wait, asyncio.Event().wait)  # type: ignore[arg-type]
 
-    asyncio.run(ask("10.0.0.1"))
-    asyncio.run(ask("10.0.0.2"))
+    asyncio.run(send_request("10.0.0.1"))
+    asyncio.run(send_request("10.0.0.2"))
     assert seen == [("1.1.1.1", "https"), ("10.0.0.2", "http")]

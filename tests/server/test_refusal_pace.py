@@ -58,7 +58,7 @@ def test_no_refusal_waits_longer_than_the_limit() -> None:
     assert waits(pace, "a", 1) == [0.0]
 
 
-def test_nothing_waits_while_the_engines_are_idle_and_only_so_many_at_once() -> None:
+def test_refusals_wait_only_while_engines_are_busy_and_up_to_a_maximum() -> None:
     async def main() -> None:
         answered: list[int] = []
         busy = False
@@ -119,7 +119,7 @@ def test_a_valid_key_does_not_wait_behind_refusals(server: Running, name: str) -
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_if_the_engines_are_idle_all_are_answered(server: Running, name: str) -> None:
+def test_idle_engines_answer_all_refusals_at_once(server: Running, name: str) -> None:
     packets, status, _ = REFUSED[name]
     guard: Any = server.server.config.app
     guard.pace.busy = lambda: False
@@ -129,7 +129,7 @@ def test_if_the_engines_are_idle_all_are_answered(server: Running, name: str) ->
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_that_waits_is_whole_and_a_client_may_leave(
+def test_a_delayed_refusal_is_complete_and_survives_a_disconnect(
     server: Running, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     packets, status, _ = REFUSED[name]
@@ -148,7 +148,7 @@ def test_a_refusal_that_waits_is_whole_and_a_client_may_leave(
     assert server.http.get("/live").status_code == 200
 
 
-def test_without_the_pace_the_control_answers_all(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_pace_all_refusals_are_answered_at_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test of a valid key sees comes from the pace."""
     monkeypatch.setattr(RefusalPace, "_wait", lambda self, client: 0.0)
     with contextlib.ExitStack() as stack:

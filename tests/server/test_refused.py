@@ -28,9 +28,7 @@ class Leaving(Wire):
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_a_client_that_goes_while_it_is_refused_is_no_mistake_of_the_server(
-    gone: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disconnect_during_a_refusal_logs_no_error(gone: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})

@@ -25,7 +25,7 @@ def chat(server: Running, *talk: tuple[str, str], tokens: int = 8) -> str:
     return text
 
 
-def test_a_response_is_what_a_chat_says(server: Running) -> None:
+def test_a_response_equals_a_chat(server: Running) -> None:
     made = server.openai.responses.create(**ASK, instructions="Be brief.", metadata={"a": "b"})
     assert made.output_text == chat(server, ("system", "Be brief."), ("user", "Name a river."))
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -75,7 +75,7 @@ def test_streamed_is_whole(server: Running) -> None:
     assert (made.status, made.output_text) == ("completed", whole.output_text.partition(stop["stop"])[0])
 
 
-def test_a_conversation_goes_on_from_a_kept_response(server: Running) -> None:
+def test_a_conversation_continues_a_stored_response(server: Running) -> None:
     responses = server.openai.responses
     first = responses.create(**ASK, instructions="Be brief.")
     second = responses.create(**{**ASK, "input": "And another?"}, previous_response_id=first.id)
@@ -145,7 +145,7 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], says:
     assert error["param"] in ("model", *change)
 
 
-def test_what_asks_for_nothing_is_taken(server: Running) -> None:
+def test_options_without_an_effect_are_accepted(server: Running) -> None:
     """Reasoning items there are none, so their parts are all there; disguised sizes may be declined."""
     made = server.openai.responses.create(
         **ASK, include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"}
@@ -157,7 +157,7 @@ def test_what_asks_for_nothing_is_taken(server: Running) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "include[]")
 
 
-def test_an_engine_that_ends_under_a_stream_is_said(tiny: Path) -> None:
+def test_a_deadline_during_a_stream_is_an_error_event(tiny: Path) -> None:
     with Running(tiny, limits=Limits(deadline=0.5, responses=2)) as server:
         with server.paused(), pytest.raises(openai.APIStatusError, match="deadline"):
             list(server.openai.responses.create(**ASK, stream=True))
@@ -184,7 +184,7 @@ CALL: dict[str, Any] = {
 }
 
 
-def test_tools_are_called_whole_and_streamed_and_told_their_results(wide: Running) -> None:
+def test_tool_calls_equal_their_stream_and_take_results(wide: Running) -> None:
     responses = wide.openai.responses
     whole = responses.create(**CALL)
     (call,) = whole.output
@@ -213,7 +213,7 @@ def test_a_choice_among_some_of_the_tools(wide: Running) -> None:
         wide.openai.responses.create(**{**CALL, "tool_choice": {**allowed, "tools": [{"type": "function", "name": "x"}]}})
 
 
-def test_text_is_held_to_a_schema(wide: Running) -> None:
+def test_text_follows_its_schema(wide: Running) -> None:
     wanted: Any = {"format": {"type": "json_schema", "name": "turn", "schema": PARAMETERS, "strict": True}}
     ask: dict[str, Any] = {"model": "tiny", "input": "Turn.", "max_output_tokens": 200, "text": wanted}
     for stream in (False, True):
@@ -223,7 +223,7 @@ def test_text_is_held_to_a_schema(wide: Running) -> None:
         assert answer.status == "completed"
 
 
-def test_responses_are_kept_up_to_so_many_bytes() -> None:
+def test_stored_responses_are_bounded_in_bytes() -> None:
     """What was said to the model counts, whatever is in it; the oldest make room."""
 
     async def run() -> None:

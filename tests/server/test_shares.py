@@ -30,7 +30,7 @@ def flood(queue: AdmissionQueue, who: Principal, tokens: int = 1) -> int:
 
 
 @pytest.mark.parametrize("hogs", [1, 2, 5])
-def test_floods_leave_room_in_the_queue(hogs: int) -> None:
+def test_floods_leave_queue_places_for_other_principals(hogs: int) -> None:
     for queue, size in ((AdmissionQueue(256, 10**9), 1), (AdmissionQueue(10**9, 256_000), 1000)):
         taken = [flood(queue, several(f"hog{at}"), size) for at in range(hogs)]
         assert taken[0] == 128
@@ -40,7 +40,7 @@ def test_floods_leave_room_in_the_queue(hogs: int) -> None:
     assert flood(queue, Principal()) == 0, "and then there is none, which the test above would see"
 
 
-def test_clients_have_their_turns() -> None:
+def test_clients_alternate_in_the_queue() -> None:
     """Of two who ask, one a hundred times and then the other five times, the answers begin in turns; alone in order."""
 
     def order(fair: bool) -> list[str]:
@@ -63,7 +63,7 @@ def test_clients_have_their_turns() -> None:
     assert alone == sorted(alone)
 
 
-def test_a_flood_does_not_keep_others_out(endless: Path, tmp_path: Path) -> None:
+def test_a_flood_does_not_block_other_principals(endless: Path, tmp_path: Path) -> None:
     """Alice fills batch and queue with answers that do not end by themselves; Bob is let in, and is the next to be answered."""
     file = write(tmp_path / "keys.toml", f"[alice]\nkey = '{ALICE}'\n[bob]\nkey = '{BOB}'")
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 90_000, "ignore_eos": True}
@@ -84,7 +84,7 @@ def test_a_flood_does_not_keep_others_out(endless: Path, tmp_path: Path) -> None
         alice.close()
 
 
-def test_lines_of_batches_begin_in_turns(tmp_path: Path) -> None:
+def test_batch_lines_alternate_between_principals(tmp_path: Path) -> None:
     async def test() -> None:
         store = Store(tmp_path)
         for who, count in (("a", 40), ("b", 3)):
@@ -104,7 +104,7 @@ def test_lines_of_batches_begin_in_turns(tmp_path: Path) -> None:
     run(test())
 
 
-def test_whose_key_was_removed_has_no_lines_answered(tmp_path: Path) -> None:
+def test_batch_lines_of_a_removed_key_are_not_answered(tmp_path: Path) -> None:
     async def test() -> None:
         store = Store(tmp_path)
         made = {}
@@ -133,7 +133,7 @@ def test_whose_key_was_removed_has_no_lines_answered(tmp_path: Path) -> None:
     run(test())
 
 
-def test_one_principal_does_not_fill_what_is_kept(tmp_path: Path) -> None:
+def test_one_principal_cannot_fill_the_storage(tmp_path: Path) -> None:
     """Files by number and bytes, and bytes of batches; who is alone may fill them."""
     limits = Limits(files=8, stored=1000, batches=8)
 
@@ -158,7 +158,7 @@ def test_one_principal_does_not_fill_what_is_kept(tmp_path: Path) -> None:
         store.close()
 
 
-def test_one_principals_responses_do_not_push_out_anothers() -> None:
+def test_responses_of_one_principal_do_not_evict_those_of_another() -> None:
     async def test() -> None:
         store = Store()
         limits = Limits(responses=10)
@@ -178,7 +178,7 @@ def test_one_principals_responses_do_not_push_out_anothers() -> None:
     run(test())
 
 
-def test_what_was_kept_before_there_were_names_is_the_one_principals(tmp_path: Path) -> None:
+def test_objects_of_an_older_database_belong_to_the_anonymous_principal(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "server.sqlite") as db:
         now = store_schema.SCHEMA + store_schema.RESPONSES
         owner = "owner TEXT NOT NULL DEFAULT 'anonymous'"

@@ -81,7 +81,7 @@ def test_a_long_soak_of_every_kind(tmp_path: Path) -> None:
     soak(LONG, min(180.0, LONG / 3), **every_kind(tmp_path))
 
 
-def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
+def test_the_clients_report_wrong_answers(tiny: Path) -> None:
     """The control: with answers that are not the offline ones, and health that is not true, the report says so."""
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4, "temperature": 0}
     expected = [{"kind": "plain", "path": "/v1/completions", "body": body, "says": "something else"}]
@@ -95,7 +95,7 @@ def test_the_clients_notice_what_is_wrong(tiny: Path) -> None:
         assert any(line.startswith("health: 503") for line in report["wrong"])
 
 
-def test_memory_that_grows_is_told() -> None:
+def test_growing_memory_is_reported() -> None:
     """The control: what comes and goes is no growth, what stays is."""
     steady = [[100.0 + 40 * (n % 3), 200.0] for n in range(30)]
     processes = {"web": 1, "tiny": 2}
@@ -104,7 +104,7 @@ def test_memory_that_grows_is_told() -> None:
     assert Memory(processes, leaking).grown() == ["the memory of the web process grew from 142.5 to 166.5 MiB"]
 
 
-def test_books_that_are_out_of_order_are_told(offline: LLM) -> None:
+def test_inconsistent_block_counts_are_reported(offline: LLM) -> None:
     """The control of `check`: a block that nobody holds and that is not free."""
     from headrace.server.engines.engine_process import EngineLoop
 

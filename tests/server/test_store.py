@@ -98,7 +98,7 @@ def old_store(folder: Path, version: int) -> Path:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_everything_of_an_earlier_version_is_gone_on_with(tmp_path: Path, version: int) -> None:
+def test_a_database_of_an_earlier_version_is_migrated(tmp_path: Path, version: int) -> None:
     async def test() -> None:
         store = Store(old_store(tmp_path / "state", version))
         assert await read_file(store, "file-in") == b"x"
@@ -153,7 +153,7 @@ def test_a_database_of_a_later_version_is_refused(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-def test_what_others_can_read_becomes_private(tmp_path: Path) -> None:
+def test_readable_files_become_private(tmp_path: Path) -> None:
     """The folder and the files in it are their owner's, whoever made them; a folder of everybody's is left alone."""
     folder = tmp_path / "state"
     folder.mkdir(mode=0o755)
@@ -174,7 +174,7 @@ def test_what_others_can_read_becomes_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(everybodys.stat().st_mode) == 0o1777
 
 
-def test_without_a_folder_nothing_is_left() -> None:
+def test_a_temporary_store_leaves_no_files() -> None:
     store = Store()
     folder = store.folder
     assert folder.exists()
@@ -182,7 +182,7 @@ def test_without_a_folder_nothing_is_left() -> None:
     assert not folder.exists()
 
 
-def test_what_is_deleted_is_given_back_to_the_disk() -> None:
+def test_deleted_files_free_disk_space() -> None:
     async def test() -> None:
         store = Store()
         path = store.folder / "server.sqlite"
@@ -253,7 +253,7 @@ def test_pages_of_lists() -> None:
     run(test())
 
 
-def test_one_server_at_a_time_keeps_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_server(tmp_path: Path) -> None:
     first = Store(tmp_path / "state")
     with pytest.raises(StoreError, match="in use by another server"):
         Store(tmp_path / "state")
@@ -268,7 +268,7 @@ def test_one_server_at_a_time_keeps_a_folder(tmp_path: Path) -> None:
         Store(tmp_path / "file")
 
 
-def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
+def test_a_cancelled_task_leaves_no_open_transaction(tmp_path: Path) -> None:
     """One is under way when its task is cancelled, twice; the next begins after it, and it is kept."""
     began, go_on = threading.Event(), threading.Event()
 

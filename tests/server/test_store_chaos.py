@@ -36,6 +36,6 @@ def test_at_every_statement(how: str) -> None:
     assert chaos(how, 1, 1)[:-1] == []
 
 
-def test_the_control_without_transactions_a_batch_has_no_end() -> None:
+def test_without_transactions_a_batch_never_ends() -> None:
     between = "UPDATE batches SET failed = failed + 1"  # the row says it has failed, its batch does not know
     assert chaos("kill", 1, 10**6, 5, **{LOOSE: between})[:-1] == ["kill 1: no end within 5 s"]

@@ -19,7 +19,7 @@ LINES = 40
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, bytes]:
+def stored_batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, bytes]:
     """A server's folder, the id of what a batch has written in it, and that."""
     folder = tmp_path_factory.mktemp("state")
 
@@ -48,9 +48,9 @@ def other(data: bytes, page: int) -> bytes:
 
 @pytest.mark.parametrize("harm", [cut, blank, other])
 def test_a_damaged_database_is_refused_or_whole(
-    kept: tuple[Path, str, bytes], tmp_path: Path, harm: Callable[[bytes, int], bytes]
+    stored_batch: tuple[Path, str, bytes], tmp_path: Path, harm: Callable[[bytes, int], bytes]
 ) -> None:
-    folder, name, content = kept
+    folder, name, content = stored_batch
     whole = (folder / "server.sqlite").read_bytes()
 
     async def look(state: Path) -> str:
@@ -76,8 +76,8 @@ def test_a_damaged_database_is_refused_or_whole(
     assert set(found) == ({damaged, "whole"} if harm is blank else {refused})
 
 
-def test_a_database_that_becomes_damaged_stops_batches_and_says_so(kept: tuple[Path, str, bytes], tmp_path: Path) -> None:
-    shutil.copytree(kept[0], tmp_path / "state")
+def test_a_damaged_database_stops_batches_with_a_message(stored_batch: tuple[Path, str, bytes], tmp_path: Path) -> None:
+    shutil.copytree(stored_batch[0], tmp_path / "state")
     path = tmp_path / "state" / "server.sqlite"
     whole = path.read_bytes()
     path.write_bytes(whole[:PAGE] + b"x" * (len(whole) - PAGE))  # all but the page that says what it is

@@ -30,28 +30,28 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "mill", "schema": 
 LATE = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
 
 
-def ask(server: Running, **more: Any) -> Any:
+def send_chat(server: Running, **more: Any) -> Any:
     settings = {"model": "tiny", "messages": TALK, "temperature": 1.0, "seed": 3, "max_tokens": 60, **more}
     return server.openai.chat.completions.create(**settings)
 
 
 def test_json_schema(server: Running) -> None:
-    answer = ask(server, response_format=FORMAT, n=3, logprobs=True)
+    answer = send_chat(server, response_format=FORMAT, n=3, logprobs=True)
     for choice in answer.choices:
         jsonschema.validate(json.loads(choice.message.content), SCHEMA)
         assert choice.finish_reason == "stop"
-    (free,) = ask(server).choices
+    (free,) = send_chat(server).choices
     assert not free.message.content.startswith("{")
 
 
-def test_streamed_is_the_same(server: Running) -> None:
-    whole = ask(server, response_format=FORMAT).choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in ask(server, response_format=FORMAT, stream=True)]
+def test_a_stream_equals_the_complete_answer(server: Running) -> None:
+    whole = send_chat(server, response_format=FORMAT).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in send_chat(server, response_format=FORMAT, stream=True)]
     assert "".join(parts) == whole
     assert len(parts) > 3
 
 
-def test_the_same_as_offline(server: Running, offline: LLM) -> None:
+def test_the_server_equals_offline_generation(server: Running, offline: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, structured_outputs={"json": SCHEMA})
     (output,) = offline.generate("The mill", params)
     answer = server.complete(temperature=1.0, seed=5, max_tokens=60, extra_body={"structured_outputs": {"json": SCHEMA}})
@@ -59,7 +59,7 @@ def test_the_same_as_offline(server: Running, offline: LLM) -> None:
 
 
 def test_json_object(server: Running) -> None:
-    answer = ask(server, response_format={"type": "json_object"}, max_tokens=200, n=4)
+    answer = send_chat(server, response_format={"type": "json_object"}, max_tokens=200, n=4)
     ended = [json.loads(choice.message.content) for choice in answer.choices if choice.finish_reason == "stop"]
     assert all(isinstance(value, dict) for value in ended)
     assert all(choice.message.content.startswith("{") for choice in answer.choices)
@@ -77,11 +77,11 @@ def test_json_object(server: Running) -> None:
     ],
 )
 def test_other_servers_fields(server: Running, fields: dict[str, Any], pattern: str) -> None:
-    assert re.fullmatch(pattern, ask(server, extra_body=fields).choices[0].message.content)
+    assert re.fullmatch(pattern, send_chat(server, extra_body=fields).choices[0].message.content)
     assert re.fullmatch(pattern, server.complete(extra_body=fields, max_tokens=30).choices[0].text)
 
 
-def test_what_no_mask_can_hold_is_checked_at_the_end(server: Running) -> None:
+def test_keywords_without_a_mask_are_checked_at_the_end(server: Running) -> None:
     """Half of the answers have two equal items: those are errors, never a 200."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
     before, found = late_checks(server), []
@@ -98,7 +98,7 @@ def test_what_no_mask_can_hold_is_checked_at_the_end(server: Running) -> None:
     counted = {result: count - before[result] for result, count in late_checks(server).items()}
     assert counted == {"fit": found.count(200), "unfit": found.count(422), "unchecked": 0}
     with pytest.raises(openai.BadRequestError, match="leave stream out"):
-        ask(server, response_format=form, stream=True)
+        send_chat(server, response_format=form, stream=True)
 
 
 def late_checks(server: Running) -> dict[str, float]:
@@ -256,7 +256,7 @@ FAILING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_constraint_that_fails_is_the_clients(
+def test_a_failing_constraint_is_a_client_error(
     server: Running, name: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failure during generation: 422 with the matcher's words, never a 500, and no error in the log."""
@@ -279,12 +279,12 @@ def test_a_late_check_that_runs_wild_is_stopped(server: Running) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "wild", "schema": schema}}
     before = late_checks(server)
     with pytest.raises(openai.UnprocessableEntityError, match="too much time"):
-        ask(server, response_format=form, max_tokens=150)
+        send_chat(server, response_format=form, max_tokens=150)
     assert late_checks(server) == {**before, "unchecked": before["unchecked"] + 1}
-    assert ask(server, response_format=FORMAT).choices[0].finish_reason == "stop"
+    assert send_chat(server, response_format=FORMAT).choices[0].finish_reason == "stop"
 
 
-def test_an_answer_in_its_last_look_is_not_lost_in_an_orderly_end(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_waits_for_the_final_check_of_an_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are all there when the server begins to end, and what looks at them is still needed."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": LATE}}
     with Running(tiny) as server:

@@ -89,7 +89,7 @@ def test_there_are_no_other_rows() -> None:
         Supervision().on(Event.GONE)
 
 
-def test_from_every_state_there_is_a_way_back() -> None:
+def test_ready_is_reachable_from_every_state() -> None:
     """From every state an engine is ready again, or its end was asked for."""
     for state in State:
         reached, todo = {state}, [state]
@@ -103,7 +103,7 @@ def test_from_every_state_there_is_a_way_back() -> None:
     assert all(row.action is not Action.NOTHING for (_, event), row in TABLE.items() if event in supervision.ENDS)
 
 
-def test_the_more_it_ends_the_longer_are_the_pauses() -> None:
+def test_pauses_grow_with_each_restart() -> None:
     now = 0.0
     one = Supervision(lambda: now)
     one.on(Event.BEGIN)
@@ -126,7 +126,7 @@ def test_the_more_it_ends_the_longer_are_the_pauses() -> None:
     assert one.pause == PAUSES[1]
 
 
-def test_the_page_says_these_numbers() -> None:
+def test_the_page_lists_these_numbers() -> None:
     page = (ROOT / "docs/en/reference/http.md").read_text("utf-8")
     pauses = ", ".join(f"{pause:g}" for pause in PAUSES[1:-1])
     for text in (
@@ -201,7 +201,7 @@ async def come(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_a_model_that_is_never_loaded_is_given_up_in_time() -> None:
+def test_a_model_that_does_not_load_is_killed_after_the_timeout() -> None:
     async def main() -> None:
         link, heard = scripted([None], [None]), []  # type: ignore[var-annotated]
         one = replica_of(link, heard, load_timeout=0.05)
@@ -214,7 +214,7 @@ def test_a_model_that_is_never_loaded_is_given_up_in_time() -> None:
     asyncio.run(main())
 
 
-def test_one_that_was_ready_once_is_tried_again_and_again() -> None:
+def test_an_engine_that_was_ready_once_is_restarted_without_end() -> None:
     async def main() -> None:
         gone = EngineGoneError("it ended")
         link, heard = scripted([LOADED, gone], [None], [NotLoaded("no memory")], [gone], [LOADED]), []  # type: ignore[var-annotated]
@@ -246,7 +246,7 @@ def test_steps_that_fail_in_a_row_end_the_process(failing: int) -> None:
     asyncio.run(main())
 
 
-def test_silence_ends_the_process_and_a_word_now_and_then_does_not() -> None:
+def test_a_silent_engine_is_killed() -> None:
     async def main() -> None:
         link, heard = scripted([LOADED, None], [LOADED]), []  # type: ignore[var-annotated]
         one = replica_of(link, heard, stuck_after=0.05)
@@ -258,7 +258,7 @@ def test_silence_ends_the_process_and_a_word_now_and_then_does_not() -> None:
     asyncio.run(main())
 
 
-def test_what_ends_while_the_server_shuts_down_is_not_started_again() -> None:
+def test_an_engine_that_ends_during_shutdown_is_not_restarted() -> None:
     async def main() -> None:
         link, heard = scripted([LOADED, None]), []  # type: ignore[var-annotated]
         one = replica_of(link, heard)
@@ -273,7 +273,7 @@ def test_what_ends_while_the_server_shuts_down_is_not_started_again() -> None:
     asyncio.run(main())
 
 
-def test_a_mistake_with_a_message_leaves_no_state_that_is_not_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_message_handler_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         link = scripted([LOADED, Deltas()], [LOADED, None])
         one = replica_of(link, [])
@@ -324,7 +324,7 @@ async def die(llm: AsyncLLM, link: Any) -> None:
     await come(lambda: len(link.made) == before + 1 and llm.state is State.READY)
 
 
-def test_what_the_engine_ended_under_twice_is_not_tried_a_third_time_and_others_are() -> None:
+def test_a_request_that_ended_the_engine_twice_is_quarantined_and_others_run() -> None:
     """One of five kills it; all five come again each time. They are let in one by one, so that it shows which of them it is."""
 
     async def main() -> None:
@@ -366,7 +366,7 @@ def test_what_the_engine_ended_under_twice_is_not_tried_a_third_time_and_others_
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed", "expired"])
-def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(how: str) -> None:
+def test_a_suspect_that_ends_early_frees_the_next_suspect(how: str) -> None:
     async def main() -> None:
         link = scripted([LOADED, None], [LOADED, None])
         llm = await ready(link)
@@ -387,7 +387,7 @@ def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(how: str) -> None
     asyncio.run(main())
 
 
-def test_an_orderly_end_is_held_against_nobody() -> None:
+def test_a_shutdown_makes_no_request_suspect() -> None:
     async def main() -> None:
         link = scripted(*[[LOADED, None]] * 4)
         llm = await ready(link)
@@ -402,7 +402,7 @@ def test_an_orderly_end_is_held_against_nobody() -> None:
     asyncio.run(main())
 
 
-def test_the_quarantine_is_bounded_and_forgives() -> None:
+def test_the_quarantine_is_bounded_and_expires() -> None:
     now = 0.0
     quarantine = Quarantine(lambda: now)
     one = Submit("a", [1], PARAMS)
@@ -431,7 +431,7 @@ def test_the_quarantine_is_bounded_and_forgives() -> None:
         (RequestFailedError("no"), 500, "false"),
     ],
 )
-def test_clients_are_told_whether_to_ask_again(error: Exception, status: int, again: str | None) -> None:
+def test_errors_carry_x_should_retry(error: Exception, status: int, again: str | None) -> None:
     told = as_api_error(error)
     assert told is not None
     assert (told.status, told.headers().get("x-should-retry")) == (status, again)
@@ -439,7 +439,7 @@ def test_clients_are_told_whether_to_ask_again(error: Exception, status: int, ag
         assert told.headers()["Retry-After"] == str(error.retry_after)
 
 
-def test_the_control_without_turns_the_innocent_are_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_turns_innocent_requests_are_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were suspects let in together, what ran beside the poison twice would be refused, too."""
 
     def together(self: AsyncLLM) -> None:

@@ -38,7 +38,7 @@ def server(tiny: Path, smaller: Path) -> Iterator[Running]:
         yield running
 
 
-def test_who_wrote_each_token(tiny: Path, smaller: Path, server: Running) -> None:
+def test_each_token_has_its_model(tiny: Path, smaller: Path, server: Running) -> None:
     with LLM(tiny, cascade=smaller, threads=1, device="cpu", backend="native") as llm:
         (right,) = llm.generate("The mill", SamplingParams(max_tokens=12, temperature=0.0, cascade_threshold=SURE))
     told = [one.layers for one in right.outputs[0].exits or ()]
@@ -71,13 +71,13 @@ def by_smaller(server: Running) -> float:
         ({"exit_threshold": 0.5}, "leave exit_threshold or cascade_threshold out"),
     ],
 )
-def test_what_cannot_be_asked(server: Running, fields: dict[str, Any], why: str) -> None:
+def test_invalid_cascade_fields_are_refused(server: Running, fields: dict[str, Any], why: str) -> None:
     answer = server.post("/v1/completions", {**ASKED, **fields})
     assert answer.status_code == 400
     assert why in answer.json()["error"]["message"]
 
 
-def test_the_card_says_who_may_write(
+def test_the_model_entry_lists_the_smaller_model_and_its_rule(
     server: Running, tiny: Path, smaller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a name without its path; and with the threshold that was calibrated for these two, which nobody else gets."""
@@ -110,7 +110,7 @@ def test_a_slowdown_is_seen() -> None:
         assert above == pytest.approx({"usual": 0.0, "slow": 2.0}[name])  # of the mean of all so far
 
 
-def test_the_page_shows_who_wrote(chromium: Any, server: Running) -> None:
+def test_the_page_marks_tokens_of_the_smaller_model(chromium: Any, server: Running) -> None:
     """The setting is there as the model has a smaller one beside it; its tokens are marked, and their share is told."""
     for page in opened(chromium, server):
         page.wait_for_selector("#status[data-state=ready]")

@@ -38,7 +38,7 @@ def server(wide: Running) -> Running:
     return wide
 
 
-def ask(server: Running, **more: Any) -> Any:
+def send_chat(server: Running, **more: Any) -> Any:
     settings = {
         "model": "tiny",
         "messages": TALK,
@@ -67,7 +67,7 @@ def check(calls: Any) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_named_tool_is_called(server: Running, seed: int) -> None:
     choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
-    answer = ask(server, tool_choice=choice, seed=seed, parallel_tool_calls=False).choices[0]
+    answer = send_chat(server, tool_choice=choice, seed=seed, parallel_tool_calls=False).choices[0]
     assert answer.finish_reason == "tool_calls"
     assert answer.message.content is None
     assert [call.function.name for call in answer.message.tool_calls] == ["turn_wheel"]
@@ -76,10 +76,10 @@ def test_a_named_tool_is_called(server: Running, seed: int) -> None:
 
 def test_required_and_streamed(server: Running) -> None:
     choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
-    whole = ask(server, tool_choice=choice).choices[0].message.tool_calls
+    whole = send_chat(server, tool_choice=choice).choices[0].message.tool_calls
     pieces: dict[int, list[Any]] = {}
     reasons = []
-    for chunk in ask(server, tool_choice=choice, stream=True):
+    for chunk in send_chat(server, tool_choice=choice, stream=True):
         (one,) = chunk.choices
         assert not one.delta.content
         reasons.append(one.finish_reason)
@@ -92,25 +92,25 @@ def test_required_and_streamed(server: Running) -> None:
     assert all(len(parts) > 3 for parts in pieces.values())
 
 
-def test_auto_may_just_answer(server: Running) -> None:
+def test_auto_allows_a_text_answer(server: Running) -> None:
     """The tiny model never writes an opening by itself."""
-    answer = ask(server, tool_choice="auto", max_tokens=12).choices[0]
-    free = ask(server, tools=None, tool_choice=None, max_tokens=12).choices[0]
+    answer = send_chat(server, tool_choice="auto", max_tokens=12).choices[0]
+    free = send_chat(server, tools=None, tool_choice=None, max_tokens=12).choices[0]
     assert answer.message.content
     assert answer.message.tool_calls is None
     assert free.message.content != answer.message.content  # the tools were told of
 
 
-def test_none_tells_of_no_tools(server: Running) -> None:
-    none = ask(server, tool_choice="none", max_tokens=8, temperature=0).choices[0].message.content
-    assert none == ask(server, tools=None, tool_choice=None, max_tokens=8, temperature=0).choices[0].message.content
+def test_tool_choice_none_renders_no_tools(server: Running) -> None:
+    none = send_chat(server, tool_choice="none", max_tokens=8, temperature=0).choices[0].message.content
+    assert none == send_chat(server, tools=None, tool_choice=None, max_tokens=8, temperature=0).choices[0].message.content
 
 
-def test_results_of_calls_are_told(server: Running) -> None:
+def test_results_of_calls_are_rendered(server: Running) -> None:
     call = {"id": "call-1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}
     talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     talk.append({"role": "tool", "tool_call_id": "call-1", "content": "done"})
-    assert ask(server, messages=talk, max_tokens=4).choices[0].message.content
+    assert send_chat(server, messages=talk, max_tokens=4).choices[0].message.content
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_results_of_calls_are_told(server: Running) -> None:
 )
 def test_refused(server: Running, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
-        ask(server, **fields)
+        send_chat(server, **fields)
 
 
 CALLS = [("turn_wheel", {"turns": 3, "way": 'a "}{[ \\ b'}), ("stop.now", {}), ("turn_wheel", {"turns": [1, {"a": 2}]})]
@@ -159,7 +159,7 @@ def read(form: CallFormat, parts: list[str]) -> tuple[str, list[tuple[str | None
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
-def test_calls_are_found_however_the_text_is_cut(form: CallFormat, count: int, step: int) -> None:
+def test_calls_are_parsed_from_pieces_of_any_size(form: CallFormat, count: int, step: int) -> None:
     whole = written(form, CALLS[:count])
     parts = [whole[at : at + step] for at in range(0, len(whole), step)]
     assert read(form, parts) == ("", CALLS[:count])
@@ -175,7 +175,7 @@ def test_calls_are_found_however_the_text_is_cut(form: CallFormat, count: int, s
         (MISTRAL, '[{"nam'),
     ],
 )
-def test_what_is_no_call_is_text(form: CallFormat, text: str, step: int) -> None:
+def test_text_without_a_call_stays_text(form: CallFormat, text: str, step: int) -> None:
     assert read(form, [text[at : at + step] for at in range(0, len(text), step)]) == (text, [])
 
 
@@ -186,7 +186,7 @@ def test_text_before_calls() -> None:
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=lambda form: form.name)
 @pytest.mark.parametrize("before", ["", "call"])
-def test_long_runs_of_blanks_are_not_looked_at_again_and_again(form: CallFormat, before: str) -> None:
+def test_long_runs_of_blanks_are_scanned_once(form: CallFormat, before: str) -> None:
     """What is held, and so looked at with every piece that comes, stays short; nothing of the text is lost."""
     text = CallParser(form)
     call = written(form, CALLS[:1]) if before else ""
@@ -235,7 +235,7 @@ def test_calls_after_a_control_token(mistral: Running, choice: str, stream: bool
     special = mistral.llm.opened.tokenizer.control_id(MISTRAL.opening)
     assert special is not None
     more = {"logit_bias": {str(special): 100}} if choice == "auto" else {}
-    answer = ask(mistral, tool_choice=choice, tools=[TURN], stream=stream, **more)
+    answer = send_chat(mistral, tool_choice=choice, tools=[TURN], stream=stream, **more)
     calls: dict[int, list[str]] = {}
     ids: set[str] = set()
     if stream:
@@ -255,12 +255,14 @@ def test_calls_after_a_control_token(mistral: Running, choice: str, stream: bool
         jsonschema.validate(json.loads("".join(parts)), PARAMETERS)
     for name in ids:  # the template takes the server's own
         talk = [*TALK, {"role": "assistant", "content": None, "tool_calls": [{**CALLED, "id": name}]}]
-        assert ask(mistral, messages=[*talk, {"role": "tool", "tool_call_id": name, "content": "done"}], max_tokens=3).choices
+        assert send_chat(
+            mistral, messages=[*talk, {"role": "tool", "tool_call_id": name, "content": "done"}], max_tokens=3
+        ).choices
     told = [*TALK, {"role": "assistant", "content": "", "tool_calls": [CALLED]}]
     with pytest.raises(TemplateError, match="length 9"):  # and looks at them
         mistral.llm.opened.template.render(told)
     told.append({"role": "tool", "tool_call_id": CALLED["id"], "content": "done"})
-    assert ask(mistral, messages=told, max_tokens=3).choices  # those of another server are made such
+    assert send_chat(mistral, messages=told, max_tokens=3).choices  # those of another server are made such
 
 
 def test_a_call_and_its_result_keep_one_id_in_mistrals_form() -> None:
@@ -303,7 +305,7 @@ LLAMA_UNFIT = UNFIT.replace("arguments", "parameters")
     ],
 )
 @pytest.mark.parametrize("control", [False, True])
-def test_what_reads_as_a_call_is_held_to_its_schema(template: str, text: str, may: bool, control: bool) -> None:
+def test_text_that_starts_a_call_follows_the_schema(template: str, text: str, may: bool, control: bool) -> None:
     """Whatever a text begins with, under `auto`: arguments that do not fit (99 turns) cannot come."""
     tokenizer = Tokenizer.from_gguf(byte_level())
     request = ChatRequest(model="x", messages=[], tools=[TURN])
@@ -335,7 +337,7 @@ SAID = {
         (MISTRALS, "[{", False),
     ],
 )
-def test_beside_tools_a_text_is_held_to_its_format(template: str, text: str, may: bool) -> None:
+def test_with_tools_a_text_follows_its_format(template: str, text: str, may: bool) -> None:
     tokenizer = Tokenizer.from_gguf(byte_level())
     request = ChatRequest(model="x", messages=[], tools=[TURN])
     given = tooling(request, template, lambda text: None, None, SAID)
@@ -370,14 +372,14 @@ def test_tools_and_a_format_go_together(server: Running, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     bias = {str(server.llm.opened.tokenizer.encode("<", add_special=False)[0]): -100}
     more: dict[str, Any] = {"response_format": form, "logit_bias": bias, "max_tokens": 100, "temperature": 0}
-    answer = ask(server, stream=stream, tool_choice="auto", **more)
+    answer = send_chat(server, stream=stream, tool_choice="auto", **more)
     if stream:
         said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
     else:
         said = answer.choices[0].message.content
         assert answer.choices[0].message.tool_calls is None
     jsonschema.validate(json.loads(said), schema)
-    assert ask(server, tool_choice="required", response_format=form).choices[0].message.tool_calls
+    assert send_chat(server, tool_choice="required", response_format=form).choices[0].message.tool_calls
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_tools_and_a_format_go_together(server: Running, stream: bool) -> None:
         ("", None),
     ],
 )
-def test_formats_are_told_by_the_template(template: str, form: CallFormat | None) -> None:
+def test_the_template_determines_the_call_format(template: str, form: CallFormat | None) -> None:
     assert format_of(template) == form
 
 
@@ -400,7 +402,7 @@ def test_templates_get_arguments_as_objects() -> None:
     assert message["content"] == ""
 
 
-def test_strict_tools_are_held_to_all_or_refused() -> None:
+def test_strict_tools_follow_the_whole_schema_or_are_refused() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
     assert tooling(ChatRequest(model="x", messages=[], tools=[tool]), None, lambda _: None) is not None
@@ -410,7 +412,7 @@ def test_strict_tools_are_held_to_all_or_refused() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "turn_wheel"}}])
-def test_python_does_what_the_server_does(server: Running, choice: Any) -> None:
+def test_llm_chat_equals_the_server(server: Running, choice: Any) -> None:
     """The same prompt, the same grammar, the same calls."""
     asked = {"tools": [TURN, STOP], "tool_choice": choice, "parallel_tool_calls": False}
     drawn = {"seed": 3, "max_tokens": 90}
@@ -460,33 +462,35 @@ def test_a_repeated_call_ends_the_answer(server: Running) -> None:
     """There is one call that can be made. A seed under which the model makes it again ends with the first."""
     asked: dict[str, Any] = {"tools": [ONE_WAY], "tool_choice": "required", "max_tokens": 300}
     allowed = {"extra_body": {"allow_repeated_tool_calls": True}}
-    seed = next(seed for seed in range(40) if len(ask(server, **asked, **allowed, seed=seed).choices[0].message.tool_calls) > 1)
-    longer = ask(server, **asked, **allowed, seed=seed)
+    seed = next(
+        seed for seed in range(40) if len(send_chat(server, **asked, **allowed, seed=seed).choices[0].message.tool_calls) > 1
+    )
+    longer = send_chat(server, **asked, **allowed, seed=seed)
     for n in (1, 2):
-        whole = ask(server, **asked, seed=seed, n=n)
+        whole = send_chat(server, **asked, seed=seed, n=n)
         for choice in whole.choices:
             assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}]
             assert choice.finish_reason == "tool_calls"
         assert n > 1 or whole.usage.completion_tokens <= longer.usage.completion_tokens
-    first = ask(server, **asked, seed=seed).choices[0].message.tool_calls[0].function.arguments
-    assert of_stream(ask(server, **asked, seed=seed, stream=True)) == (["f"], [first], "tool_calls")
+    first = send_chat(server, **asked, seed=seed).choices[0].message.tool_calls[0].function.arguments
+    assert of_stream(send_chat(server, **asked, seed=seed, stream=True)) == (["f"], [first], "tool_calls")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_named_tool_is_called_once(server: Running, seed: int) -> None:
     choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
-    answer = ask(server, tool_choice=choice, seed=seed, max_tokens=300).choices[0]
+    answer = send_chat(server, tool_choice=choice, seed=seed, max_tokens=300).choices[0]
     assert len(answer.message.tool_calls) == 1
     check(answer.message.tool_calls)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_cut_call_is_no_reason_to_call_and_is_taken_back(server: Running, stream: bool) -> None:
+def test_a_truncated_call_keeps_its_finish_reason_and_is_accepted_as_history(server: Running, stream: bool) -> None:
     choice: Any = {"type": "function", "function": {"name": "turn_wheel"}}
-    answer = ask(server, tool_choice=choice)
+    answer = send_chat(server, tool_choice=choice)
     whole, tokens = answer.choices[0].message.tool_calls[0].function.arguments, answer.usage.completion_tokens
     for more, expected in (({"stop": ['"way']}, "stop"), ({"max_tokens": tokens - 16}, "length")):
-        made = ask(server, tool_choice=choice, stream=stream, **more)
+        made = send_chat(server, tool_choice=choice, stream=stream, **more)
         if stream:
             names, texts, reason = of_stream(made)
         else:
@@ -497,7 +501,7 @@ def test_a_cut_call_is_no_reason_to_call_and_is_taken_back(server: Running, stre
         assert whole != texts[0]
         call = {"id": "a", "type": "function", "function": {"name": names[0], "arguments": texts[0]}}
         talk = [*TALK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "no"}]
-        assert ask(server, messages=talk, max_tokens=1).usage.prompt_tokens > 0
+        assert send_chat(server, messages=talk, max_tokens=1).usage.prompt_tokens > 0
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Paris', "", "{", "Paris", "[1, 2", "5"])
@@ -527,7 +531,7 @@ def test_json_in_the_text_is_a_call(server: Running, stream: bool, monkeypatch: 
                 yield 0, Delta(inflight[0].request_id, 0, [at], text[at : at + 7], finish_reason="stop" if last else None)
 
         monkeypatch.setattr("headrace.server.protocols.generation.stream_deltas", scripted)
-        made = ask(server, stream=stream)
+        made = send_chat(server, stream=stream)
         if stream:
             chunks = list(made)
             names, texts, reason = of_stream(chunks)

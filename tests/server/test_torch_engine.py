@@ -61,6 +61,6 @@ def test_it_is_torch(server: Running) -> None:
     assert "(torch, near-tie-exact)" in server.llm.loaded.note
 
 
-def test_after_all_this_the_engine_is_the_one_it_was(server: Running) -> None:
+def test_the_tests_leave_the_same_engine_process(server: Running) -> None:
     assert server.health() == {"status": "ready", "detail": "", "restarts": 0}
     assert server.complete(max_tokens=2).choices[0].text

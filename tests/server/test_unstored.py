@@ -14,7 +14,7 @@ ASK["metadata"] = {f"key{number}": "x" * 512 for number in range(16)}  # which n
 
 
 @pytest.fixture
-def kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def stored_server(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """A server whose database is in `tmp_path`, and which waits for it for a fraction of a second."""
     monkeypatch.setattr("headrace.server.storage.store.TIMEOUT_SECONDS", 0.2)
     with Running(tiny, state=tmp_path / "state") as server:
@@ -39,27 +39,27 @@ def delivered(server: Running, code: str) -> None:
     assert "the last write failed" in health["storage"]
 
 
-def test_a_full_disk(kept: Running) -> None:
-    writer = kept.server.store.writer
+def test_a_full_disk(stored_server: Running) -> None:
+    writer = stored_server.server.store.writer
     (pages,) = writer.execute("PRAGMA page_count").fetchone()
     writer.execute(f"PRAGMA max_page_count = {pages}")
-    while kept.post("/v1/responses", ASK).json()["store"]:
+    while stored_server.post("/v1/responses", ASK).json()["store"]:
         pass  # the pages that are there fill up
-    delivered(kept, "disk_full")
+    delivered(stored_server, "disk_full")
     writer.execute(f"PRAGMA max_page_count = {pages + 1000}")
-    made = kept.openai.responses.create(**ASK)
+    made = stored_server.openai.responses.create(**ASK)
     assert "warnings" not in made.to_dict()
-    assert "storage" not in kept.health()
-    assert kept.openai.responses.retrieve(made.id).output_text == made.output_text
+    assert "storage" not in stored_server.health()
+    assert stored_server.openai.responses.retrieve(made.id).output_text == made.output_text
 
 
-def test_a_locked_database(kept: Running, tmp_path: Path) -> None:
+def test_a_locked_database(stored_server: Running, tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "state" / "server.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
-        delivered(kept, "storage_busy")
+        delivered(stored_server, "storage_busy")
     finally:
         other.execute("ROLLBACK")
         other.close()
-    assert kept.openai.responses.create(**ASK).to_dict()["store"] is True
-    assert "storage" not in kept.health()
+    assert stored_server.openai.responses.create(**ASK).to_dict()["store"] is True
+    assert "storage" not in stored_server.health()

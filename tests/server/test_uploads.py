@@ -51,7 +51,7 @@ def test_uploads_and_downloads_are_never_whole_in_memory() -> None:
             tracemalloc.stop()
 
 
-def test_an_upload_that_is_refused_midway_or_left_leaves_nothing() -> None:
+def test_refused_and_abandoned_uploads_leave_no_rows() -> None:
     """Too much, too slow, left by its client, or no room: each is told so, and nothing of it is kept."""
     limits = replace(PATIENT, file=1 << 20, stored=1 << 19, body_seconds=PATIENCE)
     with Running("no-model", begin=False, limits=limits) as server:
@@ -65,8 +65,8 @@ def test_an_upload_that_is_refused_midway_or_left_leaves_nothing() -> None:
                 + b"x"
                 * 300_000
             )
-            until(lambda: kept_in(server)[1] > 0)
-        until(lambda: kept_in(server) == (0, 0))
+            until(lambda: stored_counts(server)[1] > 0)
+        until(lambda: stored_counts(server) == (0, 0))
         assert server.openai.files.list().data == []
         assert upload(server, 1 << 18).status_code == 200
     with Running("no-model", begin=False, limits=replace(PATIENT, body_seconds=0.2)) as server:
@@ -76,10 +76,10 @@ def test_an_upload_that_is_refused_midway_or_left_leaves_nothing() -> None:
                 b"Transfer-Encoding: chunked\r\n\r\n"
             )
             assert b" 408 " in slow.recv(1000)
-        until(lambda: kept_in(server) == (0, 0))
+        until(lambda: stored_counts(server) == (0, 0))
 
 
-def kept_in(server: Running) -> tuple[int, int]:
+def stored_counts(server: Running) -> tuple[int, int]:
     """Rows of files and of their pieces, complete or not."""
     with sqlite3.connect(server.server.store.folder / "server.sqlite") as db:
         found = db.execute("SELECT (SELECT count(*) FROM files), (SELECT count(*) FROM chunks)").fetchone()
@@ -100,14 +100,14 @@ def kept_in(server: Running) -> tuple[int, int]:
         b"x",
     ],
 )
-def test_a_form_that_is_none_is_refused(server: Running, body: bytes) -> None:
-    before = kept_in(server)
+def test_an_invalid_form_is_refused(server: Running, body: bytes) -> None:
+    before = stored_counts(server)
     answer = server.http.post("/v1/files", content=body, headers={"Content-Type": "multipart/form-data; boundary=xyz"})
     assert (answer.status_code, "multipart form with one file" in answer.text) == (400, True)
-    assert kept_in(server) == before
+    assert stored_counts(server) == before
 
 
-def test_forms_that_are_none_are_not_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_forms_are_not_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """The parser would log each of them, without a client and without a bound; the line of the request is enough."""
     for body in (b"junk", b"--a\r\nX" + b"x" * 2_000, b"--a\r\n\x00: 1\r\n"):
         headers = {"Content-Type": "multipart/form-data; boundary=a"}
@@ -115,7 +115,7 @@ def test_forms_that_are_none_are_not_logged(server: Running, caplog: pytest.LogC
     assert [record for record in caplog.records if record.name.startswith("python_multipart")] == []
 
 
-def test_nothing_is_kept_of_a_body_that_is_refused() -> None:
+def test_a_refused_body_is_not_held_in_memory() -> None:
     """Without the key a body is read for a while, so that its client hears the refusal, and forgotten as it comes."""
     with Running("no-model", begin=False, key="a-long-key", limits=replace(PATIENT, body=32 << 20)) as server:
         part = b" " * (1 << 16)
