@@ -1,7 +1,7 @@
 """Host side of the paged KV cache: block tables, copy-on-write and the prefix cache.
 
-A full block has the SHA-256 chain hash over the tokens up to its end, rooted in `Holding.root`. Two sequences with one prefix
-find the same blocks.
+A full block has the SHA-256 chain hash over the tokens up to its end (`chain`), rooted in `Holding.root`. Two sequences with
+one prefix find the same blocks.
 
 Source: Kwon et al., "PagedAttention", arXiv 2309.06180 (paging, copy-on-write).
 """
@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterable
 from hashlib import sha256
 
-import numpy as np
-
 from headrace.data.config import CacheConfig
 from headrace.data.plan import TARGET, KVGroup
 from headrace.data.types import ALL, Sequence
 from headrace.kv.block_pool import BlockPool
+from headrace.kv.chain import extend
 
 Span = tuple[Sequence, int, int]  # a sequence and the token range [start, end) about to be written
 
@@ -161,12 +160,7 @@ class BlockManager:
     def hash(self, seq: Sequence, index: int) -> bytes:
         """Chain hash of full block `index` of a sequence's known tokens."""
         kv = seq.kv
-        size = self.block_size
-        while len(kv.hashes) <= index:
-            at = len(kv.hashes)
-            parent = kv.hashes[-1] if at else sha256(b"headrace" + kv.root).digest()
-            tokens = np.array(seq.tokens[at * size : (at + 1) * size], dtype="<i4").tobytes()
-            kv.hashes.append(sha256(parent + tokens).digest())
+        extend(kv.hashes, seq.tokens, kv.root, self.block_size, index + 1)
         return kv.hashes[index]
 
     def publish(self, seq: Sequence) -> None:
