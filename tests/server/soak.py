@@ -138,7 +138,7 @@ def at_rest(server: Running) -> list[str]:
 
 def is_idle(llm: AsyncLLM) -> bool:
     """Whether nobody asks, and no block is held."""
-    return not llm.inflight and llm.stats.running == llm.stats.waiting == llm.stats.blocks_used == 0
+    return not llm.inflight and llm.requests.stats.running == llm.requests.stats.waiting == llm.requests.stats.blocks_used == 0
 
 
 def books(server: Running, llm: AsyncLLM) -> str:

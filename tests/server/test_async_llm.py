@@ -54,9 +54,9 @@ async def leave_and_cancel(llm: AsyncLLM) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not llm.inflight
-    while llm.stats.running or llm.stats.waiting:
+    while llm.requests.stats.running or llm.requests.stats.waiting:
         await asyncio.sleep(0.01)
-    assert llm.stats.blocks_used == 0
+    assert llm.requests.stats.blocks_used == 0
 
 
 def test_a_missing_model_file_is_a_load_error(tmp_path: Path) -> None:

@@ -26,15 +26,15 @@ STOPPING = """
 import os, signal, sys
 from headrace.cli.app import main
 from headrace.server import serving
-from headrace.server.engines.async_llm import AsyncLLM
+from headrace.server.engines.engine_requests import EngineRequests
 serving.LAST_BYTES = 600
-take = AsyncLLM._take
+take = EngineRequests.take
 def taken(self, message):
     take(self, message)
-    if getattr(message, "deltas", None) and AsyncLLM._take is taken:
-        AsyncLLM._take = take
-        os.kill(self.pid, signal.SIGSTOP)
-AsyncLLM._take = taken
+    if getattr(message, "deltas", None) and EngineRequests.take is taken:
+        EngineRequests.take = take
+        os.kill(self.replica.pid, signal.SIGSTOP)
+EngineRequests.take = taken
 sys.exit(main())
 """
 

@@ -25,7 +25,7 @@ def aborted(server: Running) -> float:
 
 
 def idle(server: Running) -> bool:
-    return not server.llm.inflight and server.llm.stats.running == 0 and server.llm.stats.waiting == 0
+    return not server.llm.inflight and server.llm.requests.stats.running == 0 and server.llm.requests.stats.waiting == 0
 
 
 def generated_after_leaving(server: Running) -> float:
@@ -42,7 +42,7 @@ def generated_after_leaving(server: Running) -> float:
 def test_a_disconnect_during_a_stream_frees_its_blocks_within_two_steps(long_server: Running) -> None:
     generated = generated_after_leaving(long_server)
     until(lambda: idle(long_server))
-    assert long_server.llm.stats.blocks_used == 0
+    assert long_server.llm.requests.stats.blocks_used == 0
     assert long_server.figure("generation_tokens_total") - generated <= 2
 
 
@@ -73,7 +73,7 @@ def test_a_disconnect_before_a_complete_answer_frees_its_blocks(server: Running)
             until(lambda: bool(server.llm.inflight))
         until(lambda: not server.llm.inflight)
     until(lambda: aborted(server) == before + 1 and idle(server))
-    assert server.llm.stats.blocks_used == 0
+    assert server.llm.requests.stats.blocks_used == 0
     assert server.llm.queue.requests == server.llm.queue.tokens == 0
 
 

@@ -159,10 +159,10 @@ def test_a_failed_request_leaves_others_running_and_hides_details() -> None:
         wakeup = WakeupEvent()
         bad, good = (InflightRequest(name, [1], SamplingParams(), waiting, wakeup) for name in ("bad", "good"))
         llm = AsyncLLM("none")
-        llm.inflight = {"bad": bad, "good": good}
+        llm.inflight |= {"bad": bad, "good": good}
         failed = Delta("bad", 0, finish_reason="error", error="the step failed: /secret/path", finished=True)
         ends = {name: RequestMetrics() for name in ("bad", "good")}
-        llm._take(Deltas([failed, Delta("good", 0, [5], "a", finish_reason="length", finished=True)], ends))
+        llm.requests.take(Deltas([failed, Delta("good", 0, [5], "a", finish_reason="length", finished=True)], ends))
         assert [delta.text async for _, delta in stream_deltas([good])] == ["a"]
         with pytest.raises(RequestFailedError) as error:
             [delta async for _, delta in stream_deltas([bad])]

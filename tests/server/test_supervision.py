@@ -10,6 +10,7 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server.engines import supervision
 from headrace.server.engines.async_llm import AsyncLLM
 from headrace.server.engines.engine_client import EngineGoneError
+from headrace.server.engines.engine_requests import EngineRequests
 from headrace.server.engines.inflight import (
     EngineDownError,
     EngineLostError,
@@ -315,7 +316,7 @@ def had(link: Any) -> list[list[int]]:
 
 def answer(llm: AsyncLLM, submitted: InflightRequest, *, end: bool = True, error: str | None = None) -> None:
     delta = Delta(submitted.request_id, 0, [5], "x", finish_reason="length" if end else None, error=error, finished=end)
-    llm._take(Deltas([delta], {submitted.request_id: RequestMetrics()} if end else {}))
+    llm.requests.take(Deltas([delta], {submitted.request_id: RequestMetrics()} if end else {}))
 
 
 async def die(llm: AsyncLLM, link: Any) -> None:
@@ -442,13 +443,13 @@ def test_errors_carry_x_should_retry(error: Exception, status: int, again: str |
 def test_without_turns_innocent_requests_are_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were suspects let in together, what ran beside the poison twice would be refused, too."""
 
-    def together(self: AsyncLLM) -> None:
+    def together(self: EngineRequests) -> None:
         while self._suspects:
             submitted, _ = self._suspects.popleft()
             assert submitted.message is not None
             self.replica.send(submitted.message)
 
-    monkeypatch.setattr(AsyncLLM, "_send_suspect", together)
+    monkeypatch.setattr(EngineRequests, "_send_suspect", together)
 
     async def main() -> None:
         link = scripted(*[[LOADED, None]] * 3)

@@ -5,10 +5,9 @@ import functools
 import itertools
 import logging
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from headrace.data.explicit import Prompt, as_prompt
 from headrace.data.fields import PROMPT
@@ -16,10 +15,10 @@ from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.access.queueing import AdmissionQueue, QueueFullError
+from headrace.server.engines.engine_requests import EngineRequests
 from headrace.server.engines.inflight import (
     DeadlineError,
     EngineDownError,
-    EngineLostError,
     InflightRequest,
     QuarantinedError,
     RequestFailedError,
@@ -28,21 +27,9 @@ from headrace.server.engines.inflight import (
     WakeupEvent,
     stream_deltas,
 )
-from headrace.server.engines.messages import (
-    Abort,
-    Check,
-    Checked,
-    Deltas,
-    FromEngine,
-    Grammar,
-    Load,
-    Loaded,
-    Refused,
-    Stats,
-    Submit,
-)
-from headrace.server.engines.quarantine import MOST_CRASHES, Quarantine, Suspect
-from headrace.server.engines.replica import LoadError, Replica
+from headrace.server.engines.messages import Grammar, Load, Loaded, Submit
+from headrace.server.engines.quarantine import MOST_CRASHES, Quarantine
+from headrace.server.engines.replica import LoadError
 from headrace.server.engines.supervision import State
 from headrace.startup import classifier
 from headrace.startup.encoding import LONG, count_at_least, encode_long
@@ -57,14 +44,6 @@ CLOSED = "this LLM is closed; await its start() to load the model again"
 # A text with more characters per token of the context is counted first, as it is probably too long.
 CHARS_PER_TOKEN = 4
 INLINE = 4096  # characters encoded on the event loop; longer texts go to a thread
-
-
-class Observer(Protocol):
-    """Receives the engine's events, for metrics."""
-
-    def begin(self, loaded: Loaded) -> None: ...
-    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None: ...
-    def end(self) -> None: ...
 
 
 class AsyncLLM:
@@ -90,19 +69,15 @@ class AsyncLLM:
     ) -> None:
         self.model = str(model)
         self.settings: Mapping[str, Any] = {"preset": "online", **settings}
-        self.replica = Replica(stuck_after, load_timeout, open=self._open, ready=self._loaded, take=self._take, lost=self._lose)
         self.queue = AdmissionQueue(max_queued_requests, max_queued_tokens)
-        self.stats = Stats()
-        self.observer: Observer | None = None
-        self.inflight: dict[str, InflightRequest] = {}
         self._undelivered: set[str] = set()  # ids of requests whose caller has not called `abort`
         self.quarantine = Quarantine()
-        self._suspect: tuple[InflightRequest, Suspect] | None = None  # in the engine; at most one
-        self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # waiting for their turn
+        self.requests = EngineRequests(stuck_after, load_timeout, open=self._open, quarantine=self.quarantine)
+        self.replica = self.requests.replica
+        self.inflight = self.requests.inflight
         self._opened: Opened | None = None
         self.classifier: classifier.Classifier | None = None  # once the model is open
         self._ids = itertools.count()
-        self._checks: deque[asyncio.Future[str]] = deque()
         self._run = secrets.token_hex(4)
         self._idle = NOT_STARTED  # why no engine runs; "" from `begin` to `close`
 
@@ -266,50 +241,22 @@ class AsyncLLM:
             request.message = message
             request.salted = bool(message.salt) and request.principal.private
             message.turn = request.turn
-            self.inflight[request.request_id] = request
             self._undelivered.add(request.request_id)
-            if suspect is None:
-                self.replica.send(message)
-            else:
-                self._suspects.append((request, suspect))
+            self.requests.send(request, suspect)
             if deadline is not None:
                 request.timer = asyncio.get_running_loop().call_later(deadline, self._expire, request, deadline)
             inflight.append(request)
-        self._send_suspect()
         return inflight
-
-    def _send_suspect(self) -> None:
-        """Send the next quarantined request, once the last one has ended or has more tokens than at its crash."""
-        if self._suspect is not None:
-            request, suspect = self._suspect
-            assert request.message is not None
-            if request.request_id in self.inflight and request.generated <= suspect.reached:
-                return
-            if request.generated > suspect.reached or request.metrics is not None:
-                self.quarantine.clear(request.message)
-            self._suspect = None
-        while self._suspects and self._suspect is None:
-            request, suspect = self._suspects.popleft()
-            if request.request_id in self.inflight and request.message is not None:
-                self._suspect = request, suspect
-                self.replica.send(request.message)
 
     def abort(self, inflight: Sequence[InflightRequest]) -> None:
         """End requests whose caller is done with them; the engine frees the K/V blocks of those that run."""
         for request in inflight:
             self._undelivered.discard(request.request_id)
-            if self.inflight.pop(request.request_id, None) is not None:
-                request.close()
-                if self.pid is not None:
-                    self.replica.send(Abort(request.request_id))
-                    self._send_suspect()
+            self.requests.abort(request)
 
     async def check(self) -> str:
         """Check the accounts of the engine's K/V cache. Returns the problem, one line, or "". Raises EngineDownError."""
-        self.replica.send(Check())
-        checked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._checks.append(checked)
-        return await checked
+        return await self.requests.check()
 
     def _expire(self, request: InflightRequest, deadline: float) -> None:
         if request.request_id in self.inflight:
@@ -346,58 +293,6 @@ class AsyncLLM:
             except (ValueError, OSError) as error:
                 raise LoadError(" ".join(str(error).split())) from error
         return Load(self.model, dict(self.settings), log.getEffectiveLevel(), self.replica.beat)
-
-    def _loaded(self, loaded: Loaded) -> None:
-        if self.observer is not None:
-            self.observer.begin(loaded)
-
-    def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Checked):
-            checked = self._checks.popleft()
-            if not checked.done():  # its caller was cancelled
-                checked.set_result(message.problem)
-        if isinstance(message, Refused):
-            request = self.inflight.pop(message.request_id, None)
-            if request is not None:
-                request.fail(RequestRefusedError(message.reason, message.field))
-        elif isinstance(message, Deltas):
-            self.stats = message.stats
-            for name, logprobs in message.scores.items():
-                if request := self.inflight.get(name):
-                    request.prompt_logprobs = logprobs
-            for delta in message.deltas:
-                if request := self.inflight.get(delta.request_id):
-                    request.put(delta)
-            for name, row in message.pooled.items():
-                if request := self.inflight.get(name):
-                    request.pooled = row
-            for name, logits in message.classified.items():
-                if request := self.inflight.get(name):
-                    request.classified = logits
-            if self.observer is not None:
-                self.observer.step(message, self.inflight)
-            for name, metrics in message.ended.items():
-                if request := self.inflight.pop(name, None):
-                    request.end(metrics)
-        if self._suspect is not None:
-            self._send_suspect()
-
-    def _lose(self, error: EngineDownError) -> None:
-        """Fail all requests in flight, and remember those that the engine had when it crashed."""
-        held = {request.request_id for request, _ in self._suspects}
-        if isinstance(error, EngineLostError):
-            had = [request for request in self.inflight.values() if request.request_id not in held]
-            self.quarantine.ended_under((one.message, one.generated) for one in had if one.message is not None)
-        self._suspect, self._suspects = None, deque()
-        while self._checks:
-            if not (checked := self._checks.popleft()).done():
-                checked.set_exception(error)
-        for request in self.inflight.values():
-            request.fail(EngineDownError(str(error), error.retry_after) if request.request_id in held else error)
-        self.inflight = {}
-        self.stats = Stats()
-        if self.observer is not None:
-            self.observer.end()
 
 
 def _too_long(context: int, count: str, writes: bool) -> TooLongError:

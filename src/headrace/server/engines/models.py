@@ -262,5 +262,5 @@ def expected_size(model: str, kv: int | str | None) -> int:
 def make_service(llm: AsyncLLM, name: str, settings: ServerSettings, figures: ServerMetrics) -> Service:
     """Return a model with its metrics, ready to be served."""
     metrics = ModelMetrics(figures, name)
-    llm.observer = metrics
+    llm.requests.observer = metrics
     return Service(llm, name, settings, metrics)
