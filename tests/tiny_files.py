@@ -12,19 +12,20 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.unit.vocabularies import CONTROL, byte_level
+from tests.unit.vocabularies import CONTROL, UNUSED, byte_level
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 32, 2, 4, 2, 48
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads and MLP columns of each layer."""
+    """Heads and MLP columns of each layer. unused: tokens that no text has, at the end of the vocabulary."""
 
     heads: int = HEADS
     kv_heads: int = KV_HEADS
     head_dim: int = HIDDEN // HEADS
     ffn: int = FFN
+    unused: int = 0
 
 
 TEMPLATE = (
@@ -65,7 +66,7 @@ def write_tiny_gguf(
     writer.add_key_length(sizes.head_dim)
     writer.add_value_length(sizes.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
-    _add_vocabulary(writer, template, control)
+    _add_vocabulary(writer, template, control, sizes.unused)
     if mask is not None:
         writer.add_mask_token_id(mask)
     tensors = _tensors(seed, layers, sizes)
@@ -86,8 +87,12 @@ def _vocabulary() -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in byte_level().items()}
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str | None) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str | None, unused: int) -> None:
     vocabulary = _vocabulary()
+    if unused:
+        kinds = [*vocabulary["tokenizer.ggml.token_type"], *[UNUSED] * unused]
+        tokens = [*vocabulary["tokenizer.ggml.tokens"], *_unused(unused)]
+        vocabulary = {**vocabulary, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": np.array(kinds)}
     if control is not None:
         kinds = [*vocabulary["tokenizer.ggml.token_type"][:-1], CONTROL]
         tokens = [*vocabulary["tokenizer.ggml.tokens"][:-1], control]
@@ -102,10 +107,14 @@ def _add_vocabulary(writer: gguf.GGUFWriter, template: str | None, control: str 
         writer.add_chat_template(template)
 
 
+def _unused(count: int) -> list[str]:
+    return [f"<unused{number}>" for number in range(count)]
+
+
 def _tensors(seed: int, layers: int, sizes: Sizes) -> Tensors:
     """Random weights. The head gives every token that is not plain text the logit 0, far below the best of the others."""
     rng = np.random.default_rng(seed)
-    tokens = _vocabulary()["tokenizer.ggml.tokens"]
+    tokens = [*_vocabulary()["tokenizer.ggml.tokens"], *_unused(sizes.unused)]
     heads, kv = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     shapes = {
         "attn_q": (heads, HIDDEN),

@@ -387,7 +387,7 @@ class LLM:
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         self.runner.exits = None if self.classifier is None else self.classifier.exits
         scheduler = dataclasses.replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
-        executor = InProcess(self.runner) if recipe.layers is None else pipeline_executor(recipe, self.runner, plan, scheduler)
+        executor = InProcess(self.runner) if recipe.layers is None else pipeline_executor(recipe, self.runner, plan)
         return Engine(
             executor,
             EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, settings.enable_prefix_caching)),

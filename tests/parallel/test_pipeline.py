@@ -3,8 +3,7 @@
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -16,69 +15,26 @@ import pytest
 
 from headrace import core
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.params import SamplingParams
 from headrace.data.plan import RankLostError
 from headrace.llm import LLM
 from headrace.parallel.pipeline import executor
 from headrace.parallel.pipeline.cut import cut_layers
 from headrace.parallel.pipeline.executor import PipelineExecutor, StageProcess
 from headrace.parallel.pipeline.link import RowSlots
+from tests.parallel.engines import PROMPTS, everything, no_process_is_left, opened
 from tests.tiny_files import write_tiny_gguf
+
+__all__ = ["no_process_is_left"]
 
 needs_core = pytest.mark.skipif(not core.available(), reason=core.reason() or "native")
 
 LAYERS = 5
-PROMPTS = ["The mill by the river", "a b a b a b a b", "x" * 90]
-JSON = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
-METHODS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=20),
-    "sampled": SamplingParams(temperature=0.9, top_p=0.9, max_tokens=20, seed=3),
-    "several": SamplingParams(n=3, temperature=1.0, max_tokens=12, seed=5),
-    "beams": BeamSearchParams(beam_width=3, n=2, max_tokens=12),
-    "grammar": SamplingParams(structured_outputs=JSON, temperature=0.7, max_tokens=24, seed=2),
-    "contrastive search": SamplingParams(penalty_alpha=0.6, top_k=4, max_tokens=10),
-    "prompt scores": SamplingParams(prompt_logprobs=2, logprobs=2, temperature=0.0, max_tokens=4),
-}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", context=512, layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    before = children()
-    yield
-    deadline = time.monotonic() + 10
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not children() - before
-
-
-def children() -> set[str]:
-    """Ids of the processes that this one has started and not reaped."""
-    return {
-        pid for task in os.listdir("/proc/self/task") for pid in Path(f"/proc/self/task/{task}/children").read_text().split()
-    }
-
-
-def opened(model: Path, **settings: Any) -> LLM:
-    small = {"backend": "native", "threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_cache_memory": "8MiB"}
-    return LLM(model, **small | settings)
-
-
-def everything(llm: LLM) -> dict[str, Any]:
-    """The outputs of all methods, which run together."""
-    each = [(name, prompt, params) for name, params in METHODS.items() for prompt in PROMPTS]
-    outputs = llm.generate([prompt for _, prompt, _ in each], [params for *_, params in each])
-    found = {}
-    for (name, prompt, _), output in zip(each, outputs, strict=True):
-        assert output.error is None, (name, output.error)
-        scores = [one and one.logprob for one in output.prompt_logprobs or ()]
-        found[f"{name} of {prompt}"] = [one.token_ids for one in output.outputs], scores
-    found["embedding"] = [list(one.values) for one in llm.embed(PROMPTS)]
-    return found
 
 
 @needs_core
@@ -171,7 +127,6 @@ def test_a_stage_that_hangs_ends_the_engine(model: Path, monkeypatch: pytest.Mon
         llm.add("The river", SamplingParams(max_tokens=100, ignore_eos=True))
         with pytest.raises(RankLostError, match=r"no rows for 0 s: a stage of the pipeline hangs|does not answer"):
             finish(llm)
-        os.kill(pid, signal.SIGCONT)
 
 
 @needs_core

@@ -185,8 +185,8 @@ def test_a_follower_that_dies_while_loading(model: Path, monkeypatch: pytest.Mon
     started: list[lead.Follower] = []
     start = lead.start
 
-    def start_and_kill(message: lead.Load, region: int) -> lead.Follower:
-        started.append(start(message, region))
+    def start_and_kill(*arguments: Any) -> lead.Follower:
+        started.append(start(*arguments))
         started[-1].process.kill()
         return started[-1]
 
@@ -198,9 +198,8 @@ def test_a_follower_that_dies_while_loading(model: Path, monkeypatch: pytest.Mon
 
 def test_a_follower_with_a_problem_is_quoted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = lead.start
-    monkeypatch.setattr(
-        lead, "start", lambda message, region: start(lead.msgspec.structs.replace(message, model="/nowhere.gguf"), region)
-    )
+    elsewhere = {"model": "/nowhere.gguf"}
+    monkeypatch.setattr(lead, "start", lambda load, *more: start(lead.msgspec.structs.replace(load, **elsewhere), *more))
     with pytest.raises(ValueError, match=r"rank 1 of 2 did not load its share: .*nowhere\.gguf"):
         LLM(model, tp=2, **GIVEN)
 
@@ -239,7 +238,7 @@ def test_draft_heads_with_a_layer_are_refused(model: Path, tmp_path: Path) -> No
 def test_more_threads_than_processors_are_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     threads = len(host.processors())
     with LLM(model, tp=2, **{**GIVEN, "threads": threads}):
-        assert "ranks wait for each other" in caplog.text
+        assert f"2 processes of {threads} threads share {threads} cores and wait for each other" in caplog.text
 
 
 def test_the_table_of_refusals_is_the_code() -> None:

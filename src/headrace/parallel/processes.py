@@ -13,7 +13,7 @@ SECRETS = ("HEADRACE_API_KEY",)  # environment variables that they do not get
 def start_module(module: str, arguments: Sequence[int], descriptors: Sequence[int], **more: Any) -> "subprocess.Popen[bytes]":
     """Start `python -m MODULE ARGUMENTS` with this process's import paths and open `descriptors`, but without its keys.
 
-    A Ctrl-C does not reach it. more: arguments of Popen. Raises OSError.
+    It leads a session of its own, so a Ctrl-C does not reach it. more: arguments of Popen. Raises OSError.
     """
     environment = {name: value for name, value in os.environ.items() if name not in SECRETS}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -22,8 +22,7 @@ def start_module(module: str, arguments: Sequence[int], descriptors: Sequence[in
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,
-        **more,
+        **{"start_new_session": True, **more},
     )
 
 

@@ -15,8 +15,9 @@ from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, UPPER
 from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, ModelSettings
 from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
-from headrace.parallel.ranks.lead import Lead
+from headrace.parallel.ranks.lead import lead
 from headrace.parallel.ranks.refusals import unsupported_reason
+from headrace.parallel.ranks.seats import warn_if_crowded
 from headrace.runner.early_exit import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
@@ -84,7 +85,7 @@ def _start_ranks(recipe: Recipe) -> Started:
     if problem := unsupported_reason(recipe) or native.unsupported_reason(recipe):
         raise ValueError(problem)
     try:
-        return _start(native, replace(recipe, start_ranks=Lead))
+        return _start(native, replace(recipe, start_ranks=lead))
     except RecordError as error:
         raise ValueError(f"tp={recipe.settings.tp}: {error}; leave tp out") from None
 
@@ -162,6 +163,7 @@ def _check(recipe: Recipe) -> None:
 
 def _start(offer: Backend, recipe: Recipe) -> Started:
     """Load all programs into one runner. Memory for the hidden states of contrastive search is checked at their first use."""
+    warn_if_crowded(recipe.settings)
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
     companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]

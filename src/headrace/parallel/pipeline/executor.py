@@ -8,6 +8,7 @@ Source: Huang et al., "GPipe", arXiv 1811.06965 (micro-batches through stages; i
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -67,14 +68,14 @@ class StageProcess:
         code = self._process.returncode
         return SILENT if code is None else f"ended ({ending(code)})"
 
-    def close(self) -> None:
-        """Close the socket, on which the process ends; kill it if it does not."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Close the socket, on which the process ends. After `patience` seconds kill it and the ranks that it leads."""
         self._sock.close()
-        try:
-            self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 class StageTicket:
@@ -108,10 +109,10 @@ class PipelineExecutor:
         try:
             self._start(stages[:-1], template, width)
         except (RankLostError, OSError) as error:
-            self._end_stages()
+            self.close()
             raise ValueError(f"the stages cannot be started: {error}") from None
         except BaseException:
-            self._end_stages()
+            self.close()
             raise
 
     def _start(self, stages: tuple[Stage, ...], template: Start, width: int) -> None:
@@ -124,7 +125,7 @@ class PipelineExecutor:
                 closing.callback(os.close, rows_out)
                 descriptors = [fd for fd in (source, rows_in, theirs.fileno(), rows_out) if fd >= 0]
                 self._stages.append(StageProcess(stage, descriptors))
-                layers = {"first": stage.layers.start, "last": stage.layers.stop}
+                layers = {"number": stage.number, "first": stage.layers.start, "last": stage.layers.stop}
                 ends = {"source": source, "rows_in": rows_in, "out": theirs.fileno(), "rows_out": rows_out}
                 self._stages[-1].send(msgspec.structs.replace(template, **layers, **ends))
                 source, rows_in = ours.fileno(), rows_out
@@ -138,8 +139,11 @@ class PipelineExecutor:
         if plan.model:
             return Done(None, ValueError("a pipeline runs the target alone"))
         sent = without_wants(plan)
-        for stage in self._stages:
-            stage.send(sent)
+        try:
+            for stage in self._stages:
+                stage.send(sent)
+        except RankLostError as error:
+            raise self._lose(error) from None
         return StageTicket(self, plan)
 
     def finish(self, plan: StepPlan) -> StepOutput:
@@ -148,15 +152,22 @@ class PipelineExecutor:
         self._received.step = plan.step
         try:
             output = self.runner.execute(plan)
+        except RankLostError as error:
+            raise self._lose(error) from None
         except (Closed, OSError) as error:
-            self._lost = RankLostError(self._reason(error))
-            raise self._lost from None
+            raise self._lose(RankLostError(self._reason(error))) from None
         self._ended = time.monotonic()
         output.seconds = self._ended - began
         if self.trace is not None and plan.feeds:
             earlier = self._received.times
             self.trace.append([*earlier, (max(began, earlier[-1][1]), self._ended)])
         return output
+
+    def _lose(self, error: RankLostError) -> RankLostError:
+        """End the other stages after a part of the model was lost. Returns the error to raise, now and for later steps."""
+        self._lost = error
+        self._end_stages(patience=0.0)
+        return error
 
     def _reason(self, error: Exception) -> str:
         """Which stage is lost, for one line."""
@@ -177,6 +188,6 @@ class PipelineExecutor:
         self._end_stages()
         self.runner.close()
 
-    def _end_stages(self) -> None:
-        for stage in self._stages:
-            stage.close()
+    def _end_stages(self, patience: float = PATIENCE) -> None:
+        while self._stages:
+            self._stages.pop().close(patience)

@@ -21,14 +21,19 @@ T = TypeVar("T")
 class Start(msgspec.Struct):
     """The first message to a stage's process: what to load, and its connections. Descriptors are numbers in that process.
 
+    depth: number of stages, and steps under way; slot: rows of one of them. tp: ranks of the stage; patience: seconds without
+    progress after which one is lost. number: of the stage; first, last: its layers [first, last).
     source, out: sockets from the stage before (-1: the first stage) and to the stage behind. rows_in, rows_out: descriptors of
-    their regions. depth: steps under way; slot: rows of one of them.
+    their regions.
     """
 
     model: str
     settings: TargetSettings
     depth: int
     slot: int
+    tp: int
+    patience: float
+    number: int = 0
     first: int = 0
     last: int = 0
     source: int = -1
@@ -46,12 +51,16 @@ class Loaded(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """Message to the stage behind at the end of a step: `rows` hidden rows are in the step's slot. error: why it failed. times:
-    begin and end of the step on each stage so far, in seconds of the host's monotonic clock."""
+    """Message to the stage behind at the end of a step: `rows` hidden rows are in the step's slot.
+
+    error: why the step failed; lost: a rank is lost, so later steps fail, too. times: begin and end of the step on each stage
+    before, and on this one, in seconds of the host's monotonic clock.
+    """
 
     step: int
     rows: int = 0
     error: str = ""
+    lost: bool = False
     times: list[tuple[float, float]] = []
 
 

@@ -1,23 +1,20 @@
 """From a recipe to a pipeline: what cannot run in one, the last stage's recipe, and the executor."""
 
-import logging
 from dataclasses import replace
 
 import msgspec
 
-from headrace import host
 from headrace.backends.memory import MemoryPlan
 from headrace.backends.native.offer import target_settings
 from headrace.backends.recipe import BLOCKS, EXITS, HEADS, SELF, Recipe
-from headrace.data.config import SchedulerConfig
-from headrace.data.plan import AMATEUR, CASCADE, DRAFT, MAX_NODES
+from headrace.data.plan import AMATEUR, CASCADE, DRAFT
 from headrace.engine.executor import PlanRunner
 from headrace.parallel.pipeline.cut import Stage, cut_layers
 from headrace.parallel.pipeline.executor import PipelineExecutor
 from headrace.parallel.pipeline.link import Start
 from headrace.parallel.pipeline.stage import Received
-
-log = logging.getLogger("headrace")
+from headrace.parallel.ranks import lead
+from headrace.parallel.ranks.seats import threads_of_process
 
 CHUNK = 256  # default tokens of a step: chunks of a long prompt are the micro-batches
 # Roles that need rows of layers which another process holds, and the setting that names each.
@@ -60,17 +57,12 @@ def last_stage(recipe: Recipe) -> Recipe:
     if why := refusal(recipe):
         raise ValueError(why)
     settings, stages = recipe.settings, stages_of(recipe)
-    cores = host.cores()
-    threads = settings.threads or max(1, cores // settings.pp)
-    if threads * settings.pp > cores:
-        log.warning("%d stages of %d threads share %d cores and wait for each other", settings.pp, threads, cores)
-    settings = msgspec.structs.replace(
-        settings, threads=threads, max_num_batched_tokens=settings.max_num_batched_tokens or CHUNK
-    )
+    chunk = settings.max_num_batched_tokens or CHUNK
+    settings = msgspec.structs.replace(settings, threads=threads_of_process(settings), max_num_batched_tokens=chunk)
     return replace(recipe, settings=settings, layers=stages[-1].layers, inputs=Received())
 
 
-def pipeline_executor(recipe: Recipe, runner: PlanRunner, plan: MemoryPlan, scheduler: SchedulerConfig) -> PipelineExecutor:
+def pipeline_executor(recipe: Recipe, runner: PlanRunner, plan: MemoryPlan) -> PipelineExecutor:
     """Start the processes of the other stages. recipe: of `last_stage`, as it was loaded. Raises ValueError."""
     settings, target = recipe.settings, recipe.target
     assert isinstance(recipe.inputs, Received)
@@ -78,6 +70,8 @@ def pipeline_executor(recipe: Recipe, runner: PlanRunner, plan: MemoryPlan, sche
         model=str(target.path),
         settings=target_settings(recipe, plan),
         depth=settings.pp,
-        slot=scheduler.max_num_batched_tokens + MAX_NODES * scheduler.max_num_seqs,
+        slot=lead.most_rows(recipe),
+        tp=settings.tp,
+        patience=lead.PATIENCE,
     )
     return PipelineExecutor(runner, recipe.inputs, stages_of(recipe), template, target.config.hidden_size)

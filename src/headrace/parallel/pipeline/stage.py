@@ -16,9 +16,12 @@ import numpy as np
 
 from headrace.backends.native.offer import load_target
 from headrace.backends.native.program import NativeProgram
-from headrace.data.plan import Feed, StepPlan
+from headrace.backends.protocol import RankGroup
+from headrace.data.plan import Feed, RankLostError, StepPlan
 from headrace.models.configs import read_config
 from headrace.parallel.pipeline.link import Closed, Loaded, Ready, RowSlots, Start, receive, send
+from headrace.parallel.ranks.follower import Load
+from headrace.parallel.ranks.lead import Lead
 from headrace.runner.runner import Slots
 from headrace.runner.span import WHOLE
 from headrace.weights.schemes.folder import open_weights
@@ -46,7 +49,7 @@ class Received:
     def rows(self, *_: object) -> np.ndarray:
         """The rows [n, hidden] of the current step, as soon as the stage before has ended it.
 
-        Raises StageError with its error, Closed if it is gone, OSError.
+        Raises StageError with its error, RankLostError if it has lost a rank, Closed if it is gone, OSError.
         """
         assert self._socket is not None
         assert self._slots is not None
@@ -54,7 +57,7 @@ class Received:
         while ready.step < self.step:  # of a step that failed here before it came to its rows
             ready = receive(self._socket, Ready)
         if ready.error:
-            raise StageError(ready.error)
+            raise (RankLostError if ready.lost else StageError)(ready.error)
         self.times = ready.times
         return self._slots.of(ready.step, ready.rows)
 
@@ -108,12 +111,19 @@ def load(start: Start) -> tuple[NativeProgram, Received | None]:
     """The stage's program, and its source. Raises ValueError, WeightError."""
     weights = open_weights(Path(start.model))
     config, source = read_config(weights), None
+    group: RankGroup | None = None
     if start.source >= 0:
         source = Received()
         rows = RowSlots(start.rows_in, start.depth, start.slot, config.hidden_size)
         source.connect(socket.socket(fileno=start.source), rows)
-    program = load_target(config, weights, start.settings, inputs=source, layers=range(start.first, start.last))
+    if start.tp > 1:
+        layers, patience = (start.first, start.last), start.patience
+        message = Load(model=start.model, world=start.tp, settings=start.settings, patience=patience, layers=layers)
+        group = Lead(message, config, start.slot, start.number, start.depth)
+    program = load_target(config, weights, start.settings, group, inputs=source, layers=range(start.first, start.last))
     program.weights.pack()
+    if group is not None:
+        group.ready()
     return program, source
 
 
@@ -140,8 +150,8 @@ def serve(control: socket.socket) -> None:
         except (Closed, OSError):
             return
         except Exception as error:
-            # The leader raises it; the plan's requests are retried.
-            done.error = str(error)
+            # The engine's process raises it. If no rank is lost, the plan's requests are retried.
+            done.error, done.lost = str(error), isinstance(error, RankLostError)
         if plan.feeds:
             send(out, done)
 

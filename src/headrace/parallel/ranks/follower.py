@@ -26,15 +26,16 @@ LONGEST = 1 << 16  # bytes of a message
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a follower. model: path of the files. processors: to run on, empty for any. patience: seconds without
-    progress of another rank after which it is lost."""
+    """First message to a follower. model: path of the files. layers: first and end of those that the group runs, None for all.
+    processors: to run on, empty for any. patience: seconds without progress of another rank after which it is lost."""
 
     model: str
-    rank: int
     world: int
     settings: TargetSettings
-    processors: list[int]
     patience: float
+    layers: tuple[int, int] | None = None
+    rank: int = 0
+    processors: list[int] = []
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ def main(fd: int, region: int) -> int:
         config = read_config(source)
         ranks = core.module().Ranks(core.module().Region.open(region), message.rank, message.patience)
         group: RankGroup = Membership(Share(message.rank, message.world, config), ranks)
-        program = load_target(config, source, message.settings, group)
+        layers = None if message.layers is None else range(*message.layers)
+        program = load_target(config, source, message.settings, group, layers=layers)
         program.weights.pack()
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         leader.send(msgspec.msgpack.encode(Loaded(" ".join(str(error).split()) or type(error).__name__)))

@@ -1,7 +1,6 @@
 """The first rank of a model: it starts the processes of the others, and ends them."""
 
 import contextlib
-import logging
 import socket
 import subprocess
 import weakref
@@ -12,14 +11,12 @@ import msgspec
 from headrace import core, host
 from headrace.backends.native.offer import TargetSettings
 from headrace.backends.recipe import Recipe
-from headrace.data.config import SchedulerConfig
+from headrace.data.config import ModelConfig, SchedulerConfig
 from headrace.data.plan import MAX_NODES, RankLostError
 from headrace.parallel.processes import ending, start_module
 from headrace.parallel.ranks.follower import LONGEST, Load, Loaded
 from headrace.parallel.ranks.seats import seats
 from headrace.parallel.ranks.share import Share
-
-log = logging.getLogger("headrace")
 
 MODULE = "headrace.parallel.ranks.follower"
 PATIENCE = 30.0  # seconds without progress of a rank, after which it is lost
@@ -59,32 +56,25 @@ class Follower:
 class Lead:
     """The group of ranks as its first rank sees it (`backends.protocol.RankGroup`)."""
 
-    def __init__(self, recipe: Recipe, settings: TargetSettings) -> None:
-        """Start a process for each other rank of the recipe's target. Raises ValueError if one cannot be started."""
-        world, config = recipe.settings.tp, recipe.target.config
-        self.share = Share(0, world, config)
-        places = seats(world, settings.threads, host.processors())
-        if not places[0]:
-            log.warning(
-                "tp=%d with %d threads each on %d processors: ranks wait for each other, and one rank is faster",
-                *(world, settings.threads, len(host.processors())),
-            )
-        region = core.module().Region(world, rows=most_rows(recipe), width=config.hidden_size, vocab=config.vocab_size)
+    def __init__(self, load: Load, config: ModelConfig, rows: int, stage: int = 0, stages: int = 1) -> None:
+        """Start a process for each other rank. Raises ValueError if one cannot be started.
+
+        load: message to the others, without rank and processors. rows: most rows of a step. stage, stages: number of the
+        pipeline's stage that the group runs, and how many stages share the processors.
+        """
+        self.share = Share(0, load.world, config)
+        self._place = "" if stages == 1 else f"stage {stage}, "
+        places = seats(stages * load.world, load.settings.threads, host.processors())[stage * load.world :]
+        region = core.module().Region(load.world, rows=rows, width=config.hidden_size, vocab=config.vocab_size)
         self._followers: list[Follower] = []
         # Also ends them when the program goes away without `close`.
         self._end = weakref.finalize(self, end_all, self._followers)
         try:
-            self.core = core.module().Ranks(region, 0, PATIENCE)
-            for rank in range(1, world):
-                message = Load(
-                    model=str(recipe.target.path),
-                    rank=rank,
-                    world=world,
-                    settings=settings,
-                    processors=places[rank],
-                    patience=PATIENCE,
-                )
-                self._followers.append(start(message, region.descriptor))
+            self.core = core.module().Ranks(region, 0, load.patience)
+            for rank in range(1, load.world):
+                message = msgspec.structs.replace(load, rank=rank, processors=places[rank])
+                # The processes of a stage are one process group, which the engine can kill with the stage.
+                self._followers.append(start(message, region.descriptor, stage == stages - 1))
         except BaseException:
             self._end()
             raise
@@ -92,11 +82,12 @@ class Lead:
     def ready(self) -> None:
         for follower in self._followers:
             if problem := follower.receive():
-                raise ValueError(f"rank {follower.rank} of {self.share.world} did not load its share: {problem}")
+                rank = f"{self._place}rank {follower.rank} of {self.share.world}"
+                raise ValueError(f"{rank} did not load its share: {problem}")
 
     def lost(self, error: Exception) -> RankLostError:
         self._end()
-        return RankLostError(f"{error}; the model is closed, open it again")
+        return RankLostError(f"{self._place}{error}; the model is closed, open it again")
 
     def close(self) -> None:
         if not self._end.alive:
@@ -109,6 +100,14 @@ class Lead:
         self._end()
 
 
+def lead(recipe: Recipe, settings: TargetSettings) -> Lead:
+    """Start the other ranks of a recipe's target, or of a pipeline's last stage. Raises ValueError."""
+    config, asked = recipe.target.config, recipe.settings
+    layers = None if recipe.layers is None else (recipe.layers.start, recipe.layers.stop)
+    load = Load(model=str(recipe.target.path), world=asked.tp, settings=settings, patience=PATIENCE, layers=layers)
+    return Lead(load, config, most_rows(recipe), asked.pp - 1, asked.pp)
+
+
 def most_rows(recipe: Recipe) -> int:
     """Most rows of a step: the tokens of a step, and a full draft for each sequence."""
     settings = recipe.settings
@@ -116,12 +115,13 @@ def most_rows(recipe: Recipe) -> int:
     return budget.max_num_batched_tokens + settings.max_num_seqs * (MAX_NODES + 1)
 
 
-def start(message: Load, region: int) -> Follower:
-    """Start a follower. Raises ValueError."""
+def start(message: Load, region: int, new_session: bool = True) -> Follower:
+    """Start a follower, in a session of its own if `new_session`. Raises ValueError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors = [theirs.fileno(), region]
     try:
-        process = start_module(MODULE, descriptors, descriptors, stdout=subprocess.DEVNULL)
+        session = {"start_new_session": new_session}
+        process = start_module(MODULE, descriptors, descriptors, stdout=subprocess.DEVNULL, **session)
     except OSError as error:
         ours.close()
         raise ValueError(f"the process of rank {message.rank} cannot be started ({error.strerror or error})") from None

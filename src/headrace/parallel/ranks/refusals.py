@@ -32,7 +32,6 @@ def _act_order(recipe: Recipe) -> bool:
 
 
 REFUSALS = (
-    Refusal("a pipeline (pp)", "choose tp or pp", lambda recipe: recipe.layers is not None),
     Refusal("an encoder", "run one process: leave tp out", lambda recipe: recipe.target.config.encoder),
     Refusal("an encoder-decoder", "run one process: leave tp out", lambda recipe: recipe.target.config.source is not None),
     Refusal(
