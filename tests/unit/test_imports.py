@@ -51,7 +51,8 @@ ROOMS = {
     "startup": "parallel.ranks parallel.pipeline.cut backends.eager backends.native backends startup.opening "
     "runner drafting decoding "
     "text weights.parts models kv weights confined core host data",
-    "parallel": "parallel.pipeline.cut parallel.processes engine backends backends.native runner models weights host data",
+    "parallel": "parallel.pipeline.cut parallel.processes parallel.ranks engine backends backends.native runner models "
+    "weights data",
     "llm": "parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from headrace import host
 from headrace.backends import memory
 from headrace.backends.eager.offer import EagerBackend
-from headrace.backends.native.offer import NativeBackend
+from headrace.backends.native.offer import NativeBackend, threads_of_process
 from headrace.backends.protocol import Backend, LoadedPrograms
 from headrace.backends.recipe import EXITS, Recipe, Role
 from headrace.data.config import parse_bytes
@@ -17,7 +18,6 @@ from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
 from headrace.parallel.ranks.lead import lead
 from headrace.parallel.ranks.refusals import unsupported_reason
-from headrace.parallel.ranks.seats import warn_if_crowded
 from headrace.runner.early_exit import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
@@ -163,7 +163,7 @@ def _check(recipe: Recipe) -> None:
 
 def _start(offer: Backend, recipe: Recipe) -> Started:
     """Load all programs into one runner. Memory for the hidden states of contrastive search is checked at their first use."""
-    warn_if_crowded(recipe.settings)
+    _warn_if_crowded(recipe.settings)
     loaded = offer.load(recipe)
     target, *beside = recipe.roles
     companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]
@@ -177,6 +177,14 @@ def _start(offer: Backend, recipe: Recipe) -> Started:
     if UPPER in runner.kept and not recipe.propagates:
         runner.reserve(UPPER)
     return Started(recipe, offer.name, offer.row_invariant, runner, loaded.plan, loaded.dtype)
+
+
+def _warn_if_crowded(settings: ModelSettings) -> None:
+    """Log a warning if the ranks and stages of a model have more threads than there are cores."""
+    processes, threads, cores = settings.tp * settings.pp, threads_of_process(settings), host.cores()
+    if processes > 1 and processes * threads > cores:
+        text = "%d processes of %d threads share %d cores and wait for each other; one process is faster"
+        log.warning(text, processes, threads, cores)
 
 
 def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit:

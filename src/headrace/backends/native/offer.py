@@ -13,9 +13,9 @@ from headrace.backends.protocol import LoadedPrograms, RankGroup
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
 from headrace.data.plan import MAX_NODES, TARGET
+from headrace.data.settings import ModelSettings
 from headrace.kv.layout import kv_shape
 from headrace.models.registry import describe
-from headrace.parallel.ranks.seats import threads_of_process
 from headrace.parallel.ranks.share import Share
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.source import WeightSource
@@ -60,6 +60,14 @@ def target_settings(recipe: Recipe, plan: memory.MemoryPlan) -> TargetSettings:
         num_blocks=plan.num_blocks,
         max_positions=plan.max_model_len + MAX_NODES,
     )
+
+
+def threads_of_process(settings: ModelSettings) -> int:
+    """Threads of each rank and stage; 0, one for each core, for a model in one process."""
+    processes = max(1, settings.tp * settings.pp)
+    if settings.threads is not None or processes == 1:
+        return settings.threads or 0
+    return max(1, core.processors() // processes)
 
 
 def _centre(config: ModelConfig, source: WeightSource) -> np.ndarray | None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from headrace.backends.memory import MemoryPlan
-from headrace.backends.native.offer import target_settings
+from headrace.backends.native.offer import target_settings, threads_of_process
 from headrace.backends.recipe import BLOCKS, EXITS, HEADS, SELF, Recipe
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT
 from headrace.engine.executor import PlanRunner
@@ -14,7 +14,6 @@ from headrace.parallel.pipeline.executor import PipelineExecutor
 from headrace.parallel.pipeline.link import Start
 from headrace.parallel.pipeline.stage import Received
 from headrace.parallel.ranks import lead
-from headrace.parallel.ranks.seats import threads_of_process
 
 CHUNK = 256  # default tokens of a step: chunks of a long prompt are the micro-batches
 # Roles that need rows of layers which another process holds, and the setting that names each.
