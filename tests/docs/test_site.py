@@ -1,5 +1,6 @@
 """The site builds offline without a warning, and its pages load nothing from another host."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -8,8 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
+from bs4.element import NavigableString
 
-from tests.docs.markdown import BAD, DOCS
+from tests.docs.markdown import BAD, CHINESE, DOCS
 
 # Markup and code that load a resource by an absolute address. Links (<a href>) load nothing.
 LOADS = re.compile(
@@ -77,6 +80,37 @@ def test_pages_are_in_the_language_of_their_folder(site: Path) -> None:
         pages = "".join(page.read_text("utf-8") for page in (site / name).rglob("*.html"))
         assert (f'placeholder="{texts[0]}"' in pages, f"<span>{texts[1]}</span>" in pages) == (True, True)
         assert (f'placeholder="{others[0]}"' in pages, f"<span>{others[1]}</span>" in pages) == (False, False)
+
+
+NAMES = {"Headrace", "Furo", "Copyright © the Headrace authors"}
+
+
+def words_of_the_theme(html: str) -> set[str]:
+    """Texts, labels and hints without a Chinese character that are not of the page's own text: of the theme."""
+    page = BeautifulSoup(html, "html.parser")
+    hints = {str(tag[name]) for tag in page.find_all(True) for name in ("aria-label", "title", "placeholder") if tag.get(name)}
+    for own in page.select("article, .sidebar-tree a, .toc-tree, script, style"):
+        own.decompose()
+    texts = {" ".join(text.split()) for text in page.find_all(string=True) if type(text) is NavigableString}
+    return {text for text in texts | hints if re.search("[A-Za-z]", text) and not CHINESE.search(text)}
+
+
+def test_chinese_pages_show_no_english_word_of_the_theme(site: Path) -> None:
+    pages = sorted((site / "zh").rglob("*.html"))
+    assert site / "zh/search.html" in pages
+    assert set().union(*(words_of_the_theme(page.read_text("utf-8")) for page in pages)) - NAMES == set()
+    assert {"Back to top", "Menu", "Log", "Toggle Light / Dark / Auto color theme"} <= words_of_the_theme(
+        (site / "en/index.html").read_text("utf-8")
+    )
+
+
+def test_the_search_finds_chinese_words(site: Path) -> None:
+    """Words of two characters inside of a sentence are in the index; the page's script splits a query by the same rule."""
+    index = json.loads((site / "searchindex.js").read_text("utf-8").removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {"词元", "草稿", "密钥", "token"} <= index["terms"].keys()
+    assert "[...word.slice(1)].map" in (site / "_static/language_data.js").read_text("utf-8")
+    assert 'action="../search.html"' in (site / "en/learn/01-first-answer.html").read_text("utf-8").replace("../../", "../")
+    assert 'action="../search.html"' in (site / "zh/learn/01-first-answer.html").read_text("utf-8")
 
 
 def test_a_page_with_a_dead_anchor_fails_the_build(tmp_path: Path) -> None:
