@@ -1,4 +1,4 @@
-"""Tables of decoding methods and features in docs/en/reference/composition.md: each pair is tried with tiny models."""
+"""Decoding methods and the features they refuse in docs/en/reference/composition.md: each pair is tried with tiny models."""
 
 import json
 import tempfile
@@ -17,12 +17,12 @@ from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.workflows.cascade import Tier, answer
 from tests.leaving import write_exits
-from tests.pages import wrapped
+from tests.pages import item, wrapped
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 
-COLUMNS = 4  # methods of one table
 MASK = 3
+SOURCE = "a source (encoder-decoders)"
 PROPAGATED, QUERY = "early exit, propagated", "query cascade"
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -71,15 +71,14 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Who is asked: a model with an amateur and an exit, the same where rows that leave are propagated, and one with a smaller
-    model."""
+    """A model with an amateur and an exit, the same with propagated exits, and one with a smaller model."""
 
     plain: LLM
     propagating: LLM
     cascading: LLM
 
     def of(self, name: str, fields: dict[str, Any]) -> LLM:
-        """Who can do what a method and a feature ask for."""
+        """The model that has what a method and a feature need."""
         if "cascade_threshold" in fields:
             return self.cascading
         return self.propagating if name == PROPAGATED else self.plain
@@ -90,31 +89,30 @@ class Models:
 
 
 def table(decoders: Models, sources: Models) -> str:
-    """The tables and the reasons under them, in Markdown, of models that `opened` returns."""
-    reasons: dict[str, int] = {}
+    """For each method the features that it refuses, with the message, in Markdown, of models that `opened` returns."""
 
-    def cell(name: str, llm: LLM, feature: dict[str, Any]) -> str:
-        if name == QUERY and "processors" in feature:
-            return "–"
+    def message(name: str, llm: LLM, feature: dict[str, Any]) -> str:
         found = refusal(llm, METHODS[name], feature, through_tiers if name == QUERY else straight)
         field = next(iter(feature), "")
-        general = found.replace(field, "…") if "_" in field else found  # one reason for all fields
-        return f"no {reasons.setdefault(general, len(reasons) + 1)}" if found else "yes"
+        return found.replace(field, "…") if len(field) > 3 else found  # one message for all fields
 
-    rows: dict[str, list[str]] = {
-        "streamed": [_yes(name != QUERY and strategy_for(params_of(one)).streams) for name, one in METHODS.items()],
-        "optional drafts": [_yes(speculates(params_of(one))) for one in METHODS.values()],
-    }
-    for title, feature in FEATURES.items():
-        rows[title] = [cell(name, decoders.of(name, {**method, **feature}), feature) for name, method in METHODS.items()]
-    rows["from a source"] = [cell(name, sources.of(name, method), {}) for name, method in METHODS.items()]
-    parts = []
-    for first in range(0, len(METHODS), COLUMNS):
-        some = slice(first, first + COLUMNS)
-        head = [_row("", list(METHODS)[some]), "|---" * (len(list(METHODS)[some]) + 1) + "|"]
-        parts.append("\n".join([*head, *(_row(title, cells[some]) for title, cells in rows.items())]))
-    notes = "\n".join(wrapped(f"{number}. {reason}") for reason, number in reasons.items())
-    return "\n\n".join([*parts, notes])
+    methods: dict[str, list[str]] = {}  # refusals: the methods that have them
+    for name, method in METHODS.items():
+        refused: dict[str, list[str]] = {}
+        for title, feature in FEATURES.items():
+            if name == QUERY and "processors" in feature:
+                continue  # `answer` has no such argument
+            if found := message(name, decoders.of(name, {**method, **feature}), feature):
+                refused.setdefault(found, []).append(title)
+        if found := message(name, sources.of(name, method), {}):
+            refused.setdefault(found, []).append(SOURCE)
+        silent = [] if name != QUERY and strategy_for(params_of(method)).streams else ["no streaming"]
+        silent += [] if speculates(params_of(method)) else ["no optional drafts"]
+        lines = [f"* {'; '.join(silent)}"] if silent else []
+        lines += [item(", ".join(titles), f"“{found}”") for found, titles in refused.items()]
+        methods.setdefault("\n".join(lines), []).append(name)
+    tried = wrapped(f"Tried with each method: {', '.join([*FEATURES, SOURCE])}, streaming, optional drafts.")
+    return "\n\n".join([tried, *(f"### {', '.join(names)}\n\n{lines or '* all run'}" for lines, names in methods.items())])
 
 
 def speculates(params: SamplingParams) -> bool:
@@ -131,12 +129,12 @@ def straight(llm: LLM, prompt: str, params: SamplingParams, processors: Any) -> 
 
 
 def through_tiers(llm: LLM, prompt: str, params: SamplingParams, processors: Any) -> RequestOutput:
-    """Of a cascade whose first model is never sure: both are asked."""
+    """The answer of a cascade whose first model is never confident enough, so that both run."""
     return answer([Tier(llm, 1.01), Tier(llm)], [prompt], params)[0].output
 
 
 def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any], way: Way = straight) -> str:
-    """Why the pair is refused; empty where it runs. Anything but a refusal is raised."""
+    """Message with which the pair is refused; empty if it runs. Raises any other error."""
     fields = {"max_tokens": 4, **method, **feature}
     processors = fields.pop("processors", ())
     try:
@@ -146,14 +144,6 @@ def refusal(llm: LLM, method: dict[str, Any], feature: dict[str, Any], way: Way 
     assert output.error is None, (fields, output.error)
     assert output.finished
     return ""
-
-
-def _row(name: str, cells: list[str]) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _yes(answer: bool) -> str:
-    return "yes" if answer else "no"
 
 
 def opened(folder: Path, **settings: Any) -> tuple[Models, Models]:

@@ -77,7 +77,7 @@ def test_a_vote_is_the_share_of_equal_answers(small: LLM, large: LLM) -> None:
     [
         ({"score": "vote"}, PARAMS, "a vote needs several different answers"),
         ({"score": "most"}, PARAMS, "no score 'most'; use min, mean, low, vote"),
-        ({}, SamplingParams(n=2), "is of one answer"),
+        ({}, SamplingParams(n=2), "needs one answer"),
     ],
 )
 def test_scores_that_cannot_be(small: LLM, tier: dict[str, str], params: SamplingParams, says: str) -> None:

@@ -13,7 +13,7 @@ def test_the_table_is_not_stale(backend: str, tmp_path: Path) -> None:
     decoders, sources = opened(tmp_path, backend=backend, **({"dtype": "float64"} if backend == "torch" else {}))
     found = table(decoders, sources)
     assert found == written("composition"), stale("composition")
-    assert "no 1" in found
+    assert "* `logprobs`, `prompt_logprobs`, `logit_bias`" in found
     assert "beam search" in refusal(decoders.plain, {"beam_width": 2}, {"top_p": 0.5})
     decoders.close()
     sources.close()

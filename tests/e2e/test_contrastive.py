@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused(expert: Model) -> None:
         (lambda: SEARCH.replace(repetition_penalty=1.2, min_p=0.1), "leave out min_p, repetition_penalty"),
         (lambda: SEARCH.replace(n=2), "has one answer"),
         (lambda: DECODING.replace(contrastive_alpha=1.5), "contrastive_alpha must be between"),
-        (lambda: DECODING.replace(prompt_logprobs=0), "leave contrastive_beta out"),
+        (lambda: DECODING.replace(prompt_logprobs=0), "leave contrastive_beta or prompt_logprobs out"),
     ]
     for make, message in refused:
         with pytest.raises(ParamError, match=message):

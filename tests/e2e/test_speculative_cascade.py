@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused(large: Model, capsys: pytest.CaptureFixture[s
         ({"defer_rule": "best"}, "defer_rule must be chow or opt, not 'best'"),
         ({"defer_rule": "opt", "defer_at": 1.5}, "defer_at must be between -1 and 1"),
         ({"defer_rule": "opt", "contrastive_beta": 0.5}, "leave contrastive_beta or defer_rule out"),
-        ({"defer_rule": "opt", "prompt_logprobs": 0}, "leave defer_rule out"),
+        ({"defer_rule": "opt", "prompt_logprobs": 0}, "leave defer_rule or prompt_logprobs out"),
         ({"defer_rule": "opt", "penalty_alpha": 0.5, "top_k": 4}, "leave out defer_rule"),
     ):
         with pytest.raises(ParamError, match=says):

@@ -262,7 +262,7 @@ def test_the_order_of_the_stages():
         ({"top_n_sigma": -1}, "top_n_sigma must be between 0"),
         ({"mirostat_tau": 101}, "mirostat_tau must be between 0"),
         ({"mirostat_eta": 2}, "mirostat_eta must be between 0 and 1"),
-        ({"mirostat_tau": 5.0, "temperature": 0.0}, "needs a temperature"),
+        ({"mirostat_tau": 5.0, "temperature": 0.0}, "needs sampling"),
         ({"mirostat_tau": 5.0, "top_k": 40}, "set top_k to 0"),
         ({"mirostat_tau": 5.0, "top_p": 0.9}, "set top_p to 1.0"),
         ({"n": 3, "best_of": 2}, "best_of must be between n"),

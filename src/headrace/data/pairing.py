@@ -40,7 +40,7 @@ def check_refine(params: Any) -> None:
         return
     if given := ignored_fields(params, REFINE):
         raise ParamError(
-            "refine_block", f"refine takes the likeliest tokens of a block together; leave out {', '.join(given)}, or refine"
+            "refine_block", f"refine fills a block with its most probable tokens; leave out {', '.join(given)}, or refine"
         )
     length = params.refine.length
     if length is not None and (params.max_tokens is None or params.max_tokens > length):
@@ -53,25 +53,23 @@ def check_mirostat(params: Any) -> None:
         return
     if params.verification != "noise":
         raise ParamError(
-            "verification", "mirostat steers by what was drawn, which a draft does not know; leave verification at noise"
+            "verification", "mirostat_tau needs the sampled tokens, which a draft does not have; set verification to noise"
         )
     if params.greedy:
-        raise ParamError("mirostat_tau", "mirostat_tau steers a draw and needs a temperature of 0.01 or more")
+        raise ParamError("mirostat_tau", "mirostat_tau needs sampling; set temperature to 0.01 or more")
     kind: type[msgspec.Struct] = type(params)
     for one in declared(kind):
         if Use.FILTER in one.field.use and getattr(params, one.name) != one.default:
-            raise ParamError("mirostat_tau", f"mirostat_tau chooses the tokens itself; set {one.name} to {one.default}")
+            raise ParamError("mirostat_tau", f"mirostat_tau replaces {one.name}; set {one.name} to {one.default}")
 
 
 def check_contrast(params: Any) -> None:
     """Check contrastive decoding, cascades with an amateur, and contrastive search."""
     if params.combined is not None and params.prompt_logprobs is not None:
         name = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise ParamError(name, f"prompt_logprobs are of one model; leave {name} out")
+        raise ParamError(name, f"prompt_logprobs are one model's, and {name} combines two; leave {name} or prompt_logprobs out")
     if params.contrastive_beta is not None and params.defer_rule is not None:
-        raise ParamError(
-            "contrastive_beta", "an amateur is contrasted with, or deferred from; leave contrastive_beta or defer_rule out"
-        )
+        raise ParamError("contrastive_beta", "two uses of one amateur model; leave contrastive_beta or defer_rule out")
     if not params.penalty_alpha:
         return
     if not 2 <= params.top_k <= MAX_CANDIDATES:
@@ -84,7 +82,7 @@ def check_contrast(params: Any) -> None:
     if given := ignored_fields(params, SEARCH):
         raise ParamError(
             given[0],
-            f"contrastive search chooses by probability and likeness alone; leave out {', '.join(given)}, or penalty_alpha",
+            f"contrastive search uses only probability and similarity; leave out {', '.join(given)}, or penalty_alpha",
         )
 
 
@@ -92,22 +90,20 @@ def check_exits(params: Any) -> None:
     """Check early exit, whose tokens come from different depths of the model, and cascades of two models."""
     if not params.leaves:
         return
-    name, who = ("exit_threshold", "an exit") if params.cascade_threshold is None else ("cascade_threshold", "a smaller model")
+    name = "exit_threshold" if params.cascade_threshold is None else "cascade_threshold"
     if params.exit_threshold is not None and params.cascade_threshold is not None:
-        raise ParamError(
-            "exit_threshold", "an exit writes first, or a smaller model does; leave exit_threshold or cascade_threshold out"
-        )
+        raise ParamError("exit_threshold", "two ways to skip the full model; leave exit_threshold or cascade_threshold out")
     if params.combined is not None:
         other = "contrastive_beta" if params.defer_rule is None else "defer_rule"
-        raise ParamError(name, f"{who}'s logits are not combined with an amateur's; leave {name} or {other} out")
+        raise ParamError(name, f"{other} needs the full model at every token; leave {name} or {other} out")
     if params.best_of is not None and params.best_of > 1:
-        raise ParamError("best_of", f"best_of ranks answers by one model's log-probabilities; leave {name} or best_of out")
+        raise ParamError("best_of", f"best_of needs the full model at every token; leave {name} or best_of out")
     if params.prompt_logprobs is not None:
-        raise ParamError(name, f"prompt_logprobs are of the whole model; leave {name} or prompt_logprobs out")
+        raise ParamError(name, f"prompt_logprobs need the full model; leave {name} or prompt_logprobs out")
     if params.exit_threshold is not None and params.logprobs_mode == "processed":
         raise ParamError(
             "logprobs_mode",
-            "an exit has log-probabilities of its own tokens alone; set logprobs_mode to raw, or leave exit_threshold out",
+            "processed log-probabilities need the full model; set logprobs_mode to raw, or leave exit_threshold out",
         )
     if params.exit_threshold is not None and params.exit_decay and params.max_tokens is None:
-        raise ParamError("exit_decay", "exit_decay is over the length of the answer; set max_tokens, or leave exit_decay out")
+        raise ParamError("exit_decay", "exit_decay divides by max_tokens; set max_tokens, or leave exit_decay out")

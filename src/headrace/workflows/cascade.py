@@ -116,7 +116,7 @@ def _tier_params(tier: Tier, params: SamplingParams, *, scored: bool) -> Samplin
             raise ValueError("a vote needs several different answers; set n to 2 or more, and a temperature above 0")
         return own
     if own.n > 1:
-        raise ValueError(f"the score {tier.score!r} is of one answer; set n to 1, or use the score vote")
+        raise ValueError(f"the score {tier.score!r} needs one answer; set n to 1, or use the score vote")
     return own if own.logprobs is not None else own.replace(logprobs=0)
 
 

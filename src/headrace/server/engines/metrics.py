@@ -74,10 +74,10 @@ class ServerMetrics:
         self._made: dict[str, Gauge | Counter | Histogram | TokenHistogram] = {}
         ProcessCollector(registry=self.registry)
         self._responses = Counter("headrace:http_responses", "Responses by status.", ("status",), registry=self.registry)
-        asked, took = "Responses by whose key asked.", "Tokens of prompts and answers, by whose key asked."
+        asked, took = "Responses by the name of the key.", "Prompt and answer tokens by the name of the key."
         self._asked = Counter("headrace:principal_responses", asked, ("principal",), registry=self.registry)
         self._took = Counter("headrace:principal_tokens", took, ("principal", "kind"), registry=self.registry)
-        late = "How late the event loop came to what was due; it is looked at four times a second."
+        late = "Delay of the event loop behind a timer, measured four times a second."
         self.lag = Histogram("headrace:event_loop_lag_seconds", late, registry=self.registry, buckets=LAGS)
 
     async def watch(self) -> None:
@@ -144,29 +144,29 @@ class ModelMetrics:
 
     def _gauges(self) -> None:
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all.")
-        self.restarts = self._gauge("engine_restarts", "How often the engine process was started again.")
-        self.states = self._figures.gauge("engine_state", "1 for the state that the engine is in.", (*LABELS, "state"))
-        why = "How often the engine process ended without being asked to, by what ended it."
+        self.waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        self.restarts = self._gauge("engine_restarts", "Restarts of the engine process.")
+        self.states = self._figures.gauge("engine_state", "1 for the current state, 0 for the others.", (*LABELS, "state"))
+        why = "Unexpected ends of the engine process, by cause."
         self.ends = self._figures.gauge("engine_ends", why, (*LABELS, "reason"))
-        self.banned = self._gauge("requests_quarantined", "Requests not tried again, as the engine ended under them twice.")
-        deeper = f"How much deeper the last {ANSWERS} answers were written than calibrated, in standard deviations of one."
+        self.banned = self._gauge("requests_quarantined", "Requests refused because the engine ended twice under them.")
+        deeper = f"Mean exit layer of the last {ANSWERS} answers above the calibrated one, in standard deviations."
         self.above = self._gauge("exit_layers_above_calibration", deeper)
-        self.failing = self._gauge("engine_failing_steps", "Steps that failed since the last that went well.")
+        self.failing = self._gauge("engine_failing_steps", "Failed steps since the last successful one.")
 
     def _counters(self) -> None:
-        self.preempted = self._counter("num_preemptions", "Requests that gave up their blocks for others.")
+        self.preempted = self._counter("num_preemptions", "Preemptions: a request lost its KV blocks to another one.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
-        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        by_place = "Drafts that were accepted as far as this token; 0 is the first."
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
+        by_place = "Drafts whose token at this position was accepted; 0 is the first."
         self.accepted_at = self._figures.counter("spec_decode_num_accepted_tokens_per_pos", by_place, (*LABELS, "position"))
-        self.ended = self._figures.counter("request_success", "Requests by how they ended.", (*LABELS, "finished_reason"))
+        self.ended = self._figures.counter("request_success", "Requests by finish reason.", (*LABELS, "finished_reason"))
         looked = "Finished answers that were checked against a constraint that no mask enforces, by result."
         self.looked = self._figures.counter("late_checks", looked, (*LABELS, "result"))
         for result in LOOKS:
@@ -175,13 +175,15 @@ class ModelMetrics:
 
     def _histograms(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", FIRST)
-        self.between = self._figures.often("inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN).of(
+        self.between = self._figures.often("inter_token_latency_seconds", "Time between two tokens of an answer.", BETWEEN).of(
             self._model
         )
         self.exit_layer = self._figures.often(
-            "exit_layer", "Layers after which a token was written that might leave.", DEPTHS
+            "exit_layer", "Exit layer of each token of a request with early exit.", DEPTHS
         ).of(self._model)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", "Mean over an answer's tokens.", BETWEEN)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token of an answer, after the first.", BETWEEN
+        )
         self.whole = self._histogram("e2e_request_latency_seconds", "From submission to the end.", WHOLE)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", WHOLE)
         self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", WHOLE)
@@ -189,10 +191,10 @@ class ModelMetrics:
         self.inference = self._histogram("request_inference_time_seconds", "From the first step to the last token.", WHOLE)
         self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt.", SIZES)
         self.answer_size = self._histogram("request_generation_tokens", "Tokens generated for a request.", SIZES)
-        self.asked_n = self._histogram("request_params_n", "Answers asked for.", BATCH)
-        self.asked_tokens = self._histogram("request_params_max_tokens", "The max_tokens asked for.", SIZES)
-        self.batch = self._histogram("iteration_requests", "Requests running after a step that gave tokens.", BATCH)
-        self.fed = self._histogram("iteration_tokens_total", "Tokens fed in a step, of prompts and answers.", SIZES)
+        self.asked_n = self._histogram("request_params_n", "Number of answers that a request asks for (n).", BATCH)
+        self.asked_tokens = self._histogram("request_params_max_tokens", "max_tokens of a request.", SIZES)
+        self.batch = self._histogram("iteration_requests", "Running requests after each step that generated tokens.", BATCH)
+        self.fed = self._histogram("iteration_tokens_total", "Tokens processed in a step, of prompts and answers.", SIZES)
 
     def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None:
         """Record the results of one step; `inflight`: the open requests."""

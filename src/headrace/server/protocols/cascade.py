@@ -51,9 +51,9 @@ class Cascade:
 
     def __post_init__(self) -> None:
         figures, labels = self.models.figures, (*LABELS, "tier")
-        self._answers = figures.counter("cascade_answers", "Answers by the model of the cascade that gave them.", labels)
+        self._answers = figures.counter("cascade_answers", "Answers by the cascade's model that gave them.", labels)
         self._scores = figures.histogram("cascade_score", "Confidence of a model, from 0 to 1.", SCORE_BUCKETS, labels)
-        text = "Requests that went to the next model of the cascade, as this one had no engine to ask."
+        text = "Requests passed to the next model of the cascade because this one was not running."
         self._absences = figures.counter("cascade_absences", text, labels)
         # The metrics show a zero before the first absence.
         for tier in self.settings.tiers[:-1]:
