@@ -70,7 +70,7 @@ def install(folder: Path) -> Path:
 
 
 @contextmanager
-def nothing_found(log: Path) -> Iterator[None]:
+def assert_nothing_logged(log: Path) -> Iterator[None]:
     """Raises AssertionError where something was found meanwhile."""
     before = log.stat().st_size
     yield

@@ -65,16 +65,16 @@ class Reference:
         self.runner.slots.apply(StepPlan(0, new=[new], tables=[TableDelta(0, 0, 0, self.blocks)]))
         if params.cascade_threshold is not None and len(tokens) > prompt_len:
             self.asked += 1
-            top, drawn = self._ask(1, tokens, (Top(2), Sample(child)))
+            top, drawn = self._run_feed(1, tokens, (Top(2), Sample(child)))
             best, second = np.exp(top.logprobs)
             if best - second * (params.cascade_criterion == "margin") >= params.cascade_threshold:
                 self.written += 1
                 return int(drawn.tokens[0])
-        (drawn,) = self._ask(0, tokens, (Sample(child),))
+        (drawn,) = self._run_feed(0, tokens, (Sample(child),))
         assert isinstance(drawn, Drawn)
         return drawn.tokens[0]
 
-    def _ask(self, model: int, tokens: list[int], wants: Any) -> Any:
+    def _run_feed(self, model: int, tokens: list[int], wants: Any) -> Any:
         return self.runner.run(StepPlan(0, model, feeds=[Feed(0, 0, len(tokens), wants=wants)])).feeds[0]
 
 

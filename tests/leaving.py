@@ -131,7 +131,7 @@ class Reference:
         self._set_up(tokens, prompt_len, params)
         start = self._before(tokens)
         if params.exit_threshold is not None and len(tokens) > prompt_len:
-            top, drawn = self._ask(1, tokens, start, (Top(2), Sample(child)))
+            top, drawn = self._run_feed(1, tokens, start, (Top(2), Sample(child)))
             best = np.exp(top.logprobs)
             sure = {"max_prob": best[0], "margin": best[0] - best[1]}.get(params.exit_criterion)
             if sure is None:
@@ -140,7 +140,7 @@ class Reference:
                 self.exited += 1
                 self.left.append(len(tokens) - 1)
                 return int(drawn.tokens[0])
-        (drawn,) = self._ask(0, tokens, start, (Sample(child),))
+        (drawn,) = self._run_feed(0, tokens, start, (Sample(child),))
         assert isinstance(drawn, Drawn)
         return drawn.tokens[0]
 
@@ -148,7 +148,7 @@ class Reference:
         """Which token is the first that has not been computed yet."""
         return 0
 
-    def _ask(self, model: int, tokens: list[int], start: int, wants: Any) -> Any:
+    def _run_feed(self, model: int, tokens: list[int], start: int, wants: Any) -> Any:
         plan = StepPlan(0, model, feeds=[Feed(0, start, len(tokens) - start, wants=wants)])
         return self.runner.run(plan).feeds[0]
 
@@ -248,7 +248,7 @@ def played(engine: Engine, jobs: list[Job], preempt: int = 0) -> list[list[list[
     return [tokens_of(request) for request in requests]
 
 
-def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
+def collect_logprobs(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]:
     """What is said of every token of the answers: its log-probabilities, and those of the likeliest."""
     engine.add(prompt, params)
     entries = []
@@ -259,7 +259,7 @@ def told(engine: Engine, prompt: list[int], params: SamplingParams) -> list[Any]
     return [msgspec.to_builtins(entry) for entry in sorted(entries, key=lambda entry: entry[0])]
 
 
-def told_of_exits(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], list[Any]]:
+def collect_exits(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], list[Any]]:
     """The tokens of an answer, and who wrote each."""
     engine.add(prompt, params)
     tokens, exits = [], []
@@ -271,8 +271,8 @@ def told_of_exits(engine: Engine, prompt: list[int], params: SamplingParams) -> 
     return tokens, exits
 
 
-def assert_told_alike(one: list[Any], other: list[Any], bitwise: bool) -> None:
-    """Log-probabilities as `told` gives them: the same, or the same tokens up to the order of sums."""
+def assert_same_logprobs(one: list[Any], other: list[Any], bitwise: bool) -> None:
+    """Log-probabilities as `collect_logprobs` gives them: the same, or the same tokens up to the order of sums."""
     if bitwise:
         assert one == other
         return

@@ -76,7 +76,7 @@ class Builder:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def tell(self, calls: list[Call], seconds: float = 600) -> str:
+    def run_calls(self, calls: list[Call], seconds: float = 600) -> str:
         """ "ran", the name of what was raised and its words, or "died: CODE" where the process did not survive."""
         if self._child is None:
             command = [sys.executable, "-c", "from tests.native_builder import serve; serve()"]

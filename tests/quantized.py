@@ -50,7 +50,7 @@ class Made:
         return folder
 
 
-def kept(name: str) -> Made:
+def load_fixture(name: str) -> Made:
     """What tools/quantized_fixtures.py wrote, in another project's own code."""
     config = json.loads((DATA / name / "config.json").read_text())
     return Made(config.pop("quantization_config"), load_file(DATA / name / "model.safetensors"), config=config)
@@ -195,7 +195,7 @@ def fp8_whole(seed: int = 0) -> Made:
 
 def sparse(seed: int = 0) -> Made:
     """2:4 of int8: `compressed` holds two numbers of each four, the bits of `bitmask` (lowest first) say which."""
-    made = kept("int8")
+    made = load_fixture("int8")
     rng = np.random.default_rng(seed)
     made.settings["sparsity_config"] = {"format": "sparse-24-bitmask"}
     for name, (n, k) in MATRICES.items():

@@ -14,7 +14,7 @@ class Person(BaseModel):
 ASK = [{"role": "user", "content": "Jason is 25 years old."}]
 
 
-def ask(mode: instructor.Mode) -> Person:
+def request_person(mode: instructor.Mode) -> Person:
     client = instructor.from_openai(OpenAI(base_url=URL, api_key=KEY), mode=mode)
     return client.chat.completions.create(
         model=LARGE, messages=ASK, response_model=Person, max_retries=0, max_tokens=80, temperature=0
@@ -22,21 +22,21 @@ def ask(mode: instructor.Mode) -> Person:
 
 
 def tools() -> None:
-    assert isinstance(ask(instructor.Mode.TOOLS), Person)
+    assert isinstance(request_person(instructor.Mode.TOOLS), Person)
 
 
 def json_schema() -> None:
-    assert isinstance(ask(instructor.Mode.JSON_SCHEMA), Person)
+    assert isinstance(request_person(instructor.Mode.JSON_SCHEMA), Person)
 
 
 @of_model("JSON mode names no keys to the grammar: a weak model writes others")
 def json_mode() -> None:
-    assert isinstance(ask(instructor.Mode.JSON), Person)
+    assert isinstance(request_person(instructor.Mode.JSON), Person)
 
 
 @of_model("reads the wrong name or age")
 def right_values() -> None:
-    assert ask(instructor.Mode.JSON_SCHEMA) == Person(name="Jason", age=25)
+    assert request_person(instructor.Mode.JSON_SCHEMA) == Person(name="Jason", age=25)
 
 
 main(tools, json_schema, json_mode, right_values)

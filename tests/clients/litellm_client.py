@@ -13,31 +13,31 @@ TOOL = {
 }
 
 
-def ask(model: str = SMALL, **more: object) -> object:
+def complete(model: str = SMALL, **more: object) -> object:
     return litellm.completion(model=f"openai/{model}", messages=ASK, api_base=URL, api_key=KEY, max_tokens=24, **more)
 
 
 def completion() -> None:
-    answer = ask(temperature=0)
+    answer = complete(temperature=0)
     assert answer.choices[0].message.content
     assert answer.usage.completion_tokens > 0
 
 
 def streaming() -> None:
-    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    chunks = list(complete(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.completion_tokens > 0
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
 def tools() -> None:
-    answer = ask(LARGE, tools=[TOOL], tool_choice="required", temperature=0)
+    answer = complete(LARGE, tools=[TOOL], tool_choice="required", temperature=0)
     assert answer.choices[0].message.tool_calls[0].function.name == "get_time"
 
 
 def errors() -> None:
     for more, kind in (({"temperature": -3}, litellm.BadRequestError), ({"model": "nowhere"}, litellm.NotFoundError)):
         try:
-            ask(**more)
+            complete(**more)
         except kind:
             continue
         raise AssertionError(f"{more}: no {kind.__name__}")

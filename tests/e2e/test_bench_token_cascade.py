@@ -14,7 +14,7 @@ from headrace.data.plan import Exited
 from headrace.llm import LLM
 from tests.cli_shell import Shell
 from tests.e2e.test_token_cascade import CASCADES, GREEDY, case_of, engine_of, rows_of
-from tests.leaving import LAYERS, told_of_exits
+from tests.leaving import LAYERS, collect_exits
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8], [40, 41, 42]]
@@ -74,7 +74,7 @@ def test_a_draft_that_changes_a_token_is_found(llm: LLM) -> None:
 def test_passes_are_those_that_ran(params: SamplingParams) -> None:
     """Counted in the larger model's steps; that of the prompt, which gives the first token, is none of them."""
     side, _, _ = case_of("native")
-    tokens, exits = told_of_exits(engine_of(side), [7] * 20, params)
+    tokens, exits = collect_exits(engine_of(side), [7] * 20, params)
     large, _ = rows_of(engine_of(side, drafts=False), [7] * 20, params)
     made = CompletionOutput(0, "", tokens, exits=list(exits))
     assert bench._passes([made]) == pytest.approx((len(large) - 1) / (len(tokens) - 1))

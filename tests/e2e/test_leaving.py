@@ -32,14 +32,14 @@ from tests.leaving import (
     LAYERS,
     Job,
     Reference,
-    assert_told_alike,
+    assert_same_logprobs,
+    collect_exits,
+    collect_logprobs,
     engine_of,
     expected,
     jobs_of,
     played,
     side_of,
-    told,
-    told_of_exits,
     write_exits,
 )
 from tests.leaving_controls import deciding, no_catching_up, published_too_early
@@ -160,16 +160,16 @@ def test_a_threshold_nobody_reaches_is_the_whole_model(case: Case, params: Sampl
     side, jobs, _ = case
     whole = params.replace(logprobs=3, max_tokens=12)
     for prompt, _ in jobs[:2]:
-        left = told(engine_of(side), prompt, whole.replace(exit_threshold=1.01))
-        plain = told(engine_of(side, leaves=False), prompt, whole)
+        left = collect_logprobs(engine_of(side), prompt, whole.replace(exit_threshold=1.01))
+        plain = collect_logprobs(engine_of(side, leaves=False), prompt, whole)
         assert len(left) == params.n * 12
-        assert_told_alike(left, plain, side.block == 16)
+        assert_same_logprobs(left, plain, side.block == 16)
 
 
 def test_what_is_told_of_each_token(native: Case) -> None:
     """The layers it was written after, how sure the exit was, and under an audit what both would say."""
     side, _, _ = native
-    tokens, exits = told_of_exits(engine_of(side), [9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
+    tokens, exits = collect_exits(engine_of(side), [9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
     assert exits[0].layers == LAYERS
     assert exits[0].confidence is None
     assert not exits[0].votes

@@ -22,7 +22,7 @@ from headrace.startup import thresholds
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import LAYERS, Job, assert_told_alike, played, side_of, told, told_of_exits, write_exits
+from tests.leaving import LAYERS, Job, assert_same_logprobs, collect_exits, collect_logprobs, played, side_of, write_exits
 from tests.leaving_controls import deciding, no_catching_up, published_too_early
 from tests.tiny import finish, run_alone
 from tests.tiny_files import write_tiny_gguf
@@ -179,10 +179,10 @@ def test_a_threshold_nobody_reaches_is_the_larger_model(case: Case, params: Samp
     side, jobs, _ = case
     for prompt, _ in jobs[:2]:
         whole = params.replace(logprobs=3, max_tokens=12)
-        both = told(engine_of(side), prompt, whole.replace(cascade_threshold=1.01))
-        plain = told(engine_of(side, cascade=False), prompt, whole)
+        both = collect_logprobs(engine_of(side), prompt, whole.replace(cascade_threshold=1.01))
+        plain = collect_logprobs(engine_of(side, cascade=False), prompt, whole)
         assert len(both) == params.n * 12
-        assert_told_alike(both, plain, side.block == 16)
+        assert_same_logprobs(both, plain, side.block == 16)
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.9])
@@ -199,7 +199,7 @@ def test_a_threshold_of_0_is_the_smaller_model_after_the_first_token(case: Case,
 
 def test_what_is_told_of_each_token(native: Case) -> None:
     """Who wrote it, how sure the smaller model was, and under an audit what both would say."""
-    tokens, exits = told_of_exits(engine_of(native[0]), [9, 8, 7], CASCADES.replace(cascade_audit=True))
+    tokens, exits = collect_exits(engine_of(native[0]), [9, 8, 7], CASCADES.replace(cascade_audit=True))
     assert exits[0].layers == LAYERS
     assert exits[0].confidence is None
     for token, one in zip(tokens[1:], exits[1:], strict=True):

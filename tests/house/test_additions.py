@@ -60,7 +60,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_a_toy_could_lie_in_its_room(toy: str) -> None:
+def test_an_example_obeys_the_import_rules_of_its_package(toy: str) -> None:
     source, module = Path(__file__).with_name(f"{toy}.py").read_text(), f"headrace.{TOYS[toy]}.{toy}"
     assert wrong_imports(module, source, {*SOURCES, module}) == []
     assert late_imports(module, source) == []
@@ -93,7 +93,7 @@ def test_a_strategy_is_one_file(make: Make) -> None:
     assert tokens_of(beside) == tokens_of(request) != tokens_of(toys[0])
 
 
-def test_a_strategy_says_what_it_heeds(make: Make) -> None:
+def test_a_strategy_refuses_parameters_that_it_does_not_use(make: Make) -> None:
     with pytest.raises(AdmissionError, match="the strategy SecondBest does not use top_p"):
         make().add(PROMPTS[0], GREEDY.replace(top_p=0.5), strategy=SecondBest())
     with pytest.raises(AdmissionError, match=r"inherit from headrace\.decoding\.base\.Strategy"):
@@ -137,7 +137,7 @@ def test_a_drafter_is_one_file(make: Make) -> None:
     assert sum(request.metrics.drafted for request in requests[1]) > 10
 
 
-def test_a_drafter_that_drafts_nonsense_is_left_alone(make: Make) -> None:
+def test_invalid_drafts_are_dropped(make: Make) -> None:
     """What no step could feed is not fed, and nobody fails."""
 
     class Nonsense(RepeatLast):
@@ -181,7 +181,7 @@ def test_an_op_records_plays_and_is_refused_natively(scaling: Op[..., Any], monk
         native_program(native_model.__wrapped__("llama"))
 
 
-def test_what_is_no_op_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unregistered_function_cannot_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same function without its registration."""
     monkeypatch.setitem(MODELS, "llama", scaled_llama(scale, 3.0))
     with pytest.raises(RecordError, match="cannot be recorded"):

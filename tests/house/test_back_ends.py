@@ -56,7 +56,7 @@ def test_without_its_row_a_back_end_is_unknown(tiny: Path) -> None:
         LLM(tiny, backend="toy")
 
 
-def test_a_back_end_could_lie_in_its_room() -> None:
+def test_a_back_end_obeys_the_import_rules_of_its_package() -> None:
     source = Path(__file__).with_name("toy_back_end.py").read_text()
     assert wrong_imports("headrace.backends.eager.toy", source, {*SOURCES}) == []
     assert wrong_imports("headrace.engine.toy", source, {*SOURCES}), "any room would do"
@@ -71,7 +71,9 @@ def test_torch_reads_a_file_once(tiny: Path, tmp_path: Path) -> None:
         assert first.pool is not second.pool
 
 
-def test_torch_reads_nothing_where_not_all_has_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reads_no_weights_if_the_models_exceed_the_memory(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = [open_model(tiny), open_model(write_tiny_gguf(tmp_path / "other.gguf", seed=1))]
     numbers = sum(math.prod(models[0].source.info(name).shape) for name in models[0].source.names())
     monkeypatch.setattr("headrace.backends.eager.loading.load_model", None)  # it would be called
@@ -183,7 +185,7 @@ def test_a_kv_group_follows_from_a_role(tiny: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_its_group_a_draft_reads_what_was_never_computed(tiny: Path, name: str) -> None:
+def test_a_draft_without_its_group_reads_uncomputed_kv(tiny: Path, name: str) -> None:
     """Control: the same model as if the target's feeds filled its K and V. Answers stay, and its drafts are worth little."""
     recipe, started = begin(tiny, name, Role("second", open_model(tiny)))
     first, second, accepted = again(recipe, started, Later(model=1, group=None, least=0.0))

@@ -33,7 +33,7 @@ def test_it_is_short() -> None:
     assert len(lines) <= 20
 
 
-def test_its_help_lists_its_options_and_those_of_all_measurements(shell: Shell) -> None:
+def test_its_help_lists_its_own_and_the_common_options(shell: Shell) -> None:
     code, out, _ = shell("bench", "prompt-lengths", "--help")
     assert code == 0
     assert "Tokens of each prompt." in out
@@ -54,7 +54,7 @@ def test_it_prints_a_table_and_writes_its_files(shell: Shell, arguments: tuple[o
     assert "does not exist; create it first" in err
 
 
-def test_without_its_name_there_is_no_such_command(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_its_name_does_not_exist(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
     monkeypatch.setitem(commands.BENCH, "Commands", commands.BENCH["Commands"][:-1])
     assert "No such command" in shell("bench", "prompt-lengths", "--help")[2]

@@ -71,7 +71,7 @@ def test_an_architecture_without_a_row_is_refused() -> None:
         load_model(folder(model_type="loud_llama", embedding_multiplier=4.0))
 
 
-def test_its_numbers_are_checked_as_those_of_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_config_numbers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "loud_llama", LOUD)
     with pytest.raises(WeightError, match=r"config\.json must have embedding_multiplier as a number above 0, not None"):
         load_model(folder(model_type="loud_llama"))
@@ -108,7 +108,7 @@ def test_an_order_of_ops_without_its_rows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("row", [True, False])
-def test_an_implementation_of_linear_sees_whose_rows_they_are(row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implementation_of_linear_sees_the_feed_of_each_row(row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of one feed's rows is the model with that update in its weights, for that feed and for nobody else."""
     plain, merged = tiny_model(), tiny_model()
     down, up = torch.randn(2, 32, dtype=torch.float64), torch.randn(32, 2, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_an_implementation_of_linear_sees_whose_rows_they_are(row: bool, monkeyp
     assert torch.allclose(mine, without, rtol=0, atol=1e-9) != row
 
 
-def test_the_step_is_no_part_of_a_recording() -> None:
+def test_a_recording_holds_no_step_settings() -> None:
     nodes = [node for layer in record(tiny_model()).layers for node in layer.nodes if node.op == "linear"]
     assert nodes
     assert [node for node in nodes if node.settings.keys() != {"w"} or node.inputs.keys() != {"x"}] == []

@@ -46,7 +46,7 @@ def served(tiny: Path) -> Iterator[Running]:
         yield running
 
 
-def test_it_may_be_a_module_of_the_package_server() -> None:
+def test_it_obeys_the_import_rules_of_the_server() -> None:
     source, module = Path(__file__).with_name("lines.py").read_text(), "headrace.server.lines"
     assert wrong_imports(module, source, {*SOURCES, module}) == []
     assert wrong_imports("headrace.text.lines", source, {*SOURCES, module}), "no import rule applies"
@@ -83,7 +83,7 @@ def test_a_stream_has_the_text_of_the_complete_answer(served: Running, monkeypat
 
 
 @pytest.mark.parametrize(("field", "value", "says"), BOTH)
-def test_it_refuses_what_other_protocols_refuse(served: Running, field: str, value: Any, says: str) -> None:
+def test_it_refuses_the_fields_that_other_protocols_refuse(served: Running, field: str, value: Any, says: str) -> None:
     body = {"model": "tiny", "prompt": "The mill", "max_tokens": 4}
     check(served, PATH, body | {field: value}, field, says)
 

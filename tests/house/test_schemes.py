@@ -111,7 +111,7 @@ def save_torch(folder: Path, stored: dict[str, np.ndarray], float8: str) -> None
 @pytest.mark.parametrize(("method", "writer"), CASES, ids=lambda one: one if isinstance(one, str) else repr(one))
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_read_gives_what_was_written(
+def test_a_written_matrix_is_read_unchanged(
     method: str, writer: SchemeWriter, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     rows = numbers(writer, np.random.default_rng(seed))
@@ -156,7 +156,7 @@ def test_every_scheme_is_covered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert read_floats(read, f"{MATRIX}.weight").tobytes() == dequantize(rows.reshape(-1), writer.kind).tobytes()
 
 
-def test_a_wrong_bit_order_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_bit_order_changes_the_matrix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The control: words filled from the highest field."""
     from headrace.weights.schemes import gptq
 

@@ -128,13 +128,13 @@ class LlamaCpp:
         )
 
     def rows(self, tokens: list[int], count: int, vocab_size: int) -> np.ndarray:
-        answer = self._ask({"tokens": tokens, "rows": count}, 4 * count * vocab_size)
+        answer = self._request({"tokens": tokens, "rows": count}, 4 * count * vocab_size)
         return np.frombuffer(answer, np.float32).reshape(count, vocab_size)
 
     def scores(self, tokens: list[int], count: int) -> list[float]:
-        return np.frombuffer(self._ask({"tokens": tokens, "scores": count}, 8 * count), np.float64).tolist()
+        return np.frombuffer(self._request({"tokens": tokens, "scores": count}, 8 * count), np.float64).tolist()
 
-    def _ask(self, question: dict[str, Any], size: int) -> bytes:
+    def _request(self, question: dict[str, Any], size: int) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(question).encode() + b"\n")

@@ -78,7 +78,7 @@ def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:
     "broken",
     ["layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "layers.2.mlp.up_proj.weight"],
 )
-def test_a_wrong_permutation_is_seen(broken: str) -> None:
+def test_a_wrong_permutation_changes_the_logits(broken: str) -> None:
     """Negative control: rows in another order (which fits every shape) move the logits far beyond the tolerance."""
     theirs = oracle("llama-gqa")
     source = hf_source(theirs)
@@ -91,7 +91,7 @@ def test_a_wrong_permutation_is_seen(broken: str) -> None:
     ("name", "setting"),
     [("mistral-window", {"sliding_window": None}), ("llama-rope-llama3", {"rope_parameters": {"rope_theta": 500000.0}})],
 )
-def test_a_lost_setting_is_seen(name: str, setting: dict[str, object]) -> None:
+def test_a_missing_setting_changes_the_logits(name: str, setting: dict[str, object]) -> None:
     """Negative control: without the window, or without the rotary scaling, the comparison fails."""
     theirs = oracle(name)
     source = hf_source(theirs)

@@ -107,7 +107,7 @@ def test_the_vocabulary_is_that_of_the_folder(tmp_path: Path) -> None:
     assert written.metadata["tokenizer.ggml.tokens"][-1] == "[PAD419]"
 
 
-def test_a_writer_that_forgets_rotary_pairs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_without_rotary_order_changes_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     folder = write_folder(tmp_path / "folder", "llama-gqa")
     right = plan.write_parts
@@ -136,7 +136,7 @@ def test_the_gguf_package_reads_the_same_numbers_and_keys(tmp_path: Path) -> Non
     assert all(TYPE_CODES[kind.name] == kind.value for kind in gguf.GGMLQuantizationType if kind.name in TYPE_CODES)
 
 
-def test_what_is_written_runs(tmp_path: Path) -> None:
+def test_written_files_generate(tmp_path: Path) -> None:
     """Eight bits write what float32 writes; three write something else, and both are files like any other."""
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     texts, greedy = {}, SamplingParams(max_tokens=12, temperature=0.0)
@@ -149,7 +149,7 @@ def test_what_is_written_runs(tmp_path: Path) -> None:
     assert len(texts["Q2_K"]) == len(texts["Q8_0"]) == 12
 
 
-def test_what_is_stored_so_already_is_copied(tmp_path: Path) -> None:
+def test_matrices_already_in_the_format_are_copied(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = compress(model, tmp_path / "one.gguf", Pipeline(format="Q8_0"))
     again = compress(tmp_path / "one.gguf", tmp_path / "two.gguf", Pipeline(format="Q8_0"))
@@ -160,7 +160,7 @@ def test_what_is_stored_so_already_is_copied(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in third.warnings] == ["two.gguf is quantised already (13 Q8_0)"]
 
 
-def test_threads_and_chunks_leave_the_bytes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_chunks_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     compress(model, tmp_path / "one.gguf", Pipeline(format="Q4_1", threads=1))
     monkeypatch.setattr(plan, "CHUNK", 500)
@@ -187,7 +187,7 @@ def test_one_matrix_is_in_memory_at_a_time(kept: bool, tmp_path: Path, monkeypat
     assert len(alive) > 20
 
 
-def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf", edit=lambda tensors: tensors["blk.1.ffn_up.weight"].fill(1e30))
     (tmp_path / "out.gguf").write_text("the old one")
     with pytest.raises(WeightError, match=r"tiny.gguf: blk.1.ffn_up.weight has numbers too large for a 16-bit scale"):
@@ -209,7 +209,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monk
         (Pipeline(imatrix=Path("none.dat")), "out.gguf", "none.dat: cannot be opened"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(pipeline: Pipeline, out: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_pipeline_is_refused_before_writing(pipeline: Pipeline, out: str, message: str, tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ValueError, match=re.escape(message)) as found:
         compress(model, tmp_path / out, pipeline)
@@ -256,7 +256,7 @@ def test_a_split_without_a_name_is_refused(change: Callable[[Any], None], tmp_pa
         predict(folder)
 
 
-def test_splits_are_known_by_their_patterns() -> None:
+def test_pre_tokenizer_splits_are_recognized_by_their_patterns() -> None:
     digits = {"type": "Digits", "individual_digits": True}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     llama3 = (
@@ -287,7 +287,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_mixes_keep_norms_and_give_whole_blocks(mix: str) -> None:
+def test_mixes_keep_norms_and_whole_blocks(mix: str) -> None:
     config = read_config(GGUFFileOf(24))
     names = [
         "token_embd",
@@ -366,7 +366,7 @@ def test_importance_is_read_in_both_forms_and_used(tmp_path: Path) -> None:
     assert GGUFFile(tmp_path / "gguf.gguf").metadata["quantize.imatrix.file"] == "i.gguf"
 
 
-def test_importance_of_another_model_or_damaged_is_one_line(tmp_path: Path) -> None:
+def test_foreign_or_damaged_importance_is_a_one_line_error(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     other = write_dat(tmp_path / "other.dat", {"blk.9.attn_q.weight": np.ones(32)})
     with pytest.raises(WeightError, match="importance of none of this model's matrices"):
@@ -389,7 +389,7 @@ def test_importance_of_another_model_or_damaged_is_one_line(tmp_path: Path) -> N
             imatrix.read_imatrix(other)
 
 
-def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
+def test_format_costs_predict_size_and_error(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     now, eight, grid = format_costs(model, ["Q8_0", "int4-g16"])
     assert (now.cost.bits, now.error) == (32, None)
@@ -411,7 +411,7 @@ def test_a_survey_says_what_the_file_will_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-def test_llama_cpp_has_the_logits_of_what_was_written(tmp_path: Path) -> None:
+def test_llama_cpp_computes_the_same_logits(tmp_path: Path) -> None:
     """Of folders, in F32. Real weights in other kinds: test_written_in_llama_cpp."""
     try:
         python = _peer_python()

@@ -82,6 +82,6 @@ def test_two_of_four(smollm2: SmolLM2) -> None:
     assert wanda <= 0.6 * smollm2.lost("magnitude", "Q8_0", "2:4")
 
 
-def test_its_own_kind_again(smollm2: SmolLM2) -> None:
+def test_rounding_to_the_stored_kind_loses_nothing(smollm2: SmolLM2) -> None:
     """Fitted anew to the numbers that the file's blocks say."""
     assert abs(smollm2.lost("rtn", "Q4_1")) <= 0.001

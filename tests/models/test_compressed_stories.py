@@ -66,7 +66,7 @@ def lost(source: MemorySource, judge: Judge) -> Lost:
     """KL of the model that a method leaves in a format; each is made once."""
 
     @cache
-    def found(method: str, format: str, sparsity: str = "") -> float:
+    def measure_loss(method: str, format: str, sparsity: str = "") -> float:
         if method in ("rtn", "magnitude"):
             model = rounded(source, format, sparsity or None)
         else:
@@ -75,10 +75,10 @@ def lost(source: MemorySource, judge: Judge) -> Lost:
         print(f"{method} {format} {sparsity}: {kl:.4f}")
         return kl
 
-    return found
+    return measure_loss
 
 
-def test_texts_are_what_the_model_draws(source: MemorySource, judge: Judge) -> None:
+def test_texts_are_sampled_from_the_model(source: MemorySource, judge: Judge) -> None:
     """Tokens are as likely as it expects them to be, those of another text are not; losses are those of compress.judge."""
 
     def surprise(came: Sequence[list[int]]) -> Tensor:
@@ -115,7 +115,7 @@ def test_bits_zero_points_and_groups_count(lost: Lost) -> None:
     assert lost("act-order", "int4-g32") <= 0.055
 
 
-def test_inputs_say_which_half_of_the_weights_may_go(lost: Lost) -> None:
+def test_input_statistics_improve_the_pruning_mask(lost: Lost) -> None:
     magnitude, wanda, sparsegpt = (lost(method, "Q8_0", "0.5") for method in ("magnitude", "wanda", "sparsegpt"))
     assert wanda <= 0.70 * magnitude
     assert sparsegpt <= 0.72 * magnitude
@@ -128,7 +128,7 @@ def test_two_of_four(lost: Lost) -> None:
     assert lost("sparsegpt", "Q4_0", "2:4") <= 1.25 * sparsegpt
 
 
-class Beside(Rounding):
+class NearestComparison(Rounding):
     """GPTQ, and how many rows it leaves worse than rounding to nearest."""
 
     rows = worse = 0
@@ -147,9 +147,9 @@ class Beside(Rounding):
 
 
 def test_every_matrix_gains_by_gptq_though_not_every_row(source: MemorySource) -> None:
-    beside = Beside(True, ordered=False)
-    found = walked(source, texts(0, MEASURED), [beside], "int4-g32").outputs
-    ratios = [one.error / one.nearest for one in found.values()]
+    beside = NearestComparison(True, ordered=False)
+    measure_loss = walked(source, texts(0, MEASURED), [beside], "int4-g32").outputs
+    ratios = [one.error / one.nearest for one in measure_loss.values()]
     print(f"{len(ratios)} matrices, {min(ratios):.2f} to {max(ratios):.2f}; {beside.worse} of {beside.rows} rows are worse")
     assert len(ratios) == 42
     assert max(ratios) < 0.8
@@ -185,23 +185,23 @@ def test_outliers_that_were_planted(source: MemorySource, judge: Judge, monkeypa
     read = texts(0, MEASURED)
     plain = walked(outliers, read, [Rounding(False)], "int8")
     smooth = {alpha: walked(outliers, read, [SmoothQuant(alpha), Rounding(False)], "int8") for alpha in (0.5, 0.8)}
-    found = {f"plain {how}": judge.lost(inputs_rounded(plain, how)).nll for how in ("token", "tensor", "group", "split")}
-    found |= {f"smooth {alpha}": judge.lost(inputs_rounded(after, "token")).nll for alpha, after in smooth.items()}
-    found["smooth tensor"] = judge.lost(inputs_rounded(smooth[0.5], "tensor")).nll
+    measure_loss = {f"plain {how}": judge.lost(inputs_rounded(plain, how)).nll for how in ("token", "tensor", "group", "split")}
+    measure_loss |= {f"smooth {alpha}": judge.lost(inputs_rounded(after, "token")).nll for alpha, after in smooth.items()}
+    measure_loss["smooth tensor"] = judge.lost(inputs_rounded(smooth[0.5], "tensor")).nll
     monkeypatch.setattr(inputs, "rounded", partial(inputs.rounded, threshold=12.0))
-    found["plain split 12"] = judge.lost(inputs_rounded(plain, "split")).nll
-    print({name: round(value, 4) for name, value in found.items()})
-    assert found["plain token"] >= 0.05
-    assert max(found[name] for name in ("smooth 0.5", "smooth 0.8", "plain split", "plain split 12")) <= 0.02
-    assert found["smooth tensor"] <= 0.1 * found["plain tensor"]
-    assert found["plain group"] <= 0.04
+    measure_loss["plain split 12"] = judge.lost(inputs_rounded(plain, "split")).nll
+    print({name: round(value, 4) for name, value in measure_loss.items()})
+    assert measure_loss["plain token"] >= 0.05
+    assert max(measure_loss[name] for name in ("smooth 0.5", "smooth 0.8", "plain split", "plain split 12")) <= 0.02
+    assert measure_loss["smooth tensor"] <= 0.1 * measure_loss["plain tensor"]
+    assert measure_loss["plain group"] <= 0.04
 
 
 def test_keys_and_values_in_fewer_bits(source: MemorySource) -> None:
     names = ("int8", "int4, K not centred", "int4, one scale, K not centred")
     wanted = [one for one in FORMATS if one.name in names]
-    _, found = measure_losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
-    lost = {one.name: one.record()["nll"] for one in found}
+    _, measure_loss = measure_losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
+    lost = {one.name: one.record()["nll"] for one in measure_loss}
     print({name: round(value, 4) for name, value in lost.items()})
     assert lost["int8"] <= 0.002
     assert lost["int4, K not centred"] <= 0.02
@@ -231,7 +231,7 @@ def test_fewer_heads_of_keys_and_values(
     """How heads become one, without repair and with it; the control has heads drawn at random."""
     right, rng = KVHeads._merge, torch.Generator().manual_seed(0)
 
-    def found(pool: str) -> float:
+    def measure_loss(pool: str) -> float:
         return judge.lost(cut(source, Cut("kv-heads", count, pool))).kl
 
     def drawn(self: KVHeads, layer: LayerConfig, qkv: Matrix, count: int) -> dict[str, Tensor]:
@@ -239,18 +239,18 @@ def test_fewer_heads_of_keys_and_values(
             qkv.parts[part].normal_(std=qkv.parts[part].std().item(), generator=rng)
         return right(self, layer, qkv, count)
 
-    lost = {"repaired": found("aligned")}
+    lost = {"repaired": measure_loss("aligned")}
     unrepaired(monkeypatch)
-    lost |= {pool: found(pool) for pool in ("aligned", "mean", "first")}
+    lost |= {pool: measure_loss(pool) for pool in ("aligned", "mean", "first")}
     monkeypatch.setattr(KVHeads, "_merge", drawn)
-    lost["drawn"] = found("first")
+    lost["drawn"] = measure_loss("first")
     print(count, {name: round(value, 4) for name, value in lost.items()})
     assert lost["aligned"] <= 0.85 * lost["mean"]
     assert lost["repaired"] <= 0.35 * lost["mean"]
     assert max(lost[pool] for pool in ("aligned", "mean", "first")) <= 0.95 * lost["drawn"]
 
 
-def test_as_many_heads_as_before_are_the_same_model(source: MemorySource, judge: Judge) -> None:
+def test_an_unchanged_head_count_leaves_the_model(source: MemorySource, judge: Judge) -> None:
     """Turned towards themselves, merged with nobody, repaired of nothing."""
     same = walked(source, texts(0, MEASURED), [KVHeads(read_config(source).layers, "aligned")]).model
     assert abs(judge.lost(same).kl) <= 1e-5

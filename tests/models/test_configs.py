@@ -137,7 +137,7 @@ def test_mistral_slides_in_every_layer() -> None:
     assert read_config(hf({**MISTRAL_7B, "sliding_window": None})).each_layer.window is None
 
 
-def test_qwen2_has_biases_and_a_window_only_when_it_says_so() -> None:
+def test_qwen2_has_biases_and_a_window_only_if_configured() -> None:
     config = read_config(hf(QWEN25_05B))
     assert (config.qkv_bias, config.out_bias, config.tied_head, config.each_layer.window) == (True, False, True, None)
     slid = read_config(hf({**QWEN25_05B, "use_sliding_window": True}))
@@ -170,14 +170,14 @@ def test_gpt2() -> None:
     assert (config.qkv_bias, config.tied_head) == (True, True)
 
 
-def test_old_and_new_forms_of_config_json_mean_the_same() -> None:
+def test_old_and_new_rope_settings_give_the_same_config() -> None:
     old = read_config(hf(LLAMA31_8B))
     new = {key: value for key, value in LLAMA31_8B.items() if not key.startswith("rope_")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA31_8B["rope_scaling"]}
     assert read_config(hf(new)) == old
 
 
-def test_llama3_divisors_of_gguf_mean_the_same_frequencies() -> None:
+def test_llama3_divisors_of_gguf_give_the_same_frequencies() -> None:
     """Card values: 64 pairs of Llama 3.1; fast pairs stay, slow ones are divided by 8, a few lie between."""
     rope = RopeConfig(500000.0, None, "llama3", 8.0, 1.0, 4.0, 8192)
     scaled, plain = frequencies(rope, 128), frequencies(RopeConfig(500000.0), 128)
@@ -230,14 +230,14 @@ def test_divisors_of_another_head_size_are_refused() -> None:
         ({}, "unknown architecture ''; known are"),
     ],
 )
-def test_what_is_not_built_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(WeightError) as caught:
         read_config(hf(settings))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_code_beside_a_config_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
     """Settings that make other libraries import a file of the folder, or fetch one, are settings like others here."""
     folder, ran = write_tiny_bert(tmp_path / "model"), tmp_path / "ran"
     before = sorted(sys.modules)
@@ -287,7 +287,7 @@ def test_gguf_metadata_that_cannot_be_used_is_refused(changes: dict[str, Any], m
     assert "\n" not in str(caught.value)
 
 
-def test_a_vocabulary_alone_is_no_model() -> None:
+def test_a_file_with_only_a_vocabulary_is_refused() -> None:
     for architecture in ("gemma3", "falcon"):
         with pytest.raises(WeightError, match="holds a vocabulary and no weights; take the model's own .gguf file"):
             read_config(MemorySource("gguf", {}, {**GGUF_GEMMA3, "general.architecture": architecture}))

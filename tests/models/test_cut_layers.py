@@ -115,7 +115,7 @@ def test_a_cut_layer_is_the_masked_layer(name: str, architecture: str) -> None:
     assert 0 < told["repaired"] <= told["error"]
 
 
-def test_cuts_that_do_not_go_together_are_found() -> None:
+def test_mismatched_cuts_change_the_layer() -> None:
     """The controls: rows of `gate` that are not those of `up`; columns of another layer's `down`; K/V heads of h mod n."""
 
     def gap(name: str, part: str, wrong: Callable[[Layer, torch.Tensor], torch.Tensor], **changes: Any) -> float:
@@ -154,7 +154,7 @@ ROPES = [RopeConfig(), RopeConfig(interleaved=True), RopeConfig(dim=4)]
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=("halves", "neighbours", "part"))
-def test_turning_heads_leaves_the_layer_what_it_was(rope: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotating_heads_leaves_the_layer_unchanged(rope: RopeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases. Controls: values turned and `out` not; keys by one matrix for the whole head."""
 
     def turned() -> Layer:
@@ -174,7 +174,7 @@ def test_turning_heads_leaves_the_layer_what_it_was(rope: RopeConfig, monkeypatc
 
 
 @pytest.mark.parametrize("pool", ["first", "mean", "aligned"])
-def test_as_many_kv_heads_as_before_are_the_same_model(pool: str) -> None:
+def test_an_unchanged_kv_head_count_leaves_the_layer(pool: str) -> None:
     config = config_of("qwen2", kv_heads=4)
     layer = Layer(config)
     before = layer.rows()
@@ -202,7 +202,7 @@ def alike(model: Model, turns: bool = False) -> None:
 
 
 @pytest.mark.parametrize("pool", ["first", "mean", "aligned"])
-def test_equal_heads_become_one_and_nothing_is_lost(pool: str) -> None:
+def test_merging_equal_heads_loses_nothing(pool: str) -> None:
     """Heads that are equal but for a turn: only when they are turned back."""
     config = config_of("llama", kv_heads=4)
     target = pruned_config(config, Cut("kv-heads", 2, pool))
@@ -221,7 +221,7 @@ def test_kv_bytes_follow_the_heads() -> None:
     assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 4]
 
 
-def test_what_counts_most_stays() -> None:
+def test_the_most_important_neurons_and_heads_stay() -> None:
     """Control: the other neurons, of which more is lost. A head that gives nothing goes."""
     layer, target = cut_layer("neurons")
     assert layer.visit.cut is not None
@@ -242,7 +242,7 @@ def test_what_counts_most_stays() -> None:
     assert least_moving_layers([0.1, 0.1, 0.3], 1) == [1]
 
 
-def test_distances_are_those_of_the_rows() -> None:
+def test_distances_are_cosine_distances_of_the_rows() -> None:
     layer = Layer(config_of("llama"))
     Distances().visit(layer.visit)
     x, y = torch.cat(layer.texts[:2]), layer.rows()[:140]

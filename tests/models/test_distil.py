@@ -129,7 +129,7 @@ class Cut(FreshPool):
         super().write(layer, slots, k.detach(), v.detach())
 
 
-def test_a_pool_that_cuts_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_without_gradients_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     weight = model.layers[0].qkv.weight.requires_grad_()
     kept, cut = [], []
@@ -144,7 +144,7 @@ def test_a_pool_that_cuts_gradients_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_whole_texts_are_the_paged_ones(architecture: str) -> None:
+def test_sequence_forward_equals_the_paged_forward(architecture: str) -> None:
     model = tiny_model(tiny_config(architecture))
     with torch.no_grad():
         whole = model.head(run_sequence(model, TEXT).rows)
@@ -154,7 +154,7 @@ def test_whole_texts_are_the_paged_ones(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
-def test_attention_maps_are_what_attention_does(architecture: str) -> None:
+def test_attention_maps_reproduce_attention(architecture: str) -> None:
     model = tiny_model(tiny_config(architecture))
     plain, watched = run_sequence(model, TEXT), run_sequence(model, TEXT, recording=record(model, embeds=False))
     assert torch.equal(plain.rows, watched.rows)
@@ -171,7 +171,7 @@ def test_attention_maps_are_what_attention_does(architecture: str) -> None:
         attention_map(q, k, ctx, softcap=3.0)
 
 
-def test_a_prompt_is_not_learned() -> None:
+def test_the_loss_excludes_the_prompt() -> None:
     """The loss is of the tokens after it; one that counts the prompt, too, is another."""
     teacher, ours = tiny_model(), tiny_model(seed=3)
     lesson = DistillationLoss(TorchForward(teacher), student(ours), ["steps"], 2.0, 0.5)
@@ -182,7 +182,7 @@ def test_a_prompt_is_not_learned() -> None:
     assert lesson.loss(Example(TEXT)).item() != pytest.approx(expected, abs=1e-3)
 
 
-def test_losses_are_mixed_as_asked() -> None:
+def test_losses_are_mixed_by_their_weights() -> None:
     teacher, ours = tiny_model(), tiny_model(seed=3)
     both = {}
     for names in (["kl"], ["ce"], ["kl", "ce"], ["cosine"], ["kl", "cosine"]):
@@ -193,7 +193,7 @@ def test_losses_are_mixed_as_asked() -> None:
     assert set(LOSSES) >= {"features", "attention", "sequence", "steps"}
 
 
-def test_w42_rationales_are_learned_beside_labels(tmp_path: Path) -> None:
+def test_w42_rationales_are_learned_together_with_labels(tmp_path: Path) -> None:
     path = tmp_path / "sums.jsonl"
     path.write_text(json.dumps({"prompt": "Two and two?", "rationale": "One more each.", "answer": "Four"}) + "\n")
     tokenizer = Tokenizer.from_gguf(GGUFFile(write_tiny_gguf(tmp_path / "tiny.gguf")).metadata)
@@ -231,7 +231,7 @@ def test_batches_go_through_all_texts() -> None:
         held_apart(windows([[1, 2, 3]]), 2, seed=1)
 
 
-def test_a_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_resumed_run_reaches_the_same_bytes(tmp_path: Path) -> None:
     """Stopped between two steps, or killed within one; a state without the optimiser's would come elsewhere."""
 
     def trained(folder: Path, kill: int | None = None, forget: bool = False) -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ def test_a_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         trained(tmp_path / "whole")
 
 
-def test_a_loss_that_is_no_number_ends_a_training(tmp_path: Path) -> None:
+def test_a_nan_loss_ends_a_training(tmp_path: Path) -> None:
     """Before a step with it, which would make all weights none."""
     x = torch.ones(2)
     run = Run({"x": x}, tmp_path, Budget(steps=3), 0.1)
@@ -279,7 +279,7 @@ def test_a_loss_that_is_no_number_ends_a_training(tmp_path: Path) -> None:
     assert (run.steps, bool(x.isfinite().all())) == (1, True)
 
 
-def test_what_a_folder_was_begun_for(tmp_path: Path) -> None:
+def test_a_folder_refuses_another_training(tmp_path: Path) -> None:
     record_job(tmp_path, {"student": "depth=2", "losses": ("kl",)})
     record_job(tmp_path, {"student": "depth=2", "losses": ("kl",)})
     with pytest.raises(ValueError, match="another training .student: depth=2 then, depth=3 now"):
@@ -327,7 +327,7 @@ class Shuffled(DistillationLoss):
         return theirs, ours
 
 
-def test_a_teacher_on_the_native_core_says_what_it_says_in_torch(tmp_path: Path) -> None:
+def test_a_native_teacher_equals_the_torch_teacher(tmp_path: Path) -> None:
     """Rows after layers, and what its head makes of them, the same each time; torch keeps its threads. Controls: rows of other
     tokens, and of another layer."""
     opened, threads = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", layers=3)), torch.get_num_threads()
@@ -359,7 +359,7 @@ def test_where_a_teacher_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         backend_of("native", opened, maps=False)
 
 
-def test_a_student_learns_what_its_teacher_does(tmp_path: Path) -> None:
+def test_a_student_approaches_its_teacher(tmp_path: Path) -> None:
     """The first choice, which is what is accepted of a draft, comes nearer; from shuffled rows it does not."""
     generator = torch.Generator().manual_seed(2)
     texts = torch.randint(0, 6, (40, 16), generator=generator).tolist()

@@ -49,7 +49,7 @@ def rounded(source: WeightSource) -> Model:
 
 
 @pytest.mark.parametrize(("name", "what"), OTHERS.items())
-def test_what_is_not_translated_is_refused(name: str, what: str, tmp_path: Path) -> None:
+def test_unsupported_architectures_are_refused(name: str, what: str, tmp_path: Path) -> None:
     source = GGUFFile(write_gguf(oracle(name), tmp_path / "model.gguf"))
     with pytest.raises(ValueError, match=what):
         hf_config(read_config(source), None, None)

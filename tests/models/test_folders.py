@@ -85,7 +85,7 @@ def test_each_number_is_the_nearest_of_its_grid(number_format: str, layout: str 
 
 
 @pytest.mark.parametrize("method", [("gptq",), ("awq", "gptq"), ("awq",)])
-def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_calibrated_codes_are_written_exactly(method: tuple[str, ...], model: Path, book: Path, tmp_path: Path) -> None:  # noqa: F811
     """To the bit: matrices as the walk coded them, norms with what was folded into them; less is lost than to nearest."""
     out = tmp_path / "out.v1"
     wanted = pipeline(book, method=method, format="int4-g32", layout="gptq", keep_work=True, judge="self")
@@ -107,7 +107,7 @@ def test_what_texts_chose_is_written(method: tuple[str, ...], model: Path, book:
     assert describe(out)["compress"] == f"{','.join(method)} int4-g32"
 
 
-def test_it_goes_on_where_it_was_stopped(model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_stopped_compression_resumes(model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """After a full disk: the layers are not made again, and the bytes are those of a run that was not stopped."""
     wanted = pipeline(book, format="int8", write_imatrix=tmp_path / "i.gguf")
     compress(model, tmp_path / "whole", wanted)
@@ -171,7 +171,7 @@ def test_two_of_four_that_texts_chose(model: Path, book: Path, tmp_path: Path) -
         ({"budget": 10}, "10 bytes are too few: with the fewest bits all tensors take"),
     ],
 )
-def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_invalid_options_are_a_one_line_error(changes: dict[str, Any], line: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=line) as found:
         compress(model, tmp_path / "out", Pipeline(**{"format": "int4-g32", **changes}))
     assert "\n" not in str(found.value)
@@ -224,7 +224,7 @@ def test_compressed_tensors_decompresses_it_alike(
 
 
 @pytest.mark.parametrize(("number_format", "head"), [("int4-g32", "int8"), ("nvfp4", "mxfp4")])
-def test_a_head_that_no_walk_has_seen_is_written_too(
+def test_a_head_without_calibration_is_written(
     number_format: str,
     head: str,
     model: Path,  # noqa: F811

@@ -199,7 +199,7 @@ def check_layers(
 
 
 @pytest.mark.weights
-def test_smollm2_is_its_own_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_layers_match_the_reference_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     check_layers(model_file(NAMES[0]), PROMPTS[:1], monkeypatch)
 
 

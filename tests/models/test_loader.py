@@ -91,13 +91,13 @@ def test_values_that_float16_cannot_hold_are_refused(source: MemorySource) -> No
     load_model(source, torch.bfloat16)
 
 
-def test_an_overflow_of_the_sum_alone_is_no_error(source: MemorySource) -> None:
+def test_an_overflow_of_only_the_sum_is_no_error(source: MemorySource) -> None:
     """The check sums in float32; large finite values that overflow only the sum must load."""
     source.tensors[Q][:] = 3e38
     load_model(source)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones(source: MemorySource) -> None:
+def test_an_unknown_architecture_is_refused_with_the_supported_names(source: MemorySource) -> None:
     source.config["model_type"] = "mamba"
     message = refusal(source)
     assert (
@@ -117,7 +117,7 @@ def test_every_value_of_every_parameter_is_filled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-tied", "gemma3-one-kv-head", "gpt2", "llama-rope-llama3"])
-def test_the_plan_says_how_stored_rows_become_parameters(name: str, tmp_path: Path) -> None:
+def test_the_plan_maps_stored_rows_to_parameters(name: str, tmp_path: Path) -> None:
     """Following the plan over the raw rows, as a packer of quantised rows does, gives the loaded parameters."""
     source = GGUFFile(write_gguf(oracle(name), tmp_path / "model.gguf"))
     model = load_model(source)

@@ -20,7 +20,7 @@ NAMES = (
 )
 
 
-def test_stories_tells_its_golden_text() -> None:
+def test_stories_generates_its_golden_text() -> None:
     """Head size 8, FFN 172, float32 weights held as bfloat16: the 200 tokens are those of float32."""
     folder = data_path("stories260K")
     source = read_checkpoint(folder / "stories260K.bin")

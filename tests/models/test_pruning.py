@@ -16,7 +16,7 @@ from tests.tiny_files import write_tiny_gguf
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "0.5", "0.3"])
-def test_magnitude_leaves_out_the_smallest_of_each_row(sparsity: str, tmp_path: Path) -> None:
+def test_magnitude_prunes_the_smallest_weights_of_each_row(sparsity: str, tmp_path: Path) -> None:
     """In F32, so that what stays stays as it was; tables, head and norms are whole."""
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     out = tmp_path / "out.gguf"
@@ -50,7 +50,7 @@ def test_zeros_stay_zeros_when_the_others_are_rounded(tmp_path: Path) -> None:
         predict(model, Pipeline(format="IQ4_NL", method=("magnitude",), sparsity="2:4"))
 
 
-def test_what_is_stored_so_already_is_pruned_all_the_same(tmp_path: Path) -> None:
+def test_matrices_already_in_the_format_are_pruned(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     compress(model, tmp_path / "one.gguf", Pipeline(format="Q8_0"))
     report = compress(
@@ -96,7 +96,7 @@ def test_wanda_by_an_imatrix(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_pruned_is_one_line(pipeline: Pipeline, message: str, tmp_path: Path) -> None:
+def test_invalid_sparsity_is_a_one_line_error(pipeline: Pipeline, message: str, tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     with pytest.raises(ValueError, match=message) as found:
         compress(model, tmp_path / "out.gguf", pipeline)

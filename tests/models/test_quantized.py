@@ -35,7 +35,7 @@ from tests.quantized import (
     fp8_blocks,
     fp8_whole,
     gptq,
-    kept,
+    load_fixture,
     mxfp4,
     nvfp4,
     packed_integers,
@@ -90,7 +90,7 @@ FORMATS: dict[str, tuple[Callable[[], Made], set[str], str]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_matrices_are_what_the_format_says(name: str, tmp_path: Path) -> None:
+def test_matrices_decode_to_their_values(name: str, tmp_path: Path) -> None:
     """Bit for bit, in a source, in torch and by their kinds; nothing is left over."""
     make, kinds, said = FORMATS[name]
     made = make()
@@ -129,7 +129,7 @@ KEPT: dict[str, tuple[set[str], str]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_other_projects_wrote_has_their_numbers(name: str, tmp_path: Path) -> None:
+def test_files_of_other_projects_decode_to_their_values(name: str, tmp_path: Path) -> None:
     """Bit for bit those of their own arithmetic."""
     kinds, said = KEPT[name]
     source, expected = open_folder(DATA / name), json.loads((DATA / name / "expected.json").read_text())["sha256"]
@@ -146,7 +146,7 @@ BOUNDED = {"bnb-int8": ("Q8_0", "int8", 0.0), "bnb-nf4-nested": ("NF4", "NF4", 1
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_what_bitsandbytes_wrote_has_its_numbers_but_for_a_little(name: str) -> None:
+def test_files_of_bitsandbytes_decode_within_rounding(name: str) -> None:
     kind, said, most = BOUNDED[name]
     source = open_folder(DATA / name)
     assert isinstance(source, QuantizedFolder)
@@ -273,39 +273,51 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         lambda made: None,
         "layout 'gemv' is not supported; use a checkpoint in gemm",
     ),
-    "int4 without a shape": (lambda: kept("int4-asym"), without("weight_shape"), "has no weight_shape; the file is incomplete"),
+    "int4 without a shape": (
+        lambda: load_fixture("int4-asym"),
+        without("weight_shape"),
+        "has no weight_shape; the file is incomplete",
+    ),
     "int4 of another shape": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         changed("weight_shape", lambda x: x + 1),
         "has 96 x 8 words for 97 x 65 numbers",
     ),
     "int4 of 5 bits": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         changed("weight_packed", lambda x: x[:, :5].repeat(1, 2)),
         "has 96 x 10 words for 96 x 64 numbers of 4 bits; the file is damaged",
     ),
     "int4 of fewer scales": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         changed("weight_scale", lambda x: x[1:]),
         "weight_scale of BF16 95 x 2 and needs F16 96 x 2",
     ),
     "int4 of fewer zeros": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         changed("weight_zero_point", lambda x: x[1:]),
         "weight_zero_point of I32 11 x 2 and needs",
     ),
-    "int8 of whole scales": (lambda: kept("int8"), changed("weight_scale", lambda x: x.int()), "weight_scale of I32 96 x 1"),
+    "int8 of whole scales": (
+        lambda: load_fixture("int8"),
+        changed("weight_scale", lambda x: x.int()),
+        "weight_scale of I32 96 x 1",
+    ),
     "int8 of scales that 16 bits lack": (
-        lambda: kept("int8"),
+        lambda: load_fixture("int8"),
         changed("weight_scale", lambda x: x * 1e-6),
         "a weight_scale too large or too small for 16 bits",
     ),
-    "int8 in a row": (lambda: kept("int8"), changed("weight", torch.ravel), "has a weight that is not a matrix"),
-    "fp8 of fewer scales": (lambda: kept("fp8"), changed("weight_scale", lambda x: x[1:]), "weight_scale of BF16 95 x 1"),
-    "fp8 without a weight": (lambda: kept("fp8"), without("weight"), "has no weight; the file is incomplete"),
+    "int8 in a row": (lambda: load_fixture("int8"), changed("weight", torch.ravel), "has a weight that is not a matrix"),
+    "fp8 of fewer scales": (
+        lambda: load_fixture("fp8"),
+        changed("weight_scale", lambda x: x[1:]),
+        "weight_scale of BF16 95 x 1",
+    ),
+    "fp8 without a weight": (lambda: load_fixture("fp8"), without("weight"), "has no weight; the file is incomplete"),
     "blocks of fp8 of whole scales": (fp8_blocks, changed("weight_scale_inv", lambda x: x.int()), "weight_scale_inv of I32"),
     "nvfp4 of powers": (
-        lambda: kept("mxfp4"),
+        lambda: load_fixture("mxfp4"),
         lambda made: made.tensors.update({f"{UP}.weight_global_scale": torch.ones(1)}),
         "weight_scale of U8 96 x 2 and needs F8_E4M3 96 x 4",
     ),
@@ -332,21 +344,21 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
     ),
     "2:4 of fewer numbers": (sparse, changed("compressed", lambda x: x[1:]), "compressed of I8 95 x 32 and needs I8 96 x 32"),
     "nf4 of other blocks": (
-        lambda: kept("bnb-nf4-nested"),
+        lambda: load_fixture("bnb-nf4-nested"),
         changed("weight.absmax", lambda x: x[1:]),
         "weight.absmax of U8 127 and needs U8 128",
     ),
     "nf4 with half a state": (
-        lambda: kept("bnb-nf4-nested"),
+        lambda: load_fixture("bnb-nf4-nested"),
         changed("weight.quant_state.bitsandbytes__nf4", lambda x: x[:40]),
         "has a quant_state that cannot be read",
     ),
     "nf4 without its second scales": (
-        lambda: kept("bnb-nf4-nested"),
+        lambda: load_fixture("bnb-nf4-nested"),
         without("weight.nested_absmax"),
         "weight.absmax of U8 128 and needs F32 128",
     ),
-    "bitsandbytes int8 of fewer scales": (lambda: kept("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
+    "bitsandbytes int8 of fewer scales": (lambda: load_fixture("bnb-int8"), changed("SCB", lambda x: x[1:]), "SCB of F32 127"),
     "gptq of an older layout": (
         lambda: gptq(is_marlin_format=True),
         lambda made: None,
@@ -358,12 +370,12 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
         "layout 'gemv_fast' is not supported; use a checkpoint in gemm",
     ),
     "2:4 as one kernel reads it": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         lambda made: made.settings.update(format="marlin-24"),
         r"layout of one kernel \(marlin-24\), which is not read; take the same model pack-quantized",
     ),
     "some of it so": (
-        lambda: kept("int4-asym"),
+        lambda: load_fixture("int4-asym"),
         lambda made: made.settings["config_groups"]["group_0"].update(format="marlin-24"),
         r"layout of one kernel \(marlin-24\)",
     ),
@@ -376,7 +388,7 @@ DAMAGED: dict[str, tuple[Callable[[], Made], Edit, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_damaged_or_not_read_is_one_line(name: str, tmp_path: Path) -> None:
+def test_damaged_or_unsupported_files_are_a_one_line_error(name: str, tmp_path: Path) -> None:
     make, edit, said = DAMAGED[name]
     made = make()
     edit(made)
@@ -393,8 +405,10 @@ def nan(x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not core.available(), reason=core.reason())
-@pytest.mark.parametrize("make", [gptq, awq, fp8_blocks, sparse, lambda: kept("int4-asym"), lambda: kept("bnb-fp4")])
-def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [gptq, awq, fp8_blocks, sparse, lambda: load_fixture("int4-asym"), lambda: load_fixture("bnb-fp4")]
+)
+def test_scales_that_are_nan_or_infinite_are_refused(make: Callable[[], Made], tmp_path: Path) -> None:
     """By torch and by the core, which names the matrix."""
     made = make()
     field = next(name for name in made.tensors if name.startswith(f"{UP}.") and ("scale" in name or "absmax" in name))
@@ -408,7 +422,8 @@ def test_scales_that_are_no_numbers_are_refused(make: Callable[[], Made], tmp_pa
 def test_damaged_files_give_one_line(tmp_path: Path) -> None:
     """Seeded damage to header and settings of five schemes: opened and read, or refused in one line."""
     kinds: list[Callable[[], Made]] = [
-        lambda: gptq(act_order=True, sym=False), sparse, fp8_blocks, lambda: kept("int4-asym"), lambda: kept("bnb-nf4-nested")
+        lambda: gptq(act_order=True, sym=False), sparse, fp8_blocks, lambda: load_fixture("int4-asym"),
+        lambda: load_fixture("bnb-nf4-nested"),
     ]  # fmt: skip
     file, settings = (tmp_path / "model.safetensors", tmp_path / "config.json")
     messages = []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from headrace.weights.decode import read_floats
 from headrace.weights.schemes import awq as reader
 from headrace.weights.schemes.folder import open_folder
-from tests.quantized import DATA, LAYER, Made, awq, gptq, kept, mxfp4
+from tests.quantized import DATA, LAYER, Made, awq, gptq, load_fixture, mxfp4
 
 K = f"{LAYER}.self_attn.k_proj"
 STATE = f"{K}.weight.quant_state.bitsandbytes__nf4"
@@ -20,7 +20,7 @@ STATE = f"{K}.weight.quant_state.bitsandbytes__nf4"
 
 def of(name: str) -> Made:
     """What bitsandbytes wrote, with the numbers of one matrix by its own arithmetic."""
-    made = kept(name)
+    made = load_fixture(name)
     made.values[K] = load_file(DATA / name / "expected.safetensors")["k_proj"].numpy()
     return made
 
@@ -33,7 +33,7 @@ def in_order(made: Made, patch: pytest.MonkeyPatch) -> None:
     made.tensors[f"{K}.g_idx"] = made.tensors[f"{K}.g_idx"].sort().values
 
 
-def outputs_as_they_stand(made: Made, patch: pytest.MonkeyPatch) -> None:
+def keep_output_order(made: Made, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "PLACES", np.arange(8))
 
 
@@ -58,7 +58,7 @@ Slip = Callable[[Made, pytest.MonkeyPatch], None]
 SLIPS: dict[str, tuple[Callable[[], Made], Slip]] = {
     "zero points of version 1 as they are": (lambda: gptq(sym=False), version_two),
     "act-order that is left out": (lambda: gptq(act_order=True), in_order),
-    "outputs of AWQ in order": (awq, outputs_as_they_stand),
+    "outputs of AWQ in order": (awq, keep_output_order),
     "the low half of a byte first": (lambda: of("bnb-nf4-nested"), other_half_first),
     "absmax with half its offset": (lambda: of("bnb-nf4-nested"), half_an_offset),
     "exponents less 127 of the doubled table": (mxfp4, another_bias),

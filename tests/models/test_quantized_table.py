@@ -27,7 +27,7 @@ def inspected(folder: Path) -> tuple[Row, set[str]]:
     return (method, told["quantised"]), kinds
 
 
-def test_the_page_says_what_inspect_says(tmp_path: Path) -> None:
+def test_the_page_equals_the_output_of_inspect(tmp_path: Path) -> None:
     """Row by row, no more and no less. The control: a page with one word changed says something else."""
     found: dict[Row, set[str]] = {}
     made = [make().write(tmp_path / str(number)) for number, (make, _, _) in enumerate(FORMATS.values())]

@@ -97,23 +97,23 @@ def test_cut_healed_and_rounded_in_one_command(
     heal: dict[str, Any] = {"heal_steps": 6, "heal_rate": 3e-3, "keep_neurons": 0.5, "format": "int4-g32"}
     wanted = pipeline(book, method=("neurons", "heal", "gptq"), **heal)
 
-    def made(name: str) -> Report:
+    def compress_to(name: str) -> Report:
         return compress(model, tmp_path / name, wanted, healer=Healing())
 
-    report = made("whole")
+    report = compress_to("whole")
     healed = report.record()["healed"]
     assert (healed["steps"], healed["tokens"]) == (6, 6 * 4 * 256)
     assert 0 < healed["different"] <= healed["tokens"]
     assert healed["after"]["perplexity"] < 0.9 * healed["before"]["perplexity"]
     assert set(passage_hashes(draw_texts(open_files(model), str(book), 1024, 0, Progress()))) < set(report.passages)
     for file, count in (("checkpoint.safetensors", 3), ("healed.gguf", 1), ("heal.json", 1), ("layer_0001.safetensors", 1)):
-        killed_at(file, count, lambda: made("out"))
-    made("out")
+        killed_at(file, count, lambda: compress_to("out"))
+    compress_to("out")
     whole, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert other == whole
-    killed_at("checkpoint.safetensors", 3, lambda: made("forgetful"))
+    killed_at("checkpoint.safetensors", 3, lambda: compress_to("forgetful"))
     forgetful(monkeypatch)
-    made("forgetful")
+    compress_to("forgetful")
     assert (tmp_path / "forgetful" / "model.safetensors").read_bytes() != whole
 
 

@@ -18,7 +18,7 @@ from tests.models.test_walk import book, model, pipeline
 __all__ = ["book", "model"]  # fixtures
 
 
-def made(model: Path, book: Path, out: Path, *method: str, sparsity: str | None = "2:4", **more: Any) -> Report:
+def prune_to(model: Path, book: Path, out: Path, *method: str, sparsity: str | None = "2:4", **more: Any) -> Report:
     return compress(model, out, pipeline(book, method=method, sparsity=sparsity, format="Q8_0", **more), None, True)
 
 
@@ -36,9 +36,9 @@ def matrices(path: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("method", [("wanda",), ("wanda", "gptq"), ("magnitude", "gptq"), ("sparsegpt",)])
-def test_two_of_four_are_left_out(method: tuple[str, ...], model: Path, book: Path, tmp_path: Path) -> None:
+def test_two_of_four_weights_are_pruned(method: tuple[str, ...], model: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
-    report = made(model, book, out, *method)
+    report = prune_to(model, book, out, *method)
     for matrix in matrices(out):
         assert ((matrix.reshape(-1, 4) != 0).sum(1) <= 2).all()
     assert report.zeros is not None
@@ -46,31 +46,31 @@ def test_two_of_four_are_left_out(method: tuple[str, ...], model: Path, book: Pa
     assert GGUFFile(out).metadata["headrace.compress"] == f"{','.join(method)} 2:4 Q8_0"
 
 
-def test_half_of_each_row_is_left_out(model: Path, book: Path, tmp_path: Path) -> None:
-    made(model, book, tmp_path / "out.gguf", "sparsegpt", sparsity="0.5")
+def test_half_of_each_row_is_pruned(model: Path, book: Path, tmp_path: Path) -> None:
+    prune_to(model, book, tmp_path / "out.gguf", "sparsegpt", sparsity="0.5")
     for matrix in matrices(tmp_path / "out.gguf"):
         assert ((matrix == 0).sum(1) >= matrix.shape[1] // 2).all()
 
 
-def test_what_is_left_makes_up_for_what_is_not(
+def test_remaining_weights_compensate_for_pruned_weights(
     model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Controls: the mask's complement, which loses far more; and Wanda, which repairs nothing."""
     found = {
-        name: error(made(model, book, tmp_path / "out.gguf", *name.split(",")))
+        name: error(prune_to(model, book, tmp_path / "out.gguf", *name.split(",")))
         for name in ("wanda", "wanda,gptq", "magnitude,gptq", "sparsegpt")
     }
     assert found["sparsegpt"] < found["wanda,gptq"] < found["wanda"]
     assert found["sparsegpt"] < 0.75 * found["wanda"]
     right = KeptBlocks.at
     monkeypatch.setattr(KeptBlocks, "at", lambda self, j, w, upper: ~right(self, j, w, upper))
-    assert error(made(model, book, tmp_path / "out.gguf", "sparsegpt")) > 1.5 * found["sparsegpt"]
+    assert error(prune_to(model, book, tmp_path / "out.gguf", "sparsegpt")) > 1.5 * found["sparsegpt"]
 
 
-def test_with_nothing_left_out_it_is_gptq(model: Path, book: Path, tmp_path: Path) -> None:
+def test_sparsegpt_without_sparsity_equals_gptq(model: Path, book: Path, tmp_path: Path) -> None:
     """Byte for byte, in the order that the columns have."""
-    made(model, book, tmp_path / "a.gguf", "sparsegpt", sparsity="0")
-    made(model, book, tmp_path / "b.gguf", "gptq", sparsity=None, act_order=False)
+    prune_to(model, book, tmp_path / "a.gguf", "sparsegpt", sparsity="0")
+    prune_to(model, book, tmp_path / "b.gguf", "gptq", sparsity=None, act_order=False)
     for one, other in zip(matrices(tmp_path / "a.gguf"), matrices(tmp_path / "b.gguf"), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -85,14 +85,16 @@ def test_with_nothing_left_out_it_is_gptq(model: Path, book: Path, tmp_path: Pat
         ({"method": ("gptq",)}, "sparsity needs a method that prunes: magnitude or wanda or sparsegpt"),
     ],
 )
-def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_a_one_line_error(
+    changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path
+) -> None:
     wanted = {"sparsity": "2:4", **changes}
     with pytest.raises(ValueError, match=line):
         compress(model, tmp_path / "out.gguf", pipeline(book, **wanted))
     assert not list(tmp_path.iterdir())
 
 
-def test_what_texts_chose_is_kept_in_a_folder(model: Path, book: Path, tmp_path: Path) -> None:
+def test_a_calibrated_mask_survives_a_folder(model: Path, book: Path, tmp_path: Path) -> None:
     """To the bit, of Q4_0: two of four are there already, and its numbers are those of int4 in groups of 32."""
     compress(model, tmp_path / "a.gguf", pipeline(book, method=("sparsegpt",), sparsity="2:4", format="Q4_0"))
     rounded = Pipeline(method=("magnitude",), sparsity="2:4", format="int4-g32-sym", threads=1)

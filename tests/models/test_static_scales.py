@@ -196,7 +196,7 @@ def test_smoothquant_pays_where_a_few_inputs_are_large(tmp_path: Path) -> None:
     assert describe(tmp_path / "smoothquant")["quantised"] == "compressed-tensors, 8 bits, a scale a row, one scale of inputs"
 
 
-def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_invalid_scales_are_a_one_line_error(folder: Path, tmp_path: Path) -> None:
     """Scales that are none, and folders without any; one with a zero point, or of float8, is no scale of int8."""
     plain = tmp_path / "plain"
     compress(write_folder(tmp_path / "whole", "llama-gqa"), plain, Pipeline(format="w8a8", threads=1))

@@ -29,12 +29,12 @@ def back(model: Model, container: str, tensors: dict[str, torch.Tensor]) -> Mode
 
 
 @pytest.mark.parametrize(("name", "container"), WRITTEN)
-def test_what_is_written_is_what_was_read(name: str, container: str) -> None:
+def test_a_written_model_is_read_unchanged(name: str, container: str) -> None:
     model = loaded(oracle(name))
     assert same(back(model, container, written(model, container)), model)
 
 
-def test_an_encoder_is_written_as_it_was_read(tmp_path: Path) -> None:
+def test_a_written_encoder_is_read_unchanged(tmp_path: Path) -> None:
     folder = SafetensorsFolder(write_tiny_bert(tmp_path))
     model = load_model(folder)
     tensors = written(model, "safetensors")
@@ -50,7 +50,7 @@ def test_an_encoder_is_written_as_it_was_read(tmp_path: Path) -> None:
         ("gpt2", "safetensors", {"rows": None}),
     ],
 )
-def test_a_writer_that_forgets_a_layout_is_found(name: str, container: str, change: dict[str, None]) -> None:
+def test_a_writer_without_a_layout_changes_the_model(name: str, container: str, change: dict[str, None]) -> None:
     """The control: the parts as a writer would have them that knows names alone, q, k and v of one tensor in another order."""
     model, values = loaded(oracle(name)), pieces(loaded(oracle(name)))
     tensors = {
@@ -61,7 +61,7 @@ def test_a_writer_that_forgets_a_layout_is_found(name: str, container: str, chan
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_tensors_are_those_of_transformers(name: str) -> None:
+def test_the_tensors_equal_those_of_transformers(name: str) -> None:
     theirs = hf_source(oracle(name))
     tensors = written(load_model(theirs), "safetensors")
     assert tensors.keys() == theirs.tensors.keys()
@@ -70,7 +70,7 @@ def test_the_tensors_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-tied", "gemma3-one-kv-head", "gpt2"])
-def test_the_tensors_are_those_of_the_gguf_package(name: str, tmp_path: Path) -> None:
+def test_the_tensors_equal_those_of_the_gguf_package(name: str, tmp_path: Path) -> None:
     source = GGUFFile(write_gguf(oracle(name), tmp_path / "model.gguf"))
     tensors = written(load_model(source), "gguf")
     assert sorted(tensors) == sorted(source.names())

@@ -74,7 +74,7 @@ def fitted(model: Model, learned: list[list[int]], fresh: list[list[int]]) -> fl
 
 
 @pytest.mark.slow
-def test_a_model_that_learns_with_its_exit_leaves_more_often(tmp_path: Path) -> None:
+def test_joint_training_raises_the_exit_rate(tmp_path: Path) -> None:
     """After one of its five layers, on fresh text: at least three tokens in ten, and one more in ten than a fitted exit of the
     model as it was."""
     source = read_checkpoint(data_path("stories260K") / "stories260K.bin")

@@ -123,7 +123,7 @@ def test_layers_that_move_rows_least_are_dropped(book: Path, tmp_path: Path) -> 
 ALL: dict[str, Any] = {"keep_neurons": 0.5, "drop_layers": 1, "kv_heads": 1}
 
 
-def test_cuts_follow_one_another_and_others_follow_them(model: Path, book: Path, tmp_path: Path) -> None:
+def test_cuts_run_in_order_and_resume(model: Path, book: Path, tmp_path: Path) -> None:
     """Each measures what the one before left. Stopped within the second cut, and before its file has its name, the same command
     goes on to the same bytes."""
     method = ("neurons", "kv-heads", "layers", "gptq")
@@ -192,14 +192,16 @@ def test_a_folder_is_cut(book: Path, tmp_path: Path) -> None:
         ({"method": ("layers",), "drop_layers": 1, "imatrix": Path("i.dat")}, "--imatrix is for rtn alone"),
     ],
 )
-def test_what_cannot_be_cut_is_one_line(changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path) -> None:
+def test_an_invalid_cut_is_a_one_line_error(
+    changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=re.escape(line)) as found:
         compress(model, tmp_path / "out.gguf", pipeline(book, **changes))
     assert "\n" not in str(found.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trained_model_keeps_more_by_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_cuts_preserve_more_of_a_trained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows after the last layer: aligned heads beside their mean and the first; neurons beside some drawn by chance."""
     source = read_checkpoint(data_path("stories260K") / "stories260K.bin")
     program = program_of(source, threads=1)

@@ -55,7 +55,7 @@ def chosen(llm: LLM, source: list[int], answer: list[int]) -> list[bool]:
 
 
 @pytest.mark.parametrize(("quantize", "share"), [(None, 0.98), ("int8", 0.97)])
-def test_the_core_says_what_torch_says(folder: Path, torch: LLM, quantize: str | None, share: float) -> None:
+def test_the_native_core_agrees_with_torch(folder: Path, torch: LLM, quantize: str | None, share: float) -> None:
     wanted = torch.generate(list(TEXTS), GREEDY)
     assert "herbe" in wanted[0].outputs[0].text
     with opened(folder, "native", quantize=quantize) as llm:

@@ -74,7 +74,7 @@ def texts(count: int = 9, length: int = 20) -> list[list[int]]:
     return [rng.integers(0, 256, length).tolist() for _ in range(count)]
 
 
-def test_rows_and_moments_are_those_of_the_whole_model(model: Path, tmp_path: Path) -> None:
+def test_rows_and_moments_equal_those_of_the_full_model(model: Path, tmp_path: Path) -> None:
     """Of the eight texts measured, and of the one held out; after the walk no layer is in memory."""
     source, read = GGUFFile(model), texts()
     whole = load_model(source)
@@ -120,7 +120,7 @@ class Seen:
         return torch.nn.functional.linear(x, layer.weight, bias)
 
 
-def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_path: Path) -> None:
+def test_gptq_loses_less_than_rounding_to_nearest(model: Path, book: Path, tmp_path: Path) -> None:
     """In every matrix, on the texts measured; the file runs, and says what was done."""
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book, tokens=2048))
@@ -137,7 +137,7 @@ def test_less_is_lost_than_by_rounding_to_nearest(model: Path, book: Path, tmp_p
     assert len(made[0].outputs[0].token_ids) == 4
 
 
-def test_what_is_told_is_what_was_written(model: Path, book: Path, tmp_path: Path) -> None:
+def test_reported_errors_equal_those_of_the_written_file(model: Path, book: Path, tmp_path: Path) -> None:
     """The first layer's inputs do not depend on what is rounded: its errors again, from the two files and the texts alone."""
     out = tmp_path / "out.gguf"
     report = compress(model, out, pipeline(book))
@@ -298,7 +298,7 @@ def test_stopped_before_its_plan_was_there_it_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "number_format"), [("out.gguf", "Q4_0"), ("out", "int4-g32")])
-def test_stopped_while_it_was_judged_it_goes_on(
+def test_a_run_stopped_during_evaluation_resumes(
     name: str, number_format: str, model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OUT is there then, and whole: the same command judges it, any other refuses to replace it. A report is of that OUT."""
@@ -332,9 +332,7 @@ def test_stopped_while_it_was_judged_it_goes_on(
         assert not report_path(out).exists()
 
 
-def test_the_memory_that_is_said_has_the_model_that_writes_texts(
-    model: Path, book: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_predicted_memory_includes_the_generating_model(model: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_files(model)
     assert own_texts.writing_bytes(opened, 256) > sum(opened.source.info(name).nbytes for name in opened.source.names()) / 2
     monkeypatch.setattr("headrace.compress.calibration_pass.writing_bytes", lambda *_: 1 << 33)
@@ -404,7 +402,9 @@ def test_a_full_disk_loses_nothing_that_was_done(
         ({"write_imatrix": "out"}, "out.gguf would replace that file; give another name"),
     ],
 )
-def test_what_cannot_be_is_one_line(changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_a_one_line_error(
+    changes: dict[str, Any], line: str, model: Path, book: Path, tmp_path: Path
+) -> None:
     (tmp_path / "short.txt").write_text("abc")
     names = {"short": str(tmp_path / "short.txt"), "book": str(book), "model": model, "out": tmp_path / "out.gguf"}
     changes = {key: names.get(value, value) if isinstance(value, str) else value for key, value in changes.items()}
@@ -491,7 +491,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_fold_leaves_the_model_what_it_was(architecture: str) -> None:
+def test_a_fold_leaves_the_model_unchanged(architecture: str) -> None:
     """In float64, over every edge of the layer; and the inputs of the folded model are those scaled."""
     layer = Layer(architecture)
     rules = [edge.rule for edge in layer.visit.edges]
@@ -509,7 +509,7 @@ def test_a_fold_leaves_the_model_what_it_was(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["norm", "gate", "value"])
-def test_a_fold_of_one_side_is_found(rule: str) -> None:
+def test_a_one_sided_fold_changes_the_model(rule: str) -> None:
     """The controls: what is divided is not multiplied; scales of values that differ between the queries of a head."""
     layer = Layer("llama")
     before = layer.run()
@@ -589,7 +589,7 @@ def test_importance_that_was_measured_is_written_and_read(model: Path, book: Pat
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
 
 
-def test_w39_texts_say_nothing_of_how_inputs_are_rounded(model: Path, book: Path, tmp_path: Path) -> None:
+def test_w39_calibration_stores_no_activation_scales(model: Path, book: Path, tmp_path: Path) -> None:
     """What is written are weights: the same tensors and keys as before, with no number measured on texts beside them."""
     compress(model, tmp_path / "out.gguf", pipeline(book, method=("smoothquant", "gptq")))
     before, after = GGUFFile(model), GGUFFile(tmp_path / "out.gguf")
@@ -598,7 +598,7 @@ def test_w39_texts_say_nothing_of_how_inputs_are_rounded(model: Path, book: Path
     assert new == {"general.quantization_version", "general.file_type", "headrace.compress"}
 
 
-def test_a_budget_is_kept_and_spent_where_it_counts(model: Path, book: Path, tmp_path: Path) -> None:
+def test_a_byte_budget_is_respected_and_mixes_kinds(model: Path, book: Path, tmp_path: Path) -> None:
     least = predict(model, pipeline(book)).bytes
     budget = int(sum(one.nbytes for one in predict(model, pipeline(book)).matrices.values()) * 1.05)
     report = compress(model, tmp_path / "out.gguf", pipeline(book, method=("gptq",), budget=budget))
@@ -614,7 +614,7 @@ def test_a_budget_is_kept_and_spent_where_it_counts(model: Path, book: Path, tmp
         compress(model, tmp_path / "no.gguf", pipeline(book, budget=1000))
 
 
-def test_a_model_beside_itself_lost_nothing(model: Path, book: Path, tmp_path: Path) -> None:
+def test_a_model_compared_with_itself_loses_nothing(model: Path, book: Path, tmp_path: Path) -> None:
     read = texts(4, 40)
     same = judge(GGUFFile(model), GGUFFile(model), read, "self")
     assert (same.kl, same.same_choice, same.tokens) == (0, 1, 80)
@@ -648,7 +648,7 @@ print(said, told("VmHWM:") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_memory_that_was_said_is_what_is_taken(book: Path, tmp_path: Path) -> None:
+def test_predicted_memory_equals_peak_memory(book: Path, tmp_path: Path) -> None:
     """A matrix of 3,072 inputs: its moments and what is made of them are nearly all of it."""
     wide = write_tiny_gguf(tmp_path / "wide.gguf", sizes=Sizes(ffn=3072))
     done = subprocess.run(

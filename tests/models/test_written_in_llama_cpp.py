@@ -44,7 +44,7 @@ def missed(theirs: LlamaCpp, prompt: list[int], answer: list[int], vocab_size: i
 
 
 @pytest.mark.parametrize("format", TIES)
-def test_llama_cpp_says_of_it_what_float32_does(format: str, tmp_path: Path) -> None:
+def test_llama_cpp_has_the_perplexity_of_float32(format: str, tmp_path: Path) -> None:
     text = data_path("wikitext2/valid.txt").read_text("utf-8")
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     out = tmp_path / "written.gguf"

@@ -194,7 +194,7 @@ def test_bidirectional_feeds_see_the_whole_feed() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_what_else_is_in_the_step_changes_no_bit() -> None:
+def test_other_rows_of_a_step_change_no_bit() -> None:
     """A decode row alone, and among other decode rows and a chunk."""
     rows = []
     for others in ([], [(1, 3, []), (2, 1, [-1, 0]), (3, 70, [])]):
@@ -278,7 +278,7 @@ def test_rows_of_every_feed_read_the_whole_source() -> None:
         attention(q.flatten(1), None, None, build(world.pool, [FeedRows([0] * 5, world.tables[1])]), 0, source=True)
 
 
-def test_buckets_of_distances_are_those_of_the_paper() -> None:
+def test_buckets_of_distances_equal_those_of_the_paper() -> None:
     """By hand for 8 buckets up to 16: single distances, then logarithms, then one for all that is farther."""
     back = torch.tensor([5, 0, -1, -2, -3, -4, -5, -6, -8, -12, -15, -16, -400])
     assert buckets(back, 8, 16, False).tolist() == [0, 0, 1, 2, 3, 4, 4, 5, 6, 7, 7, 7, 7]

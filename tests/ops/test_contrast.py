@@ -32,7 +32,7 @@ def test_the_logit_form_is_the_probability_form(alpha: float, beta: float) -> No
     torch.testing.assert_close(mine.softmax(-1), theirs, rtol=0, atol=1e-12)
 
 
-def test_the_expert_decides_where_the_amateur_says_nothing() -> None:
+def test_the_expert_decides_if_the_amateur_has_no_effect() -> None:
     expert, amateur = rows(1), rows(2)
     best = expert.argmax(-1)
     for result in (
@@ -52,7 +52,7 @@ def test_the_mask_is_needed() -> None:
     assert not plausible.gather(-1, free.argmax(-1, keepdim=True)).all()
 
 
-def test_padding_that_the_amateur_does_not_have_is_ruled_out() -> None:
+def test_padding_beyond_the_amateurs_vocabulary_is_excluded() -> None:
     wide = contrast(rows(1), rows(2, VOCAB - 7), 0.0, 0.5)
     assert (wide[:, VOCAB - 7 :] == -math.inf).all()
     assert (wide[:, : VOCAB - 7] > -math.inf).all()

@@ -21,7 +21,7 @@ def logs(*probabilities: float) -> torch.Tensor:
     return torch.tensor([probabilities], dtype=torch.float64).log().float()
 
 
-def kept(z: torch.Tensor) -> list[int]:
+def kept_tokens(z: torch.Tensor) -> list[int]:
     return (z[0] > NEVER).nonzero()[:, 0].tolist()
 
 
@@ -36,54 +36,54 @@ def entropy(z: torch.Tensor) -> torch.Tensor:
 
 def test_W10_the_nucleus_holds_the_token_that_crosses_p():
     z = logs(0.5, 0.3, 0.2)
-    assert kept(filters.top_p(z, 0.5)) == [0]
-    assert kept(filters.top_p(z, 0.51)) == [0, 1]
-    assert kept(filters.top_p(z, 0.8)) == [0, 1]
-    assert kept(filters.top_p(z, 0.81)) == [0, 1, 2]
-    assert kept(filters.top_p(z, 1e-9)) == [0]  # at least one, always
-    assert kept(filters.top_p(logs(0.2, 0.5, 0.3), 0.51)) == [1, 2]
+    assert kept_tokens(filters.top_p(z, 0.5)) == [0]
+    assert kept_tokens(filters.top_p(z, 0.51)) == [0, 1]
+    assert kept_tokens(filters.top_p(z, 0.8)) == [0, 1]
+    assert kept_tokens(filters.top_p(z, 0.81)) == [0, 1, 2]
+    assert kept_tokens(filters.top_p(z, 1e-9)) == [0]  # at least one, always
+    assert kept_tokens(filters.top_p(logs(0.2, 0.5, 0.3), 0.51)) == [1, 2]
 
 
 @pytest.mark.parametrize("offset", [0.0, 7.3, -12.1, 30.0])
 def test_W10_holds_wherever_the_logits_lie(offset):
     """Logits are defined up to a constant, which costs float32 digits but must not cost a token."""
     z = logs(0.5, 0.3, 0.2) + offset
-    assert kept(filters.top_p(z, 0.5)) == [0]
-    assert kept(filters.top_p(z, 0.51)) == [0, 1]
+    assert kept_tokens(filters.top_p(z, 0.5)) == [0]
+    assert kept_tokens(filters.top_p(z, 0.51)) == [0, 1]
 
 
 def test_top_p_of_one_keeps_all_although_float_sums_may_fall_short():
     z = random_rows(1, 5000)
     z[0, 17] = -80.0
     assert torch.equal(filters.top_p(z, 1.0), z)
-    assert len(kept(filters.top_p(z, 0.5))) < 500
+    assert len(kept_tokens(filters.top_p(z, 0.5))) < 500
 
 
 def test_top_p_on_ties_keeps_the_lowest_ids():
-    assert kept(filters.top_p(row(0, 0, 0, 0, 0, 0, 0, 0), 0.5)) == [0, 1, 2, 3]
-    assert kept(filters.top_p(row(0, 1, 0, 1, 0), 0.7)) == [0, 1, 3]
+    assert kept_tokens(filters.top_p(row(0, 0, 0, 0, 0, 0, 0, 0), 0.5)) == [0, 1, 2, 3]
+    assert kept_tokens(filters.top_p(row(0, 1, 0, 1, 0), 0.7)) == [0, 1, 3]
     uniform = torch.zeros(2, 6000)
     assert (filters.top_p(uniform, 0.25) > NEVER).sum(-1).tolist() == [1500, 1500]
     assert (filters.top_p(uniform, 0.25)[:, :1500] > NEVER).all()
 
 
-def test_top_p_takes_no_token_more_where_a_sum_is_just_what_is_asked():
+def test_top_p_keeps_no_extra_token_if_a_sum_equals_p():
     """Sums are whole numbers of 2**-40: p is chosen so that the first token's is the goal, or one less than it."""
     z, point = row(0, -1), 2.0**40
     total = float(z.double().exp().mul(point).round().sum()) * (1 - filters.SLACK)
-    assert kept(filters.top_p(z, (point - 0.5) / total)) == [0]
-    assert kept(filters.top_p(z, (point + 0.5) / total)) == [0, 1]
+    assert kept_tokens(filters.top_p(z, (point - 0.5) / total)) == [0]
+    assert kept_tokens(filters.top_p(z, (point + 0.5) / total)) == [0, 1]
 
 
 def test_top_k_keeps_k_and_on_ties_the_lowest_ids():
-    assert kept(filters.top_k(row(1, 3, 2, 5, 4), 3)) == [1, 3, 4]
-    assert kept(filters.top_k(row(1, 2, 2, 2, 0), 2)) == [1, 2]
-    assert kept(filters.top_k(row(7, 7, 7, 7), 3)) == [0, 1, 2]
-    assert kept(filters.top_k(row(2, NEVER, NEVER, 1), 3)) == [0, 3]
+    assert kept_tokens(filters.top_k(row(1, 3, 2, 5, 4), 3)) == [1, 3, 4]
+    assert kept_tokens(filters.top_k(row(1, 2, 2, 2, 0), 2)) == [1, 2]
+    assert kept_tokens(filters.top_k(row(7, 7, 7, 7), 3)) == [0, 1, 2]
+    assert kept_tokens(filters.top_k(row(2, NEVER, NEVER, 1), 3)) == [0, 3]
     z = random_rows(1, 3000).round()  # thousands of ties
     order = np.argsort(-z[0].numpy(), kind="stable")
     for k in (1, 2, 77, 1500):
-        assert kept(filters.top_k(z, k)) == sorted(order[:k].tolist())
+        assert kept_tokens(filters.top_k(z, k)) == sorted(order[:k].tolist())
 
 
 def test_top_k_of_one_is_greedy_and_of_the_vocabulary_is_off():
@@ -96,32 +96,32 @@ def test_top_k_of_one_is_greedy_and_of_the_vocabulary_is_off():
 def test_W14_temperature_leaves_the_top_k_set_and_changes_its_probabilities():
     z = random_rows(1, 50)
     cold, hot = filters.top_k(filters.temperature(z, 0.5), 5), filters.top_k(filters.temperature(z, 2.0), 5)
-    assert kept(cold) == kept(hot) == kept(filters.top_k(z, 5))
+    assert kept_tokens(cold) == kept_tokens(hot) == kept_tokens(filters.top_k(z, 5))
     assert cold.softmax(-1).max() > hot.softmax(-1).max() + 0.1
 
 
 def test_min_p_is_relative_to_the_best():
     z = logs(0.4, 0.3, 0.2, 0.1)
-    assert kept(filters.min_p(z, 0.5)) == [0, 1, 2]  # 0.2 is exactly half of 0.4, and stays
-    assert kept(filters.min_p(z, 0.51)) == [0, 1]
-    assert kept(filters.min_p(z, 1.0)) == [0]
-    assert kept(filters.min_p(row(3, 3, 1), 1.0)) == [0, 1]
+    assert kept_tokens(filters.min_p(z, 0.5)) == [0, 1, 2]  # 0.2 is exactly half of 0.4, and stays
+    assert kept_tokens(filters.min_p(z, 0.51)) == [0, 1]
+    assert kept_tokens(filters.min_p(z, 1.0)) == [0]
+    assert kept_tokens(filters.min_p(row(3, 3, 1), 1.0)) == [0, 1]
     assert torch.equal(filters.min_p(z, 0.0), z)
 
 
-def test_typical_drops_the_most_likely_token_when_it_surprises_too_little():
+def test_typical_p_drops_the_most_likely_token_of_low_surprise():
     """-log p of the best is 0.69, the entropy 1.5: the flat middle is closer to it."""
     z = logs(0.5, 0.11, 0.1, 0.1, 0.1, 0.05, 0.04)
     p = z[0].double().softmax(-1)
     distance = (-p.log() - entropy(z)[0]).abs()
     assert distance.argmin() != 0
     first = int(distance.argmin())
-    assert kept(filters.typical(z, 1e-6)) == [first]
+    assert kept_tokens(filters.typical(z, 1e-6)) == [first]
     assert torch.equal(filters.typical(z, 1.0), z)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_filters_keep_what_the_plain_definitions_keep(seed):
+def test_the_filters_equal_their_plain_definitions(seed):
     """Each against numpy in float64, on small, large, peaked and flat vocabularies."""
     rng = np.random.default_rng(seed)
     for vocab, spread in ((7, 1.0), (100, 4.0), (5000, 0.3), (5000, 3.0)):
@@ -134,7 +134,7 @@ def test_the_filters_keep_what_the_plain_definitions_keep(seed):
         ]:
             stage = getattr(filters, name.removesuffix("_p") if name == "typical_p" else name)
             expected = filtered(z[0].double().numpy(), SamplingParams(**{name: value}))
-            assert kept(stage(z, value)) == np.flatnonzero(expected > -np.inf).tolist(), (name, value, vocab)
+            assert kept_tokens(stage(z, value)) == np.flatnonzero(expected > -np.inf).tolist(), (name, value, vocab)
 
 
 def test_a_setting_for_each_row():
@@ -173,7 +173,7 @@ def test_rows_of_a_batch_know_nothing_of_each_other(width):
             assert not torch.equal(alone, z), stage.__name__
     for measure in (filters.reachable, filters.log_total):
         assert torch.equal(measure(z), torch.cat([measure(each[None]) for each in z]))
-    assert kept(filters.reachable(row(0, 400, 399))) == [1, 2]
+    assert kept_tokens(filters.reachable(row(0, 400, 399))) == [1, 2]
 
 
 def test_typical_takes_of_equals_on_both_sides_of_the_entropy_the_lowest_ids():
@@ -185,11 +185,11 @@ def test_typical_takes_of_equals_on_both_sides_of_the_entropy_the_lowest_ids():
     assert float((z[0].double() * z[0].double().exp() * filters.POINT).round().sum() / shares.sum()) == -0.5
     for p in (0.05, 0.3, 0.5, 0.71, 0.9):
         reached = (shares[8:].cumsum(0) < shares.sum() * p * (1 - filters.SLACK)).sum()
-        assert kept(filters.typical(z, p)) == list(range(8, 8 + int(reached) + 1))
+        assert kept_tokens(filters.typical(z, p)) == list(range(8, 8 + int(reached) + 1))
 
 
 @pytest.mark.parametrize("stage", [filters.top_p, filters.typical])
-def test_at_one_all_is_kept_however_flat_and_whatever_is_impossible(stage):
+def test_a_threshold_of_one_keeps_every_token(stage):
     """Sums beyond 2**53 and tokens that weigh nothing; a first token that may not come, alone and beside rows that are cut."""
     flat = torch.zeros(1, 20_000)
     flat[0, 5000:] = -40.0
@@ -235,7 +235,7 @@ def test_a_row_without_any_token_stays_so():
     for stage, value in [(filters.top_k, 3), (filters.top_p, 0.5), (filters.typical, 0.5), (filters.min_p, 0.5)]:
         out = stage(z, value)
         assert (out[0] == NEVER).all()
-        assert kept(out[1:]) == [4]
+        assert kept_tokens(out[1:]) == [4]
 
 
 def test_entropy_grows_with_temperature():
@@ -254,7 +254,7 @@ def test_temperature_sets_the_odds():
 def test_W11_temperature_is_usable_without_top_p():
     z = random_rows(1, 64)
     assert torch.equal(filters.temperature(z, 2.0), z / 2.0)
-    assert len(kept(filters.temperature(z, 2.0))) == 64
+    assert len(kept_tokens(filters.temperature(z, 2.0))) == 64
 
 
 def test_W12_towards_zero_the_best_takes_all_and_towards_infinity_all_are_alike():

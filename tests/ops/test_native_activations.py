@@ -106,7 +106,7 @@ def test_activation_functions(name: str, isa: str) -> None:
     assert np.array_equal(module.activate(name, x, up, isa=isa), ours * up)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_invalid_arguments_are_refused() -> None:
     x = rows(2, 8)
     with pytest.raises(ValueError, match="silu, gelu_tanh or gelu, not relu"):
         module.activate("relu", x)

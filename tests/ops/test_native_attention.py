@@ -153,7 +153,7 @@ def test_int8_sums_of_512_dimensions_at_their_extremes(isa, signs):
 
 
 @pytest.mark.parametrize("place", ["k", "v"])
-def test_numbers_farther_apart_than_floats_reach_are_no_range(isa, place):
+def test_an_infinite_range_gives_nan_rows(isa, place):
     """Of int4: as torch's, their scale is infinite, and what reads them no number."""
     shape = VARIANTS["plain"]
     x = rows(40, shape, 0)
@@ -166,7 +166,7 @@ def test_numbers_farther_apart_than_floats_reach_are_no_range(isa, place):
     assert np.isfinite(out[:, readers:]).all()
 
 
-def test_what_the_pool_holds_is_what_was_given(isa):
+def test_the_pool_stores_the_rounded_k_and_v(isa):
     """K after norm and rotation, V as it is: rounded to bfloat16, or to 8 or 4 bits with scales per token and head."""
     shape = Shape(4, 2, 48, k_norm=[0.5 + i / 48 for i in range(48)], rope_dim=32)
     feed = Feed(0, 37, (), [2, 0, 3])
@@ -268,7 +268,7 @@ class Reordered(Stepper):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_kernel_whose_order_depends_on_the_rows_is_caught(isa, dtype, monkeypatch):
+def test_a_kernel_with_a_row_dependent_order_fails(isa, dtype, monkeypatch):
     """Control of the equalities of bits above: that order for some numbers of rows, within what float64 allows."""
     monkeypatch.setitem(globals(), "Stepper", Reordered)
     (table,), blocks = tables(random.Random(2), [320], 16)
@@ -284,7 +284,7 @@ def test_a_kernel_whose_order_depends_on_the_rows_is_caught(isa, dtype, monkeypa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_draft_nodes_bits_are_those_of_its_tokens_in_line(isa, dtype):
+def test_a_draft_node_has_the_bits_of_its_path(isa, dtype):
     """Any tree: what a node gets is what its path would get as known tokens, to the last bit."""
     rng = random.Random(5)
     for variant, start in [("plain", 250), ("window", 62), ("capped", 14), ("plain", 0)]:
@@ -339,7 +339,7 @@ def test_a_mask_that_is_ignored_is_seen(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_another_request_left_behind_does_not_leak(isa, dtype):
+def test_kv_of_another_request_does_not_leak(isa, dtype):
     """Blocks come back with anything in them, NaN included; weights of 0 times NaN must not be added up."""
     shape = Shape(3, 1, 64, window=40)
     x = rows(70, shape, 0)
@@ -376,7 +376,7 @@ def test_rows_that_see_a_broken_token_are_nan_and_no_others(isa, dtype, place, v
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rejected_draft_leaves_nothing_behind(isa, dtype):
+def test_a_rejected_draft_leaves_no_nan(isa, dtype):
     """A sequence goes on from token 5 after a draft whose tokens 7 and 9 are broken, and after one that is not: same bits.
     The control: a row that sees token 7."""
     shape = VARIANTS["plain"]
@@ -398,7 +398,7 @@ def test_a_rejected_draft_leaves_nothing_behind(isa, dtype):
 
 
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31 - 8, 2**31 - 64, 1 << 20])
-def test_a_window_longer_than_any_sequence_is_none(isa, window):
+def test_a_window_longer_than_any_sequence_has_no_effect(isa, window):
     shape, x = VARIANTS["plain"], rows(20, VARIANTS["plain"], 0)
     for threads in THREADS.values():
         wide = Stepper(replace(shape, window=window), 2, "bf16", isa, threads)
@@ -408,7 +408,7 @@ def test_a_window_longer_than_any_sequence_is_none(isa, window):
             assert np.array_equal(wide.run(feed, part), every.run(feed, part))
 
 
-def test_a_pool_whose_bytes_no_integer_counts_is_refused():
+def test_a_pool_beyond_64_bit_sizes_is_refused():
     with pytest.raises(ValueError, match="larger than memory can be"):
         module.KVPool(1, 2**27 - 1, 16, 65536, 65536)
     with pytest.raises(ValueError, match="larger than memory can be"):
@@ -477,7 +477,7 @@ def test_rows_read_all_of_a_source(isa, dtype):
     assert ((short - wanted).abs().amax(1) > TOLERANCE["f32"]).sum() > len(x) - 3
 
 
-def test_what_has_no_source_reads_none():
+def test_a_feed_without_a_source_is_refused():
     stepper, feeds, x = readers(ISAS[0], "f32")
     for length, words in ((0, "a feed has none"), (10_000, "longer than its table")):
         feeds[1].source = length
@@ -512,7 +512,7 @@ A8_BLOCK = np.dtype([("q", "i1", 64), ("scale", "f4", 2), ("sum", "f4", 2), ("ne
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (3, 1, 32), (5, 5, 96)])
-def test_the_result_as_the_next_layer_wants_it(isa, heads, kv_heads, dim):
+def test_the_result_is_rounded_to_the_input_type_of_the_next_layer(isa, heads, kv_heads, dim):
     """int8 or bfloat16, rounded where it was computed: the bytes that rounding the float32 rows gives."""
     shape = Shape(heads, kv_heads, dim)
     tiles = -(-heads * dim // 64)

@@ -24,7 +24,7 @@ def builder() -> Iterator[Builder]:
 
 def test_the_right_program_runs(builder: Builder) -> None:
     """The control of everything below."""
-    assert builder.tell(right_calls()) == "ran"
+    assert builder.run_calls(right_calls()) == "ran"
 
 
 def test_a_crash_would_be_seen(builder: Builder) -> None:
@@ -32,8 +32,8 @@ def test_a_crash_would_be_seen(builder: Builder) -> None:
     child = builder._child
     assert child is not None
     child.kill()
-    assert builder.tell(right_calls()) == "died: -9"
-    assert builder.tell(right_calls()) == "ran"
+    assert builder.run_calls(right_calls()) == "died: -9"
+    assert builder.run_calls(right_calls()) == "ran"
 
 
 WRONG: dict[str, tuple[list[Call], str]] = {
@@ -114,22 +114,22 @@ WRONG: dict[str, tuple[list[Call], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_is_refused(name: str, builder: Builder) -> None:
+def test_invalid_calls_are_refused(name: str, builder: Builder) -> None:
     calls, words = WRONG[name]
-    said = builder.tell(calls)
+    said = builder.run_calls(calls)
     assert said.startswith(("ValueError: ", "TypeError: ")), said
     assert words in said
 
 
 def test_the_phase_is_named(builder: Builder) -> None:
-    said = builder.tell(changed("attention", heads=0, name="attention"))
+    said = builder.run_calls(changed("attention", heads=0, name="attention"))
     assert said.startswith("ValueError: layer 0, phase 2 (attention): attention has a multiple of")
 
 
 @pytest.mark.parametrize("call", [("tap", {}), ("begin", {"segment": "layer"}), right_calls()[0], right_calls()[LAYER]])
 def test_a_sealed_program_takes_no_more(call: Call, builder: Builder) -> None:
-    assert builder.tell([*right_calls(), ("seal", {}), ("seal", {})]) == "ran"
-    assert "the program is sealed" in builder.tell([*right_calls(), ("seal", {}), call])
+    assert builder.run_calls([*right_calls(), ("seal", {}), ("seal", {})]) == "ran"
+    assert "the program is sealed" in builder.run_calls([*right_calls(), ("seal", {}), call])
 
 
 # -- any calls at all --------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ REFUSALS = (
 
 
 def survives(builder: Builder, calls: list[Call]) -> None:
-    said = builder.tell(calls)
+    said = builder.run_calls(calls)
     assert said.startswith(REFUSALS), said
 
 

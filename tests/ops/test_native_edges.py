@@ -30,7 +30,7 @@ def started(tokens: int = 8, logits: int = 4, nodes: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("row", [LAST, LAST - 3, 4, -1, -(2**31)])
-def test_rows_that_are_none_of_the_feeds(row: int) -> None:
+def test_rows_outside_the_feeds_are_refused(row: int) -> None:
     step = started()
     for ask in (
         lambda: step.draw(row, [(1, 2)]),
@@ -105,7 +105,7 @@ def test_a_row_is_combined_with_an_answer_that_has_logits(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["contrast", "chow", "opt"])
-def test_a_failed_answer_of_an_amateur_fails_what_is_asked_about_the_row(rule: str) -> None:
+def test_a_failed_amateur_row_fails_every_want_of_the_row(rule: str) -> None:
     params = module.SampleParams()
     params.constrained = True
     amateur = one_token(params)
@@ -120,7 +120,7 @@ def test_a_failed_answer_of_an_amateur_fails_what_is_asked_about_the_row(rule: s
         assert step.error(number) == f"the amateur model has no answer: {amateur.error(failed)}"
 
 
-def test_mirostat_wants_a_number() -> None:
+def test_mirostat_refuses_a_nan_mu() -> None:
     step, params, history = started(nodes=0), module.SampleParams(), module.History([1, 2])
     params.mirostat_tau = 3.0
     sampler, logits = module.Sampler(64), np.zeros((2, 64), np.float32)
@@ -173,7 +173,7 @@ def test_no_setting_is_drawn_with_for_ever(settings: dict[str, float]) -> None:
     assert 0 <= int(done.stdout) < 300
 
 
-def test_what_is_missing_is_said(pool: Any) -> None:
+def test_missing_arguments_are_refused(pool: Any) -> None:
     x = np.zeros((1, 64), np.float32)
     with pytest.raises(ValueError, match="no layer may be missing"):
         module.time_linears([None], x, pool, 1)

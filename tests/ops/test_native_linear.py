@@ -111,7 +111,7 @@ def test_the_input_is_rounded_and_nothing_else(kind: str, pool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_depends_on_itself_alone(kind: str, isa: str, pool) -> None:
+def test_a_row_does_not_depend_on_other_rows(kind: str, isa: str, pool) -> None:
     """M = 1..33 on both paths: the same bits as in a batch of 33, and (integers) as on every other instruction set."""
     k = {256: 768, 32: 160, 1: 172}[32 if STORED[kind].block == 32 else 1 if kind == "BF16" else 256]
     for unit in (0, 64):
@@ -288,7 +288,7 @@ def test_logits_and_their_maxima(kind: str, isa: str, pool) -> None:
             assert np.array_equal(best[:, 0], capped[:, :64].max(-1))
 
 
-def test_not_a_number_spoils_its_own_row_alone(isa: str, pool) -> None:
+def test_a_nan_affects_only_its_row(isa: str, pool) -> None:
     linear, _ = layer("Q4_0", 20, 64, pool, scales=np.array([0.5]))
     x = inputs(3, 64)
     clean = module.linear(linear, x, pool, isa=isa)
@@ -301,7 +301,7 @@ def test_not_a_number_spoils_its_own_row_alone(isa: str, pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q6_K", "BF16"])
-def test_a_logit_that_is_no_number_shows_in_its_block(kind: str, isa: str, pool) -> None:
+def test_a_nan_logit_shows_in_the_maximum_of_its_block(kind: str, isa: str, pool) -> None:
     """Wherever it stands among the 64, also in a short last block, and where logits are capped."""
     n, k = 200, 256
     for at in (0, 15, 16, 40, 63, 64, 127, 192, 199):
@@ -316,7 +316,7 @@ def test_a_logit_that_is_no_number_shows_in_its_block(kind: str, isa: str, pool)
                 assert np.array_equal(np.isnan(best), np.broadcast_to(np.arange(4) == at // 64, best.shape))
 
 
-def test_what_does_not_fit_is_said(pool) -> None:
+def test_invalid_arguments_are_refused(pool) -> None:
     arena = module.Arena(1 << 21)
     a8, wider, narrow = (
         module.pack(random_rows(kind, 4, k), kind, 4, k, arena, pool) for kind, k in (("Q4_0", 64), ("Q4_0", 96), ("BF16", 64))

@@ -35,7 +35,7 @@ def test_every_kind_the_loader_knows_is_tested_here() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
-def test_integers_and_scales_are_kept(kind: str, isa: str, pool, arena) -> None:
+def test_integers_and_scales_are_preserved(kind: str, isa: str, pool, arena) -> None:
     for n in (1, 16, 37):
         for k in columns(kind):
             rows = random_rows(kind, n, k)
@@ -137,7 +137,7 @@ def test_int4_search_pays(pool, arena) -> None:
     assert ((searched - groups) ** 2).sum() < 0.95 * ((plain - groups) ** 2).sum()
 
 
-def test_rows_are_taken_in_the_order_asked_for(pool, arena) -> None:
+def test_rows_are_packed_in_permuted_order(pool, arena) -> None:
     rows = random_rows("Q4_1", 40, 64)
     order = np.random.default_rng(0).permutation(40)[:21].astype(np.int32)
     packed = module.pack(rows, "Q4_1", 21, 64, arena, pool, permutation=order)
@@ -153,7 +153,7 @@ def test_a_gated_pair_interleaves(pool, arena) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
-def test_tensors_packed_together_are_those_packed_alone(at_once: int, tmp_path, pool, arena) -> None:
+def test_tensors_packed_together_equal_tensors_packed_alone(at_once: int, tmp_path, pool, arena) -> None:
     """Rows of a mapped file, in another order, with biases: also in parts, and what has been packed can be read again."""
     asked = [(kind, n, np.arange(n, dtype=np.float32)) for kind in INTEGER_KINDS for n in (5, 16, 8000)]
     stored = [random_rows(kind, n, 256) for kind, n, _ in asked]
@@ -180,7 +180,7 @@ def test_tensors_packed_together_are_those_packed_alone(at_once: int, tmp_path, 
         assert np.array_equal(*(module.linear(module.PackedLinear([each]), x, pool) for each in (tensor, alone)))
 
 
-def test_a_packer_names_what_is_not_finite(pool, arena) -> None:
+def test_a_packer_names_tensors_that_are_not_finite(pool, arena) -> None:
     packer = module.Packer(arena)
     rows = [random_rows("Q8_0", 2000, 512) for _ in range(4)]
     rows[1][1999, -34:-32] = 0x00, 0x7C  # the last scale: infinite
@@ -200,7 +200,7 @@ def test_rows_of_a_larger_array_are_read_in_place(pool, arena) -> None:
     assert np.array_equal(packed.unpack(), dense(rows, "Q8_0", 32))
 
 
-def test_the_size_is_what_the_design_says(pool, arena) -> None:
+def test_the_bits_per_weight_equal_the_table(pool, arena) -> None:
     stored = {
         "Q4_0": 4.5,
         "Q4_1": 5,
@@ -223,7 +223,7 @@ def test_the_size_is_what_the_design_says(pool, arena) -> None:
 
 
 @pytest.mark.parametrize("kind", [*INTEGER_KINDS, *FLOAT_KINDS])
-def test_the_size_can_be_told_beforehand(kind: str, pool, arena) -> None:
+def test_packed_bytes_predicts_the_size(kind: str, pool, arena) -> None:
     """Padding of rows and columns included: small and odd shapes, and what floats are made into."""
     for n in (1, 15, 16, 17, 100):
         for k in columns(kind):
@@ -249,7 +249,7 @@ def test_the_size_can_be_told_beforehand(kind: str, pool, arena) -> None:
         ({"isa": "sse9"}, "unknown instruction set 'sse9'"),
     ],
 )
-def test_what_cannot_be_packed_is_said(change: dict, message: str, pool, arena) -> None:
+def test_unsupported_arguments_are_refused(change: dict, message: str, pool, arena) -> None:
     asked = {"rows": random_rows("Q4_0", 4, 64), "kind": "Q4_0", "n": 4, "k": 64, "arena": arena, "pool": pool} | change
     with pytest.raises(ValueError, match=message) as caught:
         module.pack(**asked)

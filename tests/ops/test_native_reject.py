@@ -180,7 +180,7 @@ def test_one_position_follows_p_and_acceptance_is_the_overlap(block: bool) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [False, True], ids=["tokens", "block"])
-def test_four_hundred_thousand_do(block: bool) -> None:
+def test_the_distribution_holds_for_400000_rounds(block: bool) -> None:
     value, accepted, overlap = one_position(Rounds.verify, 400_000, block)
     assert value > ALPHA
     assert accepted == pytest.approx(overlap, abs=5 * (0.25 / 400_000) ** 0.5)
@@ -224,7 +224,7 @@ def wrong_bonus(rounds: Rounds, before: int, chain: list[int], q: np.ndarray) ->
     return tokens
 
 
-def test_mistakes_are_seen() -> None:
+def test_wrong_rejection_rules_fail() -> None:
     assert one_position(from_p)[0] < ALPHA
     assert one_position(other_q)[0] < ALPHA
     assert joint(wrong_bonus) < ALPHA

@@ -67,7 +67,7 @@ def test_a_scale_for_a_row(k: int, isa: str) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 33, 64, 172])
-def test_a_scale_that_is_given(k: int, isa: str) -> None:
+def test_a_given_scale_is_used_for_all_rows(k: int, isa: str) -> None:
     """For all rows: to nearest, what is beyond 127 cut off; as torch has it; a number that is not finite shows in its group."""
     x, given = rows(5, k), np.float32(0.011)
     q, scale, scaled_sum, neg32, _ = module.quantize_a8(x, isa=isa, activations="tensor", threshold=float(given))
@@ -127,7 +127,7 @@ def test_outliers_are_the_largest(isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", INTEGER_KINDS)
-def test_outliers_meet_the_weights_as_they_are(kind: str, isa: str, pool) -> None:
+def test_outliers_multiply_the_exact_weights(kind: str, isa: str, pool) -> None:
     """One input that is not 0: its product with the dequantised column, to the bit, in every column of a tile."""
     k = columns(kind)[1]
     linear, w = layer(kind, 37, k, pool)
@@ -140,7 +140,7 @@ def test_outliers_meet_the_weights_as_they_are(kind: str, isa: str, pool) -> Non
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K", "S4"])
-def test_a_row_depends_on_itself_alone(kind: str, isa: str, pool) -> None:
+def test_a_row_does_not_depend_on_other_rows(kind: str, isa: str, pool) -> None:
     """M = 1..33 on both paths, as on every instruction set: the same bits. The control: outliers of all rows taken out of each
     (as the paper does it) give other bits, and others again beside other rows."""
     k = columns(kind)[1]
@@ -194,7 +194,7 @@ def test_gates_and_logits_have_their_outliers(isa: str, pool) -> None:
         assert np.array_equal(maxima[:, 0], logits.max(1))
 
 
-def test_outliers_hurt_one_scale_and_not_the_others(pool) -> None:
+def test_outliers_degrade_only_one_scale_per_row(pool) -> None:
     """A few inputs forty times as large: with one scale for a row little is left of the others; in torch as in the core."""
     linear, w = layer("Q8_0", 64, 640, pool)
     x = rows(16, 640, 4)
@@ -213,6 +213,6 @@ def test_outliers_hurt_one_scale_and_not_the_others(pool) -> None:
     assert group > 4 * split
 
 
-def test_what_is_not_known_is_said(pool) -> None:
+def test_an_unknown_rounding_is_refused(pool) -> None:
     with pytest.raises(ValueError, match="activations must be group, token, split or tensor, not row"):
         module.quantize_a8(rows(1, 32), activations="row")

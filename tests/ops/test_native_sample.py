@@ -262,7 +262,7 @@ def test_broken_logits_are_an_error_of_their_row(isa, change, words):
     assert words in expected.error
 
 
-def test_nothing_left_and_ids_outside_are_errors(isa):
+def test_no_allowed_token_and_invalid_ids_are_errors(isa):
     z = logits(100, 0)
     empty = SamplingParams(allowed_token_ids=(3,), bad_words=((3,),))
     expected, _, error = draw_both(z, sampling.RowSpec(empty, [keys.key(0)], [1], 1), isa)

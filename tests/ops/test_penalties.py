@@ -77,7 +77,7 @@ def test_each_row_has_its_own_setting_and_z_stays():
     assert z.tolist() == [[1.0, 2.0]] * 3
 
 
-def test_no_repeat_ngram_is_what_brute_force_finds():
+def test_no_repeat_ngram_equals_brute_force():
     rng = np.random.default_rng(1)
     found = 0
     for _ in range(400):
@@ -89,7 +89,7 @@ def test_no_repeat_ngram_is_what_brute_force_finds():
     assert found > 300
 
 
-def test_a_bad_word_is_only_kept_from_being_completed():
+def test_only_the_last_token_of_a_bad_word_is_banned():
     words = [(7,), (1, 2), (1, 2, 3)]
     assert penalties.completed_words([], words) == {7}
     assert penalties.completed_words([5, 1], words) == {7, 2}

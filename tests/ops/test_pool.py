@@ -15,7 +15,7 @@ def pool(dtype: torch.dtype = torch.float32) -> KVPool:
     return made
 
 
-def test_written_rows_are_where_their_slots_say() -> None:
+def test_rows_are_written_to_their_slots() -> None:
     made = pool()
     before = made.data.clone()
     k, v = torch.randn(2, 1, 4), torch.randn(2, 1, 4)
@@ -48,7 +48,7 @@ def test_blocks_are_copied_in_all_layers_and_exchanged_at_once() -> None:
     made.copy_blocks([])
 
 
-def test_moves_shift_a_run_without_reading_what_they_wrote() -> None:
+def test_overlapping_moves_read_the_old_rows() -> None:
     made = pool()
     before = made.data.flatten(2, 3).clone()
     made.move([(5, 4), (6, 5), (7, 6)])

@@ -140,7 +140,7 @@ def no_bonus(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, coins: tor
     return accepted, torch.where(accepted == q.shape[1], wrong, token)
 
 
-def test_mistakes_are_seen() -> None:
+def test_wrong_rejection_rules_fail() -> None:
     assert one_position(from_p, 0)[0] < ALPHA
     assert one_position(other_q, 0)[0] < ALPHA
     assert joint(no_bonus, 0) < ALPHA

@@ -29,7 +29,7 @@ def test_the_key_of_a_round_is_that_of_seeded_outputs() -> None:
     assert len({round_key(1, known, child) for known in range(50) for child in range(3)}) == 150
 
 
-def test_a_row_is_processed_as_its_request_says() -> None:
+def test_a_row_spec_has_the_parameters_of_its_request() -> None:
     params = SamplingParams(temperature=0.5, seed=9)
     request = Request(id="r", prompt=[1, 2], params=params, seed=9, strategy=None, arrival=0, stop_ids=frozenset({5, 3}))
     seq = Sequence(0, [1, 2, 4], 2, decode=Decode(index=2))
@@ -82,7 +82,7 @@ def test_a_row_that_cannot_be_drawn_from_ends_the_chain_before_it(rule: str, val
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("width", [SIZE - 2, SIZE + 2])
-def test_the_draft_may_know_fewer_or_more_tokens(rule: str, width: int) -> None:
+def test_the_draft_vocabulary_may_be_smaller_or_larger(rule: str, width: int) -> None:
     """What is behind its vocabulary it cannot draw, and what is behind the target's counts nothing."""
     q = np.zeros(width, "<f4")
     q[:4] = 0.25
@@ -94,7 +94,7 @@ def test_the_draft_may_know_fewer_or_more_tokens(rule: str, width: int) -> None:
         assert given == verify(logits, specs(rule, 1, seed), [2], [same.tobytes()])
 
 
-def test_a_draft_that_cannot_be_drawn_is_none() -> None:
+def test_invalid_draft_logits_give_no_draft() -> None:
     (spec,) = specs("rejection", 0)
     for value in (float("nan"), float("-inf")):
         assert draw_draft(torch.full((SIZE,), value), spec) is None

@@ -30,7 +30,7 @@ from tests.ops.sampling_reference import (
 NEVER = float("-inf")
 
 
-def kept(z: torch.Tensor) -> list[int]:
+def kept_tokens(z: torch.Tensor) -> list[int]:
     return (z[0] > NEVER).nonzero()[:, 0].tolist()
 
 
@@ -46,7 +46,7 @@ def counts(params: SamplingParams, drawn_by: list, tokens: list[int], logits=LOG
 # -- DRY ---------------------------------------------------------------------------------------------------------------
 
 
-def test_dry_costs_what_would_go_on_with_a_repetition():
+def test_dry_penalizes_tokens_that_extend_a_repetition():
     params = SamplingParams(dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=2)
     history = [1, 2, 3, 4, 9, 1, 2, 3]
     assert dry(history, params) == {4: pytest.approx(1.6)}  # 1 2 3 matched: 0.8 * 2 ** (3 - 2)
@@ -58,7 +58,7 @@ def test_dry_costs_what_would_go_on_with_a_repetition():
     assert dry([7] * 40, params) == {7: 1e4}  # a bounded cost
 
 
-def test_dry_is_what_brute_force_finds():
+def test_dry_equals_brute_force():
     rng = np.random.default_rng(0)
     found = 0
     for case in range(300):
@@ -81,11 +81,11 @@ def test_dry_is_what_brute_force_finds():
 
 def test_xtc_keeps_the_least_likely_of_the_top_choices():
     z = logs(0.4, 0.3, 0.2, 0.1)
-    assert kept(filters.xtc(z, 0.15)) == [2, 3]
-    assert kept(filters.xtc(z, 0.2)) == [2, 3]  # 0.2 itself is a top choice
-    assert kept(filters.xtc(z, 0.35)) == [0, 1, 2, 3]  # a single one stays
-    assert kept(filters.xtc(z, 0.5)) == [0, 1, 2, 3]
-    assert kept(filters.xtc(logs(0.25, 0.25, 0.25, 0.25), 0.1)) == [3]  # of equals the lowest id is the likelier
+    assert kept_tokens(filters.xtc(z, 0.15)) == [2, 3]
+    assert kept_tokens(filters.xtc(z, 0.2)) == [2, 3]  # 0.2 itself is a top choice
+    assert kept_tokens(filters.xtc(z, 0.35)) == [0, 1, 2, 3]  # a single one stays
+    assert kept_tokens(filters.xtc(z, 0.5)) == [0, 1, 2, 3]
+    assert kept_tokens(filters.xtc(logs(0.25, 0.25, 0.25, 0.25), 0.1)) == [3]  # of equals the lowest id is the likelier
 
 
 def test_the_coin_is_a_word_of_its_own_purpose():
@@ -96,7 +96,7 @@ def test_the_coin_is_a_word_of_its_own_purpose():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_xtc_draws_from_both_distributions_as_often_as_asked(seed, keys):
+def test_xtc_mixes_both_distributions_by_its_probability(seed, keys):
     params = SamplingParams(xtc_probability=0.3, xtc_threshold=0.08)
     some = keys[seed][: N // 5]
     observed = counts(params, some, [0, 4])
@@ -121,9 +121,9 @@ def test_top_n_sigma_does_not_depend_on_the_temperature():
 
 def test_sigma_is_taken_over_possible_tokens():
     z = torch.tensor([[0.0, 1.0, 2.0, NEVER, NEVER]])
-    assert kept(filters.top_n_sigma(z, 1.0)) == [2]  # sigma 0.816
-    assert kept(filters.top_n_sigma(z, 1.3)) == [1, 2]
-    assert kept(filters.top_n_sigma(torch.full((1, 5), 4.0), 1.0)) == [0, 1, 2, 3, 4]
+    assert kept_tokens(filters.top_n_sigma(z, 1.0)) == [2]  # sigma 0.816
+    assert kept_tokens(filters.top_n_sigma(z, 1.3)) == [1, 2]
+    assert kept_tokens(filters.top_n_sigma(torch.full((1, 5), 4.0), 1.0)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,12 +154,12 @@ def test_draws_follow_the_distribution_and_not_the_wrong_one(changes, wrong, see
 # -- mirostat ----------------------------------------------------------------------------------------------------------
 
 
-def test_mirostat_keeps_what_surprises_little_and_always_the_best():
+def test_mirostat_keeps_low_surprise_tokens_and_the_best():
     z = logs(0.5, 0.25, 0.125, 0.125)
-    assert kept(filters.surprise(z, 1.0)) == [0]
-    assert kept(filters.surprise(z, 2.0)) == [0, 1]
-    assert kept(filters.surprise(z, 3.0)) == [0, 1, 2, 3]
-    assert kept(filters.surprise(z, -5.0)) == [0]
+    assert kept_tokens(filters.surprise(z, 1.0)) == [0]
+    assert kept_tokens(filters.surprise(z, 2.0)) == [0, 1]
+    assert kept_tokens(filters.surprise(z, 3.0)) == [0, 1, 2, 3]
+    assert kept_tokens(filters.surprise(z, -5.0)) == [0]
 
 
 def surprises(params: SamplingParams, steps: int, feedback: bool = True) -> np.ndarray:
@@ -184,7 +184,7 @@ def test_mirostat_steers_the_mean_surprise_to_its_target(tau):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_mirostat_draw_is_a_draw_from_what_it_keeps(seed, keys):
+def test_mirostat_draws_from_its_kept_tokens(seed, keys):
     params = SamplingParams(mirostat_tau=2.0, temperature=0.8)
     observed = counts(params, keys[seed][: N // 4], [0, 4])
     scaled = LOGITS.astype(np.float64) / 0.8
@@ -245,7 +245,7 @@ def test_the_order_of_the_stages():
     assert ours[0] == pytest.approx((2.0 - 1.0) / 0.5)
     late = SamplingParams(min_p=0.5, xtc_probability=1.0, xtc_threshold=0.45)
     after = process(torch.from_numpy(z)[None], [RowSpec(late, [key(0)], [3], 1)])
-    assert kept(after) == [1]  # without min-p neither would be as likely as 0.45
+    assert kept_tokens(after) == [1]  # without min-p neither would be as likely as 0.45
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,6 @@ def test_the_order_of_the_stages():
         ({"n": 3, "best_of": 2}, "best_of must be between n"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes, words):
+def test_invalid_sampler_settings_are_refused(changes, words):
     with pytest.raises(ParamError, match=words):
         SamplingParams(**changes)

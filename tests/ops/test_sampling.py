@@ -117,12 +117,12 @@ def test_every_draw_is_the_argmax_of_processed_logits_plus_all_of_the_noise(voca
             spec(n=3, seed=6, temperature=1.5, min_p=0.02, top_k=500),
         ]
         processed = process(z, rows).numpy()
-        for row, kept, drawn in zip(rows, processed, tokens_of(z, *rows), strict=True):
+        for row, kept_tokens, drawn in zip(rows, processed, tokens_of(z, *rows), strict=True):
             noise = [reference_gumbel_at(k, row.position, vocab) for k in row.keys]
-            assert drawn == [int(np.argmax(kept + g)) for g in noise]
+            assert drawn == [int(np.argmax(kept_tokens + g)) for g in noise]
 
 
-def test_leaving_out_what_no_noise_can_lift_is_exact_to_the_edge():
+def test_the_reachable_filter_is_exact_at_its_bound():
     """A token can win from 26 below: the best draws the least noise, it the most. The shortcut must not drop it."""
     gap = 26.0
     z = torch.tensor([[0.0, -gap, -REACH - 0.01]])
@@ -149,9 +149,9 @@ def test_child_position_path_and_purpose_choose_the_noise():
 def test_B1_temperature_comes_before_top_p():
     """At p = 0.6 the nucleus of .5/.3/.2 is two tokens; sharpened to T = 0.5 (.66/.24/.1) it is one."""
     z = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    kept = (process(z, [spec(temperature=0.5, top_p=0.6)]) > NEVER)[0].tolist()
+    kept_tokens = (process(z, [spec(temperature=0.5, top_p=0.6)]) > NEVER)[0].tolist()
     other_order = filters.temperature(filters.top_p(z, 0.6), 0.5)
-    assert kept == [True, False, False]
+    assert kept_tokens == [True, False, False]
     assert (other_order > NEVER)[0].tolist() == [True, True, False]
 
 
@@ -159,20 +159,20 @@ def test_B1_the_order_of_the_other_stages():
     """Pairs of stages that do not commute, each in the documented order."""
     z = torch.tensor([[2.0, 1.9, 1.0, 0.5]])
 
-    def kept(**changes):
+    def kept_tokens(**changes):
         return (process(z, [spec([0], **changes)]) > NEVER)[0].tolist()
 
     # penalties before top-k: the penalised best falls out
-    assert kept(top_k=2, repetition_penalty=2.5) == [False, True, True, False]
+    assert kept_tokens(top_k=2, repetition_penalty=2.5) == [False, True, True, False]
     # bias before the repetition penalty: 0 becomes positive first, and is then divided
     assert process(z, [spec([3], logit_bias={3: 0.5}, repetition_penalty=2.0)])[0, 3] == 0.5
     # repetition before presence: 2 / 2 - 1, not (2 - 1) / 2
     assert process(z, [spec([1], [0], repetition_penalty=2.0, presence_penalty=1.0)])[0, 0] == 0.0
     # top-k before top-p: of .50/.45/... the two kept are renormalised, so the best alone reaches .52
-    assert kept(top_k=2, top_p=0.52) == [True, False, False, False]
-    assert kept(top_p=0.52) == [True, True, False, False]
+    assert kept_tokens(top_k=2, top_p=0.52) == [True, False, False, False]
+    assert kept_tokens(top_p=0.52) == [True, True, False, False]
     # a masked token takes no place among the k
-    assert kept(top_k=2, bad_words=((0,),)) == [False, True, True, False]
+    assert kept_tokens(top_k=2, bad_words=((0,),)) == [False, True, True, False]
 
 
 def test_neutral_parameters_leave_every_bit():
@@ -185,7 +185,7 @@ def test_neutral_parameters_leave_every_bit():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_processing_is_what_the_plain_definition_says(seed):
+def test_processing_equals_the_plain_definition(seed):
     """All stages in random combinations, against numpy in float64."""
     rng = np.random.default_rng(seed)
     for _ in range(40):
@@ -217,7 +217,7 @@ def test_bad_words_of_several_tokens_and_ngrams_span_prompt_output_and_path():
     assert tokens_of(z, spec([2, 0, 1], [2, 2], temperature=0.0, no_repeat_ngram=3)) == [[1]]
 
 
-def test_counts_kept_by_the_caller_give_what_counting_anew_gives():
+def test_incremental_counts_equal_a_recount():
     rng = np.random.default_rng(3)
     z = random_logits(rng)
     changes = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": -0.1, "temperature": 0.9}
@@ -262,7 +262,7 @@ def test_the_number_of_threads_does_not_matter():
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_broken_row_fails_alone(broken):
+def test_a_broken_row_fails_no_other_row(broken):
     z = random_logits(np.random.default_rng(4), 3)
     whole = z.clone()
     z[1] = broken if broken == -math.inf else z[1]
@@ -275,7 +275,7 @@ def test_a_broken_row_fails_alone(broken):
         assert [results[0], results[2]] == [healthy[0], healthy[2]]
 
 
-def test_a_row_whose_tokens_are_all_masked_fails_alone():
+def test_a_fully_masked_row_fails_no_other_row():
     z = random_logits(np.random.default_rng(5), 3)
     masked = {"allowed_token_ids": (4, 5), "bad_words": ((4,), (5,))}
     for changes in ({}, {"temperature": 0.0}, {"top_p": 0.5, "top_k": 4, "typical_p": 0.5, "min_p": 0.1}, {"logprobs": 1}):
@@ -298,7 +298,7 @@ def test_a_row_whose_tokens_are_all_masked_fails_alone():
         {"stop_ids": [VOCAB], "min_tokens": 5},
     ],
 )
-def test_an_id_outside_the_vocabulary_fails_its_row_alone(changes):
+def test_an_id_outside_the_vocabulary_fails_only_its_row(changes):
     z = random_logits(np.random.default_rng(6), 2)
     good, bad = sample(z, [spec(), spec(**changes)])
     assert str(VOCAB) in bad.error
@@ -353,13 +353,13 @@ def test_logprobs_are_raw_by_default_and_processed_on_request():
     assert [len(result.logprobs[0].top_ids) for result in (raw, processed)] == [5, 4]  # what cannot be drawn is not listed
 
 
-def test_each_row_gets_the_alternatives_it_asked_for():
+def test_each_row_has_its_number_of_alternatives():
     z = random_logits(np.random.default_rng(10), 4)
     results = sample(z, [spec(logprobs=0), spec(), spec(logprobs=7), spec(n=2, logprobs=1)])
     assert [[len(entry.top_ids) for entry in result.logprobs] for result in results] == [[0], [], [7], [1, 1]]
 
 
-def test_raw_logprobs_can_be_those_before_the_callers_processors():
+def test_raw_logprobs_precede_the_processors_of_the_caller():
     z = random_logits(np.random.default_rng(11), 1)
     changed = z.clone()
     changed[0, 3] = 50.0

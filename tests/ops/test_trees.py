@@ -47,7 +47,7 @@ def test_a_child_has_the_parent_and_the_token_and_is_the_first_of_equals() -> No
     assert child([], [], -1, 7) is None
 
 
-def test_a_walk_follows_what_is_drawn_until_nobody_drafted_it() -> None:
+def test_a_walk_follows_drawn_tokens_until_a_mismatch() -> None:
     asked: list[int] = []
 
     def draws(*tokens: int) -> Callable[[int], int]:
@@ -74,7 +74,7 @@ def test_a_walk_ends_before_a_node_behind_which_nothing_can_be_drawn() -> None:
     assert walk(tokens, parents, lambda _: None) == []
 
 
-def test_a_walk_is_what_would_have_been_drawn_without_drafts() -> None:
+def test_a_walk_equals_decoding_without_drafts() -> None:
     """The target draws by what it has drawn before: the accepted path is its own text, as far as it was drafted."""
     rng = random.Random(1)
     whole = 0

@@ -40,7 +40,7 @@ def parts(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def test_the_vocabulary_is_what_is_registered() -> None:
+def test_every_named_op_is_registered() -> None:
     assert set(NAMES) <= set(OPS)
     assert all(OPS[name].__doc__ for name in NAMES)
     with pytest.raises(ValueError, match="op 'norm' is defined twice"):
@@ -128,7 +128,7 @@ def test_fused_parts_are_the_parts() -> None:
         torch.testing.assert_close(got, x @ weight.t() + bias, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tap_keeps_what_was_asked_for_and_nothing_else() -> None:
+def test_a_tap_records_only_the_requested_rows() -> None:
     x = torch.ones(2, 3)
     ctx = SimpleNamespace(taps={"layer.3": None})
     assert tap(x, "layer.3", ctx) is x

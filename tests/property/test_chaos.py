@@ -83,11 +83,11 @@ def assert_nothing_is_lost(engine: Engine, slots: object, config: EngineConfig) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_others_do_not_notice(seed: int) -> None:
+def test_failures_change_no_other_request(seed: int) -> None:
     play(seed)
 
 
-def test_everything_fails_somewhere() -> None:
+def test_every_kind_of_failure_occurs() -> None:
     """In these loads every hook, all kinds of steps, rows and drafters have failed, and most requests have not."""
     seen: Counter[str] = Counter()
     for seed in SEEDS[:32]:
@@ -203,7 +203,7 @@ def play_all(tamper: Callable[[Engine], None]) -> None:
 
 
 @pytest.mark.skipif(not core.available(), reason=core.reason() or "native")
-def test_others_do_not_notice_natively() -> None:
+def test_failures_change_no_other_request_on_the_native_core() -> None:
     """Beams, contrastive search and decoding, samples and greedy on the native core, broken at random."""
     seen: Counter[str] = Counter()
     for seed in range(20):

@@ -32,7 +32,7 @@ def test_every_output_equals_the_reference(kind: str, seed: int) -> None:
     assert not engine.scheduler.requests
 
 
-def test_the_loads_do_what_they_are_for() -> None:
+def test_the_loads_cover_every_draft_event() -> None:
     """Drafts are accepted, rejected, cut short, moved, and met by preemption, forks and a plan under way."""
     seen = dict.fromkeys(("accepted", "rejected", "moved", "cut", "preempted", "forked", "depth 2"), 0)
     for seed in SEEDS:
@@ -89,13 +89,13 @@ def test_drafts_save_steps() -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_what_a_draft_left_behind_is_not_found_again(broken: bool) -> None:
+def test_kv_of_rejected_nodes_is_not_reused(broken: bool) -> None:
     """A conversation goes on where an answer ended, in the middle of a block that rejected nodes were written to."""
     wrong = 0
     for seed in range(12):
         engine = small_engine(Speculation([Guessing(seed, truth=0.6)], 256, gamma=6))
         if broken:
-            publish_what_was_written(engine)
+            publish_unverified_blocks(engine)
         prompt = [seed, 2, 3]
         answer, _ = outcome(engine, prompt, SamplingParams(max_tokens=13, seed=1))
         again = [*prompt, *answer, 5]
@@ -105,7 +105,7 @@ def test_what_a_draft_left_behind_is_not_found_again(broken: bool) -> None:
     assert (wrong > 0) == broken
 
 
-def publish_what_was_written(engine: Engine) -> None:
+def publish_unverified_blocks(engine: Engine) -> None:
     """Blocks are offered as soon as nodes were written to them, under the tokens that came out in place of the draft's."""
     settle = engine.children._accept_path
 

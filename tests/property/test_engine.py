@@ -168,7 +168,7 @@ def test_every_output_equals_the_reference(seed: int) -> None:
     assert not engine.scheduler.requests
 
 
-def test_the_loads_do_what_they_are_for() -> None:
+def test_the_loads_cover_every_scheduler_event() -> None:
     """Preemption, copy-on-write, prefix hits, forks that were preempted: all of it happens in these loads."""
     seen = {"preempted": 0, "forked and preempted": 0, "copies": 0, "hits": 0, "depth 2": 0, "mixed steps": 0, "chunks": 0}
     for seed in SEEDS:
@@ -345,7 +345,7 @@ def preempted_family(tamper: Callable[[Engine], None] | None) -> tuple[Job, list
     return family, outputs
 
 
-def test_a_preempted_family_comes_back() -> None:
+def test_a_preempted_family_resumes() -> None:
     family, outputs = preempted_family(None)
     assert outputs == family.expected()
 

@@ -40,7 +40,7 @@ def test_every_output_equals_the_reference(kind: str) -> None:
     assert len(kinds) == 4
 
 
-def test_blocks_beside_plain_requests() -> None:
+def test_blocks_next_to_plain_requests() -> None:
     """In chunks, after preemptions, from the prefix cache; drafts are others'."""
     preempted = 0
     for seed in SEEDS:

@@ -38,7 +38,7 @@ def play(seed: int, kinds: tuple[str, ...], files: Files, count: int = 10, backe
 
 
 @pytest.mark.parametrize("kind", SHORT)
-def test_every_answer_is_that_of_the_request_alone(kind: str, files: Files) -> None:
+def test_every_answer_equals_the_request_alone(kind: str, files: Files) -> None:
     report = play(SHORT[kind], (kind,), files, 6, "native")
     assert not report.differences, "\n".join(map(str, report.differences))
 

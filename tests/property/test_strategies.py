@@ -152,7 +152,7 @@ def assert_expected(backend: str, jobs: list[Job], found: list[list[list[int]]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_output_is_what_it_must_be(backend: str) -> None:
+def test_every_output_equals_its_reference(backend: str) -> None:
     all_is_as_it_must_be(backend, SEEDS[backend])
 
 
@@ -207,13 +207,13 @@ def as_many_as_the_width(engine: Engine) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tamper", [no_copy_on_write, as_many_as_the_width, last_prompt_token_only])
-def test_outputs_show_what_is_broken(backend: str, tamper: Callable[[Engine], None]) -> None:
+def test_outputs_reveal_a_broken_engine(backend: str, tamper: Callable[[Engine], None]) -> None:
     with pytest.raises(DifferentError):
         play_all(backend, unchecked(tamper))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_books_show_blocks_that_are_given_up_too_early(backend: str) -> None:
+def test_block_counts_reveal_blocks_that_are_freed_too_early(backend: str) -> None:
     assert_the_books_show(lambda: play_all(backend, fork_after_free))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.confined.process import environment
-from tests.audit import nothing_found
+from tests.audit import assert_nothing_logged
 from tests.server.harness import ROOT, Running
 
 DEEDS: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -29,11 +29,11 @@ def test_the_audit_hook_reports_calls_of_server_threads(audit_log: Path, tmp_pat
     """In a thread of a server's; a test may do what it likes."""
     event, deed = DEEDS[name]
     (tmp_path / "mine").mkdir()
-    with nothing_found(audit_log):
+    with assert_nothing_logged(audit_log):
         deed(tmp_path / "mine")
 
     def in_a_server() -> None:
-        with nothing_found(audit_log):
+        with assert_nothing_logged(audit_log):
             thread = threading.Thread(target=deed, args=(tmp_path,), name="server")
             thread.start()
             thread.join()
@@ -47,7 +47,7 @@ def test_the_audit_hook_reports_calls_of_subprocesses(audit_log: Path, tmp_path:
     """They get the hook with the path on which they find their modules."""
     given = {**of, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     code = f"open({str(tmp_path / 'x')!r}, 'w')"
-    with pytest.raises(AssertionError, match="open"), nothing_found(audit_log):
+    with pytest.raises(AssertionError, match="open"), assert_nothing_logged(audit_log):
         subprocess.run([sys.executable, "-P", "-c", code], env=given, cwd=ROOT, check=True)
 
 

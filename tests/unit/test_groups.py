@@ -19,7 +19,7 @@ from headrace.weights.schemes.compressed_tensors import CompressedTensorsWriter
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.schemes.gptq import BITS, GPTQWriter
 from headrace.weights.schemes.rows import integer_rows, row_integers
-from tests.quantized import LLAMA, MATRICES, Made, awq, gptq, kept, matrices, others
+from tests.quantized import LLAMA, MATRICES, Made, awq, gptq, load_fixture, matrices, others
 
 GRIDS = [
     *(
@@ -178,7 +178,7 @@ def test_what_is_written_is_read(layout: SchemeWriter, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "layout"),
     [
-        (kept("int8"), CompressedTensorsWriter(IntegerFormat(8, activations=True))),
+        (load_fixture("int8"), CompressedTensorsWriter(IntegerFormat(8, activations=True))),
         (gptq(version=2), GPTQWriter(IntegerFormat(4, 32))),
         (gptq(8, version=2), GPTQWriter(IntegerFormat(8, 32))),
         (awq(zeros=False), AWQWriter(IntegerFormat(4, 32))),

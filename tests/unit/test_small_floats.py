@@ -17,7 +17,7 @@ from headrace.weights.decode import read_floats
 from headrace.weights.schemes.compressed_tensors import SmallFloatsWriter
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.schemes.small_floats import GROUPS, MXFP4, NVFP4, nvfp4_parts
-from tests.quantized import MATRICES, Made, kept, nvfp4, others
+from tests.quantized import MATRICES, Made, load_fixture, nvfp4, others
 
 
 def matrix(n: int = 24, k: int = 256, seed: int = 0) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 def test_mxfp4_is_written_as_compressed_tensors_writes_it(tmp_path: Path) -> None:
     """Tensor for tensor what was read of its own file."""
-    made = kept(MXFP4)
+    made = load_fixture(MXFP4)
     source = open_folder(made.write(tmp_path))
     for name in MATRICES:
         for key, value in SmallFloatsWriter(MXFP4).tensors(source.raw(f"{name}.weight")).items():
