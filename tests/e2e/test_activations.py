@@ -54,7 +54,7 @@ def test_a_model_with_one_scale_for_a_token(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path: Path) -> None:
+def test_a_w8a8_folder_rounds_activations_by_token(backend: str, folder: Path, tmp_path: Path) -> None:
     """auto is token where config.json says so, and only there; group is what auto is elsewhere."""
     if backend == "native" and not core.available():
         pytest.skip(core.reason())
@@ -74,7 +74,7 @@ def test_a_folder_of_w8a8_is_run_as_it_asks(backend: str, folder: Path, tmp_path
     assert (plain == first(tmp_path / "int8", "group")) == (backend == "native")  # torch's auto rounds nothing
 
 
-def test_what_a_config_asks_for() -> None:
+def test_config_settings_select_the_activation_rounding() -> None:
     """Only int8 by token; a scale that is fixed beforehand, floats and nothing are left to the engine."""
     token = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
     for asked, found in (
@@ -101,7 +101,7 @@ def test_both_back_ends(activations: str, folder: Path) -> None:
     assert max(found) - min(found) < 0.05
 
 
-def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_invalid_activations_are_a_one_line_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="activations must be auto, group, token, split, tensor, not 'row'"):
         LLM(str(folder), activations="row")
     plain = write_folder(tmp_path / "plain", "llama-gqa")

@@ -108,7 +108,7 @@ def test_outputs_show_blocks_that_are_written_by_two() -> None:
         mixed(unchecked(no_copy_on_write))
 
 
-def test_the_books_show_blocks_that_are_given_up_too_early() -> None:
+def test_block_counts_reveal_blocks_that_are_freed_too_early() -> None:
     assert_the_books_show(lambda: mixed(fork_after_free))
 
 
@@ -185,7 +185,7 @@ def test_w46_the_sign_of_the_length_penalty() -> None:
         ({"early_stopping": "perhaps"}, "early_stopping must be"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes: dict, message: str) -> None:
+def test_invalid_beam_parameters_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         BeamSearchParams(**changes)
 

@@ -92,7 +92,7 @@ def spellings(llm: LLM, text: str) -> list[list[int]]:
     ]
 
 
-def test_constrained_beams_among_others(llm: LLM) -> None:
+def test_constrained_beams_in_a_batch_equal_those_alone(llm: LLM) -> None:
     """In one batch with free beams and samples each gives what it gives alone."""
     params: list[Any] = [
         BeamSearchParams(beam_width=4, n=2, max_tokens=40, structured_outputs=CASES["json"][0]),
@@ -125,7 +125,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int], 
 
 
 @pytest.mark.parametrize("where", ["push", "masks"])
-def test_a_grammar_that_fails_ends_its_hypothesis_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_failing_grammar_ends_only_its_hypothesis(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     settings = {"structured_outputs": CASES["regex"][0], "length_penalty": 0.0, "beam_width": 4, "n": 4}
     dead = failing(monkeypatch, where, lambda call: call % 9 == 7)
     found = beams(llm, **settings)

@@ -28,7 +28,7 @@ from tests.ulps import ulps
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scores_are_those_of_scoring_and_most_hypotheses_those_of_torch(name: str) -> None:
+def test_scores_equal_scoring_and_most_hypotheses_equal_torch(name: str) -> None:
     """The core's bfloat16 moves scores a little, so near ties may go the other way."""
     model = native_model("llama", vocab_size=11)
     same = 0
@@ -60,7 +60,7 @@ def test_outputs_show_blocks_that_are_written_by_two() -> None:
         mixed(unchecked(no_copy_on_write), native_engine, native_model("llama", vocab_size=11), 32)
 
 
-def test_the_books_show_blocks_that_are_given_up_too_early() -> None:
+def test_block_counts_reveal_blocks_that_are_freed_too_early() -> None:
     assert_the_books_show(lambda: mixed(fork_after_free, native_engine, native_model("llama", vocab_size=11), 32))
 
 

@@ -95,7 +95,7 @@ def test_a_model_that_runs_here(shell: Shell, tiny_gguf: Path) -> None:
     assert "settings:        temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (default)" in out
 
 
-def test_of_an_encoder_nothing_is_said_that_it_has_not(shell: Shell, tmp_path: Path) -> None:
+def test_an_encoder_is_described_without_kv_and_sampling(shell: Shell, tmp_path: Path) -> None:
     """It reads a text as a whole: no K and V stay, and nothing is drawn."""
     bert = write_tiny_bert(tmp_path / "bert")
     code, _, err = shell("embed", bert, "the mill", "--threads", "1")
@@ -216,7 +216,7 @@ def test_more_threads_than_cores_are_warned_of(shell: Shell, tiny_gguf: Path) ->
     assert "threads on" not in shell("run", "none.gguf", "hi", "--threads", cores)[2]
 
 
-def test_raise_the_context_is_said_where_that_helps(tiny_llm: LLM, tiny_gguf: Path) -> None:
+def test_an_error_names_the_limit_that_can_be_raised(tiny_llm: LLM, tiny_gguf: Path) -> None:
     text = "mill " * 2000
     with pytest.raises(ValueError, match="shorten the prompt$"):
         tiny_llm.generate(text)

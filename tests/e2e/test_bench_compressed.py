@@ -56,7 +56,7 @@ def test_three_models(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path)
     assert "rtn int4-g32" in html
 
 
-def test_a_text_that_a_model_was_made_by_is_refused(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:
+def test_a_calibration_text_is_refused_for_evaluation(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     compress(tiny_gguf, out, Pipeline(format="Q4_0", method=("gptq",), calibrate=str(text), tokens=1024, threads=1))
     code, said, err = shell("bench", "compressed", tiny_gguf, out, "--text", text, "--tokens", 100_000, "--cells", "b1")
@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(
     assert line in err.splitlines()[-1]
 
 
-def test_what_is_lost_is_drawn_like_what_is_gained() -> None:
+def test_losses_and_gains_have_the_same_columns_and_marks() -> None:
     """A model that loses has the same columns and marks as one that gains; far values have an axis of their own."""
     cell = {"tokens_per_s": 10.0, "least": 9.0, "most": 11.0, "ratio": 0.5, "ratio_least": 0.4, "ratio_most": 0.6}
     task = {"questions": 4, "right": 0.5, "error": 0.25, "lost": 0.25, "gained": 0.0}

@@ -65,7 +65,7 @@ def audited(llm: LLM, texts: list[Text], criterion: str) -> list[Exited]:
     return [one for output in outputs for one in (output.outputs[0].exits or [])[1:]]
 
 
-def test_an_audit_is_what_the_engine_says(
+def test_an_audit_equals_the_votes_of_the_engine(
     model: Path, folder: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every exit, also of one that tokens do not leave by here: as an engine says where they do. Control: exits that are
@@ -96,7 +96,7 @@ def test_an_audit_is_what_the_engine_says(
     assert not np.array_equal(wrong.confidence["max_prob"][0], votes.confidence["max_prob"][0])
 
 
-def test_a_text_that_is_known_goes_on_as_it_does(llm: LLM, folder: Path) -> None:
+def test_an_audit_feeds_the_tokens_of_a_given_text(llm: LLM, folder: Path) -> None:
     """Its own tokens come, whatever the model would have written."""
     heads, tokens = files.load(folder, llm.opened), llm.tokenizer.encode("The mill stands by a river.")
     votes = audit(llm, heads, [Text(tokens[:1], tokens[1:])], ("margin",))
@@ -149,7 +149,7 @@ def test_a_late_change_costs_less_than_an_early_one(llm: LLM) -> None:
     assert all(share >= place - 1e-9 for share, place in zip(kept, (0, 0.25, 0.5, 0.75), strict=True))
 
 
-def test_what_is_timed_is_asked_or_calibrated(folder: Path, tmp_path: Path) -> None:
+def test_the_timed_rule_is_the_option_or_the_calibrated_rule(folder: Path, tmp_path: Path) -> None:
     assert rule_of(tmp_path, None, None) == ExitRule("max_prob", 0.9)
     assert rule_of(tmp_path, "margin", 0.4) == ExitRule("margin", 0.4)
     for rule, state in ((("margin", 0.7, 0.0), "deferred"), (("max_prob", 0.6, 2.0), "propagate")):

@@ -63,7 +63,7 @@ def test_speeds_side_by_side(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.weights
 @pytest.mark.slow
-def test_what_smollm2_loses_is_within_the_promise() -> None:
+def test_losses_of_smollm2_stay_within_the_bounds() -> None:
     """Wikitext-2, 8 windows of 512, 2,048 tokens scored; half heads and the mean of keys each take more than a third off."""
     opened = open_files(model_file("SmolLM2-135M-Instruct.Q4_1.gguf"))
     text = str(data_path("wikitext2/valid.txt"))

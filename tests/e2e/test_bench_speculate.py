@@ -56,7 +56,7 @@ def test_the_figure_is_the_median_of_the_pairs_with_its_interval() -> None:
     assert measured([0.97]).figures()["reached"] is True
 
 
-def test_prompts_come_in_turns() -> None:
+def test_batches_cycle_through_the_prompts() -> None:
     texts = Texts([[1], [2], [3]])
     assert texts.batch(2, 0) == [[1], [2]]
     assert texts.batch(2, 1) == [[3], [1]]
@@ -80,7 +80,7 @@ def test_an_output_that_changes_is_an_error(tiny_gguf: Path, monkeypatch: pytest
     llm.close()
 
 
-def test_cells_without_a_draft_ask_no_drafter_that_runs_a_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_without_a_draft_use_no_model_drafter(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(tiny_gguf), speculate="ngram", threads=1)
     ours = llm.engine.speculation
     assert ours is not None

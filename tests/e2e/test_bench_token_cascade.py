@@ -63,7 +63,7 @@ def test_the_ends_of_every_curve_are_known(llm: LLM) -> None:
     assert {line.name for line in bench.lines(found)} == {"plain", "draft", "max_prob", "margin", "chow", "opt"}
 
 
-def test_a_draft_that_changes_a_token_is_found(llm: LLM) -> None:
+def test_a_draft_that_changes_a_token_is_an_error(llm: LLM) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=8)
     lying = [DecodingMethod(PLAIN, None, plain, False), DecodingMethod(DRAFT, None, plain.replace(cascade_threshold=0.0), True)]
     with pytest.raises(RuntimeError, match="a draft changed a token"):
@@ -71,7 +71,7 @@ def test_a_draft_that_changes_a_token_is_found(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("params", [CASCADES, GREEDY.replace(cascade_threshold=0.0), GREEDY.replace(cascade_threshold=1.01)])
-def test_passes_are_those_that_ran(params: SamplingParams) -> None:
+def test_passes_equal_the_steps_of_the_larger_model(params: SamplingParams) -> None:
     """Counted in the larger model's steps; that of the prompt, which gives the first token, is none of them."""
     side, _, _ = case_of("native")
     tokens, exits = collect_exits(engine_of(side), [7] * 20, params)
@@ -93,27 +93,27 @@ def test_passes_by_hand() -> None:
     assert passes(whole, whole, whole) == 1
 
 
-def test_the_verdict_names_what_beats_the_draft() -> None:
-    def told(**ratios: float) -> str:
+def test_the_verdict_names_methods_faster_than_the_draft() -> None:
+    def verdict_of(**ratios: float) -> str:
         rows = [{"name": name, "kind": name, "ratio": ratio, "agrees": 1 - ratio / 10} for name, ratio in ratios.items()]
         return bench.verdict({"rows": rows})
 
-    assert "1.50 times as fast as plain decoding: nothing here is faster" in told(plain=1, draft=1.5, opt=1.4)
-    assert "of what is faster opt agrees most: 84.0%, 1.60 times" in told(plain=1, draft=1.5, opt=1.6, chow=2)
+    assert "1.50 times as fast as plain decoding: nothing here is faster" in verdict_of(plain=1, draft=1.5, opt=1.4)
+    assert "of what is faster opt agrees most: 84.0%, 1.60 times" in verdict_of(plain=1, draft=1.5, opt=1.6, chow=2)
 
 
 def test_the_command(shell: Shell, files: tuple[Path, Path]) -> None:
     large, small = files
-    prompts, told, plot = (shell.folder / name for name in ("in.txt", "told.json", "curve.svg"))
+    prompts, verdict_of, plot = (shell.folder / name for name in ("in.txt", "told.json", "curve.svg"))
     prompts.write_text("The mill\nstands by a river\nwheels\n")
     command: tuple[Any, ...] = ("bench", "token-cascade", large, "-i", prompts, "--threads", "1")
     more = ("--prompts", "2", "--rounds", "1", "-m", "6", "--threshold", "0.02", "--defer", "0.3")
-    code, out, err = shell(*command, "--cascade", small, *more, "--json", told, "--plot", plot)
+    code, out, err = shell(*command, "--cascade", small, *more, "--json", verdict_of, "--plot", plot)
     assert code == 0, err
     rows = [line.split("\t")[0] for line in out.splitlines()]
     assert rows[:7] == ["method", "plain", "draft", "max_prob 0.02", "margin 0.02", "chow 0.3", "opt 0.3"]
     assert "a draft by the same model, which changes no token, is" in out
-    found = json.loads(told.read_text())
+    found = json.loads(verdict_of.read_text())
     assert (found["n"], found["batch"], len(found["rows"])) == (2, 1, 6)
     assert "Cascade by token" in plot.read_text()
     drafts = ("--cascade", small, "--draft", small)

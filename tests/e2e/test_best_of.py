@@ -45,7 +45,7 @@ def means(model: object) -> list[tuple[float, list[int]]]:
     ]
 
 
-def test_best_of_gives_the_likeliest_of_what_n_draws() -> None:
+def test_best_of_returns_the_likeliest_of_n_samples() -> None:
     model = tiny_model()
     every = sorted(means(model), key=lambda pair: -pair[0])
     (deltas,) = run(tiny_engine(model), SamplingParams(**DRAWN, n=2, best_of=6))
@@ -60,7 +60,7 @@ def test_best_of_gives_the_likeliest_of_what_n_draws() -> None:
     assert all(len(entry.top_ids) == 2 for entry in told[0].logprobs)
 
 
-def test_tokens_that_were_accepted_behind_an_end_do_not_count() -> None:
+def test_accepted_tokens_after_an_end_do_not_count() -> None:
     """A draft may be accepted beyond a stop; the mean is that of the output."""
     model = tiny_model()
     drawn = means(model)

@@ -60,7 +60,7 @@ def everything(monkeypatch: pytest.MonkeyPatch, strategy: type) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000])
-def test_what_is_asked_for_does_not_depend_on_the_number_of_ends(count: int) -> None:
+def test_the_number_of_candidates_does_not_depend_on_the_stop_tokens(count: int) -> None:
     stops = frozenset(range(count))
     for params, k in (
         (BeamSearchParams(beam_width=16).sampling(), 16),
@@ -81,12 +81,12 @@ def test_beams_lose_nothing_by_the_bound(backend: str, name: str, monkeypatch: p
     rng = random.Random(name)
     jobs = [(rng.choices(range(VOCAB), k=5), ends(rng, count), seed) for seed, count in enumerate((1, 5, 20, 36, 39))]
 
-    def found() -> list[Any]:
+    def run_beams() -> list[Any]:
         return [beams(model(backend, seed), prompt, CASES[name], stops, engines(backend)) for prompt, stops, seed in jobs]
 
-    bounded = found()
+    bounded = run_beams()
     everything(monkeypatch, BeamSearch)
-    assert bounded == found()
+    assert bounded == run_beams()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,12 +99,12 @@ def test_without_the_tokens_that_go_on_they_would(backend: str, monkeypatch: pyt
     def plain(self: BeamSearch, *seen: Any) -> tuple[Want, ...]:
         return tuple(msgspec.structs.replace(asked, live=False) for asked in want(self, *seen))  # as many of all
 
-    def found() -> list[Any]:
+    def run_beams() -> list[Any]:
         return [beams(model(backend, seed), prompt, CASES["never"], stops, engines(backend)) for prompt, stops, seed in jobs]
 
-    right = found()
+    right = run_beams()
     monkeypatch.setattr(BeamSearch, "want", plain)
-    assert right != found()
+    assert right != run_beams()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -113,8 +113,8 @@ def test_groups_with_many_ends_equal_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     stops, prompt = ends(rng, 34), rng.choices(range(VOCAB), k=4)
     params = BeamSearchParams(beam_width=8, n=8, max_tokens=6, groups=4, diversity_penalty=5.0, early_stopping="never")
-    found = beams(model("torch", seed), prompt, params, stops)
-    assert [tokens for tokens, _ in found] == reference(model("torch", seed), prompt, params, stops)
+    run_beams = beams(model("torch", seed), prompt, params, stops)
+    assert [tokens for tokens, _ in run_beams] == reference(model("torch", seed), prompt, params, stops)
 
 
 def searched(backend: str, seed: int, prompt: list[int], params: SamplingParams) -> list[int]:

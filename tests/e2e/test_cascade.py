@@ -53,7 +53,7 @@ def test_the_extremes_are_the_models(small: LLM, large: LLM) -> None:
         assert (one.tier == 0) == (one.scores[0] >= scores[2])
 
 
-def test_what_is_deferred_pays_for_all_who_were_asked(small: LLM, large: LLM) -> None:
+def test_a_deferred_prompt_costs_the_tokens_of_every_tier(small: LLM, large: LLM) -> None:
     """By counted tokens; a bill that forgets the small model is another number."""
     found = answer([Tier(small, 1.01, cost=0.25), Tier(large, cost=2.0)], PROMPTS, PARAMS)
     for prompt, one in zip(PROMPTS, found, strict=True):
@@ -160,7 +160,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--score takes min, mean, low, vote" in capsys.readouterr().err
 
 
-def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+def test_a_line_ends_only_at_a_line_feed(tmp_path: Path) -> None:
     """JSON may hold other ends of lines as they are."""
     file = tmp_path / "q.jsonl"
     asked = [{"prompt": f"a{end}b", "answer": "x"} for end in ("\u2028", "\x85")]

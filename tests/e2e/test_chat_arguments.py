@@ -77,7 +77,7 @@ def test_a_template_that_cannot_be_parsed_is_named_and_not_the_keyword() -> None
     assert ChatTemplate(TEMPLATE).reads("add_generation_prompt")
 
 
-def test_an_assistants_last_message_is_answered_or_continued_as_asked(llm: LLM) -> None:
+def test_continue_final_message_continues_the_last_assistant_message(llm: LLM) -> None:
     closed = llm.opened.template.render(OPEN, add_generation_prompt=False)
     cut = closed[: closed.rindex("The river is ") + len("The river is ")]
 

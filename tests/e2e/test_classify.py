@@ -71,7 +71,7 @@ def test_pairs_are_two_texts_read_as_one(llm: LLM) -> None:
     assert len(llm.classify((a, b))) == 2, "a tuple of texts is two of them"
 
 
-def test_votes_are_those_of_the_exits_that_a_text_came_by(llm: LLM) -> None:
+def test_votes_list_every_exit_up_to_the_one_taken(llm: LLM) -> None:
     for made in llm.classify(TEXTS, criterion="max_prob", threshold=0.5):
         assert [one.layers for one in made.votes] == list(range(1, made.layers + 1))
         assert made.votes[-1].label == made.label
@@ -79,7 +79,7 @@ def test_votes_are_those_of_the_exits_that_a_text_came_by(llm: LLM) -> None:
         assert all(one.probability < 0.5 for one in made.votes[:-1])
 
 
-def test_first_row_and_mean_are_read_side_by_side() -> None:
+def test_pooling_both_concatenates_the_first_row_and_the_mean() -> None:
     rows = np.arange(12.0).reshape(3, 4)
     assert _pool(rows, "both").tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -107,7 +107,7 @@ def whole_model(llm: LLM, text: str) -> np.ndarray:
     return exits.logits(len(exits.layers) - 1, pooled)[0]
 
 
-def test_with_a_threshold_nobody_reaches_it_is_the_whole_model(llm: LLM) -> None:
+def test_an_unreachable_threshold_equals_the_full_model(llm: LLM) -> None:
     never = [("", 0.0), ("entropy", 0.0), ("kl", 0.0), ("patience", LAYERS - 1.0), ("max_prob", 1.0)]
     expected = [whole_model(llm, text) for text in TEXTS]
     for rule in never:
@@ -117,7 +117,7 @@ def test_with_a_threshold_nobody_reaches_it_is_the_whole_model(llm: LLM) -> None
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
-def test_who_leaves_changes_nobody(llm: LLM, criterion: str) -> None:
+def test_early_exits_change_no_other_text(llm: LLM, criterion: str) -> None:
     """Every exit a text came by says what it says when nobody leaves; texts leave where the rule says, alone or together."""
     rule = middling(llm, criterion)
     full = np.stack(logits(llm, TEXTS, ("", 0.0)), 1)
@@ -129,7 +129,7 @@ def test_who_leaves_changes_nobody(llm: LLM, criterion: str) -> None:
         assert all(same(llm, each, full[: len(each), at]) for at, each in enumerate(found))
 
 
-def test_rows_of_another_text_would_be_seen(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_text_change_the_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: after some have left, the others' rows are taken from where they were not."""
     right = ClassifierRun._places
 
@@ -218,7 +218,7 @@ def test_a_rule_that_cannot_be_is_refused(llm: LLM, given: dict[str, Any], says:
         llm.classify(TEXTS, **given)
 
 
-def test_what_does_not_belong_together_is_refused(bert: Path, folder: Path, llm: LLM, tmp_path: Path) -> None:
+def test_a_classifier_of_another_model_is_refused(bert: Path, folder: Path, llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(AdmissionError, match="generates nothing; ask it for embeddings or classes"):
         llm.generate("the mill")
     with LLM(bert) as plain, pytest.raises(ValueError, match="no classifier was opened; train one"):
@@ -259,14 +259,14 @@ def test_a_damaged_classifier_is_refused(bert: Path, folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", [INFO, CALIBRATION])
-def test_bytes_that_are_no_text_are_said_with_their_place(name: str, bert: Path, folder: Path, tmp_path: Path) -> None:
+def test_invalid_utf8_is_refused_with_the_folder(name: str, bert: Path, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "c")
     (tmp_path / "c" / name).write_bytes((folder / name).read_bytes().replace(b"max_prob", b"max_\xff").replace(b"bad", b"\xff"))
     with pytest.raises(ValueError, match="c: this classifier cannot be read"):
         load(tmp_path / "c", open_files(bert))
 
 
-def test_a_classifier_that_is_half_written_is_none(
+def test_a_half_written_classifier_is_refused(
     bert: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one is written over another: its weights with the thresholds of the other would promise what nobody has shown."""
@@ -289,7 +289,7 @@ def test_a_classifier_that_is_half_written_is_none(
     assert load(place, model).rules == known.rules
 
 
-def test_wants_and_answers_cross_as_data() -> None:
+def test_wants_and_answers_round_trip_through_msgpack() -> None:
     feed = Feed(0, 0, 3, wants=(Classify("margin", 0.25),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(feed), type=Feed) == feed
     answer = Classified(((0.5, 1.0), (2.0, -1.0)))

@@ -29,7 +29,7 @@ def answers(llm: LLM, *questions: str, system: str | None = None, count: int = 8
     return found
 
 
-def test_answers_know_what_was_said(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
+def test_answers_depend_on_earlier_turns(shell: Shell, tiny_gguf: Path, tiny_llm: LLM) -> None:
     code, out, err = shell("chat", tiny_gguf, *GREEDY, stdin='水轮\n\nand then?\\\nand "then"?\n"""one\ntwo"""\n')
     assert code == 0
     assert out.splitlines() == answers(tiny_llm, "水轮", 'and then?\nand "then"?', "one\ntwo")
@@ -103,7 +103,7 @@ def test_save_and_load(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: P
     assert sorted(path.name for path in tmp_path.glob("*.*")) == ["notes.txt", "talk.json"]
 
 
-def test_stats_help_and_what_is_unknown(shell: Shell, tiny_gguf: Path) -> None:
+def test_stats_help_and_unknown_commands(shell: Shell, tiny_gguf: Path) -> None:
     code, out, err = shell("chat", tiny_gguf, *GREEDY, stdin="/stats\nhi\n/stats\n/help\n/flush\n/\n/retry\n/clear\n/retry\n")
     assert code == 0
     assert len(out.splitlines()) == 2
@@ -117,7 +117,7 @@ def test_stats_help_and_what_is_unknown(shell: Shell, tiny_gguf: Path) -> None:
     assert "headrace: there is nothing to answer again" in err
 
 
-def test_at_the_limit_the_oldest_turns_go(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_at_the_context_limit_the_oldest_turns_are_dropped(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     small = write_tiny_gguf(tmp_path / "small.gguf", context=128)
     talk = "".join(f"这是第{i}条消息，水渠里的水推动水轮\n" for i in range(8))
     code, out, err = shell("chat", small, *GREEDY, stdin=f"{talk}/save {tmp_path}/talk.json\n")
@@ -163,7 +163,7 @@ def test_a_model_without_a_template_cannot_chat(shell: Shell, tmp_path: Path) ->
         "\xff",
     ],
 )
-def test_files_that_are_no_conversation(data: str, tmp_path: Path) -> None:
+def test_invalid_conversation_files_are_refused(data: str, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_bytes(data.encode("latin-1"))
     with pytest.raises(ValueError, match="x.json"):

@@ -52,9 +52,7 @@ def test_methods_that_read_texts(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "number_format"), [("out.gguf", "Q4_0"), ("out", "int4-g32")])
-def test_killed_while_it_is_judged_the_same_command_goes_on(
-    shell: Shell, tmp_path: Path, name: str, number_format: str
-) -> None:
+def test_a_run_killed_during_evaluation_resumes(shell: Shell, tmp_path: Path, name: str, number_format: str) -> None:
     """OUT exists and is whole at that moment, also as a folder; another command still refuses to replace it."""
     model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / name, tmp_path / "text.txt"
     text.write_text(" ".join(f"{number}" for number in range(1500)))
@@ -128,7 +126,7 @@ def test_a_model_is_made_smaller(shell: Shell, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "out.gguf.report.json").read_text())["cuts"]) == 3
 
 
-def test_a_dry_run_says_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_bytes_and_writes_nothing(shell: Shell, tmp_path: Path) -> None:
     model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
     code, said, err = shell("compress", model, "--dry-run", "-f", "Q4_K_M", "--json")
     predicted = json.loads(said)
@@ -177,7 +175,7 @@ def test_mistakes_are_one_line(shell: Shell, tmp_path: Path, arguments: tuple[st
     assert err.count("\n") == 1
 
 
-def test_what_a_token_costs(shell: Shell, tmp_path: Path) -> None:
+def test_arithmetic_prints_the_cost_of_a_token(shell: Shell, tmp_path: Path) -> None:
     """2 layers of 2 heads of 8, stored as 16: 256 bytes of K and V in 16 bits; the table of tokens is not read."""
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     arguments = ("arithmetic", model, "-f", "Q8_0", "-f", "int4-g16", "--context", 100, "--batch", 2, "--bandwidth", 1)

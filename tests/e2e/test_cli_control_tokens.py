@@ -22,12 +22,12 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     for name in ("stream", "add"):
         original = getattr(LLM, name)
 
-        def kept(self: LLM, prompt: Any, *args: Any, original: Any = original, **more: Any) -> Any:
+        def record_prompts(self: LLM, prompt: Any, *args: Any, original: Any = original, **more: Any) -> Any:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             found.append([token for token in ids if token in self.tokenizer.special_ids])
             return original(self, prompt, *args, **more)
 
-        monkeypatch.setattr(LLM, name, kept)
+        monkeypatch.setattr(LLM, name, record_prompts)
     return found
 
 

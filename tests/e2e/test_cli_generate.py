@@ -107,7 +107,7 @@ def test_all_kinds_of_lines(shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_pa
     assert len(found["old"]["outputs"][0]["logprobs"]) == 3
 
 
-def test_settings_of_the_command_hold_where_a_line_has_none(
+def test_settings_of_the_command_are_the_defaults_of_lines(
     shell: Shell, tiny_gguf: Path, tiny_llm: LLM, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "in.jsonl", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x", "max_tokens": 2})
@@ -167,14 +167,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "clue"), BAD)
-def test_a_line_that_is_no_request(line: object, clue: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_reported(line: object, clue: str, tmp_path: Path) -> None:
     (found,) = read_requests(write(tmp_path / "in.jsonl", line))
     assert isinstance(found, InvalidLine)
     assert found.error.startswith("line 1: ")
     assert clue in found.error
 
 
-def test_what_a_line_means(tmp_path: Path) -> None:
+def test_fields_of_a_line_become_a_request(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "hi"}]
     api = {"messages": talk, "user": "u", "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "logit_bias": {"5": 1}}
     source = write(
@@ -203,7 +203,7 @@ def test_what_a_line_means(tmp_path: Path) -> None:
     ]
 
 
-def test_ids_of_lines_without_one_are_not_those_of_others(tmp_path: Path) -> None:
+def test_generated_ids_differ_from_given_ids(tmp_path: Path) -> None:
     ask = {"url": "/v1/completions", "body": {"prompt": "a"}}
     lines = (
         {"custom_id": "line-2", **ask},
@@ -342,7 +342,7 @@ def test_a_finished_file_needs_no_model(shell: Shell, tiny_gguf: Path, tmp_path:
     assert target.read_bytes() == before
 
 
-def test_what_an_output_is_made_from_must_be_the_same(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_resuming_requires_the_same_model_input_and_settings(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = many(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
     command = ("generate", tiny_gguf, "-i", source, "-o", target)
     assert shell(*command)[0] == 0
@@ -391,7 +391,7 @@ def test_places_that_cannot_be_used(shell: Shell, tiny_gguf: Path, tmp_path: Pat
         assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
 
 
-def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     first, second = (BatchOutput(tmp_path / "out.jsonl", {"input": "x"}) for _ in range(2))
     first.read_existing()
     second.read_existing()

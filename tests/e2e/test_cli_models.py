@@ -140,7 +140,7 @@ def test_a_repository_of_the_hub_is_listed_and_removed_by_its_name(headrace: She
     assert headrace.files() == []
 
 
-def test_ctrl_c_keeps_a_partial_that_the_next_pull_goes_on_with(headrace: Shell, server: HubServer) -> None:
+def test_ctrl_c_keeps_a_partial_file_for_the_next_pull(headrace: Shell, server: HubServer) -> None:
     server.hold_after = 200_000
     process = headrace.start_patiently("pull", "tiny")
     folder = headrace.home / "models" / ".tiny.partial"
@@ -250,7 +250,7 @@ def test_the_module_is_the_command(headrace: Shell) -> None:
     assert "Did you mean 'list'?" in err
 
 
-def test_a_reader_that_goes_away_is_no_crash(headrace: Shell) -> None:
+def test_a_closed_pipe_is_no_crash(headrace: Shell) -> None:
     process = headrace.start("list")
     assert process.stdout is not None
     process.stdout.close()

@@ -39,7 +39,7 @@ def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large(
 
 
 @pytest.mark.parametrize(("window", "stride", "limit"), [(64, 64, None), (64, 32, 200), (33, 7, 100)])
-def test_it_is_the_exp_of_the_mean_over_what_counts(
+def test_perplexity_is_the_exp_of_the_mean_over_scored_tokens(
     shell: Shell, tiny_gguf: Path, tiny_llm: LLM, text: Path, window: int, stride: int, limit: int | None
 ) -> None:
     limits = ("--limit", limit) if limit else ()
@@ -68,7 +68,7 @@ def test_names_of_control_tokens_are_text(shell: Shell, tmp_path: Path) -> None:
     assert len(parsed.token_ids) < len(score.token_ids)
 
 
-def test_no_token_counts_twice_and_none_is_left_out_at_half_a_window() -> None:
+def test_a_stride_of_half_a_window_scores_each_token_once() -> None:
     tokens = list(range(100))
     windows = list(cut(tokens, [], 20, 10))
     assert [t for one in windows for t in one.tokens[-one.scored :]] == tokens[10:]
@@ -81,7 +81,7 @@ def test_no_token_counts_twice_and_none_is_left_out_at_half_a_window() -> None:
     assert (short.tokens, short.scored) == (tokens[:9], 4)
 
 
-def test_for_people(shell: Shell, tiny_gguf: Path, text: Path) -> None:
+def test_the_text_output_has_three_lines(shell: Shell, tiny_gguf: Path, text: Path) -> None:
     code, out, _ = shell("perplexity", tiny_gguf, text, "--window", "64", "--limit", "128")
     assert code == 0
     value, tokens, speed = out.splitlines()

@@ -72,7 +72,7 @@ def test_argument_files_and_pipe_are_joined(
     assert asked == ["Read:\n\n第一\n\ntwo\n\n\npiped", "  piped \n"], "one newline at the end of a text is its file's"
 
 
-def test_a_pipe_that_stays_silent_is_said(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_pipe_is_reported(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     process = shell.start("run", "none.gguf", before="from headrace.cli import inputs; inputs.WAIT = 0.01", stdin=reader)
     assert process.stderr is not None
@@ -242,14 +242,14 @@ AT_ONCE: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("flags", "clue"), AT_ONCE)
-def test_what_does_not_go_together_is_refused_before_a_model_is_opened(shell: Shell, flags: str, clue: str) -> None:
+def test_conflicting_options_are_refused_before_a_model_is_opened(shell: Shell, flags: str, clue: str) -> None:
     """There is no such model, and nobody looks."""
     code, out, err = shell("run", "no-such-model", "hi", *flags.split())
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert clue in err
 
 
-def test_generate_chat_and_ask_refuse_at_once_too(shell: Shell, tmp_path: Path) -> None:
+def test_all_generating_commands_refuse_conflicting_options(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "hi"}\n')
     commands = (
         ("generate", "none", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "o"),
@@ -347,7 +347,7 @@ def test_models_that_are_broken(shell: Shell, tmp_path: Path, changes: dict[str,
     assert "a bug in Headrace" not in err
 
 
-def test_files_that_are_no_model(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_invalid_model_files_are_refused(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     whole = tiny_gguf.read_bytes()
     for name, body in {"cut": whole[: len(whole) // 2], "head": whole[:20], "text": b"not a model", "empty": b""}.items():
         (tmp_path / f"{name}.gguf").write_bytes(body)
@@ -365,7 +365,7 @@ def test_absurd_numbers_are_refused(shell: Shell, tiny_gguf: Path, flag: str) ->
     assert flag[2:] in err
 
 
-def test_ctrl_c_keeps_what_was_said(shell: Shell, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_printed_text(shell: Shell, tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "long.gguf", context=100_000)
     process = shell.start("run", "-q", model, "hi")
     assert process.stdout is not None

@@ -19,11 +19,11 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("stream", "add"):
         original = getattr(LLM, name)
 
-        def kept(self: LLM, prompt: Any, *args: Any, original: Any = original, **more: Any) -> Any:
+        def record_prompts(self: LLM, prompt: Any, *args: Any, original: Any = original, **more: Any) -> Any:
             found.append(self.tokenizer.decode(prompt).replace(" ", ""))
             return original(self, prompt, *args, **more)
 
-        monkeypatch.setattr(LLM, name, kept)
+        monkeypatch.setattr(LLM, name, record_prompts)
     return found
 
 

@@ -34,7 +34,7 @@ def llm(request: pytest.FixtureRequest, tiny_gguf: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_every_use_after_close_says_that_it_is_closed(llm: LLM) -> None:
+def test_every_use_after_close_raises_closed_error(llm: LLM) -> None:
     for name, use in USES.items():
         use(llm)
         assert name

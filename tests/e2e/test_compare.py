@@ -73,7 +73,7 @@ def test_compare_prints_a_table_and_writes_every_answer(shell: Shell, tiny_gguf:
     assert (code, "there is no method 'nothing'" in err) == (1, True)
 
 
-def test_a_line_means_what_it_means_to_generate(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_compare_reads_lines_as_generate_does(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     lines = [
         {"id": "raw", "prompt": "The mill", "max_tokens": 3, "kind": "a label"},
         {"id": "talk", "messages": [{"role": "user", "content": "The mill"}], "max_tokens": 5},
@@ -120,7 +120,7 @@ def test_a_field_without_effect_is_refused(line: object, message: str, shell: Sh
         ("greedy", ("--csv", "nowhere/out.csv"), "the folder nowhere does not exist"),
     ],
 )
-def test_what_compare_cannot_do_is_said_before_anything_runs(
+def test_unsupported_modes_are_refused_before_loading(
     shell: Shell, tiny_gguf: Path, prompts: Path, modes: str, more: tuple[str, ...], message: str
 ) -> None:
     code, out, err = shell("compare", tiny_gguf, "-i", prompts, "--modes", modes, *more)

@@ -120,7 +120,7 @@ def test_any_json_object(llm: LLM) -> None:
     assert all(isinstance(json.loads(text), dict) for text in ended)
 
 
-def test_the_same_alone_and_among_others(llm: LLM) -> None:
+def test_outputs_alone_equal_those_in_a_batch(llm: LLM) -> None:
     """Constrained and free requests in one batch, with little room: each output is what it is alone."""
     jobs = [params(CASES[kind][0], temperature=1.2, seed=7, max_tokens=40) for kind in CASES]
     jobs += [SamplingParams(temperature=1.0, seed=9, max_tokens=20)]
@@ -182,7 +182,7 @@ def test_raw_and_processed_logprobs(llm: LLM) -> None:
     assert top.logprob > first[0].logprob
 
 
-def test_what_no_mask_can_hold_is_checked_at_the_end(llm: LLM) -> None:
+def test_keywords_without_a_mask_are_checked_at_the_end(llm: LLM) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
     jobs = [params({"json": schema}, temperature=1.0, seed=seed) for seed in range(20)]
     outputs = llm.generate(["The mill"] * 20, jobs)
@@ -251,7 +251,7 @@ def test_nothing_left_to_draw_is_an_error(llm: LLM) -> None:
         {"regex": "(" * 100 + "a" + ")" * 100},
     ],
 )
-def test_what_cannot_be_compiled_is_refused(llm: LLM, constraint: dict[str, Any]) -> None:
+def test_invalid_grammars_are_refused(llm: LLM, constraint: dict[str, Any]) -> None:
     with pytest.raises(AdmissionError, match=r".{20}"):
         llm.generate("The mill", params(constraint))
     assert not llm.engine.busy
@@ -261,7 +261,7 @@ def test_what_cannot_be_compiled_is_refused(llm: LLM, constraint: dict[str, Any]
     "constraint",
     [{}, {"regex": "a", "choice": ["b"]}, {"choice": [""]}, {"choice": ["a"] * 5000}, {"regex": "a" * 300_000}, {"x": 1}, 5],
 )
-def test_what_no_constraint_can_be(constraint: Any) -> None:
+def test_invalid_constraints_are_refused(constraint: Any) -> None:
     with pytest.raises(ParamError, match=r".{15}"):
         SamplingParams(structured_outputs=constraint)
 

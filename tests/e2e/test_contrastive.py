@@ -65,7 +65,7 @@ def test_contrastive_decoding_equals_the_probability_form(
     assert expected[2] != plain
 
 
-def test_what_the_amateur_cannot_change(expert: Model, amateur: Model) -> None:
+def test_neutral_settings_give_the_text_of_the_expert(expert: Model, amateur: Model) -> None:
     """beta = 0, alpha = 1, or an amateur that is the expert: the expert's greedy text."""
     (prompt,) = prompts(2, 12)
     plain = run_alone(expert, prompt, DECODING.replace(contrastive_beta=None))
@@ -76,7 +76,7 @@ def test_what_the_amateur_cannot_change(expert: Model, amateur: Model) -> None:
     assert outputs(engine, [(prompt, DECODING)]) != [plain]
 
 
-def test_without_its_mask_contrast_says_something_else(expert: Model, amateur: Model) -> None:
+def test_contrast_without_its_mask_changes_the_text(expert: Model, amateur: Model) -> None:
     (prompt,) = prompts(3, 12)
     strong = DECODING.replace(contrastive_alpha=0.5, temperature=1.5, seed=1)
     unmasked = outputs(engine_of(expert, amateur), [(prompt, strong.replace(contrastive_alpha=0.0))])[0]
@@ -92,7 +92,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_plausible_tokens_are_found_among_those_that_may_come(expert: Model, amateur: Model, kind: str) -> None:
+def test_plausible_tokens_are_chosen_among_permitted_tokens(expert: Model, amateur: Model, kind: str) -> None:
     """None of the tokens that are plausible in the whole vocabulary need be among them."""
     jobs = [(prompt, DECODING.replace(contrastive_alpha=0.5, **LIMITS[kind])) for prompt in prompts(9, 3, 14)]
     expected = [contrastive_decoding(expert, amateur, *job) for job in jobs]
@@ -109,7 +109,7 @@ def test_plausible_among_all_would_leave_none(expert: Model, amateur: Model, mon
     assert request.error is not None
 
 
-def test_a_block_without_the_amateurs_keys_is_no_hit(expert: Model, amateur: Model) -> None:
+def test_a_block_without_the_amateurs_keys_is_not_reused(expert: Model, amateur: Model) -> None:
     """A plain request publishes the prompt first; the contrastive one must not read K and V that nobody computed."""
     (prompt,) = prompts(4, 33)
     plain = SamplingParams(temperature=0.0, max_tokens=3)
@@ -195,7 +195,7 @@ def no_copies_of_hidden(engine: Engine) -> None:
     engine.executor.runner.kept[HIDDEN].rearrange = lambda plan: None  # type: ignore[attr-defined]
 
 
-def test_hidden_states_that_do_not_move_are_caught(expert: Model, amateur: Model) -> None:
+def test_unmoved_hidden_states_change_the_output(expert: Model, amateur: Model) -> None:
     jobs = [(prompt, SEARCH) for prompt in prompts(5, 12, 18, 25)]
     engine = engine_of(expert, amateur)
     no_copies_of_hidden(engine)
@@ -205,7 +205,7 @@ def test_hidden_states_that_do_not_move_are_caught(expert: Model, amateur: Model
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused(expert: Model) -> None:
+def test_unsupported_combinations_are_refused(expert: Model) -> None:
     pool = KVPool(expert.config, 32, 4, torch.float64)
     config = EngineConfig(SchedulerConfig(max_num_batched_tokens=8, max_model_len=64), CacheConfig(32, 4))
     alone = Engine(

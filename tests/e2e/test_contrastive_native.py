@@ -56,7 +56,7 @@ def test_contrastive_decoding(
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_plausible_tokens_are_found_among_those_that_may_come(
+def test_plausible_tokens_are_chosen_among_permitted_tokens(
     expert: Model, amateur: Model, references: tuple[Model, Model], kind: str
 ) -> None:
     jobs = [(prompt, DECODING.replace(contrastive_alpha=0.5, **LIMITS[kind])) for prompt in prompts(9, 3, 14)]

@@ -163,7 +163,9 @@ def test_other_texts_and_losses(shell: Shell, model: Path, tmp_path: Path) -> No
         ((), "give --steps or --minutes"),
     ],
 )
-def test_what_does_not_go_together(shell: Shell, model: Path, tmp_path: Path, args: tuple[str, ...], expected: str) -> None:
+def test_conflicting_options_are_refused(
+    shell: Shell, model: Path, tmp_path: Path, args: tuple[str, ...], expected: str
+) -> None:
     code, _, said = shell("distil", model, "-o", tmp_path / "out", "--student", "layers:0", *args)
     assert code != 0
     assert expected in said

@@ -23,7 +23,7 @@ def test_the_facts_of_an_installation(shell: Shell, monkeypatch: pytest.MonkeyPa
     assert (code == 0) == (found["problems"] == [])
 
 
-def test_a_problem_is_said_and_is_the_exit_code(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_is_printed_and_sets_the_exit_code(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_CORE", None)
     monkeypatch.setattr(core, "_PROBLEM", "gone")
     code, out, _ = shell("doctor")

@@ -149,7 +149,7 @@ def test_a_good_draft_saves_steps(side: Torch) -> None:
     assert request.metrics.steps == 1 + 8
 
 
-def test_the_companion_catches_up_and_reads_what_it_wrote(side: Torch) -> None:
+def test_the_draft_model_catches_up_and_reads_its_own_kv(side: Torch) -> None:
     """After rejections and prefix hits the draft's chains are those that the draft model alone would draw."""
     engine = engine_of(side, "other", gamma=3)
     chains: list[tuple[list[int], list[int]]] = []

@@ -91,7 +91,7 @@ class Dangerous:
         return Draft(list(self.tokens), [-1] * len(self.tokens))
 
 
-def test_a_matcher_that_fails_behind_a_draft_fails_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matcher_failure_in_a_rejected_draft_is_ignored(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar reaches a limit behind tokens that are drafted and never come."""
     (plain,) = play(held(make()), [(PROMPT, PARAMS[0], {})])
     limits = frozenset(range(VOCAB)).difference(*tokens_of(plain))
@@ -132,7 +132,7 @@ class Unchanged:
 @pytest.mark.parametrize(
     "settings", [{}, {"verification": "rejection"}, {"verification": "block"}], ids=["walk", "tokens", "block"]
 )
-def test_a_walk_to_where_the_matcher_fails_ends_as_plain_decoding_does(make: Make, settings: Any, processors: Any) -> None:
+def test_a_matcher_failure_on_the_accepted_path_ends_as_in_plain_decoding(make: Make, settings: Any, processors: Any) -> None:
     """With the token behind which nothing can be drawn, and then with the matcher's own words."""
     asks = [
         (PROMPT, held_params(temperature=0.5, max_tokens=12, seed=seed, **settings), {"processors": processors})
@@ -160,7 +160,7 @@ def test_a_walk_to_where_the_matcher_fails_ends_as_plain_decoding_does(make: Mak
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
-def test_heads_draft_what_the_grammar_lets_come(side: Torch, params: SamplingParams) -> None:
+def test_heads_draft_only_permitted_tokens(side: Torch, params: SamplingParams) -> None:
     jobs = [([*PROMPT, at], params) for at in range(3)]
     plain = held(engine_of(side, heads(HEADS, True)))
     plain.speculation = None
@@ -212,7 +212,7 @@ class Watched(Lookahead):
         super()._collect(window, ngram)
 
 
-def test_lookahead_learns_from_the_nodes_that_are_left(make: Make) -> None:
+def test_lookahead_learns_from_the_remaining_nodes(make: Make) -> None:
     drafter = Watched()
     (plain,) = play(held(make()), [(PROMPT, held_params(temperature=0.0, max_tokens=80), {})])
     engine = held(make(speculation=Speculation([drafter], 256, gamma=8)))

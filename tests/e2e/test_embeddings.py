@@ -53,7 +53,7 @@ POOLED = [("mean", slice(None)), ("first", slice(1)), ("last", slice(-1, None))]
 
 
 @pytest.mark.parametrize(("pooling", "rows"), POOLED)
-def test_bert_is_what_transformers_computes(bert: Path, pooling: str, rows: slice) -> None:
+def test_bert_equals_transformers(bert: Path, pooling: str, rows: slice) -> None:
     llm = LLM(bert, backend="torch", threads=1, device="cpu")
     made = llm.embed(TEXTS, pooling=pooling)
     for one in made:
@@ -126,7 +126,7 @@ def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path, backen
 
 @pytest.mark.weights
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_minilm_is_what_transformers_computes(backend: str) -> None:
+def test_minilm_equals_transformers(backend: str) -> None:
     folder = model_file("all-MiniLM-L6-v2")
     llm = LLM(folder, backend=backend, threads=1, device="cpu")
     texts = [
@@ -267,7 +267,7 @@ def test_a_preempted_mean_counts_every_row_once(decoder: Path) -> None:
     tight.engine.check()
 
 
-def test_the_native_core_pools_what_torch_pools(decoder: Path) -> None:
+def test_the_native_core_pools_like_torch(decoder: Path) -> None:
     texts = ["The mill stands by a river. " * 6, "water"]
     exact, native = LLM(decoder, **EXACT), LLM(decoder, backend="native", threads=1, max_num_batched_tokens=16)
     for pooling in ("mean", "last"):

@@ -231,7 +231,7 @@ def test_a_random_model_drafts_for_stories(count: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["draft", "blocks"])
-def test_a_wrong_walk_would_be_seen(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_a_wrong_walk_changes_the_text(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Negative control: a node is followed whose token was not drawn, and its K and V stay."""
 
     def first(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
@@ -260,7 +260,7 @@ def test_a_block_that_is_verified_open_would_be_seen(monkeypatch: pytest.MonkeyP
         check(play, {"blocks": WAYS["blocks"]}, 16)
 
 
-def test_the_head_of_another_exit_would_be_seen() -> None:
+def test_the_head_of_another_exit_lowers_acceptance() -> None:
     """Negative control: what the head of the exit after one layer makes of the rows after three is accepted far less often, and
     changes no token all the same."""
     model = stories()
@@ -294,10 +294,10 @@ def natively(llm: LLM, parts: tuple[Span, Span], texts: list[str], after: int = 
         head = NativeHeads(Heads(EXIT, 1, tensors, (after,), after), target, llm.opened.source, **sizes)
         companions += [Exit(Span(after), head), WHOLE]
     executor.runner = Runner(target, companions)
-    return beside(llm, texts)
+    return play_llm(llm, texts)
 
 
-def beside(llm: LLM, texts: list[str]) -> Play:
+def play_llm(llm: LLM, texts: list[str]) -> Play:
     """Runs of an LLM with the companions that it has."""
 
     def play(params: SamplingParams, drafters: list[Drafter] | None, gamma: int | None) -> tuple[list[list[int]], list[Any]]:
@@ -333,7 +333,7 @@ def test_every_drafter_on_smollm2(count: int, length: int) -> None:
 )
 def test_the_heads_in_examples(count: int, length: int) -> None:
     llm = LLM(default_model(), draft=HEADS, backend="native", max_model_len=512, max_num_seqs=16, threads=1)
-    check(beside(llm, TEXTS[-count:]), HEADS_WAYS, length)
+    check(play_llm(llm, TEXTS[-count:]), HEADS_WAYS, length)
     llm.close()
 
 

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-def said_by(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> str:
     runpy.run_path(str(FOLDER / f"{name}.py"))["main"](str(model))
     return capsys.readouterr().out
 
@@ -23,14 +23,14 @@ def test_all_of_them_are_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_tiny_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = said_by(name, write_tiny_gguf(tmp_path / "tiny.gguf", context=1024), capsys)
+    said = output_of(name, write_tiny_gguf(tmp_path / "tiny.gguf", context=1024), capsys)
     check(name, said)
 
 
 @pytest.mark.weights
 @pytest.mark.parametrize("name", NAMES)
 def test_on_the_default_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = said_by(name, model_file("SmolLM2-135M-Instruct.Q4_1.gguf"), capsys)
+    said = output_of(name, model_file("SmolLM2-135M-Instruct.Q4_1.gguf"), capsys)
     check(name, said)
     if name == "offline_batch":
         assert "Paris" in said

@@ -58,7 +58,7 @@ def params_of(kind: str, threshold: float, audit: bool = False) -> SamplingParam
 
 @pytest.mark.parametrize("kind", ["deferred", "propagated", "all tokens"])
 @pytest.mark.parametrize("threshold", [0.0, 1.01])
-def test_a_processor_bars_as_the_same_restriction_does(kinds: dict[str, LLM], kind: str, threshold: float) -> None:
+def test_a_processor_equals_the_same_token_restriction(kinds: dict[str, LLM], kind: str, threshold: float) -> None:
     """Tokens that the exit has, that it lacks, and some of each. The restriction is made where the logits are."""
     params, writers = params_of(kind, threshold), set()
     for ids in ((100, 101), (10, 11, 12), (11, 100, 12, 101)):

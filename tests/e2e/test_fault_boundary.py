@@ -69,7 +69,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("hook", ["width", "nodes", "shares"])
-def test_what_is_asked_when_a_request_is_queued_fails_its_caller_alone(tiny_llm: LLM, hook: str) -> None:
+def test_a_failing_strategy_hook_fails_only_its_caller(tiny_llm: LLM, hook: str) -> None:
     alone = tiny_llm.generate("the mill", GREEDY)[0].outputs[0].token_ids
     beside = tiny_llm.add("the mill", GREEDY)
     with pytest.raises(ArithmeticError, match="wrong"):
@@ -81,7 +81,7 @@ def test_what_is_asked_when_a_request_is_queued_fails_its_caller_alone(tiny_llm:
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_failing_strategy_fails_alone(tiny_llm: LLM, what: str) -> None:
+def test_a_failing_strategy_fails_no_other_request(tiny_llm: LLM, what: str) -> None:
     changes, message = WRONG[what]
     wrong = type("Wrong", (Best,), dict(changes))()
     alone = tiny_llm.generate("the mill", GREEDY)[0].outputs[0].token_ids
@@ -99,7 +99,7 @@ def test_a_failing_strategy_fails_alone(tiny_llm: LLM, what: str) -> None:
     assert not tiny_llm.callers.open
 
 
-def test_a_request_that_is_lost_is_said_and_not_waited_for(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_request_raises_an_error(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the engine to forget a request, its caller would be told."""
     add = tiny_llm.engine.add
 
@@ -115,7 +115,7 @@ def test_a_request_that_is_lost_is_said_and_not_waited_for(tiny_llm: LLM, monkey
     assert not tiny_llm.callers.open
 
 
-def test_requests_that_nobody_can_feed_end(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_cannot_be_scheduled_end(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the scheduler to feed nobody any more, callers would be told."""
     monkeypatch.setattr(tiny_llm.engine.scheduler, "schedule", lambda: None)
     (output,) = tiny_llm.generate("the mill", GREEDY)
@@ -123,7 +123,7 @@ def test_requests_that_nobody_can_feed_end(tiny_llm: LLM, monkeypatch: pytest.Mo
     assert "can feed no request" in output.error
 
 
-def test_threads_get_what_one_gets(tiny_gguf: Path) -> None:
+def test_concurrent_threads_get_the_outputs_of_one(tiny_gguf: Path) -> None:
     """Eight threads with fifty prompts each, generating, streaming and adding in turns."""
     llm = LLM(tiny_gguf, threads=2, max_num_seqs=16)
     words = ("mill", "water", "wheel", "stone", "race", "dam", "mud", "ice")
@@ -143,7 +143,7 @@ def test_threads_get_what_one_gets(tiny_gguf: Path) -> None:
     llm.close()
 
 
-def test_one_threads_mistake_is_its_own(tiny_llm: LLM) -> None:
+def test_an_exception_in_one_thread_affects_no_other(tiny_llm: LLM) -> None:
     """A thread whose call raises in its middle takes nothing of the others with it."""
     alone = tiny_llm.generate("the mill", GREEDY)[0].outputs[0].token_ids
     turn = itertools.count()

@@ -21,7 +21,7 @@ def stages(seen: str) -> list[str]:
     return list(dict.fromkeys(map(" ".join, words)))
 
 
-def test_a_terminal_is_told_from_the_first_moment_to_the_answer(tiny_gguf: Path) -> None:
+def test_a_terminal_shows_every_stage_before_the_answer(tiny_gguf: Path) -> None:
     with Terminal("run", tiny_gguf, "The mill", "-m", "20", *GREEDY) as terminal:
         assert terminal.exit_code() == 0
     found = stages(terminal.seen)
@@ -32,7 +32,7 @@ def test_a_terminal_is_told_from_the_first_moment_to_the_answer(tiny_gguf: Path)
     assert not any(word in line for line in screen(terminal.seen) for word in ("starting", "loading", "reading the"))
 
 
-def test_the_first_sign_comes_before_anything_slow_is_imported(tiny_gguf: Path) -> None:
+def test_progress_starts_before_slow_imports(tiny_gguf: Path) -> None:
     """Python alone is between the person and it."""
     look = (
         "import sys; from headrace.data import progress; start = progress.Moving.start\n"
@@ -62,7 +62,7 @@ def test_a_pipe_gets_one_plain_line_at_the_start(shell: Shell, tiny_gguf: Path, 
     assert shell("run", tiny_gguf, "a", "-m", "1", "--quiet")[2] == ""
 
 
-def test_what_was_asked_to_be_quiet_is(tiny_gguf: Path) -> None:
+def test_quiet_shows_no_progress(tiny_gguf: Path) -> None:
     """The control of the above: nothing moves."""
     with Terminal("run", "--quiet", tiny_gguf, "The mill", "-m", "3", *GREEDY) as terminal:
         assert terminal.exit_code() == 0
@@ -105,7 +105,7 @@ def test_many_prompts_have_a_bar_on_a_terminal(tiny_llm: LLM, monkeypatch: pytes
     assert told == []
 
 
-def test_an_embedding_of_many_texts_says_how_far_it_is(tiny_gguf: Path, tmp_path: Path) -> None:
+def test_an_embedding_of_many_texts_shows_progress(tiny_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("the mill\n" * 130)
     (tmp_path / "out").touch()
     code = f"import sys; sys.stdout = open({str(tmp_path / 'out')!r}, 'w')\n"

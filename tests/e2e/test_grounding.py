@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("question", FACTS)
-def test_planted_facts_are_found(folder: Path, question: str) -> None:
+def test_search_returns_planted_facts(folder: Path, question: str) -> None:
     best = Index(read_folder(folder)).search(question, 3)[0]
     text, name = FACTS[question]
     assert text in best.text
@@ -54,7 +54,7 @@ def test_planted_facts_are_found(folder: Path, question: str) -> None:
     assert "\n".join(lines[best.line - 1 :]).startswith(best.text.splitlines()[0])
 
 
-def test_what_nothing_speaks_of_is_not_found(folder: Path) -> None:
+def test_search_for_an_unknown_word_returns_nothing(folder: Path) -> None:
     index = Index(read_folder(folder))
     assert index.search("zebra xylophone") == []
     assert all("0000" not in passage.text for passage in index.passages)  # hidden files are nobody's business
@@ -67,7 +67,7 @@ def test_a_folder_without_text_is_an_error(tmp_path: Path) -> None:
         read_folder(tmp_path / "nowhere")
 
 
-def test_passages_keep_every_word_and_know_their_line() -> None:
+def test_passages_keep_every_word_and_their_line_number() -> None:
     text = "one\n\ntwo two\ntwo\n\n" + "long " * 100 + "\n\n" + "\n".join(f"line {i}" for i in range(80))
     passages = split("a.txt", text, 200)
     assert "".join(re.findall(r"\S+", " ".join(p.text for p in passages))) == "".join(text.split())
@@ -113,7 +113,7 @@ def test_citations_are_spans_of_the_documents() -> None:
     assert answer.cited == [passages[1]]
 
 
-def test_an_answer_comes_in_pieces_while_others_are_computed(folder: Path, tiny_llm: LLM) -> None:
+def test_answers_stream_while_others_are_computed(folder: Path, tiny_llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     questions = list(FACTS)[:2]
     first, second = begin(tiny_llm, Index(read_folder(folder)), questions, params, budget=60)
@@ -168,7 +168,7 @@ def test_an_answer_of_ask_breaks_between_words(
     assert wrapped.count("\n") > plain.count("\n")
 
 
-def test_ask_says_what_it_did_not_read_and_where_nothing_fits(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
+def test_ask_lists_unread_files_and_answers_without_passages(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     (folder / "picture.png").unlink()
     clean = shell("ask", tiny_gguf, folder, next(iter(FACTS)), "-m", "1", "--budget", "150")[2]
     assert "not read" not in clean
@@ -204,7 +204,7 @@ def test_ask_names_a_file_that_is_not_utf8(shell: Shell, tiny_gguf: Path, tmp_pa
     assert "not UTF-8, read with unreadable characters replaced: latin.txt\n" in err
 
 
-def test_ask_is_greedy_and_bounded_unless_told_otherwise(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
+def test_ask_is_greedy_and_bounded_by_default(shell: Shell, tiny_gguf: Path, folder: Path) -> None:
     question = next(iter(FACTS))
     one, again = (shell("ask", tiny_gguf, folder, question, "--budget", "60")[1] for _ in range(2))
     assert one == again == shell("ask", tiny_gguf, folder, question, "--budget", "60", "-t", "0", "-m", "256")[1]

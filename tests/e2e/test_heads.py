@@ -211,7 +211,7 @@ def chains_of(side: Torch, made: Heads, after: int = 0) -> list[tuple[list[int],
 
 
 @pytest.mark.parametrize("kind", [HEADS, FEATURE, EXIT])
-def test_drafts_are_what_training_says(kind: str) -> None:
+def test_drafts_equal_those_of_the_training_networks(kind: str) -> None:
     """In float64, where nothing but the formulas can differ: every chain is the one that the networks of training give."""
     side, made = Torch(), heads(kind, True)
     side.target = native_model()
@@ -221,7 +221,7 @@ def test_drafts_are_what_training_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [HEADS, FEATURE])
-def test_rows_of_another_place_would_be_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_position_change_the_drafts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: heads that read the row one place too early draft something else; the output stays as it is."""
     side, made = Torch(), heads(kind, True)
     side.target = native_model()

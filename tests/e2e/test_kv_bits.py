@@ -89,7 +89,7 @@ def apart(one: list[np.ndarray], other: list[np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_the_core_computes_what_torch_does_with_rounded_keys_and_values(format: str) -> None:
+def test_the_core_equals_torch_with_rounded_kv(format: str) -> None:
     """What one loses, so does the other; a number between two codes goes either way, and the next layer makes more of it. The
     control: K and V as they are, are farther from either."""
     near, floor = apart(by_core(format), by_torch(rounded_pool(format))), apart(by_core("float32"), by_torch(KVPool))
@@ -100,7 +100,7 @@ def test_the_core_computes_what_torch_does_with_rounded_keys_and_values(format: 
         assert apart(by_core(format), by_torch(KVPool)) > 2 * near
 
 
-def test_a_constant_on_all_keys_changes_nothing_and_one_for_each_token_does() -> None:
+def test_only_a_constant_shift_of_all_keys_changes_nothing() -> None:
     assert apart(by_core("float32"), by_core("float32", centred=False)) < 0.02
     shift = torch.from_numpy(centre()).view(kv_shape(offset().config)).double()
 
@@ -118,7 +118,7 @@ def test_a_constant_on_all_keys_changes_nothing_and_one_for_each_token_does() ->
     assert apart(by_torch(ByToken), by_torch(KVPool)) > 0.1, "the control"
 
 
-def test_less_the_mean_of_keys_4_bits_lose_less() -> None:
+def test_centred_keys_lose_less_in_4_bits() -> None:
     """In both back ends; the control is the same without it."""
     exact = by_torch(KVPool)
     for run in (by_core, lambda format, centred: by_torch(rounded_pool(format, centred))):
@@ -127,7 +127,7 @@ def test_less_the_mean_of_keys_4_bits_lose_less() -> None:
         assert centred < 0.7 * plain
 
 
-def test_torch_takes_off_what_biases_have_in_common_as_the_core_does(tmp_path: Path) -> None:
+def test_torch_and_the_core_subtract_the_same_common_bias(tmp_path: Path) -> None:
     """Where a file says nothing, in engines too. The control: without it more is lost."""
     shift = k_shifts(offset(), lambda layer: None if layer.bias is None else layer.bias.float().numpy())
     assert shift is not None
@@ -157,7 +157,7 @@ def test_rounding_of_each_half_and_of_ranges_without_width() -> None:
     assert torch.equal(rounded.by_channel(x.expand(40, 1, 32))[32:], x.expand(8, 1, 32)), "fewer than 32 stay"
 
 
-def test_the_mean_of_keys_is_that_of_what_the_pool_holds(tiny_gguf: Path) -> None:
+def test_mean_keys_equals_the_mean_of_the_stored_keys(tiny_gguf: Path) -> None:
     source = open_files(tiny_gguf).source
     texts = [[1, 2, 3, 4, 5], list(range(5, 40))]
     found = mean_keys(source, texts)
@@ -166,7 +166,7 @@ def test_the_mean_of_keys_is_that_of_what_the_pool_holds(tiny_gguf: Path) -> Non
 
 
 @pytest.mark.parametrize(("out", "format"), [("out.gguf", "Q8_0"), ("out", "int8")])
-def test_a_model_is_written_that_asks_for_its_number_format(
+def test_a_written_model_selects_its_kv_format(
     shell: Shell, tmp_path: Path, out: str, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The file has the mean of keys; who opens it without a word gets int4, in both back ends; `inspect` says it."""
@@ -198,7 +198,7 @@ def test_a_model_is_written_that_asks_for_its_number_format(
     assert "asks for K and V in int4, and what is written does not" in err
 
 
-def test_what_a_folder_says_of_another_model_is_one_line(shell: Shell, tmp_path: Path) -> None:
+def test_invalid_kv_settings_of_a_folder_are_a_one_line_error(shell: Shell, tmp_path: Path) -> None:
     model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out"
     assert shell("compress", model, "-o", out, "-f", "int8", "--kv", "int3")[0] == 1
     assert shell("compress", model, "-o", out, "-f", "int8")[0] == 0

@@ -38,7 +38,7 @@ def by_stream(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("run", [by_generate, by_step, by_stream])
-def test_a_check_does_not_hold_other_threads(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+def test_a_check_does_not_block_other_threads(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     """Another thread generates to its end while an output is checked."""
     ended = []
 
@@ -55,9 +55,7 @@ def test_a_check_does_not_hold_other_threads(tiny_llm: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("run", [by_generate, by_step, by_stream])
-def test_a_check_that_fails_costs_its_own_output(
-    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]
-) -> None:
+def test_a_failing_check_fails_only_its_output(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     def broken() -> object:
         raise BlockingIOError("no process can be started")
 

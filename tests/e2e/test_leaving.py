@@ -124,13 +124,13 @@ def continued(side: Torch) -> tuple[Any, Any, list[Request]]:
     return [[seq.output for seq in request.finished] for request in requests], expected(Reference(side), jobs), requests
 
 
-def test_a_prefix_is_found_as_far_as_all_layers_have_seen_it(native: Case) -> None:
+def test_a_prefix_is_reused_up_to_the_slowest_layer(native: Case) -> None:
     outputs, wanted, requests = continued(native[0])
     assert outputs == wanted
     assert all(request.metrics.cached_tokens >= 32 for request in requests)
 
 
-def test_what_each_step_computes(native: Case) -> None:
+def test_upper_layers_run_once_in_eight_tokens(native: Case) -> None:
     """Where every token leaves, the layers above run for the prompt and then once in eight tokens, for all eight."""
     side, _, _ = native
     engine = engine_of(side, drafts=False)
@@ -155,7 +155,7 @@ SAMPLED = GREEDY.replace(temperature=0.9, seed=4, n=2, exit_criterion="saturatio
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_threshold_nobody_reaches_is_the_whole_model(case: Case, params: SamplingParams) -> None:
+def test_an_unreachable_threshold_equals_the_full_model(case: Case, params: SamplingParams) -> None:
     """Tokens and log-probabilities, bit for bit on the native core; in torch as its sums allow."""
     side, jobs, _ = case
     whole = params.replace(logprobs=3, max_tokens=12)
@@ -166,7 +166,7 @@ def test_a_threshold_nobody_reaches_is_the_whole_model(case: Case, params: Sampl
         assert_same_logprobs(left, plain, side.block == 16)
 
 
-def test_what_is_told_of_each_token(native: Case) -> None:
+def test_each_token_has_its_exit_layer_confidence_and_votes(native: Case) -> None:
     """The layers it was written after, how sure the exit was, and under an audit what both would say."""
     side, _, _ = native
     tokens, exits = collect_exits(engine_of(side), [9, 8, 7], GREEDY.replace(exit_threshold=0.17, exit_audit=True))
@@ -205,7 +205,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_who_answers_by_anything_else_would_be_seen(native: Case, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_exit_rules_change_the_output(native: Case, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     side, jobs, outputs = native
     CONTROLS[control](monkeypatch)
     assert played(engine_of(side), jobs, preempt=3) != outputs
@@ -253,12 +253,12 @@ def test_lagging_rows_count_in_the_token_budget(native: Case) -> None:
         ({"exit_threshold": 0.5, "penalty_alpha": 0.5, "top_k": 4}, "leave out exit_threshold"),
     ],
 )
-def test_what_does_not_go_with_it(fields: dict[str, Any], why: str) -> None:
+def test_fields_that_exclude_early_exit_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ParamError, match=why):
         SamplingParams(**fields)
 
 
-def test_what_this_engine_cannot_do(native: Case) -> None:
+def test_unsupported_exit_requests_are_refused(native: Case) -> None:
     side, _, _ = native
     with pytest.raises(AdmissionError, match="exit_threshold needs exits; open the model with exits=FOLDER"):
         engine_of(side, leaves=False).add([5], GREEDY.replace(exit_threshold=0.5))
@@ -365,7 +365,7 @@ def test_a_threshold_that_falls() -> None:
     assert SamplingParams(exit_threshold=1.0, exit_decay=1.0).sure_at(0) == 1.0
 
 
-def test_the_command_line_shows_who_left(shell: Shell, folders: tuple[Path, Path]) -> None:
+def test_the_command_line_shows_early_exits(shell: Shell, folders: tuple[Path, Path]) -> None:
     model, exits = folders
     ask = ("run", model, "The mill", "--raw", "-m", "12", "-t", "0", "--threads", "1")
     code, out, err = shell(*ask, "--exits", exits, "--exit-threshold", "0.0", "--exit-audit", "--show-exits")
@@ -409,26 +409,26 @@ def test_prompts_that_trained_the_exits_do_not_calibrate_them(
     ask = ("calibrate", model, "--exits", place, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9")
     info = json.loads((place / files.HEADS_INFO).read_text())
 
-    def asked(trained: list[str] | None) -> tuple[int, str]:
+    def calibrate(trained: list[str] | None) -> tuple[int, str]:
         known = None if trained is None else hashes(trained)
         (place / files.HEADS_INFO).write_text(json.dumps(info | {"prompts": known}))
         code, _, err = shell(*ask)
         return code, err
 
-    code, err = asked(prompts[:2])
+    code, err = calibrate(prompts[:2])
     assert code == 0, err
     assert "2 of 8 prompts trained the exits" in err
     assert thresholds.load(place)[0].n == 6
-    code, err = asked(["another"])
+    code, err = calibrate(["another"])
     assert (code, "trained the exits" in err) == (0, False)
-    assert "does not record which prompts trained its exits" in asked(None)[1]
-    code, err = asked(prompts)
+    assert "does not record which prompts trained its exits" in calibrate(None)[1]
+    code, err = calibrate(prompts)
     assert code == 1
     assert "all 8 prompts trained the exits" in err
     monkeypatch.setattr(
         "headrace.training.early_exit_calibration.calibrate_threshold.__defaults__", ((1.01,),)
     )  # a confidence that no token has
-    assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in asked([])[1]
+    assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in calibrate([])[1]
 
 
 def test_a_rule_is_of_one_model_and_of_its_exits(

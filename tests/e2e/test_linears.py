@@ -13,7 +13,7 @@ from tests.cli_shell import Shell, check_bar
 MACHINE = {"bandwidth_gb_s": 10.0, "gmacs": {"int8": 100.0, "bf16": 20.0, "f32": 10.0}}
 
 
-def test_the_share_is_of_what_takes_longer() -> None:
+def test_the_share_refers_to_the_tighter_limit() -> None:
     assert share_of(MACHINE, "int8", 1e9, 1e9, 0.2) == ("memory", pytest.approx(0.5))
     assert share_of(MACHINE, "int8", 1e9, 40e9, 0.5) == ("int8", pytest.approx(0.8))
     assert share_of(MACHINE, "bf16", 1e9, 40e9, 4.0) == ("bf16", pytest.approx(0.5)), "the control: another peak"
@@ -51,7 +51,7 @@ def test_the_command(shell: Shell, tmp_path: Path) -> None:
     assert "--rows takes numbers" in err
 
 
-def test_what_has_fallen_since_it_was_kept(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fallen_share_is_reported(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured twice, since machines pause; another instruction set, type or number of rows is not compared."""
     file, runs, isa = tmp_path / "shares.json", list[dict[str, dict[str, float]]](), "avx512"
 

@@ -76,7 +76,7 @@ def test_the_first_of_maskbench(tokenizer: Tokenizer) -> None:
     assert result.served >= 0.95 * result.schemas
 
 
-def test_properties_are_found_in_their_order_wherever_they_stand(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_properties_are_ordered_at_every_depth(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """A schema orders `b` before `a` at one place and `a` before `b` at another; names it does not know come last."""
     inner = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     schema = {"type": "object", "properties": {"b": {"type": "string"}, "in": inner, "a": {"type": "string"}}}

@@ -145,7 +145,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), REFUSED)
-def test_what_cannot_be_a_name(shell: Shell, mill: str, tiny_gguf: Path, arguments: tuple[str, ...], expected: str) -> None:
+def test_invalid_names_are_refused(shell: Shell, mill: str, tiny_gguf: Path, arguments: tuple[str, ...], expected: str) -> None:
     bad = shell.folder / "bad.jinja"
     bad.write_text("{% for %}")
     given = {"PATH": tiny_gguf, "BAD": bad}
@@ -155,7 +155,7 @@ def test_what_cannot_be_a_name(shell: Shell, mill: str, tiny_gguf: Path, argumen
     assert [one.name for one in names.given()] == ["mill"], "nothing is left of it"
 
 
-def test_a_name_that_cannot_be_read_says_so(shell: Shell, mill: str) -> None:
+def test_an_unreadable_name_is_reported(shell: Shell, mill: str) -> None:
     path = shell.folder / "home" / "names" / "mill.json"
     path.write_text(json.dumps({"name": "mill", "model": 3}))
     assert "give the name again with: headrace add mill PATH" in shell("run", "mill", "hi")[2]

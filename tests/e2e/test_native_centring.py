@@ -55,7 +55,7 @@ def shifts(model: Model) -> list[np.ndarray | None]:
     return made
 
 
-def test_what_is_taken_off() -> None:
+def test_slow_rotary_biases_are_subtracted_from_keys() -> None:
     model = biased()
     for layer, shift in zip(model.layers, shifts(model), strict=True):
         _, k, _ = layer.qkv.bias.float().split(layer.qkv.sizes)

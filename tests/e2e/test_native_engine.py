@@ -68,7 +68,7 @@ def test_the_vocabulary_is_read_while_weights_are_packed(tiny: Path, monkeypatch
     assert tokens(open_tiny(tiny))
 
 
-def test_a_broken_vocabulary_is_said_in_one_line(tiny: Path, tmp_path: Path) -> None:
+def test_a_broken_vocabulary_is_a_one_line_error(tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny.read_bytes().replace(b"gpt2", b"gpt9", 1))
     for open_it in (open_tiny, opening.open_model):
@@ -107,7 +107,7 @@ def test_native_is_the_default_on_a_cpu(tiny: Path) -> None:
         ({"kv_dtype": "float16"}, "keeps no KV in float16"),
     ],
 )
-def test_what_the_core_cannot_do_runs_in_torch_and_is_said(
+def test_unsupported_settings_run_in_torch_with_a_log_line(
     tiny: Path, settings: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "headrace"):
@@ -166,7 +166,7 @@ def test_quantised_at_load(tiny: Path) -> None:
         open_tiny(tiny, quantize="int3")
 
 
-def test_floats_that_become_bfloat16_are_said_once(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_conversion_to_bfloat16_is_logged_once(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "headrace"):
         open_tiny(tiny)
     assert caplog.text.count("float32 weights are held as bfloat16") == 1
@@ -231,7 +231,7 @@ assert llm.generate("a", params)[0].outputs[0].token_ids == before
 """
 
 
-def test_after_a_fork_the_child_is_told(tiny: Path) -> None:
+def test_a_forked_child_raises_an_error(tiny: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(tiny)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
@@ -304,7 +304,7 @@ def test_a_callers_processor_sees_the_row(tiny: Path) -> None:
     assert llm.backend == "native"
 
 
-def test_impossible_parameters_fail_alone(tiny: Path) -> None:
+def test_impossible_parameters_fail_only_their_request(tiny: Path) -> None:
     llm = open_tiny(tiny)
     impossible = GREEDY.replace(allowed_token_ids=(7,), bad_words=((7,),))
     bad, good = llm.generate([PROMPT, PROMPT], [impossible, GREEDY])
@@ -313,7 +313,7 @@ def test_impossible_parameters_fail_alone(tiny: Path) -> None:
     assert good.outputs[0].token_ids == tokens(llm)
 
 
-def test_the_short_way_draws_what_the_long_way_does(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_draws_equal_single_draws(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in which every sequence gets one token and nothing else are asked for all at once."""
     prompts = [PROMPT[start:] for start in range(3)]
     params = [GREEDY, SamplingParams(seed=5, n=2, max_tokens=12), SamplingParams(seed=6, max_tokens=9, repetition_penalty=1.3)]

@@ -56,7 +56,7 @@ def straight(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("quantize", ["int8", ""])
-def test_threads_do_not_meet_in_the_rows(straight: Model, quantize: str, threads: int) -> None:
+def test_threads_write_disjoint_rows(straight: Model, quantize: str, threads: int) -> None:
     one, many = (native_program(straight, quantize=quantize, threads=n) for n in (1, threads))
     many.core.profiling = True
     for rows in (1, 2, 3):
@@ -67,7 +67,7 @@ def test_threads_do_not_meet_in_the_rows(straight: Model, quantize: str, threads
     assert "residual" not in {line["phase"] for line in many.core.profile}, "the control: the layers add to the rows themselves"
 
 
-def test_an_input_is_made_of_what_the_rows_were() -> None:
+def test_a_linear_input_uses_the_rows_before_they_change() -> None:
     """Rows that change between the phase that makes an input and the layer that reads it: few rows, whose input is made
     when it is read, get what many get. The control: the layer sees the rows as they were, and the rows have changed."""
     pool, arena = thread_pool(1), core.module().Arena(1 << 21)

@@ -20,7 +20,7 @@ TEXTS = np.random.default_rng(3).integers(0, 97, (3, 150)).tolist()
 WORDS = "this model is in a step of another thread"
 
 
-def said_so(error: RuntimeError) -> int:
+def assert_in_use(error: RuntimeError) -> int:
     """One refusal; any other error is none."""
     assert WORDS in str(error)
     return 1
@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[Feeder, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_second_thread_is_told(name: str) -> None:
+def test_a_second_thread_is_refused(name: str) -> None:
     """Each call is refused while a step is under way, and does what it does where none is: the control."""
     feeder, step = Feeder(native_program(native_model("llama")), TEXTS), module.Step()
     wanted = feeder.whole()
@@ -82,7 +82,7 @@ def test_the_second_thread_is_told(name: str) -> None:
             try:
                 CALLS[name](feeder, step)
             except RuntimeError as error:
-                refused += said_so(error)
+                refused += assert_in_use(error)
             except (ValueError, IndexError):
                 pass  # between the other thread's calls
     assert refused
@@ -108,7 +108,7 @@ def test_two_threads_with_a_step_each(threads: int) -> None:
             try:
                 (rows,) = feeder.whole()
             except RuntimeError as error:
-                refused += said_so(error)
+                refused += assert_in_use(error)
                 time.sleep(0)
                 continue
             assert np.array_equal(rows, wanted)
@@ -123,7 +123,7 @@ def test_two_threads_with_a_step_each(threads: int) -> None:
     assert [right for right, _ in found] == [20, 20]
 
 
-def test_a_copy_is_nobodys() -> None:
+def test_a_copy_of_a_sequence_is_independent() -> None:
     """A fork made while a step reads its source can be extended at once."""
     feeder, step = Feeder(native_program(native_model("llama")), TEXTS), module.Step()
     with steps_under_way(feeder, step):

@@ -43,7 +43,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-def said(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
+def run_script(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HEADRACE_ISA": isa}
     command = [sys.executable, "-c", SAY, str(model), json.dumps(PROMPTS)]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -51,13 +51,13 @@ def said(model: Path, isa: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("isa", core.module().cpu_info()["isas"])
 def test_an_instruction_set_is_chosen_by_the_environment(isa: str, llm: LLM, tiny_gguf: Path) -> None:
-    done = said(tiny_gguf, isa)
+    done = run_script(tiny_gguf, isa)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["native", isa, tokens(llm)]
 
 
 def test_an_unknown_instruction_set_is_refused(tiny_gguf: Path) -> None:
-    done = said(tiny_gguf, "avx1024")
+    done = run_script(tiny_gguf, "avx1024")
     assert done.returncode != 0
     known = "avx512, avx512vnni, avxvnni, avx2 or plain"
     assert done.stderr.splitlines()[-1].endswith(f"unknown instruction set 'avx1024'; use {known}")
@@ -108,7 +108,7 @@ def test_python_goes_on_while_a_step_computes() -> None:
         worker.join()
 
 
-def test_a_forked_child_says_what_to_do(llm: LLM) -> None:
+def test_a_forked_child_raises_an_error_with_advice(llm: LLM) -> None:
     wanted = tokens(llm)
     read, write = os.pipe()
     child = os.fork()
@@ -162,7 +162,7 @@ def test_a_signal_during_a_step_acts_after_it(llm: LLM, monkeypatch: pytest.Monk
     assert finished, "the step was carried through"
 
 
-def test_what_a_signal_handler_raises_reaches_the_caller(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_signal_handler_reaches_the_caller(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit by SIGALRM. Raised inside the step it would count as an error of the step, and the call would run on."""
     wanted, execute = tokens(llm), llm.runner.execute
 
@@ -265,7 +265,7 @@ print(sorted(set(tight)), 0 < sum(map(bool, tight)) < ROWS, set(errors()))
 """
 
 
-def test_memory_that_is_not_there_is_an_error_of_the_request() -> None:
+def test_failed_allocations_are_errors_of_the_request() -> None:
     """Answers for which there is no memory say so, the others are there, and with memory all are: the control."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", WITHOUT_MEMORY]
@@ -293,7 +293,7 @@ if "held" in sys.argv:
 
 
 @pytest.mark.parametrize(("how", "leaks"), [(["held"], False), (["listed"], False), (["held", "listed"], True)])
-def test_an_engine_that_a_thread_holds_to_the_end_is_no_leak(tiny_gguf: Path, how: list[str], leaks: bool) -> None:
+def test_an_engine_held_by_a_thread_at_exit_is_no_leak(tiny_gguf: Path, how: list[str], leaks: bool) -> None:
     """Nobody hears of it; and nothing else is left, which would be listed: the control."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", OUTLIVED, str(tiny_gguf), *how]

@@ -52,7 +52,7 @@ def test_products_and_weights_of_linear_layers(threads: int) -> None:
     assert lines["down"]["row_bytes"] == LAYERS * 9 * (104 + 4 * HIDDEN)
 
 
-def test_what_attention_reads_and_multiplies() -> None:
+def test_the_profile_counts_bytes_and_macs_of_attention() -> None:
     """Rows 20 to 24 of a text: row i sees i + 1 keys, and the five together three pages of 16."""
     line = by_phase(profiled(steps=((0, 20), (20, 25))), 5)["attention"]
     keys = sum(range(21, 26))
@@ -66,7 +66,7 @@ def test_what_attention_reads_and_multiplies() -> None:
         assert (integers["kernel"], integers["weight_bytes"]) == (f"attention {kv_dtype}", LAYERS * KV_HEADS * 2 * page)
 
 
-def test_steps_are_told_apart_by_their_rows() -> None:
+def test_the_profile_separates_steps_by_their_rows() -> None:
     program = profiled(steps=((0, 9), (9, 10), (10, 11), (11, 12)))
     assert by_phase(program, 9)["prepare"]["calls"] == 1
     assert by_phase(program, 1)["prepare"]["calls"] == 3
@@ -87,7 +87,7 @@ def test_times_are_within_the_step() -> None:
 
 
 @pytest.mark.parametrize("isa", core.module().cpu_info()["isas"])
-def test_what_the_machine_can_do(isa: str) -> None:
+def test_machine_limits_are_measured(isa: str) -> None:
     pool = core.module().ThreadPool(1)
     for products in ("int8", "bf16", "f32"):
         assert min(core.module().dot_rate(pool, products, 3, isa)) > 1e6

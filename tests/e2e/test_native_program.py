@@ -117,7 +117,7 @@ def test_layers_can_be_run_in_parts() -> None:
     assert not np.array_equal(run_parts(Feeder(program, TEXTS[:1]), [0, 3]), whole)
 
 
-def test_leaving_early_is_the_shorter_model() -> None:
+def test_an_early_exit_equals_the_shorter_model() -> None:
     """The head after layer 2 of 4 gives what a model of the first two layers gives."""
     model, short = native_model("llama", num_layers=4), tiny_model(tiny_config(num_layers=2))
     own = dict(model.named_parameters())
@@ -177,7 +177,9 @@ def test_a_companion_runs_on_the_same_sequences() -> None:
 # -- what is asked of logits -------------------------------------------------------------------------------------------
 
 
-def ask(program: NativeProgram, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()) -> Any:
+def run_want(
+    program: NativeProgram, ask_of: Callable[[Any], Any], nodes: Sequence[int] = (), parents: Sequence[int] = ()
+) -> Any:
     """Feed the first text whole, with a draft, and ask one thing of its logits: the step, and what `ask_of` returned."""
     feeder = Feeder(program, TEXTS[:1])
     step = core.module().Step()
@@ -204,14 +206,14 @@ def test_verification_walks_the_path_that_sampling_would_take() -> None:
     second = drawn(program, [*text, first], key)
     third = drawn(program, [*text, first, second], key)
     wrong = (second + 1) % 97
-    step, number = ask(program, lambda step: step.verify(0, key), [wrong, first, second, wrong], [-1, -1, 1, 1])
+    step, number = run_want(program, lambda step: step.verify(0, key), [wrong, first, second, wrong], [-1, -1, 1, 1])
     assert step.path(number) == [1, 2]
     assert step.tokens(number) == [first, second, third]
-    step, number = ask(program, lambda step: step.verify(0, key), [wrong], [-1])
+    step, number = run_want(program, lambda step: step.verify(0, key), [wrong], [-1])
     assert (step.path(number), step.tokens(number)) == (([], [first]) if wrong != first else ([0], [first, second]))
 
 
-def test_many_asks_share_a_row() -> None:
+def test_many_wants_share_a_row() -> None:
     """A draw edits its row for a while: what is asked beside it must not see that. More rows than are held at once."""
     program = native_program(native_model("llama"), threads=3, blocks=200)
     params = core.module().SampleParams()
@@ -283,7 +285,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
-def test_what_no_fusion_fits_runs_phase_by_phase(odd: Model, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_fusions_runs_phase_by_phase(odd: Model, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = native_program(odd, quantize=quantize)
     got = Feeder(program, TEXTS).whole()
     with bfloat16_attention(monkeypatch):
@@ -298,7 +300,7 @@ def test_what_no_fusion_fits_runs_phase_by_phase(odd: Model, quantize: str, monk
     assert program.taps == {"after": 0}
 
 
-def test_a_model_whose_sublayers_are_entangled_skips_none(odd: Model) -> None:
+def test_a_model_with_entangled_sublayers_ignores_skips(odd: Model) -> None:
     """Where a sublayer reads what another began with, leaving one out has no meaning: the skip is without effect."""
     program = native_program(odd)
     (whole,) = Feeder(program, TEXTS[:1]).whole()
@@ -309,7 +311,7 @@ def test_a_model_whose_sublayers_are_entangled_skips_none(odd: Model) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_does_not_fit_says_so_and_changes_nothing() -> None:
+def test_an_invalid_step_is_refused_and_changes_nothing() -> None:
     program = native_program(native_model("llama"))
     feeder = Feeder(program, TEXTS[:1])
     (whole,) = feeder.whole()

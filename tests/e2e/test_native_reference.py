@@ -37,7 +37,7 @@ def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
 
 @pytest.mark.parametrize("quantize", FORMS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_are_those_of_the_same_arithmetic(architecture: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_those_of_the_same_arithmetic(architecture: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = both(native_model(architecture, head_dim=32), quantize, prompts(1), monkeypatch)
     apart = distances(pairs)
     name = f"{architecture} {quantize or 'bfloat16'}"

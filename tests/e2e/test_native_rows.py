@@ -138,7 +138,7 @@ class Swayed(Rows):
 
 @pytest.mark.parametrize("quantize", FORMS)
 @pytest.mark.parametrize("check", [test_rows_of_one_to_33, test_batches_of_one_to_33, test_threads_and_mixed_steps])
-def test_a_kernel_whose_sums_depend_on_the_batch_is_caught(
+def test_a_kernel_with_batch_dependent_sums_fails(
     check: Callable[[Model, str], None], quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control of the equalities above: other sums for some numbers of rows, apart in the last places."""

@@ -114,7 +114,7 @@ def _in_a_file(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("quantize", ["", "int8", "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_estimate_is_what_is_packed(architecture: str, quantize: str, tied: bool) -> None:
+def test_the_estimate_equals_the_packed_bytes(architecture: str, quantize: str, tied: bool) -> None:
     """To the byte, but for norms, which lie elsewhere."""
     model = native_model(architecture, tied_head=tied)
     source = source_of(model)
@@ -128,7 +128,7 @@ def test_the_estimate_is_what_is_packed(architecture: str, quantize: str, tied: 
     assert packed_bytes(model, source, quantize) - norms == packed
 
 
-def test_a_layer_as_wide_as_the_vocabulary_is_no_head() -> None:
+def test_a_layer_as_wide_as_the_vocabulary_is_not_packed_as_a_head() -> None:
     """It becomes int4, and is estimated so; a head would become int8."""
     model = native_model("gpt2", ffn=97)
     assert model.config.vocab_size == 97

@@ -53,14 +53,14 @@ def silenced(architecture: str, part: Span) -> Model:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", HALVES, ids=lambda part: "-".join(map(str, part.skips)))
-def test_torch_leaves_out_what_is_named_and_nothing_else(architecture: str, part: Span) -> None:
+def test_torch_skips_only_the_named_parts(architecture: str, part: Span) -> None:
     program = torch_program(tiny_model(tiny_config(architecture)))
     expected = scores(torch_program(silenced(architecture, part)), Span())
     assert scores(program, part) == expected
     assert scores(program, Span()) != expected
 
 
-def test_what_is_left_out_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_parts_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     for name in ("attention", "act_mul"):
         body = OPS[name].reference

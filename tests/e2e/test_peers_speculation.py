@@ -61,7 +61,7 @@ def test_options_and_texts_go_with_the_question_and_texts_come_back_as_tokens() 
     assert asked[1]["prompts"] == [[5]]
 
 
-def test_ours_beside_the_programs(built: Path) -> None:
+def test_headrace_is_compared_with_the_programs(built: Path) -> None:
     """Both kinds, ours on a real (tiny) model that drafts for itself; the better of two settings counts."""
     said: list[str] = []
     tasks = {"t": ["once upon a time", "the end"]}
@@ -81,7 +81,7 @@ def test_ours_beside_the_programs(built: Path) -> None:
     json.dumps(found)
 
 
-def test_a_program_that_fails_says_why(built: Path) -> None:
+def test_a_failed_program_is_reported_with_its_output(built: Path) -> None:
     with pytest.raises(ValueError, match="llama-lookup failed: no room for this"):
         bench.compare(
             str(built), str(built), {"t": ["bad"]}, engines=["llama.cpp"], kinds=["lookup"], rounds=1, new_tokens=4, threads=1
@@ -100,7 +100,7 @@ def test_the_command(built: Path, shell: Shell, tmp_path: Path, monkeypatch: pyt
     assert shell(bench.main, built, *options, "--kinds", "both")[0] != 0
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs_are_reported_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
     with pytest.raises(PeerError, match="programs are not built .* build them with --install"):
         bench.make_ready(["llama.cpp"], False, print)
@@ -150,7 +150,7 @@ def make_archive(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.weights
-def test_the_programs_say_what_we_say(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_agree_with_headrace(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real ones, where they are built: the first greedy token with a draft model (itself) and by lookup, of most prompts:
     engines round in their own ways."""
     monkeypatch.setenv("HEADRACE_HOME", str(STORE.root.parent))

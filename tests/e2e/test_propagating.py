@@ -77,7 +77,7 @@ def test_every_output_equals_the_reference(kind: str, settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("params", [GREEDY, GREEDY.replace(temperature=0.9, seed=4, n=2)], ids=["greedy", "sampled"])
-def test_a_threshold_nobody_reaches_is_the_whole_model(native: Case, params: SamplingParams) -> None:
+def test_an_unreachable_threshold_equals_the_full_model(native: Case, params: SamplingParams) -> None:
     whole = params.replace(logprobs=3, max_tokens=12)
     left = told(propagating(native[0]), [5, 9, 7], whole.replace(exit_threshold=1.01))
     assert left == told(engine_of(native[0], leaves=False), [5, 9, 7], whole)
@@ -134,7 +134,7 @@ def test_the_pool_after_preemptions_is_the_first_runs(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_k_and_v_are_those_of_the_row(kind: str, architecture: str) -> None:
+def test_a_fill_stores_the_kv_of_the_row(kind: str, architecture: str) -> None:
     """A span that only fills stores what each of its layers does that is given the row; what is not computed is not written."""
     side = KINDS[kind][0]()
     program: Any = side.program(native_model(architecture, num_layers=DEEP), 8)
@@ -255,14 +255,14 @@ def test_other_k_and_v_would_be_seen(native: Case, control: str, monkeypatch: py
     assert [played(propagating(side), [job], preempt=2)[0] for job in jobs] != outputs
 
 
-def test_another_pool_would_be_seen(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_kv_changes_the_pool(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     side, _, _ = native
     _, first = pool_after(side, 44, 0)
     anew(monkeypatch)
     assert not np.array_equal(pool_after(side, 44, 5)[1], first)
 
 
-def test_what_is_published_past_the_mark_would_be_seen(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_approximate_blocks_changes_the_output(native: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "exact", lambda self, seq, end: end)
     requests, outputs = follow(native[0])
     assert [request.finished[0].output for request in requests] != outputs
@@ -295,7 +295,7 @@ def test_a_model_opened_so(folders: tuple[Path, Path], backend: str) -> None:
     assert propagated.token_ids == deferred.token_ids, "where all leave, what is above the exit is read by nobody"
 
 
-def test_what_cannot_be_opened_so(folders: tuple[Path, Path]) -> None:
+def test_invalid_exit_states_are_refused(folders: tuple[Path, Path]) -> None:
     model, exits = folders
     with pytest.raises(ValueError, match="unknown exit_state 'copied'; use deferred or propagate"):
         LLM(model, exits=exits, exit_state="copied", threads=1, device="cpu")
@@ -314,7 +314,7 @@ def test_rules_of_one_state(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "exit_state propagate" in other.summary()
 
 
-def test_commands_show_who_left(shell: Shell, folders: tuple[Path, Path]) -> None:
+def test_commands_show_early_exits(shell: Shell, folders: tuple[Path, Path]) -> None:
     """chat in colours, with a legend after each answer; generate at the end, of all."""
     model, exits = folders
     of = ("--exits", exits, "--exit-state", "propagate", "-t", "0", "-m", "8", "--threads", "1", "--show-exits")

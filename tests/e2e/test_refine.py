@@ -104,7 +104,7 @@ def watched(engine: Engine) -> list[tuple[int, int, bool]]:
     return seen
 
 
-def test_a_pass_that_writes_nothing_is_no_first_token(model: Model) -> None:
+def test_a_pass_without_tokens_sets_no_first_token_time(model: Model) -> None:
     """Times move on in the steps that bring tokens, and in no other."""
     engine = with_masks(tiny_engine(model))
     engine._clock = itertools.count().__next__  # type: ignore[assignment]
@@ -156,7 +156,7 @@ class FromTheOpenPass(Refine):
         return made
 
 
-def test_a_block_kept_from_its_open_pass_would_be_seen(model: Model) -> None:
+def test_kv_of_an_open_pass_changes_the_output(model: Model) -> None:
     """Negative control: what other tokens of the block have seen of the future stays in the pool."""
     (prompt,) = prompts(9)
     one = RefineParams(block=6, passes=4)

@@ -45,7 +45,7 @@ def test_it_equals_the_reference(model: Model, reference: Model, budget: int) ->
     assert outputs(engine, jobs) == expected  # from the prefix cache
 
 
-def kept(engine: Engine, request: Request, tokens: int) -> list[np.ndarray]:
+def stored_kv(engine: Engine, request: Request, tokens: int) -> list[np.ndarray]:
     """K and V of a request's first tokens in each layer, as the pool has them."""
     program = engine.executor.runner.programs[0]  # type: ignore[attr-defined]
     (table,) = request.seqs[0].kv.tables
@@ -68,10 +68,10 @@ def after_two_blocks(model: Model, prompt: list[int], right: bool) -> tuple[list
         engine.step()
     (seq,) = request.seqs
     assert seq.kv.computed[0] == len(seq.tokens)
-    return list(seq.tokens), kept(engine, request, len(seq.tokens))
+    return list(seq.tokens), stored_kv(engine, request, len(seq.tokens))
 
 
-def test_the_pool_has_what_a_fresh_prefill_has(model: Model) -> None:
+def test_the_pool_equals_that_of_a_fresh_prefill(model: Model) -> None:
     """Bit for bit; the control has not."""
     (prompt,) = prompts(11)
     for right in (True, False):
@@ -79,11 +79,11 @@ def test_the_pool_has_what_a_fresh_prefill_has(model: Model) -> None:
         engine = native_engine(model)
         request = engine.add(tokens, SamplingParams(temperature=0.0, max_tokens=2))
         engine.step()
-        fresh = kept(engine, request, len(tokens))
+        fresh = stored_kv(engine, request, len(tokens))
         assert all(np.array_equal(a, b) for a, b in zip(found, fresh, strict=True)) == right
 
 
-def test_who_is_beside_a_block_changes_no_bit(model: Model) -> None:
+def test_other_requests_change_no_bit_of_a_block(model: Model) -> None:
     """Logits of an open block alone, and between others; a causal one has others."""
     one, two, three = prompts(5, 20, 9)
     block, chain = [MASK] * 6, list(range(-1, 5))
@@ -131,7 +131,7 @@ def test_an_open_block_reads_its_source(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", from_sources.KINDS)
-def test_who_is_beside_a_source_changes_no_block(kind: str) -> None:
+def test_other_requests_change_no_block_of_a_source(kind: str) -> None:
     """Nor chunks, nor requests that drive each other out."""
     jobs = from_sources.jobs()
     alone = [outputs(with_masks(engine(kind)), [job])[0] for job in jobs]

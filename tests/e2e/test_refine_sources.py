@@ -65,7 +65,7 @@ def test_it_equals_the_reference_when_it_is_preempted() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_kept_from_its_open_pass_would_be_seen(kind: str) -> None:
+def test_kv_of_an_open_pass_changes_the_output(kind: str) -> None:
     """Negative control: what other tokens of the block have seen of the future stays in the pool."""
     model, one, (source, *_) = model_of(kind), PARAMS[2], sources()
     expected = refined(dense(model, source), [model.config.start], one, MASK, 24)

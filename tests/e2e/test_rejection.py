@@ -150,7 +150,7 @@ def test_three_tokens_together_follow_the_target(name: str, rule: str, backend: 
 @pytest.mark.parametrize("backend", RUNNERS)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_many_more_of_them_do(name: str, rule: str, backend: str) -> None:
+def test_the_distribution_holds_for_8000_requests(name: str, rule: str, backend: str) -> None:
     follow(name, rule, 8000, backend)
 
 
@@ -161,7 +161,7 @@ def follow(name: str, rule: str, count: int, backend: str) -> None:
     assert chance(requests, backend) > ALPHA
 
 
-def test_plain_decoding_follows_it_too() -> None:
+def test_plain_decoding_follows_the_distribution() -> None:
     assert chance(play(None, PARAMS)) > ALPHA
 
 
@@ -197,7 +197,7 @@ def test_drawing_from_p_after_a_rejection_would_be_seen(monkeypatch: pytest.Monk
 # -- what it means for a request ---------------------------------------------------------------------------------------------
 
 
-def test_it_is_another_sample_and_the_same_one_again() -> None:
+def test_rejection_draws_a_reproducible_other_sample() -> None:
     """Rule 5 does not hold: a seed says something else than in plain decoding, but always the same."""
     rule = PARAMS.replace(verification="rejection")
     plain, first, again = (
@@ -279,7 +279,7 @@ def test_on_the_native_core() -> None:
     assert 0.6 * drafted < accepted < drafted
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_unsupported_rejection_requests_are_refused() -> None:
     engine = engine_of(torch_programs(), Lookahead())
     with pytest.raises(AdmissionError, match="lookahead drafts trees"):
         engine.add(PROMPT, PARAMS.replace(verification="rejection"))

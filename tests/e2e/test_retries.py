@@ -74,20 +74,20 @@ class Faults:
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def made(request: pytest.FixtureRequest, tiny_gguf: Path) -> tuple[Path, dict[str, Any]]:
+def model_and_mode(request: pytest.FixtureRequest, tiny_gguf: Path) -> tuple[Path, dict[str, Any]]:
     way = dict(WAYS[request.param])
     if way["speculate"] == "draft":
         way["draft"] = tiny_gguf
     return tiny_gguf, way
 
 
-def opened(made: tuple[Path, dict[str, Any]], backend: str) -> LLM:
-    path, way = made
+def opened(model_and_mode: tuple[Path, dict[str, Any]], backend: str) -> LLM:
+    path, way = model_and_mode
     dtype = "auto" if backend == "native" else "float64"
     return LLM(path, backend=backend, dtype=dtype, threads=1, max_num_seqs=12, **way)
 
 
-def said(outputs: list[RequestOutput]) -> list[Any]:
+def results_of(outputs: list[RequestOutput]) -> list[Any]:
     """Everything that came of requests."""
     return [
         (output.error, output.prompt_logprobs, [(one.index, one.token_ids, one.text, one.logprobs) for one in output.outputs])
@@ -100,14 +100,14 @@ def tokens(outputs: list[Any]) -> list[Any]:
 
 
 def play(
-    made: tuple[Path, dict[str, Any]],
+    model_and_mode: tuple[Path, dict[str, Any]],
     rate: float,
     poison: int,
     tamper: Callable[[Engine], None] | None,
     backend: str = "native",
 ) -> tuple[list[Any], list[RequestOutput], Faults]:
     """What came of the innocent and of the poison."""
-    llm = opened(made, backend)
+    llm = opened(model_and_mode, backend)
     if tamper is not None:
         tamper(llm.engine)
     faults = Faults(llm.engine, rate)
@@ -117,14 +117,14 @@ def play(
     assert llm.engine.blocks.used == 0
     llm.engine.check()
     llm.close()
-    return said(outputs[: len(KINDS)]), outputs[len(KINDS) :], faults
+    return results_of(outputs[: len(KINDS)]), outputs[len(KINDS) :], faults
 
 
 @pytest.mark.parametrize("poison", [0, 2])
-def test_the_innocent_do_not_notice(made: tuple[Path, dict[str, Any]], poison: int) -> None:
-    undisturbed, _, quiet = play(made, 0.0, 0, None)
+def test_a_failing_request_changes_no_other(model_and_mode: tuple[Path, dict[str, Any]], poison: int) -> None:
+    undisturbed, _, quiet = play(model_and_mode, 0.0, 0, None)
     assert quiet.failed == quiet.retried == 0
-    disturbed, ended, faults = play(made, 0.0 if poison else 0.3, poison, None)
+    disturbed, ended, faults = play(model_and_mode, 0.0 if poison else 0.3, poison, None)
     assert disturbed == undisturbed
     assert faults.failed > (0 if poison else 5)
     assert faults.retried > 2
@@ -134,9 +134,9 @@ def test_the_innocent_do_not_notice(made: tuple[Path, dict[str, Any]], poison: i
 
 def test_in_torch_the_tokens_are_the_same(tiny_gguf: Path) -> None:
     """Of the log-probabilities the last bits may differ, as rows are summed with others."""
-    made = (tiny_gguf, WAYS["ngram"])
-    undisturbed, _, _ = play(made, 0.0, 0, None, "torch")
-    disturbed, ended, faults = play(made, 0.2, 1, None, "torch")
+    model_and_mode = (tiny_gguf, WAYS["ngram"])
+    undisturbed, _, _ = play(model_and_mode, 0.0, 0, None, "torch")
+    disturbed, ended, faults = play(model_and_mode, 0.2, 1, None, "torch")
     assert tokens(disturbed) == tokens(undisturbed)
     assert ended[0].error == "the step failed: poison"
     assert faults.retried > 8
@@ -147,7 +147,7 @@ def test_steps_that_fail_in_a_row_are_counted(tiny_llm: LLM, monkeypatch: pytest
     engine, runner = tiny_llm.engine, tiny_llm.runner
     execute = runner.execute
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    wanted = said(tiny_llm.generate(["the mill", "stone", "mud"], params))
+    wanted = results_of(tiny_llm.generate(["the mill", "stone", "mud"], params))
     counted: list[int] = []
 
     def fails(plan: StepPlan) -> StepOutput:
@@ -157,7 +157,7 @@ def test_steps_that_fail_in_a_row_are_counted(tiny_llm: LLM, monkeypatch: pytest
         return execute(plan)
 
     monkeypatch.setattr(runner, "execute", fails)
-    assert said(tiny_llm.generate(["the mill", "stone", "mud"], params)) == wanted
+    assert results_of(tiny_llm.generate(["the mill", "stone", "mud"], params)) == wanted
     assert counted[:5] == [0, 1, 1, 1, 1]
     assert engine.failing == 2
     tiny_llm.generate("the mill", params)
@@ -174,7 +174,7 @@ def test_steps_that_fail_in_a_row_are_counted(tiny_llm: LLM, monkeypatch: pytest
 # -- negative controls -------------------------------------------------------------------------------------------------------
 
 
-def keep_what_the_step_computed(engine: Engine) -> None:
+def keep_kv_of_failed_steps(engine: Engine) -> None:
     """What a failed step was to compute is taken for computed, and found again."""
     fail, computed = engine.scheduler.fail, engine.scheduler._computed
 
@@ -187,8 +187,8 @@ def keep_what_the_step_computed(engine: Engine) -> None:
     engine.scheduler.fail = failing  # type: ignore[method-assign]
 
 
-def test_what_is_not_begun_again_is_noticed(tiny_gguf: Path) -> None:
-    made = (tiny_gguf, WAYS["plain"])
-    undisturbed, _, _ = play(made, 0.0, 0, None)
-    disturbed, _, _ = play(made, 0.3, 0, keep_what_the_step_computed)
+def test_keeping_kv_of_failed_steps_changes_the_output(tiny_gguf: Path) -> None:
+    model_and_mode = (tiny_gguf, WAYS["plain"])
+    undisturbed, _, _ = play(model_and_mode, 0.0, 0, None)
+    disturbed, _, _ = play(model_and_mode, 0.3, 0, keep_kv_of_failed_steps)
     assert disturbed != undisturbed

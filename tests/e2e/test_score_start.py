@@ -30,7 +30,7 @@ def test_they_are_the_scores_of_the_whole_text(llm: LLM) -> None:
     assert [score.logprobs for score in llm.score(TEXTS, start=len(CONTEXT) + 0)] != [one[len(CONTEXT) :] for one in whole]
 
 
-def test_what_comes_before_is_taken_from_the_cache(llm: LLM) -> None:
+def test_tokens_before_the_start_come_from_the_cache(llm: LLM) -> None:
     """As whole blocks; the token before the first scored one is fed. Control: without a start all of the prompt is."""
     size = llm.engine.config.cache.block_size
 
@@ -48,7 +48,7 @@ def test_what_comes_before_is_taken_from_the_cache(llm: LLM) -> None:
     assert cached(0) == 0
 
 
-def test_what_cannot_be_is_refused_in_one_line(llm: LLM) -> None:
+def test_an_invalid_start_is_a_one_line_error(llm: LLM) -> None:
     with pytest.raises(AdmissionError, match="^the prompt has 72 tokens, so none from token 72 on; lower"):
         llm.score(TEXTS[0], start=72)
     with pytest.raises(ParamError, match=r"^start has 2 numbers for 3 texts; give one, or one for each$"):

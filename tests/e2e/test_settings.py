@@ -77,7 +77,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "expected", "said"), CASES)
-def test_what_is_given_is_untouched_and_said(
+def test_given_settings_are_used_and_printed(
     shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: dict[str, Any], said: str
 ) -> None:
     params, first = used_by_run(shell, monkeypatch, tiny_gguf, "hi", *flags.split())
@@ -85,16 +85,14 @@ def test_what_is_given_is_untouched_and_said(
     assert first == f"{tiny_gguf}: {said}"
 
 
-def test_beams_take_none_of_them(shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_ignore_sampling_settings(shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params, first = used_by_run(shell, monkeypatch, tiny_gguf, "hi", "--beams", "3")
     assert params.beam == BeamSearchParams(beam_width=3)
     assert (params.temperature, params.top_k) == (0, 0)
     assert first == f"{tiny_gguf}: beam_width 3 (given)"
 
 
-def test_a_catalog_file_is_known_by_its_bytes_under_any_name(
-    shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_catalog_file_is_identified_by_its_hash(shell: Shell, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter(shell, tiny_gguf, temperature=0.25, top_p=0.9)
     renamed = shell.folder / "my own words.gguf"
     shutil.copy(tiny_gguf, renamed)
@@ -215,7 +213,7 @@ def test_parameters_in_all_their_forms(tiny_llm: LLM) -> None:
         tiny_llm.chat("The mill", top_p=2)
 
 
-def test_a_text_is_what_the_user_says(tiny_llm: LLM) -> None:
+def test_a_text_is_a_user_message(tiny_llm: LLM) -> None:
     talk = [{"role": "user", "content": "hello"}]
     greedy = {"temperature": 0, "max_tokens": 4}
     (expected,) = tiny_llm.chat(talk, **greedy)

@@ -43,7 +43,7 @@ def test_outputs_depend_on_nothing_else(architecture: str, check: object) -> Non
 @pytest.mark.parametrize(
     "check", [equalities.test_a_prefix_hit_equals_a_miss, equalities.test_batched_and_chunked_equal_single]
 )
-def test_natively_too(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_kv_on_the_native_core(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equalities, "tiny_engine", native_engine)
     monkeypatch.setattr(equalities, "run_alone", native_alone)
     more = {"budget": 5} if "chunked" in check.__name__ else {}  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ def test_natively_too(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("share", [2, 3])
-def test_both_back_ends_say_the_same(share: int) -> None:
+def test_both_back_ends_agree(share: int) -> None:
     model = native_model("llama", num_layers=5, share=share, window=7)
     wanted = feed(model, PROMPTS, "whole", torch.float64)
     found = Feeder(native_program(model, kv_dtype="float32"), PROMPTS).whole()
@@ -100,7 +100,7 @@ def test_equal_k_and_v_give_the_same_bits(same: bool) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(*natively, strict=True)) == same
 
 
-def test_another_layers_k_and_v_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_of_another_layer_changes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: each layer that shares reads the pool of the layer with K and V that comes next."""
     model = native_model("llama", num_layers=6, share=2)
     right = run_alone(model, PROMPTS[0], GREEDY), native_alone(model, PROMPTS[0], GREEDY)
@@ -112,7 +112,7 @@ def test_another_layers_k_and_v_are_caught(monkeypatch: pytest.MonkeyPatch) -> N
     assert native_alone(wrong, PROMPTS[0], GREEDY) != right[1]
 
 
-def test_tokens_leave_before_layers_that_share() -> None:
+def test_tokens_exit_before_layers_that_share_kv() -> None:
     """The layers above the exit lag, and read K and V of one below it."""
     side, jobs = Native(), jobs_of(5, 4)
     side.target = native_model("llama", num_layers=3, share=3)
@@ -144,7 +144,7 @@ def test_k_and_v_take_half() -> None:
     assert count[0] - count[1] == 2 * 2 * layer.kv_size * config.hidden_size
 
 
-def test_a_folder_says_so() -> None:
+def test_a_folder_configures_shared_kv() -> None:
     config = tiny_config(num_layers=4, share=2)
     model = as_bfloat16(tiny_model(config))
     source = MemorySource("safetensors", source_of(model).tensors, hf_config(config, 1, 2))

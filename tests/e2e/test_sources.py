@@ -106,7 +106,7 @@ def test_distances_without_a_last_bucket_are_caught(monkeypatch: pytest.MonkeyPa
         ("t5", {"relative_attention_num_buckets": 6}, "6 buckets"),
     ],
 )
-def test_what_is_not_built_is_refused(kind: str, change: dict[str, Any], said: str) -> None:
+def test_unsupported_settings_are_refused(kind: str, change: dict[str, Any], said: str) -> None:
     source = source_of(oracle(kind))
     source.config = source.metadata = {**source.config, **change}
     from headrace.weights.loader import load_model
@@ -144,7 +144,7 @@ def written(engine: Engine, batch: list[list[int]], params: SamplingParams = GRE
     return [tokens_of(request) for request in requests]
 
 
-def test_greedy_outputs_of_a_batch_are_those_of_transformers(both: tuple[str, Any, Model]) -> None:
+def test_greedy_outputs_of_a_batch_equal_transformers(both: tuple[str, Any, Model]) -> None:
     """Also where a source is longer than a step's budget."""
     kind, theirs, ours = both
     engine = tiny_engine(ours, budget=16)
@@ -157,7 +157,7 @@ def test_greedy_outputs_of_a_batch_are_those_of_transformers(both: tuple[str, An
         assert len(found) == 12 or found[-1] == ENDS[kind]
 
 
-def test_beams_are_those_of_transformers_and_share_one_source(both: tuple[str, Any, Model]) -> None:
+def test_beams_equal_transformers_and_share_one_source(both: tuple[str, Any, Model]) -> None:
     kind, theirs, ours = both
     engine = tiny_engine(ours)
     engine.eos_ids = frozenset({ENDS[kind]})
@@ -182,7 +182,7 @@ def test_beams_are_those_of_transformers_and_share_one_source(both: tuple[str, A
         assert score == pytest.approx(theirs_score, abs=1e-5)
 
 
-def test_each_child_is_its_own_run(both: tuple[str, Any, Model]) -> None:
+def test_each_child_equals_a_separate_run(both: tuple[str, Any, Model]) -> None:
     _, _, ours = both
     params = SamplingParams(temperature=0.9, n=3, max_tokens=10, seed=7)
     source = sources()[2]
@@ -191,7 +191,7 @@ def test_each_child_is_its_own_run(both: tuple[str, Any, Model]) -> None:
     assert len({tuple(each) for each in found}) > 1
 
 
-def test_preempted_requests_resume_as_if_nothing_had_been(both: tuple[str, Any, Model]) -> None:
+def test_preemption_changes_no_request(both: tuple[str, Any, Model]) -> None:
     _, _, ours = both
     batch, params = sources(8, longest=24), SamplingParams(temperature=0.8, n=2, max_tokens=14, seed=3)
     plenty = written(tiny_engine(ours, blocks=256), batch, params)
@@ -201,7 +201,7 @@ def test_preempted_requests_resume_as_if_nothing_had_been(both: tuple[str, Any, 
     assert scarce.blocks.used == 0
 
 
-def test_preempted_beams_resume_as_if_nothing_had_been(both: tuple[str, Any, Model]) -> None:
+def test_preemption_changes_no_beam(both: tuple[str, Any, Model]) -> None:
     _, _, ours = both
 
     def searched(engine: Engine) -> list[tuple[list[int], float]]:
@@ -286,7 +286,7 @@ def test_forks_with_stale_blocks_of_the_source_are_caught(monkeypatch: pytest.Mo
     assert wrong[1:] != right[1:]
 
 
-def test_what_has_no_source_is_refused() -> None:
+def test_invalid_source_requests_are_refused() -> None:
     ours = loaded(oracle("marian"))
     engine = tiny_engine(ours)
     with pytest.raises(AdmissionError, match="the source is empty"):
@@ -369,7 +369,7 @@ def test_translate_writes_a_line_for_a_line(folder: Path, llm: LLM, shell: Shell
     assert "exits" not in json.loads(out)
 
 
-def test_a_file_that_is_no_text_is_named(folder: Path, shell: Shell, tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_named(folder: Path, shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_bytes(b"a dog\n\xff\n")
     code, _, said = shell("translate", folder, "--file", tmp_path / "in.txt")
     assert code == 1

@@ -121,7 +121,7 @@ def test_a_smaller_model_writes_from_the_source(folder: Path, smaller: Path, mon
     assert tokens(written(folder, always, cascade=folder)) != native
 
 
-def test_a_decoder_beside_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_decoder_with_an_encoder_decoder_is_refused(folder: Path, tmp_path: Path) -> None:
     decoder = open_model(write_tiny_gguf(tmp_path / "tiny.gguf"))
     roles = Role("target", open_model(folder)), Role("draft", decoder)
     for pair in (roles, (Role("target", decoder), Role("draft", roles[0].opened))):

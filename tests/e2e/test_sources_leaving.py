@@ -94,7 +94,7 @@ class Reference:
         return logits.index_fill(0, torch.tensor([PAD]), -torch.inf)
 
 
-def test_who_writes_is_what_a_reference_says(folder: Path, exits: Path) -> None:
+def test_exits_equal_the_reference(folder: Path, exits: Path) -> None:
     reference = Reference(exits, folder)
     with opened(folder, "torch", exits=exits) as llm:
         threshold = middle(llm)
@@ -105,7 +105,7 @@ def test_who_writes_is_what_a_reference_says(folder: Path, exits: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["deferred", "propagate"])
-def test_outputs_are_those_of_a_request_alone(folder: Path, exits: Path, state: str) -> None:
+def test_outputs_in_a_batch_equal_those_alone(folder: Path, exits: Path, state: str) -> None:
     """In a batch, from the cache, preempted, with several children, beside plain requests."""
     with opened(folder, exits=exits, exit_state=state) as llm:
         threshold = middle(llm)
@@ -123,7 +123,7 @@ def test_outputs_are_those_of_a_request_alone(folder: Path, exits: Path, state: 
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-def test_exits_that_nobody_takes_change_nothing(folder: Path, exits: Path, backend: str) -> None:
+def test_an_unreachable_threshold_changes_nothing(folder: Path, exits: Path, backend: str) -> None:
     asked = GREEDY.replace(logprobs=1)
     with opened(folder, backend) as llm:
         plain = llm.generate(TEXTS, asked)
@@ -135,7 +135,7 @@ def test_exits_that_nobody_takes_change_nothing(folder: Path, exits: Path, backe
             assert mine.logprob == (its.logprob if backend == "native" else pytest.approx(its.logprob, abs=1e-9))
 
 
-def test_a_source_is_encoded_once_whoever_writes(folder: Path, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_encoded_once_with_early_exits(folder: Path, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     encode = NativeEncoder._encode
     monkeypatch.setattr(NativeEncoder, "_encode", lambda self, group: (counts.append(len(group)), encode(self, group))[1])
@@ -175,7 +175,7 @@ def test_exits_are_trained_and_draft(folder: Path, shell: Shell, tmp_path: Path)
         assert backend == "torch" or [one.outputs[0].token_ids for one in made] == plain
 
 
-def test_what_cannot_be_learnt_is_refused(folder: Path, shell: Shell, tmp_path: Path) -> None:
+def test_unsupported_heads_are_refused(folder: Path, shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "sources.txt"
     file.write_text(sources())
     for more, match in (
@@ -188,7 +188,7 @@ def test_what_cannot_be_learnt_is_refused(folder: Path, shell: Shell, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5", "t5-gated"])
-def test_exits_learn_from_what_the_model_says(kind: str) -> None:
+def test_exits_learn_from_the_distribution_of_the_model(kind: str) -> None:
     """Its distribution over the exits' tokens, of rows after its last layer; the control: one that is read otherwise."""
     theirs = oracle(kind)
     model, random = loaded(theirs), torch.Generator().manual_seed(3)

@@ -105,7 +105,7 @@ def distance(kind: str, reference: Model, **options: Any) -> tuple[float, float]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_model_len": 48}])
-def test_the_plan_has_what_sources_are_encoded_in(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_memory_plan_includes_the_encoder_scratch(tmp_path: Path, settings: dict[str, Any]) -> None:
     """As much as the pools take, of the model and of one that drafts for it; in torch one source at a time."""
     folder = write_tiny_marian(tmp_path)
     with LLM(folder, device="cpu", threads=1, draft=folder, **settings) as llm:
@@ -120,7 +120,7 @@ def test_the_plan_has_what_sources_are_encoded_in(tmp_path: Path, settings: dict
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_same_arithmetic(kind: str) -> None:
+def test_logits_equal_those_of_the_same_arithmetic(kind: str) -> None:
     """With K and V in float32 nothing but the inputs of linear layers is rounded."""
     usual, largest = distance(kind, reference_of(held(kind)[0], program(kind).weights), kv_dtype="float32")
     assert usual < NEAR
@@ -149,7 +149,7 @@ def both_ways(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("wrong", [not_clamped, both_ways])
-def test_wrong_distances_are_caught(wrong: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_distances_change_the_logits(wrong: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference_of(held("t5")[0], program("t5").weights)
     monkeypatch.setattr(lowering, "bias_by_distance", wrong)
     _, largest = distance("t5", right, kv_dtype="float32")
@@ -158,7 +158,7 @@ def test_wrong_distances_are_caught(wrong: Callable[..., np.ndarray], monkeypatc
 
 @pytest.mark.parametrize(("count", "most"), [(8, 20), (32, 128), (16, 64), (32, 17)])
 @pytest.mark.parametrize("both", [True, False])
-def test_buckets_are_those_of_torch(count: int, most: int, both: bool) -> None:
+def test_buckets_equal_those_of_torch(count: int, most: int, both: bool) -> None:
     far = np.arange(-3 * most, 3 * most + 1)
     assert buckets(far, count, most, both).tolist() == attention.buckets(torch.from_numpy(far), count, most, both).tolist()
 
@@ -176,7 +176,7 @@ def alone(kind: str, pairs: Sequence[tuple[list[int], list[int]]], **options: An
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
 @pytest.mark.parametrize("kind", ["marian", "t5-gated"])
-def test_a_rows_bits_depend_on_its_source_and_tokens_alone(kind: str, quantize: str) -> None:
+def test_a_rows_bits_depend_only_on_its_source_and_tokens(kind: str, quantize: str) -> None:
     """In a batch, on more threads, in chunks beside others, as a draft's nodes, and where all sources were encoded at once."""
     pairs = texts(((1, 3), (7, 12), (42, 30), (260, 9)))
     wanted = alone(kind, pairs, quantize=quantize)
@@ -200,7 +200,7 @@ def test_every_instruction_set_keeps_the_rule(kind: str, isa: str) -> None:
     assert max(rows.max() for rows in apart(wanted, alone(kind, pairs, isa=ISAS[0]), held(kind)[0].config.never)) < 5 * CLOSE
 
 
-def test_what_is_fused_has_the_bits_of_what_is_not() -> None:
+def test_fused_phases_have_the_bits_of_unfused_phases() -> None:
     for kind in ("marian", "t5-gated"):
         fused, apart = (Reader(program(kind, **options), texts()).whole() for options in ({}, {"fuse": frozenset()}))
         assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
@@ -246,7 +246,7 @@ def written(running: Engine, batch: list[list[int]], params: SamplingParams = GR
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5-gated"])
-def test_a_request_writes_what_it_writes_alone(kind: str) -> None:
+def test_a_request_in_a_batch_equals_the_request_alone(kind: str) -> None:
     """Beside others, from a source longer than a step's budget, and after it was preempted."""
     batch, params = sources(5), SamplingParams(temperature=0.9, n=2, max_tokens=20, seed=7)
     wanted = [written(engine(kind, prefix_caching=False), [source], params)[0] for source in batch]
@@ -258,7 +258,7 @@ def test_a_request_writes_what_it_writes_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["marian", "t5-gated"])
-def test_beams_share_a_source_and_are_those_of_a_quiet_engine(kind: str) -> None:
+def test_beams_share_a_source_and_equal_those_alone(kind: str) -> None:
     def searched(running: Engine, *beside: list[int]) -> list[tuple[list[int], float]]:
         request = add_beam(running, source, BeamSearchParams(beam_width=4, n=4, max_tokens=10))
         for other in beside:

@@ -116,7 +116,7 @@ def test_a_draft_must_share_the_targets_vocabulary(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("most", [None, 0, 40])
-def test_a_draft_chooses_among_as_many_tokens_as_it_is_told(most: int | None, backend: str, tmp_path: Path) -> None:
+def test_draft_vocab_bounds_the_drafted_tokens(most: int | None, backend: str, tmp_path: Path) -> None:
     """FR-Spec: the first of the vocabulary, those of markup and the ends; what comes out is the same."""
     path = write_tiny_gguf(tmp_path / "model.gguf")
     settings: dict[str, Any] = {"backend": backend, "threads": 1} | ({"dtype": "float64"} if backend == "torch" else {})
@@ -158,7 +158,7 @@ def test_a_part_of_the_vocabulary_is_a_drafts(tiny_gguf: Path, shell: Shell) -> 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("drafter", [Lookahead, Jacobi])
-def test_a_guess_after_which_nothing_may_come_harms_nobody(backend: str, drafter: Callable[[], Drafter]) -> None:
+def test_a_draft_without_permitted_continuation_changes_nothing(backend: str, drafter: Callable[[], Drafter]) -> None:
     """What the window is filled with is no output: after b, which is of the prompt, nothing may be drawn."""
     a, b, c = 3, 40, 17
     params = GREEDY.replace(allowed_token_ids=(a,), bad_words=((b, a),), max_tokens=8)
@@ -216,7 +216,7 @@ class Broad(Sampling):
         return None
 
 
-def test_a_strategy_says_how_many_nodes_its_drafts_have() -> None:
+def test_a_strategy_with_too_many_draft_nodes_is_refused() -> None:
     engine = tiny_engine(tiny_model(), budget=256)
     engine.add([1, 2, 3], GREEDY.replace(max_tokens=3), strategy=Broad(64))
     with pytest.raises(AdmissionError, match="drafts up to 65 nodes and a step verifies 64; let its nodes"):
@@ -263,7 +263,7 @@ class Wrong:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_rejected_draft_leaves_no_block_behind(prefix_caching: bool) -> None:
+def test_a_rejected_draft_leaves_no_block(prefix_caching: bool) -> None:
     """After each step a sequence holds the blocks of its computed tokens, and the pool knows of no others."""
     model, prompt = tiny_model(), [5, 17, 40, 3]
     never = min(set(range(VOCAB)).difference(run_alone(model, prompt, GREEDY)))
@@ -292,7 +292,7 @@ def test_suffixes_are_learnt_with_and_without_the_prefix_cache(prefix_caching: b
     assert steps[2] == steps[0]
 
 
-def test_nothing_is_kept_of_requests_that_are_over() -> None:
+def test_finished_requests_leave_no_drafting_state() -> None:
     """However they ended: whole, aborted, failed, or as siblings whose parent is gone."""
 
     class Fails:
@@ -320,7 +320,7 @@ def test_nothing_is_kept_of_requests_that_are_over() -> None:
                 engine.abort("5")
                 engine.abort("6")
         assert not engine.busy
-        sizes.append(kept_by(speculation) + kept_by(speculation.acceptance))
+        sizes.append(state_size(speculation) + state_size(speculation.acceptance))
     assert sizes[0] == sizes[-1]
     gc.collect()
     assert sequences_alive() == before
@@ -330,7 +330,7 @@ def sequences_alive() -> int:
     return sum(type(one) is Sequence for one in gc.get_objects())
 
 
-def kept_by(what: Speculation | Acceptance) -> int:
+def state_size(what: Speculation | Acceptance) -> int:
     """Entries in all containers of an object."""
     names = vars(what) if hasattr(what, "__dict__") else what.__slots__
     return sum(len(value) for name in names if isinstance(value := getattr(what, name), dict | list | set))
@@ -352,7 +352,7 @@ class Says:
         return Draft(tokens, list(range(-1, len(tokens) - 1))) if tokens else None
 
 
-def test_the_drafts_bus_is_rejected_and_the_targets_car_is_kept() -> None:
+def test_a_mismatched_draft_token_is_replaced_by_the_target() -> None:
     """W44, W45: of "in the bus" against the target's "in the car" two tokens are accepted, and the mismatch gives a third.
 
     The rejected token is the draft's, and everything after it goes; where all match the target adds one of its own.

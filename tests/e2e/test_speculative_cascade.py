@@ -204,7 +204,7 @@ COMBINE = EagerStep._combine
 
 
 @pytest.mark.parametrize("broken", ["the last row", "the filters"])
-def test_what_is_wrong_shows(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_deferral_rules_fail(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "the last row":
         monkeypatch.setattr(EagerStep, "_combine", no_last_row)
     else:
@@ -218,7 +218,7 @@ def test_what_is_wrong_shows(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
 # -- what is refused -------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused(large: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_deferral_requests_are_refused(large: Model, capsys: pytest.CaptureFixture[str]) -> None:
     pool = KVPool(large.config, 32, 4, torch.float64)
     config = EngineConfig(SchedulerConfig(max_num_batched_tokens=8, max_model_len=64), CacheConfig(32, 4))
     alone = Engine(InProcess(Runner(EagerProgram(large, pool))), config, vocab_size=VOCAB)

@@ -75,7 +75,7 @@ def test_c1_static_wastes_the_steps_of_the_longest() -> None:
     assert steps == {"static": 11, "continuous": 10}
 
 
-def test_s0_slots_stand_at_different_tokens_of_their_answers() -> None:
+def test_s0_slots_are_at_different_tokens_of_their_answers() -> None:
     """Continuous batching as S0 pictures it: position 0 at its 10th token, position 1 at its first, position 3 at its last."""
     engine, _ = make_engine()
     drawn: dict[str, int] = {}

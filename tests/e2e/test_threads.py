@@ -61,7 +61,7 @@ def test_the_quota_of_a_control_group_bounds_the_threads(name: str, tmp_path: Pa
     assert core.module().default_threads(quota) == (min(cores, max(1, int(cpus + 0.25))) if cpus else cores)
 
 
-def test_a_pool_of_no_stated_size_asks_for_this_process() -> None:
+def test_the_default_pool_size_follows_affinity_and_quota() -> None:
     info = core.module().cpu_info()
     assert info["cpus"] == len(os.sched_getaffinity(0))
     assert info["quota"] == core.module().cgroup_cpus()
@@ -168,7 +168,7 @@ print(tokens(parent) == before)
 """
 
 
-def test_a_child_of_a_fork_loads_a_model_of_its_own(tiny_gguf: Path) -> None:
+def test_a_forked_child_loads_its_own_model(tiny_gguf: Path) -> None:
     """The parent's model does not run in the child; the error says to load the model there, and that works."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tiny_gguf)]

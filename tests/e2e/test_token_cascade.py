@@ -96,7 +96,7 @@ def continued(side: Torch, first: SamplingParams, then: SamplingParams) -> tuple
     return [[seq.output for seq in request.finished] for request in requests], Reference(side).outputs(jobs), requests
 
 
-def found_again(side: Torch, first: SamplingParams, then: SamplingParams) -> list[int]:
+def cached_tokens_of(side: Torch, first: SamplingParams, then: SamplingParams) -> list[int]:
     """Tokens that each of those prompts found in the prefix cache; the outputs are right."""
     outputs, wanted, requests = continued(side, first, then)
     assert outputs == wanted
@@ -107,13 +107,13 @@ CASCADES = GREEDY.replace(cascade_threshold=0.2)
 WRITES = GREEDY.replace(max_tokens=56, cascade_threshold=0.0)  # the smaller model does; the text ends with a block, seven lag
 
 
-def test_a_prefix_is_found_as_far_as_both_have_seen_it(native: Case) -> None:
+def test_a_prefix_is_reused_up_to_the_slower_model(native: Case) -> None:
     """By plain requests and by those that cascade; what the smaller model has not seen is found by the plain ones alone."""
     for then in (GREEDY, CASCADES):
-        assert min(found_again(native[0], WRITES, then)) >= 32
+        assert min(cached_tokens_of(native[0], WRITES, then)) >= 32
     plain = GREEDY.replace(max_tokens=56)
-    assert min(found_again(native[0], plain, GREEDY)) >= 32
-    assert found_again(native[0], plain, CASCADES)[0] == 0
+    assert min(cached_tokens_of(native[0], plain, GREEDY)) >= 32
+    assert cached_tokens_of(native[0], plain, CASCADES)[0] == 0
 
 
 # -- what runs -------------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def rows_of(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[
     return large, small
 
 
-def test_what_each_model_reads(native: Case) -> None:
+def test_the_larger_model_reads_in_batches(native: Case) -> None:
     """Where the smaller model is sure of every token the larger one reads the prompt, and then eight tokens at a time; where it
     is of some, every token is read once, as soon as the smaller one is not."""
     side, _, _ = native
@@ -174,7 +174,7 @@ SAMPLED = GREEDY.replace(temperature=0.9, seed=4, n=2, cascade_criterion="margin
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_threshold_nobody_reaches_is_the_larger_model(case: Case, params: SamplingParams) -> None:
+def test_an_unreachable_threshold_equals_the_larger_model(case: Case, params: SamplingParams) -> None:
     """Tokens and log-probabilities, bit for bit on the native core; in torch as its sums allow."""
     side, jobs, _ = case
     for prompt, _ in jobs[:2]:
@@ -197,7 +197,7 @@ def test_a_threshold_of_0_is_the_smaller_model_after_the_first_token(case: Case,
         assert written != alone(side.target, prompt, params)
 
 
-def test_what_is_told_of_each_token(native: Case) -> None:
+def test_each_token_has_its_model_confidence_and_votes(native: Case) -> None:
     """Who wrote it, how sure the smaller model was, and under an audit what both would say."""
     tokens, exits = collect_exits(engine_of(native[0]), [9, 8, 7], CASCADES.replace(cascade_audit=True))
     assert exits[0].layers == LAYERS
@@ -260,12 +260,12 @@ def test_a_prefix_that_the_larger_model_has_not_seen_would_be_seen(native: Case,
         ({"cascade_threshold": 0.5, "penalty_alpha": 0.5, "top_k": 4}, "leave out cascade_threshold"),
     ],
 )
-def test_what_does_not_go_with_it(fields: dict[str, Any], why: str) -> None:
+def test_fields_that_exclude_a_cascade_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ParamError, match=why):
         SamplingParams(**fields)
 
 
-def test_what_this_engine_cannot_do(native: Case) -> None:
+def test_unsupported_cascade_requests_are_refused(native: Case) -> None:
     side, _, _ = native
     with pytest.raises(AdmissionError, match="cascade_threshold needs a smaller model; open the model with cascade=MODEL"):
         engine_of(side, cascade=False).add([5], CASCADES)
@@ -304,7 +304,7 @@ def test_a_model_opened_with_a_smaller_one(files: tuple[Path, Path], backend: st
     assert always.outputs[0].token_ids != whole.outputs[0].token_ids
 
 
-def test_what_is_not_opened_together(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_cascade_with_exits_or_heads_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
     model, small = files
     settings: dict[str, Any] = {"threads": 1, "device": "cpu"}
     exits = write_exits(tmp_path / "exits", model)
@@ -332,7 +332,7 @@ def test_the_command_line(shell: Shell, files: tuple[Path, Path]) -> None:
     assert "needs a smaller model of the same vocabulary: --cascade MODEL" in " ".join(err.split())
 
 
-def test_chat_and_generate_say_who_wrote(shell: Shell, files: tuple[Path, Path]) -> None:
+def test_chat_and_generate_show_the_model_of_each_token(shell: Shell, files: tuple[Path, Path]) -> None:
     """A run that was stopped does not go on with another smaller model."""
     model, small = files
     of = ("-t", "0", "-m", "8", "--threads", "1", "--show-exits")

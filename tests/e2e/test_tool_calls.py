@@ -72,7 +72,7 @@ def test_types_are_normalised() -> None:
         (None, False),
     ],
 )
-def test_what_is_right(given: Any, right: bool) -> None:
+def test_answers_are_compared_with_alternatives(given: Any, right: bool) -> None:
     answers = {
         "a": ["New York, NY", "NYC"],
         "n": [3],
@@ -83,7 +83,7 @@ def test_what_is_right(given: Any, right: bool) -> None:
     assert is_right(given, answers) is right
 
 
-def test_a_call_without_its_tags_is_found() -> None:
+def test_a_call_without_its_tags_is_parsed() -> None:
     call = [("f", '{"a": {"name": "x"}}')]
     assert tools.loose_call('So: {"x": {1}}\n```json\n{"name": "f", "arguments": {"a": {"name": "x"}}}\n```') == call
     assert tools.loose_call('{"name": "f", "parameters": {"a": {"name": "x"}}}') == call
@@ -124,7 +124,7 @@ def test_answers_that_belong_to_another_file_are_refused(own: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ['{"id": "1", "question": []}', "[]", "{half a"])
-def test_a_line_of_another_form_is_named(line: str, own: Path) -> None:
+def test_an_invalid_line_is_named(line: str, own: Path) -> None:
     own.write_text(own.read_text() + line + "\n")
     assert len(read_cases(own, most=2)) == 2
     with pytest.raises(ValueError, match="line 3 of .*own.json is no JSON object with function, id, question"):

@@ -85,7 +85,7 @@ def test_texts_that_cannot_be_read(tmp_path: Path, text: str, says: str) -> None
         read_labelled(path)
 
 
-def test_what_is_no_text_is_said_in_a_line(tmp_path: Path) -> None:
+def test_invalid_tables_are_a_one_line_error(tmp_path: Path) -> None:
     """Bytes that are none, a cell that is longer than csv reads, values nested without an end."""
     for name, data, says in (
         ("a.tsv", b"text\tlabel\n\xff\t1\n", r"a\.tsv is not UTF-8 text"),
@@ -175,7 +175,7 @@ def test_measures_of_each_criterion() -> None:
     assert first_exit("patience", 1.0, np.repeat(said[:1], 4, 0)).tolist() == [1, 1]
 
 
-def test_how_far_an_exit_is_off_its_own_word() -> None:
+def test_calibration_error_of_an_exit() -> None:
     """By hand: two texts in a bin, one of them right, said with 0.9 and 0.92; and a whole answer that is always right."""
     first = [[0.9, 0.1], [0.08, 0.92], [0.6, 0.4], [0.6, 0.4]]
     said = Predictions(np.array([first, [[1.0, 0.0]] * 4]), np.array([0, 0, 0, 0]), np.array([1, 2]))
@@ -185,7 +185,7 @@ def test_how_far_an_exit_is_off_its_own_word() -> None:
     assert confusion(said, "", 0.0) == [[4, 0], [0, 0]]
 
 
-def test_pairs_are_read_and_learnt(tmp_path: Path, shell: Shell) -> None:
+def test_text_pairs_are_read_and_learned(tmp_path: Path, shell: Shell) -> None:
     """A class that the second text tells, by first row and mean; then asked for by two texts with a tab between them."""
     draw, lines = random.Random(7), ["sentence1\tsentence2\tlabel"]
     for _ in range(240):

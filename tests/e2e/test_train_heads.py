@@ -93,7 +93,7 @@ def test_heads_are_trained_and_draft(shell: Shell, model: Path, tmp_path: Path, 
         LLM(model, draft=out, speculate="suffix")
 
 
-def test_exits_elsewhere_are_another_training(tmp_path: Path) -> None:
+def test_exits_after_other_layers_are_another_training(tmp_path: Path) -> None:
     """As many, after other layers: the texts that are there have the rows of those."""
     opened = open_model(write_tiny_gguf(tmp_path / "deep.gguf", layers=4))
     first, other = (HeadsConfig("exit", exits=exits).job(opened) for exits in ((1, 2), (1, 3)))
@@ -187,7 +187,7 @@ def test_a_ridge_finds_the_map(tmp_path: Path) -> None:
     assert error() < 0.01 < lens
 
 
-def test_reading_hidden_rows_leaves_the_engine_as_it_was(model: Path) -> None:
+def test_reading_hidden_rows_leaves_the_engine_unchanged(model: Path) -> None:
     """Whichever slot was freed last is still to be freed by the next plan."""
     llm = open_writer(open_model(str(model)), 1)
     for _ in range(2):
@@ -230,7 +230,7 @@ def heads_of(model: Path, folder: Path, **changes: torch.Tensor) -> Path:
     return folder
 
 
-def test_what_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+def test_heads_of_another_model_are_a_one_line_error(model: Path, tmp_path: Path) -> None:
     made = heads_of(model, tmp_path / "made")
     LLM(model, draft=made).close()
     info = json.loads((made / files.HEADS_INFO).read_text())

@@ -46,7 +46,7 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def test_texts_fed_together_are_those_fed_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_fed_together_equal_texts_fed_alone(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: texts on the same blocks read each other's K and V."""
     model = load_model(open_model(bert).source)
     alone = torch.cat([sequence_forward.run_sequence(model, text, (0, 2)).after[0] for text in TEXTS])
@@ -135,7 +135,7 @@ def test_the_same_training_comes_to_the_same_weights(bert: Path, tmp_path: Path)
     assert {"tokens.weight", "layers.0.qkv.weight", "layers.2.down.weight"} <= set(moved)
 
 
-def test_killed_anywhere_the_same_command_goes_on(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_training_resumes_to_the_same_files(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between checkpoints, with the weights written but no config.json, and with a model that has no classifier yet: nothing
     that is there is half of a model, and in the end all files are those of a run that nobody stopped. The control forgets the
     state of the optimiser, and comes elsewhere."""
@@ -160,7 +160,7 @@ def test_killed_anywhere_the_same_command_goes_on(bert: Path, tmp_path: Path, mo
     assert trained("forgetful")["model.safetensors"] != whole["model.safetensors"]
 
 
-def test_what_cannot_be_learnt_is_refused(bert: Path, tmp_path: Path) -> None:
+def test_invalid_training_settings_are_refused(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a text has 65 tokens and the model takes 64"):
         learnt(bert, tmp_path, JointConfig(), [[2] * 65, *TEXTS[1:]])
     with pytest.raises(ValueError, match="epochs and batch are 1 or more"):

@@ -85,7 +85,7 @@ def test_a_model_without_a_mask_drafts_no_blocks(tmp_path: Path, numbers: Path) 
             LLM(tmp_path)
 
 
-def test_who_sees_whom_in_training() -> None:
+def test_the_training_mask_is_block_causal() -> None:
     """Two known tokens, an answer of two blocks of two, and the blocks' copies."""
     assert block_causal(2, 4, 2).long().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
@@ -101,7 +101,7 @@ def test_who_sees_whom_in_training() -> None:
     ]
 
 
-def test_what_a_batch_wants() -> None:
+def test_batch_targets_cover_known_and_masked_tokens() -> None:
     """At known tokens the next one of the answer; in copies what is masked, one of a block at least, and nothing else."""
     batch = make_batch(Reverse(), 4, 16, random.Random(1), torch.Generator().manual_seed(1))
     ids, wanted = batch.ids.view(16, -1), batch.wanted.view(16, -1)
@@ -158,7 +158,7 @@ def test_an_encoder_decoder_fills_in_blocks(translated: Path, backend: str) -> N
     assert jacobi.steps <= plain.steps
 
 
-def test_others_read_the_encoder_decoder(translated: Path) -> None:
+def test_transformers_reads_the_encoder_decoder(translated: Path) -> None:
     """`transformers` computes its numbers from the same folder."""
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(translated, dtype=torch.float64).eval()
     ours = load_model(SafetensorsFolder(translated), torch.float64)

@@ -59,7 +59,7 @@ class Whole:
         shutil.copytree(self.place, to, dirs_exist_ok=True)
         return to
 
-    def said(self, place: Path) -> str:
+    def error_of(self, place: Path) -> str:
         """What is said of a folder; empty where it loads. Anything but a ValueError is a failure of the test."""
         try:
             self._load(place, self._opened)
@@ -78,26 +78,26 @@ def changed(info: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, info | {name: value}) for value in WRONG if value != info[name])
 
 
-def test_every_field_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> None:
+def test_every_invalid_field_is_reported(whole: Whole, tmp_path: Path) -> None:
     place = whole.copied(tmp_path / "a")
-    assert whole.said(place) == ""
+    assert whole.error_of(place) == ""
     info = json.loads((place / whole.info).read_text())
     accepted = set()
     for name, given in changed(info):
         (place / whole.info).write_text(json.dumps(given))
-        if line := whole.said(place):
+        if line := whole.error_of(place):
             assert is_clear(line, place), (name, given.get(name), line)
         else:
             accepted.add(name)
     assert accepted <= HARMLESS
     (place / whole.info).write_text(json.dumps(info | {"model": "a\n\x1b[31m" * 200, "fits": "x"}))
-    assert is_clear(whole.said(place), place)
+    assert is_clear(whole.error_of(place), place)
     for data in (b"", b"{", b"[]", b"null", b"\xff", DEEP, b'{"x": ' + DEEP, b'{"model": 1' + b"0" * 5000 + b"}"):
         (place / whole.info).write_bytes(data)
-        assert is_clear(whole.said(place), place), data[:20]
+        assert is_clear(whole.error_of(place), place), data[:20]
 
 
-def test_every_tensor_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> None:
+def test_every_invalid_tensor_is_reported(whole: Whole, tmp_path: Path) -> None:
     place = whole.copied(tmp_path / "a")
     file = place / whole.weights
     tensors = load_file(file)
@@ -111,21 +111,21 @@ def test_every_tensor_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> Non
         for other in others:
             given = {key: value for key, value in tensors.items() if key != name} | ({} if other is None else {name: other})
             save_file({key: value.contiguous() for key, value in given.items()}, file)
-            line = whole.said(place)
+            line = whole.error_of(place)
             assert is_clear(line, place), (name, other, line)
 
 
-def test_every_truncation_is_told(whole: Whole, tmp_path: Path) -> None:
+def test_every_truncation_is_reported(whole: Whole, tmp_path: Path) -> None:
     place = whole.copied(tmp_path / "a")
     for name in (whole.info, whole.weights):
         data = (place / name).read_bytes()
         for size in {0, 1, 7, 8, 9, 40, len(data) // 2, len(data) - 3}:
             (place / name).write_bytes(data[:size])
-            assert is_clear(whole.said(place), place), (name, size)
+            assert is_clear(whole.error_of(place), place), (name, size)
         (place / name).unlink()
-        assert is_clear(whole.said(place), place), name
+        assert is_clear(whole.error_of(place), place), name
         (place / name).mkdir()
-        assert is_clear(whole.said(place), place), name
+        assert is_clear(whole.error_of(place), place), name
         (place / name).rmdir()
         (place / name).write_bytes(data)
     for header in (
@@ -135,10 +135,10 @@ def test_every_truncation_is_told(whole: Whole, tmp_path: Path) -> None:
         b'{"weight":{"dtype":"F32","shape":[9223372036854775807],"data_offsets":[0,4]}}',
     ):
         (place / whole.weights).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-        assert is_clear(whole.said(place), place), header[:20]
+        assert is_clear(whole.error_of(place), place), header[:20]
 
 
-def test_every_rule_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> None:
+def test_every_invalid_rule_is_reported(whole: Whole, tmp_path: Path) -> None:
     """Thresholds beside them, which have another form each."""
     place = whole.copied(tmp_path / "a")
     rule = thresholds.CalibratedThreshold("max_prob", 0.5, 0.0, 8, "text", 0.1, 0.05, 100, 0.01, 1.5, 0.25, "0" * 64)
@@ -147,30 +147,30 @@ def test_every_rule_that_is_wrong_is_told(whole: Whole, tmp_path: Path) -> None:
         thresholds.save(place, rule)
     (known,) = json.loads(file.read_text())
 
-    def told() -> str:
+    def rule_error() -> str:
         if whole.info != heads.HEADS_INFO:
-            return whole.said(place)
+            return whole.error_of(place)
         try:
             thresholds.load(place)
         except ValueError as error:
             return str(error)
         return ""
 
-    assert told() == ""
+    assert rule_error() == ""
     for _, given in changed(known):  # some may be: another loss, another n
         file.write_text(json.dumps([given]))
-        line = told()
+        line = rule_error()
         assert is_clear(line, place) or not line, (given, line)
     for text in ("", "{", "[1]", "null", '[{"x": ' + DEEP.decode(), DEEP.decode()):
         file.write_text(text)
-        assert is_clear(told(), place), text[:20]
+        assert is_clear(rule_error(), place), text[:20]
     for name in ("criterion", "threshold"):
         for value in ("x", "x\n" * 1000, -1, 10**400):
             file.write_text(json.dumps([known | {name: value}]))
-            assert is_clear(told(), place), (name, value)
+            assert is_clear(rule_error(), place), (name, value)
 
 
-def test_commands_say_it_in_a_line(whole: Whole, shell: Shell, tmp_path: Path) -> None:
+def test_commands_report_damage_in_one_line(whole: Whole, shell: Shell, tmp_path: Path) -> None:
     place = whole.copied(tmp_path / "a")
     tensors = load_file(place / whole.weights)
     save_file(tensors | {next(iter(tensors)): torch.zeros(3, dtype=torch.float8_e4m3fn)}, place / whole.weights)

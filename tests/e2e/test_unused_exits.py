@@ -55,7 +55,7 @@ def same(a: list[Any], b: list[Any], bitwise: bool) -> bool:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exit_that_nobody_takes_changes_nothing(kind: str, architecture: str) -> None:
+def test_an_unused_exit_changes_nothing(kind: str, architecture: str) -> None:
     side = side_of(kind, architecture)
     plain, _ = answered(engine_of(side, leaves=False), False)
     for may_leave in (False, True):
@@ -86,7 +86,9 @@ def rows_of_another_layer(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("control", [skipping, rows_of_another_layer])
-def test_another_span_would_be_seen(control: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_span_changes_the_output(
+    control: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     side = side_of("native", "llama")
     plain, _ = answered(engine_of(side, leaves=False), False)
     control(monkeypatch)

@@ -61,13 +61,13 @@ def both(make: Make, asks: Asks, seed: int = 0, **settings: Any) -> tuple[list[R
     return plain, play(make(speculation=speculation, **settings), asks)
 
 
-def asks_of(jobs: list[tuple[list[int], SamplingParams]], **more: Any) -> Asks:
+def requests_of(jobs: list[tuple[list[int], SamplingParams]], **more: Any) -> Asks:
     return [(prompt, params.replace(seed=params.seed or 0), more) for prompt, params in jobs]
 
 
 @pytest.mark.parametrize("settings", [{"budget": 256, "blocks": 128}, {"budget": 24, "blocks": 40, "seqs": 6}])
 def test_drafts_change_nothing(make: Make, settings: dict[str, int]) -> None:
-    plain, drafted = both(make, asks_of(load(5)), **settings)
+    plain, drafted = both(make, requests_of(load(5)), **settings)
     assert [tokens_of(request) for request in drafted] == [tokens_of(request) for request in plain]
     assert sum(request.metrics.accepted for request in drafted) > 20
     assert sum(request.metrics.drafted - request.metrics.accepted for request in drafted) > 20

@@ -30,7 +30,7 @@ AGAIN = [
     structured.test_other_servers_fields,
     structured.test_streamed_is_the_same,
     structured.test_the_same_as_offline,
-    structured.test_what_no_mask_can_hold_is_checked_at_the_end,
+    structured.test_keywords_without_a_mask_are_checked_at_the_end,
     tools.test_a_named_tool_is_called,
     tools.test_required_and_streamed,
 ]
