@@ -104,16 +104,16 @@ def test_the_verdict_names_methods_faster_than_the_draft() -> None:
 
 def test_the_command(shell: Shell, files: tuple[Path, Path]) -> None:
     large, small = files
-    prompts, verdict_of, plot = (shell.folder / name for name in ("in.txt", "told.json", "curve.svg"))
+    prompts, report, plot = (shell.folder / name for name in ("in.txt", "told.json", "curve.svg"))
     prompts.write_text("The mill\nstands by a river\nwheels\n")
     command: tuple[Any, ...] = ("bench", "token-cascade", large, "-i", prompts, "--threads", "1")
     more = ("--prompts", "2", "--rounds", "1", "-m", "6", "--threshold", "0.02", "--defer", "0.3")
-    code, out, err = shell(*command, "--cascade", small, *more, "--json", verdict_of, "--plot", plot)
+    code, out, err = shell(*command, "--cascade", small, *more, "--json", report, "--plot", plot)
     assert code == 0, err
     rows = [line.split("\t")[0] for line in out.splitlines()]
     assert rows[:7] == ["method", "plain", "draft", "max_prob 0.02", "margin 0.02", "chow 0.3", "opt 0.3"]
     assert "a draft by the same model, which changes no token, is" in out
-    found = json.loads(verdict_of.read_text())
+    found = json.loads(report.read_text())
     assert (found["n"], found["batch"], len(found["rows"])) == (2, 1, 6)
     assert "Cascade by token" in plot.read_text()
     drafts = ("--cascade", small, "--draft", small)

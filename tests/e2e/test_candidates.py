@@ -113,8 +113,8 @@ def test_groups_with_many_ends_equal_the_reference(seed: int) -> None:
     rng = random.Random(seed)
     stops, prompt = ends(rng, 34), rng.choices(range(VOCAB), k=4)
     params = BeamSearchParams(beam_width=8, n=8, max_tokens=6, groups=4, diversity_penalty=5.0, early_stopping="never")
-    run_beams = beams(model("torch", seed), prompt, params, stops)
-    assert [tokens for tokens, _ in run_beams] == reference(model("torch", seed), prompt, params, stops)
+    outputs = beams(model("torch", seed), prompt, params, stops)
+    assert [tokens for tokens, _ in outputs] == reference(model("torch", seed), prompt, params, stops)
 
 
 def searched(backend: str, seed: int, prompt: list[int], params: SamplingParams) -> list[int]:

@@ -148,8 +148,8 @@ class NearestComparison(Rounding):
 
 def test_every_matrix_gains_by_gptq_though_not_every_row(source: MemorySource) -> None:
     beside = NearestComparison(True, ordered=False)
-    measure_loss = walked(source, texts(0, MEASURED), [beside], "int4-g32").outputs
-    ratios = [one.error / one.nearest for one in measure_loss.values()]
+    outputs = walked(source, texts(0, MEASURED), [beside], "int4-g32").outputs
+    ratios = [one.error / one.nearest for one in outputs.values()]
     print(f"{len(ratios)} matrices, {min(ratios):.2f} to {max(ratios):.2f}; {beside.worse} of {beside.rows} rows are worse")
     assert len(ratios) == 42
     assert max(ratios) < 0.8
@@ -185,23 +185,23 @@ def test_outliers_that_were_planted(source: MemorySource, judge: Judge, monkeypa
     read = texts(0, MEASURED)
     plain = walked(outliers, read, [Rounding(False)], "int8")
     smooth = {alpha: walked(outliers, read, [SmoothQuant(alpha), Rounding(False)], "int8") for alpha in (0.5, 0.8)}
-    measure_loss = {f"plain {how}": judge.lost(inputs_rounded(plain, how)).nll for how in ("token", "tensor", "group", "split")}
-    measure_loss |= {f"smooth {alpha}": judge.lost(inputs_rounded(after, "token")).nll for alpha, after in smooth.items()}
-    measure_loss["smooth tensor"] = judge.lost(inputs_rounded(smooth[0.5], "tensor")).nll
+    losses = {f"plain {how}": judge.lost(inputs_rounded(plain, how)).nll for how in ("token", "tensor", "group", "split")}
+    losses |= {f"smooth {alpha}": judge.lost(inputs_rounded(after, "token")).nll for alpha, after in smooth.items()}
+    losses["smooth tensor"] = judge.lost(inputs_rounded(smooth[0.5], "tensor")).nll
     monkeypatch.setattr(inputs, "rounded", partial(inputs.rounded, threshold=12.0))
-    measure_loss["plain split 12"] = judge.lost(inputs_rounded(plain, "split")).nll
-    print({name: round(value, 4) for name, value in measure_loss.items()})
-    assert measure_loss["plain token"] >= 0.05
-    assert max(measure_loss[name] for name in ("smooth 0.5", "smooth 0.8", "plain split", "plain split 12")) <= 0.02
-    assert measure_loss["smooth tensor"] <= 0.1 * measure_loss["plain tensor"]
-    assert measure_loss["plain group"] <= 0.04
+    losses["plain split 12"] = judge.lost(inputs_rounded(plain, "split")).nll
+    print({name: round(value, 4) for name, value in losses.items()})
+    assert losses["plain token"] >= 0.05
+    assert max(losses[name] for name in ("smooth 0.5", "smooth 0.8", "plain split", "plain split 12")) <= 0.02
+    assert losses["smooth tensor"] <= 0.1 * losses["plain tensor"]
+    assert losses["plain group"] <= 0.04
 
 
 def test_keys_and_values_in_fewer_bits(source: MemorySource) -> None:
     names = ("int8", "int4, K not centred", "int4, one scale, K not centred")
     wanted = [one for one in FORMATS if one.name in names]
-    _, measure_loss = measure_losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
-    lost = {one.name: one.record()["nll"] for one in measure_loss}
+    _, results = measure_losses(source, texts(MEASURED, JUDGED), mean_keys(source, texts(0, MEASURED)), wanted)
+    lost = {one.name: one.record()["nll"] for one in results}
     print({name: round(value, 4) for name, value in lost.items()})
     assert lost["int8"] <= 0.002
     assert lost["int4, K not centred"] <= 0.02

@@ -117,9 +117,9 @@ def test_every_draw_is_the_argmax_of_processed_logits_plus_all_of_the_noise(voca
             spec(n=3, seed=6, temperature=1.5, min_p=0.02, top_k=500),
         ]
         processed = process(z, rows).numpy()
-        for row, kept_tokens, drawn in zip(rows, processed, tokens_of(z, *rows), strict=True):
+        for row, logits, drawn in zip(rows, processed, tokens_of(z, *rows), strict=True):
             noise = [reference_gumbel_at(k, row.position, vocab) for k in row.keys]
-            assert drawn == [int(np.argmax(kept_tokens + g)) for g in noise]
+            assert drawn == [int(np.argmax(logits + g)) for g in noise]
 
 
 def test_the_reachable_filter_is_exact_at_its_bound():
@@ -149,9 +149,9 @@ def test_child_position_path_and_purpose_choose_the_noise():
 def test_B1_temperature_comes_before_top_p():
     """At p = 0.6 the nucleus of .5/.3/.2 is two tokens; sharpened to T = 0.5 (.66/.24/.1) it is one."""
     z = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    kept_tokens = (process(z, [spec(temperature=0.5, top_p=0.6)]) > NEVER)[0].tolist()
+    allowed = (process(z, [spec(temperature=0.5, top_p=0.6)]) > NEVER)[0].tolist()
     other_order = filters.temperature(filters.top_p(z, 0.6), 0.5)
-    assert kept_tokens == [True, False, False]
+    assert allowed == [True, False, False]
     assert (other_order > NEVER)[0].tolist() == [True, True, False]
 
 

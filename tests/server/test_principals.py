@@ -37,15 +37,15 @@ def test_a_principal_cannot_read_objects_of_another(two: Running) -> None:
     assert batch.status == "completed"
     for name in names:
         assert alice.files.content(name).text
-        for post_text in (bob.files.retrieve, bob.files.content, bob.files.delete):
+        for call in (bob.files.retrieve, bob.files.content, bob.files.delete):
             with pytest.raises(openai.NotFoundError, match="there is no file"):
-                post_text(name)
-    for post_text in (bob.batches.retrieve, bob.batches.cancel):
+                call(name)
+    for call in (bob.batches.retrieve, bob.batches.cancel):
         with pytest.raises(openai.NotFoundError, match="there is no batch"):
-            post_text(batch.id)
-    for post_text in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
+            call(batch.id)
+    for call in (bob.responses.retrieve, bob.responses.delete, bob.responses.input_items.list):
         with pytest.raises(openai.NotFoundError, match="there is no response"):
-            post_text(response.id)
+            call(response.id)
     with pytest.raises(openai.NotFoundError):
         bob.responses.create(model="tiny", input="and", previous_response_id=response.id)
     with pytest.raises(openai.NotFoundError):

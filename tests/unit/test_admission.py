@@ -36,7 +36,7 @@ def engine() -> Engine:
         ([1] * 20, {"n": 4, "max_tokens": 12}, "may need 17 KV blocks"),
     ],
 )
-def test_refused_with_what_to_change(engine: Engine, prompt: list[int], params: dict, message: str) -> None:
+def test_a_refusal_names_the_setting_to_change(engine: Engine, prompt: list[int], params: dict, message: str) -> None:
     with pytest.raises(AdmissionError) as caught:
         engine.add(prompt, SamplingParams(**params))
     assert message in str(caught.value)
@@ -51,7 +51,7 @@ def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
         engine.add([1], SamplingParams(), request_id="a")
 
 
-def test_what_just_fits_runs(engine: Engine) -> None:
+def test_a_request_at_the_admission_bound_runs(engine: Engine) -> None:
     """The bound of admission is enough: with the pool to itself the largest request comes to its end."""
     for prompt, n, most in ((30, 1, 19), (20, 2, 14), (8, 4, 10), (7, 4, 9), (9, 3, 12)):
         if blocks_needed(prompt, most, n, 4) > 12:
@@ -64,7 +64,7 @@ def test_what_just_fits_runs(engine: Engine) -> None:
         assert [len(seq.output) for seq in request.finished] == [most] * n
 
 
-def test_a_failed_processor_fails_its_request_alone() -> None:
+def test_a_failed_processor_fails_only_its_request() -> None:
     class Broken:
         scope = "pointwise"
 
@@ -102,7 +102,7 @@ def run_to_end(engine: Engine) -> dict[str, str]:
     raise AssertionError("a request never ends")
 
 
-def test_steps_that_fail_end_whose_own_they_are() -> None:
+def test_a_failed_step_is_retried_one_request_at_a_time() -> None:
     """What one of two requests was fed cannot be trusted any more than what the other was: each is tried again, alone."""
     runner = FakeRunner(12, 4)
     engine = Engine(Deferred(runner, 1), EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4)), vocab_size=VOCAB)
@@ -178,7 +178,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_queue() -> None:
         assert Asked.calls <= 8, "4 that run, and 4 that could be admitted"
 
 
-def test_a_step_that_fails_commits_nothing_and_the_engine_goes_on() -> None:
+def test_a_failed_step_commits_nothing_and_the_engine_continues() -> None:
     runner = FakeRunner(12, 4)
     config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
     engine = Engine(Deferred(runner, 1), config, vocab_size=VOCAB)

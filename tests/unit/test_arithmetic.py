@@ -34,7 +34,7 @@ def test_kv_of_the_seeds() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_FORMATS)
-def test_kv_bytes_are_those_of_the_native_pool(kv_dtype: str) -> None:
+def test_kv_bytes_equal_those_of_the_native_pool(kv_dtype: str) -> None:
     assert kv_token_bytes(LLAMA2_7B, kv_dtype) * 16 == kv_block_bytes(LLAMA2_7B, 16, kv_dtype)
 
 
@@ -59,7 +59,7 @@ def test_w38_weights_in_fewer_bits_gain_while_bytes_are_the_limit() -> None:
     assert small.operations == whole.operations == 2 * (PARAMETERS - TABLE)
 
 
-def test_w58_a_long_context_is_what_is_read() -> None:
+def test_w58_kv_dominates_the_bytes_of_a_long_context() -> None:
     """At batch 32 with 4,096 tokens each, K and V are 84 % of the bytes; 4-bit weights then give 1.13 times, not 3.56."""
     whole, small = seven_billion(16), seven_billion(4.5)
     kv = 32 * 4096 * whole.kv_bytes

@@ -6,7 +6,7 @@ from benchmarks.batching import MAX_LEN, PolicyResult, memory_table, run_on_fake
 from benchmarks.reservation import TraceRequest, contiguous, paged, power_of_two, schemes
 
 
-def test_the_trace_is_what_it_says() -> None:
+def test_the_trace_has_its_stated_lengths() -> None:
     jobs = trace(4000)
     assert trace(50) == trace(50) != trace(50, seed=1)
     assert sum(job.prompt for job in jobs) / len(jobs) == pytest.approx(300, rel=0.1)
@@ -55,7 +55,7 @@ def test_the_2048_over_provisioning_of_the_seed() -> None:
     assert shares.internal / (shares.steps * 2048) == pytest.approx(1 - 100 / 2048)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_requests_beyond_the_memory_are_an_error() -> None:
     with pytest.raises(ValueError, match="give more memory"):
         contiguous([TraceRequest(4, 3)], 5, lambda job: job.prompt + job.output)
     with pytest.raises(ValueError, match="give more memory"):

@@ -44,7 +44,7 @@ def test_the_theory_is_that_of_the_card() -> None:
     assert theory(half)[2][1] == pytest.approx((1 + 0.5 * 0.75) / (0.5 * 2 * 0.1 + 1.2))
 
 
-def test_the_controllers_own_choice_is_no_point_of_the_drawing() -> None:
+def test_the_choice_of_the_controller_is_not_drawn() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         lines([row("edits", 0, 3.0)])
 
@@ -56,7 +56,7 @@ class Letters:
         return [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:]][token]
 
 
-def test_tokens_are_shown_by_where_they_came_from() -> None:
+def test_tokens_are_coloured_by_their_origin() -> None:
     out = io.StringIO()
     origins = OriginPrinter(Letters(), Console(file=out, force_terminal=True, color_system="standard", highlight=False))
     origins.write(Delta("r", 0, token_ids=[0]))
@@ -74,7 +74,7 @@ def test_tokens_are_shown_by_where_they_came_from() -> None:
     assert "plain: 2 tokens" in shown
 
 
-def test_prompts_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_prompts_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF\xac\xff")
     with pytest.raises(ValueError, match=r"model.gguf is not UTF-8 text; give prompts, one per line"):
         read_prompts(tmp_path / "model.gguf")

@@ -49,7 +49,7 @@ def test_a_fork_shares_and_the_first_writer_copies(blocks: BlockManager) -> None
     blocks.check([parent, child])
 
 
-def test_need_is_exactly_what_grow_takes() -> None:
+def test_need_equals_the_blocks_that_grow_takes() -> None:
     rng = random.Random(0)
     for _ in range(200):
         blocks = BlockManager(CacheConfig(64, BLOCK))
@@ -97,7 +97,7 @@ def test_a_match_needs_every_group() -> None:
     assert twin.kv.computed == [8, 0]
 
 
-def test_the_block_with_more_groups_is_the_one_that_is_found() -> None:
+def test_a_match_prefers_the_block_with_more_groups() -> None:
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("amateur")))
     seqs = [sequence(list(range(9)), number) for number in range(3)]
     for seq, counts in zip(seqs, ([9, 0], [9, 9], [9, 0]), strict=True):
@@ -114,7 +114,7 @@ def test_the_block_with_more_groups_is_the_one_that_is_found() -> None:
     blocks.check([*seqs, twin])
 
 
-def test_a_block_that_is_filled_before_its_published_twin_is_found() -> None:
+def test_a_match_prefers_the_block_that_was_filled_first() -> None:
     """Both are published while a group lags. The one that is found may never get the group: its request has ended."""
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("upper")))
     first, second = (sequence(list(range(9)), number) for number in range(2))
@@ -141,7 +141,7 @@ def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
     assert blocks.match(sequence(list(range(12)), 1)) == 4
 
 
-def test_what_is_approximate_is_not_taken_for_exact(blocks: BlockManager) -> None:
+def test_approximate_blocks_do_not_match_exact_ones(blocks: BlockManager) -> None:
     computed(blocks, sequence(list(range(12))))
     seq, twin = sequence(list(range(12)), 1), sequence(list(range(12)), 2)
     blocks.leave(seq, 6)
@@ -179,7 +179,7 @@ def test_without_prefix_caching_nothing_stays_and_the_same_blocks_are_taken_agai
     blocks.check([again])
 
 
-def test_blocks_given_up_while_scheduling_rest_until_the_next_step(blocks: BlockManager) -> None:
+def test_blocks_freed_during_scheduling_are_reused_in_the_next_step(blocks: BlockManager) -> None:
     hog = sequence(list(range(16 * BLOCK)))
     blocks.grow(hog, 0, 16 * BLOCK)
     blocks.begin()
@@ -211,7 +211,7 @@ def test_hashes_chain(blocks: BlockManager) -> None:
     assert blocks.match(second) == 0
 
 
-def test_a_position_is_writable_where_its_block_is_there_unshared_and_unpublished(blocks: BlockManager) -> None:
+def test_a_position_is_writable_in_an_unshared_unpublished_block(blocks: BlockManager) -> None:
     seq = sequence(list(range(6)))
     assert not blocks.writable(seq, 0)
     computed(blocks, seq)
@@ -223,7 +223,7 @@ def test_a_position_is_writable_where_its_block_is_there_unshared_and_unpublishe
     assert blocks.writable(seq, 4)
 
 
-def test_a_companion_says_what_it_has_filled_and_of_whole_blocks_only() -> None:
+def test_fill_publishes_only_full_blocks_of_a_draft_group() -> None:
     blocks = BlockManager(CacheConfig(16, BLOCK), (KVGroup("target"), KVGroup("draft")))
     seq = sequence(list(range(13)))
     seq.kv.computed = [0, 0]
@@ -241,7 +241,7 @@ def test_a_companion_says_what_it_has_filled_and_of_whole_blocks_only() -> None:
     assert found == [(0, [0, 0]), (4, [4, 4]), (12, [12, 12])]
 
 
-def test_a_match_goes_as_far_as_each_group_was_computed(blocks: BlockManager) -> None:
+def test_a_match_ends_where_each_group_was_computed(blocks: BlockManager) -> None:
     """The companion's count stops where its bits do, and does not go on behind a gap."""
     seq = sequence(list(range(13)))
     seq.kv.computed = [0, 0]

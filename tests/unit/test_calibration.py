@@ -21,7 +21,7 @@ GRID = tuple(1 - 0.05 * i for i in range(21))
         (0.1, "hoeffding", 150),
     ],
 )
-def test_so_many_inputs_are_needed(delta: float, bound: str, n: int) -> None:
+def test_minimum_n_equals_the_table(delta: float, bound: str, n: int) -> None:
     assert minimum_n(delta, bound=bound) == n  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_the_first_that_fails_ends_the_search() -> None:
     assert asked == [one.threshold for one in found.tried] == list(GRID[:4])  # 0.8 would pass, and is not looked at
 
 
-def test_nothing_shown_is_no_threshold() -> None:
+def test_too_few_inputs_give_no_threshold() -> None:
     found = calibrate(lambda threshold: np.zeros(28), GRID, delta=0.1)
     assert (found.threshold, found.risk) == (None, None)
     assert calibrate(lambda threshold: np.zeros(29), GRID, delta=0.1).threshold == GRID[-1]
@@ -112,7 +112,7 @@ def past_the_first_failure(runs: int = 200, n: int = 400, delta: float = 0.1) ->
     return searched / runs, best / runs
 
 
-def test_what_comes_after_a_failure_is_not_looked_at() -> None:
+def test_calibration_stops_at_the_first_failure() -> None:
     """Three standard errors of 200 runs are 0.046. Control: twenty-one tries are as many chances."""
     searched, best = past_the_first_failure()
     assert searched <= 0.05 + 0.046

@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "headrace"
 
 
-def test_shipped_models_say_what_they_are() -> None:
+def test_shipped_models_have_a_description_licence_and_size() -> None:
     shipped = catalog.load()
     assert catalog.DEFAULT in shipped
     for entry in shipped.values():
@@ -41,7 +41,7 @@ def test_shipped_models_say_what_they_are() -> None:
         assert not any(source.parts for source in entry.sources), "carriers in parts belong into benchmarks/catalog.toml"
 
 
-def test_sampling_values_of_the_shipped_catalog_name_the_place_where_the_vendor_gives_them() -> None:
+def test_sampling_values_of_the_shipped_catalog_name_their_source() -> None:
     described = [*catalog.read(catalog.SHIPPED).values(), *catalog.families()]
     for one in described:
         if one.sampling:
@@ -116,7 +116,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_refused_in_one_line_that_names_it(case: str, config: Path) -> None:
+def test_a_bad_file_is_a_one_line_error_with_its_name(case: str, config: Path) -> None:
     text, clue = BAD[case]
     (config / "a.toml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(clue)) as caught:

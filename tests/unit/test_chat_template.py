@@ -94,7 +94,7 @@ def test_equals_transformers(shared: ChatTemplate, source: str) -> None:
     check(shared, source, "<s>", "</s>")
 
 
-def test_the_cases_tell_templates_apart() -> None:
+def test_the_cases_distinguish_templates() -> None:
     assert len({oracle(HEADERS, messages, "<s>", "</s>", **arguments) for messages, arguments in CASES}) >= len(CASES) - 2
 
 
@@ -238,10 +238,10 @@ def test_threads_get_their_own_answers() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     answers: dict[int, str] = {}
 
-    def ask(i: int) -> None:
+    def render_message(i: int) -> None:
         answers[i] = template.render([{"role": "user", "content": f"{i}" * 1000}])
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=render_message, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -311,6 +311,6 @@ def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "messages_", "llm", "context", "env", "source", "seconds", "name", "request"])
-def test_a_variable_may_have_any_name(name: str) -> None:
+def test_a_variable_accepts_any_name(name: str) -> None:
     template = ChatTemplate("{{ " + name + " }}" if name != "self" else "{{ messages[0].content }}")
     assert template.render([{"role": "user", "content": "mill"}], **{name: "mill"}) == "mill"

@@ -47,7 +47,7 @@ def test_a_fork_shares_nothing_that_grows() -> None:
     assert (bare.text.words, bare.text.stops, bare.decode.constraint) == (None, None, None)
 
 
-def test_blocks_that_are_shared_stand_in_lists_of_ones_own() -> None:
+def test_a_fork_shares_blocks_and_copies_lists() -> None:
     kv = Holding(b"s", 0b11, [[6], [7]], [2, 2], 2, [], [b"h"], 1)
     twin = kv.fork()
     assert (twin.root, twin.groups, twin.exact_until, twin.published) == (b"s", 0b11, 2, 1)

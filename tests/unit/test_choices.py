@@ -44,7 +44,7 @@ def test_three_forms_are_read(tmp_path: Path) -> None:
         {"doc_id": 0, "label": 1, "request": {"context": "?", "continuation": " A"}},
     ],
 )
-def test_what_is_no_question_is_one_line(line: object, tmp_path: Path) -> None:
+def test_an_invalid_question_is_a_one_line_error(line: object, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ARC, line)
     with pytest.raises(ValueError, match=re.escape(f"{path}: line 2 is not a question; give JSON lines like")) as found:
         read_choice_questions(path)

@@ -48,7 +48,7 @@ def command_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_help_has_the_common_ones_and_examples_and_help_all_the_rest(name: str, shell: Shell) -> None:
+def test_help_lists_common_options_and_help_all_lists_every_option(name: str, shell: Shell) -> None:
     code, short, _ = shell(*name.split(), "--help")
     assert code == 0
     whole = shell(*name.split(), "--help-all")[1]
@@ -66,7 +66,7 @@ def test_help_has_the_common_ones_and_examples_and_help_all_the_rest(name: str, 
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_what_is_called_common_is_an_option(name: str) -> None:
+def test_every_common_name_is_an_option(name: str) -> None:
     """A name that was changed must not go missing from the help."""
     command = command_of(name)
     assert command.common <= {one.name for one in command.params}
@@ -82,7 +82,7 @@ def test_the_examples_are_commands_that_parse() -> None:
             assert flags <= known, line
 
 
-def test_the_list_describes_each_command_as_its_own_help_does() -> None:
+def test_the_list_describes_each_command_like_its_help() -> None:
     """Descriptions are read from sources; the imported commands give the same ones, in the same order."""
     complete: Any = get_command(build())
     listed: Any = get_command(build([]))
@@ -96,7 +96,7 @@ def test_the_list_describes_each_command_as_its_own_help_does() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["bench", "--help"]])
-def test_help_imports_nothing_that_it_does_not_need(arguments: list[str]) -> None:
+def test_help_imports_no_heavy_module(arguments: list[str]) -> None:
     """A help is there within 0.3 s of CPU time where none of this is imported; what is imported by hand must be seen."""
     assert imported(arguments) == []
     assert imported(arguments, "import pydantic") == ["pydantic"]
@@ -130,7 +130,7 @@ def test_a_shell_completes_commands_and_their_options(typed: str, expected: set[
     ("arguments", "code", "clue"),
     [("run MODEL hi -n 0", 2, "greater than or equal to 1"), ("run MODEL hi -t warm", 2, "--temperature"), ("run", 2, "MODEL")],
 )
-def test_values_are_still_looked_at(arguments: str, code: int, clue: str, shell: Shell) -> None:
+def test_option_values_are_checked(arguments: str, code: int, clue: str, shell: Shell) -> None:
     assert shell(*arguments.split())[0] == code
     assert clue in shell(*arguments.split())[2]
 
@@ -154,7 +154,7 @@ def test_a_model_in_the_place_of_a_command_hints_at_run(shell: Shell, tmp_path: 
     assert err == "headrace: No such option: --temprature; did you mean --temperature? (headrace run --help shows the usage)\n"
 
 
-def test_settings_of_a_chat_are_a_table_with_what_each_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_chat_are_a_table_with_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     lines = chat._table(SamplingParams(temperature=0.5, top_n_sigma=1.5)).splitlines()
     assert lines[0].split(maxsplit=2) == [

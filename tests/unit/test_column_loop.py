@@ -83,7 +83,7 @@ def test_the_loop_is_optimal_brain_surgery(block: int, what: str) -> None:
     assert output_error(found - w, hessian) < output_error(rounded(w) - w, hessian) or what != "round"
 
 
-def test_a_wrong_sign_is_found() -> None:
+def test_a_wrong_sign_raises_the_error() -> None:
     """The control: an update that adds to the error instead of making it good."""
     hessian, w = moments(24), weights(7, 24)
     made = inverse_factor(hessian)
@@ -96,7 +96,7 @@ def test_a_wrong_sign_is_found() -> None:
     assert errors[2] > 4 * errors[0]
 
 
-def test_rounding_and_pruning_at_once_lose_about_what_both_lose() -> None:
+def test_joint_rounding_and_pruning_lose_about_the_sum() -> None:
     """The control: steps that are the mask's scores, which one name for both would make."""
     hessian, w = moments(64, rows=500), weights(16, 64)
     made = inverse_factor(hessian)
@@ -115,7 +115,7 @@ def test_rounding_and_pruning_at_once_lose_about_what_both_lose() -> None:
     assert lost(Halves(), Largest()) <= most < lost(Scores(), Largest())
 
 
-def test_as_many_rows_as_inputs_are_learned_by_heart() -> None:
+def test_as_many_rows_as_inputs_overfit() -> None:
     """The error falls on them and not on others, where four times as many serve both."""
     k, rng = 64, torch.Generator().manual_seed(3)
     mix, w = torch.randn(k, k, generator=rng, dtype=torch.float64), weights(16, k)
@@ -152,7 +152,7 @@ def test_an_order_is_that_of_the_sorted_matrix() -> None:
     assert not torch.equal(found, reconstruct(w, plain.factor, grids=Halves(), keep=None))
 
 
-def test_nothing_to_do_is_nothing_done() -> None:
+def test_exact_weights_stay_unchanged() -> None:
     made = inverse_factor(moments(24))
     assert made is not None
     w = weights(7, 24)
@@ -231,7 +231,7 @@ def test_another_order_needs_scales() -> None:
         StoredGrids((2, 32), "Q4_0", order=torch.arange(32))
 
 
-def test_what_a_change_does_to_outputs_is_told_by_the_moments() -> None:
+def test_output_error_equals_the_error_on_the_rows() -> None:
     rng = torch.Generator().manual_seed(0)
     x, change = torch.randn(50, 9, generator=rng, dtype=torch.float64), weights(4, 9)
     assert output_error(change, x.t() @ x / 50) == pytest.approx(float((x @ change.t()).square().mean(0).sum()))

@@ -117,7 +117,7 @@ def some(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
-def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Runner, Model, Model]) -> None:
+def test_a_draft_model_computes_the_logits_that_it_computes_alone(pair: tuple[Runner, Model, Model]) -> None:
     """Through chunks, a fork with copy-on-write, and tokens that only the target was fed at first."""
     runner, _, draft = pair
     life, check = Life(runner), same(runner, draft)
@@ -133,7 +133,7 @@ def test_a_companion_sees_what_it_would_see_alone(pair: tuple[Runner, Model, Mod
     check(life.logits(0, 21), life.tokens[0])
 
 
-def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Runner, Model, Model]) -> None:
+def test_moves_apply_to_the_pool_of_the_draft_model(pair: tuple[Runner, Model, Model]) -> None:
     """The second of two sibling nodes is accepted: its K and V move up, in all pools."""
     runner, target, _ = pair
     models = (runner.programs[1], runner.programs[0])
@@ -150,7 +150,7 @@ def test_what_is_moved_is_moved_for_the_companion_too(pair: tuple[Runner, Model,
     same(runner, target)(life.logits(0, 19), life.tokens[0])
 
 
-def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Runner, Model, Model]) -> None:
+def test_a_chain_equals_the_draws_of_the_model_alone(pair: tuple[Runner, Model, Model]) -> None:
     """Noise, penalties and bans of a chain's tokens are those of an ordinary run, for two sequences in one step."""
     runner, _, draft = pair
     life = Life(runner)
@@ -176,7 +176,7 @@ def test_a_chain_draws_what_the_model_alone_would(pair: tuple[Runner, Model, Mod
         assert len(life.runner.slots[slot]) == known[slot]  # nothing of a chain becomes known
 
 
-def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Runner, Model, Model]) -> None:
+def test_contrasted_rows_equal_those_of_both_models_alone(pair: tuple[Runner, Model, Model]) -> None:
     """Of the last known token and of draft nodes; a plain sequence in the same step keeps the expert's logits."""
     runner, target, draft = pair
     life = Life(Runner(runner.programs[0], runner.programs[1:], amateur=1))
@@ -196,7 +196,7 @@ def test_contrasted_rows_are_those_of_both_models_alone(pair: tuple[Runner, Mode
 
 
 @pytest.mark.parametrize("part", [Span(layers=1), Span(skips=(0, ATTENTION | MLP)), Span(layers=2)])
-def test_a_part_of_the_target_leaves_nothing_behind(pair: tuple[Runner, Model, Model], part: Span) -> None:
+def test_a_part_of_the_target_changes_no_kv(pair: tuple[Runner, Model, Model], part: Span) -> None:
     """A chain drafted by early layers, or with a layer left out, over the target's own K and V: the target's step writes what
     it would have written; and all layers draft what the target says."""
     target, model = pair[0].programs[0], pair[1]

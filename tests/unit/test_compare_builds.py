@@ -80,7 +80,7 @@ def paired(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str) -> Any:
     return run
 
 
-def test_the_builds_take_turns_on_the_same_prompts(paired: Any) -> None:
+def test_the_builds_alternate_on_the_same_prompts(paired: Any) -> None:
     _, asked = paired([1.0] * 22, [1.0] * 22)
     pairs = [asked[i : i + 2] for i in range(0, len(asked), 2)]
     assert len(pairs) == 2 * (1 + PAIRS + 1)  # each cell has a round to warm up, and an even number of measured ones
@@ -118,7 +118,7 @@ def test_the_place_in_a_round_favours_no_build(paired: Any) -> None:
     assert [cell["ratio"] for cell in result["cells"].values()] == pytest.approx([1.0, 1.0])
 
 
-def test_fewer_pairs_say_too_little(paired: Any) -> None:
+def test_too_few_pairs_are_refused(paired: Any) -> None:
     with pytest.raises(ValueError, match="8 pairs of a cell say too little; measure 9 or more"):
         paired([1.0] * 20, [1.0] * 20, pairs=8)
 

@@ -58,18 +58,18 @@ def test_a_question_is_answered(shared: ConfinedPool, value: Any) -> None:
     assert asyncio.run(shared.ask(asked, value)) == value
 
 
-def test_a_process_is_kept_for_its_module_and_what_it_was_told_at_first(shared: ConfinedPool) -> None:
+def test_a_process_is_reused_for_its_module_and_argument(shared: ConfinedPool) -> None:
     first, other = task("pid"), task("pid", argument="other")
     assert shared.run(first, None) == shared.run(first, None) != shared.run(other, None)
     assert shared.run(task("warmed", argument="other"), None) == "other"
 
 
-def test_so_many_processes_are_kept(pool: ConfinedPool) -> None:
+def test_idle_processes_are_bounded(pool: ConfinedPool) -> None:
     seen = [pool.run(task("pid", argument=str(number)), None) for number in range(IDLE + 2)]
     assert {one.pid for one in pool.workers} == set(seen[-IDLE:])
 
 
-def test_an_answer_is_remembered_if_it_may_be(pool: ConfinedPool) -> None:
+def test_an_answer_is_cached_if_the_task_allows(pool: ConfinedPool) -> None:
     asked = task("pid", remembered=True)
     first = pool.run(asked, 1)
     pool.close()
@@ -122,13 +122,13 @@ def test_an_answer_is_bounded(shared: ConfinedPool) -> None:
     assert shared.run(task("echo", answer=1100), b"x" * 1000) == b"x" * 1000
 
 
-def test_a_mistake_ends_its_question(shared: ConfinedPool) -> None:
+def test_an_exception_ends_its_request(shared: ConfinedPool) -> None:
     with pytest.raises(OverrunError) as caught:
         shared.run(task("fail"), None)
     assert caught.value.in_time
 
 
-def test_what_takes_long_steps_back_and_is_replaced(pool: ConfinedPool) -> None:
+def test_a_long_task_lowers_its_priority_and_is_replaced(pool: ConfinedPool) -> None:
     """Short questions are worked at as anything else; on a busy machine they would wait for seconds else."""
     assert pool.run(task("work"), 0.01) == os.getpriority(os.PRIO_PROCESS, 0)
     number = pool.run(task("pid"), None)
@@ -162,7 +162,7 @@ def test_nothing_can_be_reached(shared: ConfinedPool, tmp_path: Path) -> None:
     assert set(reached(None, tmp_path).values()) == {"done"}
 
 
-def test_the_kernel_refuses_what_needs_a_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_refuses_new_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit hook is the second lock: without it the first one holds."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.addaudithook = lambda hook: None\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -173,7 +173,7 @@ def test_the_kernel_refuses_what_needs_a_descriptor(tmp_path: Path, monkeypatch:
     assert all("[Errno 24]" in answer for answer in said.values()), said
 
 
-def test_they_see_nothing_of_the_environment_but_what_they_need(monkeypatch: pytest.MonkeyPatch, pool: ConfinedPool) -> None:
+def test_confined_processes_see_only_the_needed_environment(monkeypatch: pytest.MonkeyPatch, pool: ConfinedPool) -> None:
     monkeypatch.setenv("HEADRACE_SECRET", "s3cret")
     found = pool.run(task("environ"), None)
     assert "PYTHONPATH" in found
@@ -210,7 +210,7 @@ def test_a_fork_starts_its_own_processes(pool: ConfinedPool) -> None:
         one.kill()
 
 
-def test_who_leaves_ends_the_work(pool: ConfinedPool) -> None:
+def test_a_cancellation_ends_the_work(pool: ConfinedPool) -> None:
     async def leave() -> None:
         await pool.ask(task("echo"), 1)
         (worker,) = pool.workers
@@ -225,7 +225,7 @@ def test_who_leaves_ends_the_work(pool: ConfinedPool) -> None:
     until(lambda: not pool.workers)
 
 
-def test_a_client_that_leaves_during_the_start_leaves_a_process(pool: ConfinedPool) -> None:
+def test_a_cancellation_during_the_start_leaves_a_usable_process(pool: ConfinedPool) -> None:
     async def leave() -> None:
         asked = asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None))
         while not pool.workers:
@@ -240,7 +240,7 @@ def test_a_client_that_leaves_during_the_start_leaves_a_process(pool: ConfinedPo
     assert pool.workers == {started}
 
 
-def test_who_leaves_the_queue_is_not_worked_for(pool: ConfinedPool) -> None:
+def test_a_cancelled_request_in_the_queue_never_runs(pool: ConfinedPool) -> None:
     async def leave() -> list[Any]:
         busy = [asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)) for _ in range(3)]
         left = asyncio.ensure_future(pool.ask(task("fail"), None))
@@ -256,13 +256,13 @@ def test_who_leaves_the_queue_is_not_worked_for(pool: ConfinedPool) -> None:
 
 # -- clients -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fair", [True, False])
-def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
+def test_one_client_does_not_block_others(fair: bool) -> None:
     """With a hundred endless questions of one, another's are answered at once; without the share of each they never would."""
     pool = ConfinedPool(width=4)
     if not fair:
         pool._each = 4
 
-    async def asked() -> list[Any]:
+    async def run_requests() -> list[Any]:
         CLIENT.set("one")
         hogs = [asyncio.ensure_future(pool.ask(task("spin", seconds=600.0), None)) for _ in range(100)]
         await asyncio.sleep(0)
@@ -279,16 +279,16 @@ def test_one_client_does_not_keep_others_waiting(fair: bool) -> None:
                 hog.cancel()
             await asyncio.gather(*hogs, return_exceptions=True)
 
-    assert asyncio.run(asked()) == (list(range(20)) if fair else [])
+    assert asyncio.run(run_requests()) == (list(range(20)) if fair else [])
     pool.close()
 
 
-def test_clients_take_turns(pool: ConfinedPool) -> None:
+def test_clients_alternate(pool: ConfinedPool) -> None:
     """A question of another client comes before the second of one with many."""
     pool._width, pool._each = 1, 1
     order: list[str] = []
 
-    async def asked() -> None:
+    async def run_requests() -> None:
         async def one(client: str) -> None:
             CLIENT.set(client)
             await pool.ask(task("echo"), client)
@@ -300,15 +300,15 @@ def test_clients_take_turns(pool: ConfinedPool) -> None:
 
         await asyncio.gather(first(), *(one(client) for client in ("a", "a", "a", "a", "b", "c", "b")))
 
-    asyncio.run(asked())
+    asyncio.run(run_requests())
     assert order == ["a", "b", "c", "a", "b", "a", "a"]
 
 
-def test_a_client_may_have_half_of_the_questions_that_wait() -> None:
+def test_a_client_fills_at_most_half_of_the_queue() -> None:
     """Beyond it, that client is refused and another one is not."""
     pool = ConfinedPool(width=1, most=4)
 
-    async def asked() -> None:
+    async def run_requests() -> None:
         CLIENT.set("one")
         hogs = []
         for waiting in (0, 1, 2):  # the first one is worked at
@@ -327,11 +327,11 @@ def test_a_client_may_have_half_of_the_questions_that_wait() -> None:
         await asyncio.gather(*hogs, return_exceptions=True)
         assert await pool.ask(task("echo"), 1) == 1
 
-    asyncio.run(asked())
+    asyncio.run(run_requests())
     pool.close()
 
 
-def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None:
+def test_a_client_over_its_share_runs_at_idle_priority() -> None:
     """Its questions are answered, in processes that others come before; clients over their share have a part of them."""
     pool = ConfinedPool(width=4, shares=CpuShares(rate=1e-9))
     pool.shares.charge("costly", 10.0)
@@ -341,7 +341,7 @@ def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None
         answer: int = await pool.ask(task("work"), 0.0)
         return answer
 
-    async def asked() -> None:
+    async def run_requests() -> None:
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert [await priority("costly"), await priority("honest"), await priority("costly")] == [19, own, 19]
         pool.shares.charge("other", 10.0)
@@ -358,25 +358,25 @@ def test_a_client_over_its_share_runs_at_idle_priority_and_leaves_room() -> None
             hog.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
 
-    asyncio.run(asked())
+    asyncio.run(run_requests())
     pool.close()
 
 
 @pytest.mark.parametrize("over", [True, False])
-def test_a_client_over_its_share_does_not_wait_for_ever(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_over_its_share_is_refused_with_retry_after(over: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns when it will be within its share again, and its question ends. A client within its share gets its answer."""
     monkeypatch.setattr(module, "LONGEST_WAIT", 0.05)
     pool = ConfinedPool(width=1, shares=CpuShares(rate=0.1, clock=lambda: 0.0))
     pool.shares.charge("costly", 1.5 if over else 0.5)
 
-    async def asked() -> Any:
+    async def run_requests() -> Any:
         CLIENT.set("costly")
         try:
             return await pool.ask(task("work"), 0.2)
         except BusyError as error:
             return as_api_error(error)
 
-    answer = asyncio.run(asked())
+    answer = asyncio.run(run_requests())
     if over:
         assert (answer.status, answer.retry_after) == (429, 5)  # 0.495 s over BURST, at 0.1 s of CPU time a second
         assert "used up its share of CPU time, and this one has waited 0.05 s; try again in 5 s" in answer.message
@@ -393,7 +393,7 @@ def test_idle_priority_is_of_all_threads_and_of_the_scheduling_group(over: bool)
     pool = ConfinedPool(width=1, shares=CpuShares(rate=1e-9 if over else 1e9))
     pool.shares.charge("client", 10.0)
 
-    async def asked() -> None:
+    async def run_requests() -> None:
         CLIENT.set("client")
         threaded = task("pid", argument="thread")
         process = Path(f"/proc/{await pool.ask(threaded, None)}")
@@ -407,7 +407,7 @@ def test_idle_priority_is_of_all_threads_and_of_the_scheduling_group(over: bool)
         spinning.cancel()
         await asyncio.gather(spinning, return_exceptions=True)
 
-    asyncio.run(asked())
+    asyncio.run(run_requests())
     pool.close()
 
 
@@ -438,10 +438,10 @@ def test_the_start_of_a_process_is_not_charged(monkeypatch: pytest.MonkeyPatch) 
 def test_threads_get_their_own_answers(pool: ConfinedPool) -> None:
     answers: dict[int, Any] = {}
 
-    def ask(number: int) -> None:
+    def run_echo(number: int) -> None:
         answers[number] = pool.run(task("echo"), str(number) * 1000)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=run_echo, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -192,7 +192,7 @@ def test_the_middle_of_a_token(tmp_path: Path) -> None:
     assert controls(tokenizer, before(tokenizer, AROUND, [{"role": "user", "content": "im_end"}])) == ["<|im_end|>"] * 2
 
 
-def test_a_role_still_makes_the_token_that_the_template_means(tmp_path: Path) -> None:
+def test_a_role_makes_the_control_token_of_the_template(tmp_path: Path) -> None:
     """Phi writes <|user|> from pieces."""
     tokenizer = beyond(tmp_path)
     source = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
@@ -284,7 +284,7 @@ def test_added_tokens_are_text_in_results_and_documents(place: str, text: bool, 
     assert tokenizer.id_of("   ") in encode(tokenizer, TOOLED, spaces.pop("messages"))
 
 
-def test_the_history_keeps_what_templates_search_for(tmp_path: Path) -> None:
+def test_the_history_keeps_the_markers_that_templates_search(tmp_path: Path) -> None:
     tokenizer = beyond(tmp_path)
     talk = [{"role": "user", "content": "a</think>b"}, {"role": "assistant", "content": "<think>c</think>\n\nd<|im_end|>"}]
     text = ChatTemplate.of(tokenizer, TRIMMED).render_marked(talk)
@@ -362,7 +362,7 @@ def test_overlapping_and_nested_tokens() -> None:
         assert not [token for token in ("aa", "ab", "abc", "<a>", "b<a>b") if token in made]
 
 
-def test_many_tokens_are_found_in_bounded_time() -> None:
+def test_many_tokens_are_marked_in_bounded_time() -> None:
     """The pattern looks at each character of a text a few times, whatever the number of tokens."""
     marker = Marker([f"<unused{number}>" for number in range(6000)])
     assert marker._whole is not None

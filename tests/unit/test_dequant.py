@@ -61,7 +61,7 @@ def test_native_equals_numpy(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_tables_are_those_of_bitsandbytes_but_for_a_little(kind: str) -> None:
+def test_tables_equal_those_of_bitsandbytes_within_rounding(kind: str) -> None:
     """Codes in the order of a block: low nibbles, then high ones. The halves are powers of two."""
     table, largest, most = TABLES[kind]
     codes = np.arange(32, dtype=np.uint8) % 16
@@ -73,7 +73,7 @@ def test_tables_are_those_of_bitsandbytes_but_for_a_little(kind: str) -> None:
 
 
 @needs_core
-def test_a_wrong_scale_would_be_seen() -> None:
+def test_a_wrong_scale_changes_the_values() -> None:
     """The comparison is sharp: one flipped bit of one scale is caught."""
     data = random_blocks("Q6_K", 50)
     expected = dequantize_numpy(data, "Q6_K")
@@ -114,7 +114,7 @@ def test_data_may_start_anywhere() -> None:
         ("Q9_9", 18, 32, "unknown tensor type Q9_9"),
     ],
 )
-def test_sizes_that_do_not_belong_together_are_refused(kind: str, nbytes: int, elements: int, message: str) -> None:
+def test_mismatched_sizes_are_refused(kind: str, nbytes: int, elements: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         core.module().dequantize(kind, np.zeros(nbytes, np.uint8), np.zeros(elements, np.float32), 1)
 

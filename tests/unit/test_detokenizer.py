@@ -53,7 +53,7 @@ def test_one_token_at_a_time_is_the_same(kind: str, prompt: list[int], ids: list
 
 @settings(max_examples=300)
 @given(st.sampled_from(["bytes", "spm"]), st.text(max_size=30), CUTS)
-def test_real_text_is_given_back(kind: str, text: str, cuts: list[int]) -> None:
+def test_real_text_round_trips(kind: str, text: str, cuts: list[int]) -> None:
     ids = tokenizer(kind).encode(text, add_special=False, parse_special=False)
     pieces = stream(kind, ids, cuts)
     assert "".join(pieces) == text
@@ -62,7 +62,7 @@ def test_real_text_is_given_back(kind: str, text: str, cuts: list[int]) -> None:
 
 @settings(max_examples=500)
 @given(st.sampled_from(sorted(KINDS)), IDS, IDS, CUTS, st.booleans())
-def test_after_a_prompt_the_pieces_are_what_the_output_adds(
+def test_after_a_prompt_the_pieces_equal_the_added_text(
     kind: str, prompt: list[int], ids: list[int], cuts: list[int], skip: bool
 ) -> None:
     tok = tokenizer(kind)

@@ -86,7 +86,7 @@ Ratios = dict[tuple[str, str, str], list[float]]  # (machine, model, cell): of a
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_a_readme_lists_the_models_and_formats_that_there_are(name: str) -> None:
+def test_a_readme_lists_the_supported_models_and_formats(name: str) -> None:
     rows = dict(re.findall(r"^\| \[?(Models|模型|GGUF)[^|]*\| (.*) \|$", (ROOT / name).read_text("utf-8"), re.MULTILINE))
     models, files = rows.get("Models") or rows["模型"], rows["GGUF"]
     assert set(CALLED) == set(FAMILIES)
@@ -148,7 +148,7 @@ def summary(ratios: Ratios, machine: str, model: str, cell: str) -> str:
     return "–".join(dict.fromkeys((found[0], found[-1]))) if found else "–"
 
 
-def test_the_speeds_of_the_pages_are_those_of_the_log() -> None:
+def test_the_speeds_of_the_pages_equal_those_of_the_log() -> None:
     """Each range is that of all runs on a machine. The READMEs have a part of the cells."""
     log = (ROOT / "docs/log/2026-11.md").read_text("utf-8")
     ratios, speeds = logged(log)
@@ -185,7 +185,7 @@ def test_a_readme_is_short(name: str) -> None:
     assert len((ROOT / name).read_text("utf-8").splitlines()) <= 100
 
 
-def test_both_readmes_say_what_is_not_built() -> None:
+def test_both_readmes_list_missing_features() -> None:
     sections = [
         re.split(r"^## (?:Not yet|尚未实现)$", (ROOT / name).read_text("utf-8"), flags=re.MULTILINE)[1] for name in READMES
     ]
@@ -222,7 +222,7 @@ def test_the_hash_is_that_of_the_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("month", sorted((ROOT / "docs/log").glob("2*.md")), ids=lambda page: page.stem)
-def test_a_month_of_the_log_defines_its_words(month: Path) -> None:
+def test_a_month_of_the_log_defines_its_terms(month: Path) -> None:
     head = month.read_text("utf-8").split("\n\n")[2].splitlines()
     assert len(head) == 6
     assert [word for word in ("ratio", "interval", "cell", "target") if not any(f"**{word}**" in line for line in head)] == []

@@ -57,7 +57,7 @@ def sure(*tokens: int) -> list[tuple[int, float]]:
     return [(token, SURE) for token in tokens]
 
 
-def test_nobody_drafts_from_a_source_that_is_not_encoded_yet() -> None:
+def test_a_source_that_is_not_encoded_gets_no_draft() -> None:
     """It comes with the step that would verify the draft; another's chain is drawn all the same."""
     bringing, other = work(0, known=1, seen=0, room=2), work(1, known=1, seen=0, room=2)
     bringing.feed.source = (5, 6, 7)
@@ -69,7 +69,7 @@ def test_nobody_drafts_from_a_source_that_is_not_encoded_yet() -> None:
     assert other.seq.decode.draft.tokens == [4, 5]
 
 
-def test_a_chain_is_drawn_token_by_token_below_what_the_model_has_read() -> None:
+def test_a_chain_is_drawn_token_by_token_after_the_computed_tokens() -> None:
     one, filled = work(0, known=9, seen=5, room=3), []
     run = Script({10: sure(4, 5, 6)})
     DraftModel(least=0.7).propose_tokens([one], run, lambda *what: filled.append(what))
@@ -113,7 +113,7 @@ def test_a_chain_ends_where_it_is_unlikely_and_where_the_output_ends(kind: str, 
     assert (one.request.metrics.drafts, one.request.metrics.drafted) == (int(bool(chain)), len(chain))
 
 
-def test_what_the_model_reads_first_is_bounded_and_the_shortest_goes_first() -> None:
+def test_catch_up_is_bounded_and_shortest_first() -> None:
     """A text that does not fit is read as far as the budget goes, without a draft; the next step goes on there."""
     long, short, mid = work(0, 40, 0, 1), work(1, 9, 0, 1), work(2, 20, 8, 1)
     run = Script({11: sure(4), 12: sure(5), 10: sure(6)})
@@ -133,7 +133,7 @@ def test_what_the_model_reads_first_is_bounded_and_the_shortest_goes_first() -> 
     assert [(feed.start, feed.count) for feed in run.calls[0]] == [(9, 30)]
 
 
-def test_a_part_of_the_target_reads_the_last_token_alone() -> None:
+def test_a_part_of_the_target_reads_only_the_last_token() -> None:
     one = work(0, known=9, seen=0, room=2)
     drafter = DraftModel("self", group=None)
     run = Script({10: sure(4, 5)})
@@ -144,7 +144,7 @@ def test_a_part_of_the_target_reads_the_last_token_alone() -> None:
     assert DraftModel().lag(one.seq) == 9
 
 
-def test_what_is_not_kept_is_read_again_once_it_is_known() -> None:
+def test_discarded_chain_tokens_are_read_again() -> None:
     one = work(0, known=9, seen=8, room=3)
     DraftModel("feature", keeps=False).propose_tokens([one], Script({10: sure(4, 5, 6)}), ignored)
     assert one.seq.kv.computed == [8, 9]

@@ -62,7 +62,7 @@ def test_prompt_lookup_finds_the_latest_occurrence_of_the_longest_end(text: list
 
 
 @pytest.mark.parametrize("text", texts(), ids=lambda text: str(len(text)))
-def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -> None:
+def test_the_automaton_matches_the_longest_repeated_suffix(text: list[int]) -> None:
     automaton = SuffixAutomaton()
     for end in range(1, len(text) + 1):
         automaton.push(text[end - 1])
@@ -73,7 +73,7 @@ def test_the_automaton_finds_the_longest_end_that_came_before(text: list[int]) -
     assert automaton.states <= 2 * len(text)
 
 
-def test_to_find_an_end_again_moves_the_longest_of_those_that_end_there() -> None:
+def test_a_repeated_suffix_updates_at_most_eight_ends() -> None:
     """Of 20 ends that came before only eight are told that they are here now too: a step's work is cut_depth."""
     automaton = SuffixAutomaton()
     for _ in range(21):
@@ -82,7 +82,7 @@ def test_to_find_an_end_again_moves_the_longest_of_those_that_end_there() -> Non
     assert automaton.ends == [0, *range(1, 13), *[21] * 9], "eight, and the whole text"
 
 
-def test_another_text_is_followed_while_the_first_one_grows() -> None:
+def test_another_text_is_matched_while_the_first_one_grows() -> None:
     rng = random.Random(7)
     past = [rng.randrange(3) for _ in range(200)]
     other = [rng.randrange(3) for _ in range(150)]
@@ -149,7 +149,7 @@ def test_memory_is_bounded() -> None:
     )
 
 
-def test_what_was_said_before_the_last_is_remembered_too() -> None:
+def test_the_previous_automaton_is_searched() -> None:
     """When an automaton is full a new one begins, and a sequence that is under way finds what is in either of them."""
     drafter = SuffixTree(memory=200)
     request, under_way = sequence([900, 901])
@@ -224,7 +224,7 @@ def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_hi
     assert len(draft.tokens) == 4 * 3
 
 
-def test_lookahead_collects_what_trajectories_passed_through() -> None:
+def test_lookahead_collects_ngrams_of_its_trajectories() -> None:
     request, seq = sequence(list(range(40)))
     drafter = Lookahead(width=3, length=3, guesses=2)
     draft = drafter.draft(request, seq, 8)
@@ -290,7 +290,7 @@ def test_prompt_n_grams_are_an_option_of_lookahead() -> None:
         assert (draft.tokens[:3] == [2, 3, 4]) == from_prompt
 
 
-def test_jacobi_goes_on_with_the_answers_behind_what_was_accepted() -> None:
+def test_jacobi_continues_with_the_answers_after_the_accepted_tokens() -> None:
     request, seq = sequence([1, 2, 3])
     drafter = Jacobi(width=4)
     draft = drafter.draft(request, seq, 8)
@@ -333,7 +333,7 @@ def answered(rng: random.Random, draft: Draft) -> tuple[tuple[int, ...], tuple[A
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_draft_is_deeper_than_it_may_be_nor_larger_than_a_mask(name: str) -> None:
+def test_no_draft_exceeds_its_depth_or_mask_size(name: str) -> None:
     """Whatever was heard, and whatever a grammar left of the draft before."""
     rng = random.Random(11)
     deepest = 0
@@ -368,7 +368,7 @@ def fitting(rng: random.Random, draft: Draft) -> list[bool]:
     return fits
 
 
-def test_a_drafter_that_does_not_heed_its_bounds_is_cut() -> None:
+def test_a_draft_beyond_its_bounds_is_truncated() -> None:
     chain = Draft([7] * 90, list(range(-1, 89)))
     cut = cut_depth(chain, 5)
     assert cut is not None
@@ -408,7 +408,7 @@ def test_after_a_node_with_nothing_to_draw_lookahead_and_jacobi_go_on() -> None:
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 2])
-def test_lookahead_reads_the_nodes_that_a_grammar_left(dropped: int) -> None:
+def test_lookahead_reads_the_nodes_that_a_grammar_allows(dropped: int) -> None:
     """A trajectory is pruned whole; the answers of the others are theirs, wherever their nodes are now."""
     request, seq = sequence(list(range(40)))
     drafter = Lookahead(width=3, length=3, guesses=2)

@@ -70,7 +70,7 @@ TRACES = {trace.__name__: trace for trace in (ngram, draft_model, mixed)}
 
 
 @pytest.mark.parametrize("trace", TRACES)
-def test_the_decisions_are_the_recorded_ones(trace: str) -> None:
+def test_the_decisions_equal_the_recorded_decisions(trace: str) -> None:
     recorded = json.loads(RECORD.read_text("utf-8"))[trace]
     assert TRACES[trace]() == recorded.split(", ")
     assert len(set(recorded.split(", "))) > 10, "the trace holds many kinds of steps"

@@ -44,7 +44,7 @@ def test_rows_that_cost_as_much_as_steps_are_not_spent() -> None:
         assert (sum(depths) > 0) == (batch < 8)
 
 
-def test_what_a_draft_is_worth_is_tokens_over_seconds() -> None:
+def test_draft_value_is_tokens_over_seconds() -> None:
     """Of the gamma that pays most, beside other sequences; a model's steps and what it must read first take time too."""
     made = costs({rows: 1 + 0.1 * (rows - 2) for rows in range(2, 20)}, draft=0.2, plain=2)
     assert draft_value(Candidate(0.9, 1), 2, made) == pytest.approx((1 + expected_tokens(0.9, 1)) / 1.1)
@@ -74,7 +74,7 @@ def test_a_plain_step_is_measured_again_now_and_then() -> None:
     assert 190 <= drafted < 200
 
 
-def test_the_likelier_draft_goes_first() -> None:
+def test_the_likelier_draft_has_priority() -> None:
     table = {rows: 1.0 if rows <= 4 else 10.0 for rows in range(1, 20)}
     sure, unsure = Candidate(0.9, 8), Candidate(0.3, 8)
     assert choose_depths([unsure, sure], 2, costs(table, plain=2)) == [0, 2]
@@ -92,7 +92,7 @@ def test_acceptance_follows_each_request() -> None:
     assert acceptance.alpha("copies", ("ngram", 3)) < 0.95
 
 
-def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None:
+def test_an_unused_draft_model_is_tried_again_after_some_requests() -> None:
     """Texts that nobody can guess turn a model off; without a trial it would never hear of those that it can."""
     kind, acceptance = ("draft", 0), Acceptance()
     for number in range(40):
@@ -116,7 +116,7 @@ def test_a_model_that_is_left_alone_is_tried_again_after_some_requests() -> None
     assert acceptance.alpha("other", kind) > 0.9
 
 
-def test_what_was_measured_counts_for_what_it_was_measured_of() -> None:
+def test_costs_use_the_minimum_of_their_own_measurements() -> None:
     """The least of a few measurements: of steps of so many rows, of draft steps of so many sequences, of tokens read."""
     made = Costs()
     assert (made.step_seconds(1), made.draft_seconds(1), made.draft_estimate(1), made.reading_seconds(9)) == (
@@ -173,7 +173,7 @@ def test_never_slower_in_a_simulated_run(alpha: float, slope: float) -> None:
     assert seconds <= 1.03 * tokens
 
 
-def test_a_draft_may_lose_what_its_step_takes_more_than_a_plain_one_and_no_more() -> None:
+def test_a_draft_costs_at_most_its_budget() -> None:
     """Four rows of 0.1 s more and four steps of a model of 0.2 s more: 1.2 s, each of them counted once."""
     for budget, gamma in ((1.25, 4), (1.15, 3), (0.55, 1), (0.25, 0)):
         choice = Candidate(0.99, 4, by_model=True, drafter="draft")
@@ -231,7 +231,7 @@ class Counting:
 
 
 @pytest.mark.parametrize(("batch", "gamma", "every"), [(1, None, 1), (8, None, 5), (32, None, 17), (8, 2, 1)])
-def test_a_batch_of_which_nothing_pays_is_asked_less_often(batch: int, gamma: int | None, every: int) -> None:
+def test_a_batch_without_gain_drafts_less_often(batch: int, gamma: int | None, every: int) -> None:
     drafter = Counting()
     speculation = Speculation([drafter], 1000, gamma)
     pairs = []
@@ -295,7 +295,7 @@ class Slow(Counting):
         return Draft([1], [-1], drafter=self.name, confidence=1) if self.asked in self.pays else None
 
 
-def asked_at(drafter: Slow, steps: int) -> tuple[list[int], Speculation]:
+def drafted_steps(drafter: Slow, steps: int) -> tuple[list[int], Speculation]:
     """The steps of one sequence in which the drafter was asked."""
     speculation = Speculation([drafter], 1000, clock=drafter.clock)
     request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)
@@ -314,21 +314,21 @@ def asked_at(drafter: Slow, steps: int) -> tuple[list[int], Speculation]:
     return found, speculation
 
 
-def test_where_nothing_comes_of_asking_it_takes_a_hundredth_of_the_time() -> None:
-    found, _ = asked_at(Slow(), 200)
+def test_an_unsuccessful_drafter_takes_a_hundredth_of_the_time() -> None:
+    found, _ = drafted_steps(Slow(), 200)
     rests = [after - before - 1 for before, after in pairwise(found)]
     assert rests[:12] == list(range(1, 13)), "one step more each time"
     assert {*rests[12:]} == {12}, "an eighth of a step, once in thirteen"
 
 
-def test_once_something_pays_drafters_are_asked_at_each_step_again() -> None:
-    found, _ = asked_at(Slow(4, 5, 6), 30)
+def test_a_gain_resumes_drafting_at_each_step() -> None:
+    found, _ = drafted_steps(Slow(4, 5, 6), 30)
     assert found == [0, 2, 5, 9, 10, 11, 12, 14, 17, 21, 26]
 
 
 def test_of_a_pause_the_last_step_is_measured_and_all_of_it_allows_for_losses() -> None:
     drafter = Slow()
-    asked, speculation = asked_at(drafter, 100)
+    asked, speculation = drafted_steps(drafter, 100)
     budget = speculation.budgets.by_drafter[drafter.name]
     budget.drafting = budget.reading = 0.0
     plan, rest = StepPlan(1, feeds=[Feed(0, 3, 1)]), asked[-1] + 12 - 99
@@ -353,7 +353,7 @@ class Bushy(Counting):
 
 
 @pytest.mark.parametrize(("seconds", "gamma", "every"), [(9.0, None, TUNING.tree_rest_steps + 1), (1.0, None, 1), (9.0, 2, 1)])
-def test_a_sequence_whose_tree_is_dear_is_left_alone(seconds: float, gamma: int | None, every: int) -> None:
+def test_a_sequence_with_a_costly_tree_drafts_less_often(seconds: float, gamma: int | None, every: int) -> None:
     drafter = Bushy()
     speculation = Speculation([drafter], 1000, gamma)
     request = Request("r", [2], SamplingParams(max_tokens=900), seed=1, strategy=None, arrival=0)

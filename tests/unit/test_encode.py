@@ -54,7 +54,7 @@ def square(x: np.ndarray, made: np.ndarray, weight: np.ndarray | float = 1.0) ->
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_another_reader_finds_the_same_numbers(kind: str) -> None:
+def test_another_reader_decodes_the_same_numbers(kind: str) -> None:
     for x in MATRICES.values():
         rows = encode(x, kind)
         assert rows.shape == (len(x), x.shape[1] // KINDS[kind].block * KINDS[kind].nbytes)
@@ -81,7 +81,7 @@ def test_no_block_has_more_error_than_the_reference_quantiser_leaves(kind: str, 
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_what_is_stored_already_is_stored_with_no_more_error_than_rounding_of_scales(kind: str) -> None:
+def test_encoding_again_adds_only_the_error_of_scales(kind: str) -> None:
     """Zeros stay zeros, and numbers on the grid come back to it."""
     assert not back(encode(np.zeros((2, 256), np.float32), kind), kind).any()
     x = back(encode(MATRICES["normal"], kind), kind)
@@ -102,7 +102,7 @@ def test_importance_lowers_the_error_that_it_weighs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_row_depends_on_itself_alone(kind: str) -> None:
+def test_a_row_does_not_depend_on_other_rows(kind: str) -> None:
     x = np.concatenate(list(MATRICES.values()))[:, : max(256, KINDS[kind].block)]
     if KINDS[kind].block == 32:
         x = x[:, :32]
@@ -131,7 +131,7 @@ one_six_bits = superblocks._six_bits
 
 
 @pytest.mark.parametrize("slip", slips())
-def test_a_slip_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coding_fault_raises_the_error(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, breaks = slips()[slip]
     x = MATRICES["normal"]
     before = square(x, back(encode(x, kind), kind))
@@ -139,7 +139,7 @@ def test_a_slip_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert square(x, back(encode(x, kind), kind)) > 1.005 * before
 
 
-def test_what_cannot_be_written_is_one_line() -> None:
+def test_unsupported_kinds_are_a_one_line_error() -> None:
     x = np.ones((2, 48), np.float32)
     for kind, message in (
         ("Q4_0", "rows of 48 numbers cannot be divided into the blocks of 32"),

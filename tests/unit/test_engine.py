@@ -83,7 +83,7 @@ def test_outputs_that_are_open_when_a_strategy_is_done_have_stopped(engine: Engi
     assert [(seq.output, seq.text.finish_reason) for seq in request.finished] == [([3, 4], "stop")]
 
 
-def test_an_abort_ends_open_outputs_as_they_stand(engine: Engine) -> None:
+def test_an_abort_ends_open_outputs_with_their_tokens(engine: Engine) -> None:
     request = engine.add([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
     engine.abort(request.id)
@@ -130,7 +130,7 @@ def test_to_abort_many_requests_takes_work_in_proportion() -> None:
     assert abort(400) < 5 * abort(100)
 
 
-def test_an_abort_of_who_is_in_flight_ends_with_its_step() -> None:
+def test_an_abort_in_flight_ends_with_its_step() -> None:
     config = EngineConfig(SchedulerConfig(4, 8, 64), CacheConfig(12, 4))
     engine = Engine(Deferred(FakeRunner(12, 4), 2), config, vocab_size=VOCAB)
     first, second = (engine.add(prompt, SamplingParams(max_tokens=9, ignore_eos=True)) for prompt in ([1] * 8, [2, 3]))
@@ -156,7 +156,7 @@ def test_of_a_family_only_the_child_that_fails_its_grammar_is_dropped(engine: En
     assert request.error is None
 
 
-def test_an_end_without_an_output_says_why(engine: Engine) -> None:
+def test_an_end_without_an_output_has_an_error(engine: Engine) -> None:
     engine.add([1, 2], SHORT, strategy=Told([[[]]], streams=False))
     (delta,) = steps(engine)
     assert delta.error == "nothing that may come is long enough; lower min_tokens"
@@ -166,7 +166,7 @@ def test_an_end_without_an_output_says_why(engine: Engine) -> None:
     assert delta.error == "it does not fit"
 
 
-def test_what_a_step_fed_is_said(engine: Engine) -> None:
+def test_fed_counts_the_tokens_of_a_step(engine: Engine) -> None:
     assert engine.fed == 0
     engine.add([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
     engine.step()
@@ -187,7 +187,7 @@ def test_the_outputs_of_a_request_come_in_the_same_steps(engine: Engine) -> None
         assert came == [list(range(n))] * 4
 
 
-def test_also_those_of_a_request_that_was_preempted() -> None:
+def test_children_of_a_preempted_request_advance_together() -> None:
     """While one of them computes the common prefix once more, none goes ahead."""
     config = EngineConfig(SchedulerConfig(8, 64, 64), CacheConfig(16, 4, prefix_caching=False))
     engine = Engine(Deferred(FakeRunner(16, 4), 1), config, vocab_size=VOCAB)
@@ -212,7 +212,7 @@ def test_a_draft_takes_all_blocks_but_one_for_each_sequence() -> None:
         assert (request.metrics.drafted, delta.drafted, delta.accepted) == (drafted,) * 3
 
 
-def test_who_is_preempted_waits() -> None:
+def test_a_preempted_request_waits() -> None:
     config = EngineConfig(SchedulerConfig(4, 64, 64), CacheConfig(6, 4))
     engine = Engine(Deferred(FakeRunner(6, 4), 1), config, vocab_size=VOCAB)
     both = [engine.add([1, 2, at], SamplingParams(max_tokens=18, seed=0, ignore_eos=True)) for at in range(2)]
@@ -226,7 +226,7 @@ def test_who_is_preempted_waits() -> None:
     assert [len(request.finished[0].output) for request in both] == [18, 18]
 
 
-def test_what_lies_off_its_place_counts_in_every_group_of_the_targets() -> None:
+def test_moved_nodes_count_in_every_group_of_the_target() -> None:
     """A node is accepted past its sibling: what the target's feeds fill reaches as far as the path."""
     groups = (KVGroup("target"), KVGroup("hidden", kind="hidden"), KVGroup("draft", model=1))
     blocks = BlockManager(CacheConfig(8, 4), groups)

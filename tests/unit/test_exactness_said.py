@@ -8,7 +8,7 @@ from headrace.llm import LLM
 from headrace.startup.backend import BACKENDS
 
 
-def test_the_native_core_alone_claims_bits() -> None:
+def test_only_the_native_core_claims_bitwise_results() -> None:
     assert {offer.name: offer.row_invariant for offer in BACKENDS} == {"native": True, "torch": False}
 
 

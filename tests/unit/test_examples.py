@@ -41,13 +41,13 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "CONSTANTS_CACHE", LRUCache(1024))
 
 
-def test_what_is_loaded_changes_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_modules_change_no_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = drawn()
     load(tmp_path / "one_more.py", monkeypatch)
     assert drawn() == before
 
 
-def test_constants_of_what_is_loaded_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_of_loaded_modules_change_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_get_local_constants", examples.THEIRS)
     before = drawn()
     load(tmp_path / "one_more.py", monkeypatch)

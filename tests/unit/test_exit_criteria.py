@@ -47,7 +47,7 @@ LEVEL = of((1 / 3, 1 / 3, 1 / 3), (0.34, 0.33, 0.33), (0.35, 0.33, 0.32), (0.4, 
         ("patience", 2, 3, 2),
     ],
 )
-def test_where_a_text_leaves(criterion: str, threshold: float, wavers: int, level: int) -> None:
+def test_each_criterion_selects_its_exit(criterion: str, threshold: float, wavers: int, level: int) -> None:
     assert first_exit(criterion, threshold, WAVERS).tolist() == [wavers]
     assert first_exit(criterion, threshold, LEVEL).tolist() == [level]
     both = np.concatenate([WAVERS, LEVEL], 1)
@@ -64,7 +64,7 @@ def test_where_a_text_leaves(criterion: str, threshold: float, wavers: int, leve
         ("patience", [4, 3, 2, 1]),
     ],
 )
-def test_who_is_less_careful_leaves_no_later(criterion: str, careful_first: list[float]) -> None:
+def test_a_lower_threshold_exits_no_later(criterion: str, careful_first: list[float]) -> None:
     """And nobody leaves where nothing is sure enough: the last exit answers."""
     said = drawn(200, CLASSES)
     left = [first_exit(criterion, threshold, said) for threshold in careful_first]
@@ -160,7 +160,7 @@ def test_w16_patience_gains_under_conditions() -> None:
 # -- W51: sure, and unchanging -----------------------------------------------------------------------------------------
 
 
-def test_w51_to_be_sure_is_not_to_stay() -> None:
+def test_w51_low_entropy_and_stability_are_different_criteria() -> None:
     """A text whose second exit has a low entropy and whose third says something else: entropy lets it go, and wrong; the
     change between exits does not. And one that nobody is sure of, though nothing changes."""
     turns = of((0.5, 0.3, 0.2), (0.95, 0.03, 0.02), (0.1, 0.85, 0.05), (0.08, 0.88, 0.04))
@@ -174,7 +174,7 @@ def test_w51_to_be_sure_is_not_to_stay() -> None:
 # -- who leaves matters ------------------------------------------------------------------------------------------------
 
 
-def test_layers_given_to_other_texts_lose() -> None:
+def test_random_exits_lose_accuracy() -> None:
     """Three exits, each as sure as it is right, before one that is nearly always. Who leaves by their own word loses little;
     the same layers handed out by chance lose two points at least."""
     rng, texts = np.random.default_rng(2), 4_000
@@ -196,7 +196,7 @@ def together(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
     return np.full(said.shape[1], bool(passes(criterion, threshold, said).all()))
 
 
-def test_leaving_when_all_agree_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exiting_as_a_batch_changes_the_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: then who is beside a text decides where it leaves."""
 
     def alone(rule: Callable[..., np.ndarray]) -> bool:

@@ -26,7 +26,7 @@ from tests.tiny_files import write_tiny_gguf
 
 
 @pytest.mark.parametrize(("layers", "exits"), [(30, (10, 20, 25)), (24, (8, 16, 20)), (12, (4, 8, 10)), (3, (1, 2)), (2, (1,))])
-def test_where_exits_stand_without_a_word(layers: int, exits: tuple[int, ...]) -> None:
+def test_default_exits_by_layer_count(layers: int, exits: tuple[int, ...]) -> None:
     assert default_exits(layers) == exits
     check(exits, tiny_config(num_layers=layers))
 
@@ -37,12 +37,12 @@ def test_exits_outside_the_model_are_refused(exits: tuple[int, ...]) -> None:
         check(exits, tiny_config(num_layers=4))
 
 
-def test_a_model_has_so_many_exits() -> None:
+def test_a_model_has_at_most_16_exits() -> None:
     with pytest.raises(ValueError, match="16 exits at most, not 17"):
         check(range(1, 18), tiny_config(num_layers=20))
 
 
-def test_what_a_draft_step_reads(tmp_path: Path) -> None:
+def test_weight_bytes_of_a_draft_step(tmp_path: Path) -> None:
     """The layers' bytes and those of the head's rows, as the file has them, and the map's own."""
     opened = open_model(write_tiny_gguf(tmp_path / "tiny.gguf", layers=3))
     source, config = opened.source, opened.config
@@ -55,7 +55,7 @@ def test_what_a_draft_step_reads(tmp_path: Path) -> None:
             assert weight_bytes(opened).share(exit, vocab) == pytest.approx(read / (layers + head))
 
 
-def test_no_promise_beyond_what_the_bytes_allow() -> None:
+def test_the_promised_speedup_is_bounded_by_the_bytes() -> None:
     def promise(agreement: float, cost: float) -> float:
         return ExitReport(1, 0.0, agreement, 0.0, 1.0, cost).promise
 
@@ -117,7 +117,7 @@ def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
     assert judged(shuffled) < 0.75
 
 
-def test_what_the_training_has_seen() -> None:
+def test_seen_share_counts_repeated_runs_of_answers() -> None:
     """Runs of eight tokens of the answers; prompts do not count."""
 
     def text(prompt: list[int], answer: list[int]) -> Text:

@@ -131,7 +131,7 @@ def zoo_source(name: str) -> zoo.MemorySource:
 
 
 @pytest.mark.parametrize("share_of", [1, 2])
-def test_layers_that_share_kv_take_none(share_of: int) -> None:
+def test_layers_that_share_kv_have_no_kv_bytes(share_of: int) -> None:
     config = tiny_config(num_layers=4, share=share_of)
     model = native_model("llama", num_layers=4, share=share_of)
     found = shape_of(config, source_of(model), "tiny")
@@ -159,7 +159,7 @@ class Recorded:
 @pytest.mark.parametrize("quantize", ["", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("head_dim", [8, 32])
-def test_buffers_are_those_of_the_lowering(
+def test_buffers_equal_those_of_the_lowering(
     architecture: str, quantize: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Recorded] = []

@@ -144,7 +144,7 @@ def test_raw_is_a_read_only_view_by_rows(written: Path) -> None:
     assert bytes(rows.reshape(-1)) == bytes(gguf.GGUFReader(written).tensors[2].data.reshape(-1))
 
 
-def test_what_was_read_outlives_the_file(written: Path) -> None:
+def test_read_rows_outlive_the_file(written: Path) -> None:
     with GGUFFile(written) as file:
         rows, tensor = file.raw("q8"), read_tensor(file, "plain", torch.float64)
         first = rows.copy()

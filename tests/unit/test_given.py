@@ -130,7 +130,7 @@ def test_parameters_of_numpy_and_torch_are_pythons_own(given: dict[str, Any], pl
             assert {type(one) for one in getattr(made, name)} <= {int, str, tuple}
 
 
-def test_other_structs_take_them_too() -> None:
+def test_other_structs_accept_numpy_values() -> None:
     beams = BeamSearchParams(beam_width=np.int64(3), early_stopping=np.True_, stop_token_ids=np.array([4]))  # type: ignore[arg-type]
     assert beams == BeamSearchParams(beam_width=3, early_stopping=True, stop_token_ids=(4,))
     assert RefineParams(block=np.int64(4)) == RefineParams(block=4)  # type: ignore[arg-type]

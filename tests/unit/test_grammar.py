@@ -50,7 +50,7 @@ def test_deep_nesting_is_refused(spec: StructuredOutputs, name: str) -> None:
         grammar_of(spec)
 
 
-def test_what_just_fits_is_taken() -> None:
+def test_the_largest_nesting_is_accepted() -> None:
     grammar_of(StructuredOutputs(regex=nested(MAX_NESTING) * 2))
     grammar_of(StructuredOutputs(grammar="start: " + nested(MAX_NESTING).replace("a", '"a"')))
 
@@ -102,7 +102,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_text_comes_through_where_it_fits(tokenizer: Tokenizer, name: str) -> None:
+def test_a_text_passes_only_if_it_fits(tokenizer: Tokenizer, name: str) -> None:
     spec, fitting, others = CASES[name]
     grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     for text in (*fitting, *others):
@@ -110,7 +110,7 @@ def test_a_text_comes_through_where_it_fits(tokenizer: Tokenizer, name: str) -> 
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "false", json.dumps("a")])
-def test_a_schema_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_schema_is_refused(text: str) -> None:
     said = "is not JSON" if text == "{" else "must be an object that something fits"
     with pytest.raises(ConstraintError, match=f"the JSON schema {re.escape(said)}"):
         grammar_of(StructuredOutputs(json=text))

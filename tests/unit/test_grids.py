@@ -30,7 +30,7 @@ def scaled(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_read_as_they_are_printed(name: str) -> None:
+def test_printed_names_parse_to_themselves(name: str) -> None:
     assert str(parse(name)) == str(parse(name.lower())) == name
 
 
@@ -44,7 +44,7 @@ def test_names_are_read_as_they_are_printed(name: str) -> None:
         ("nf3", "have 4 bits; write nf4"),
     ],
 )
-def test_a_mistaken_name_is_one_line_with_what_was_meant(name: str, message: str) -> None:
+def test_an_invalid_name_is_a_one_line_error_with_a_suggestion(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as found:
         parse(name)
     assert "\n" not in str(found.value)
@@ -78,7 +78,7 @@ def test_every_grid_has_zero_is_idempotent_and_never_skips_a_nearer_value(seed: 
         np.testing.assert_allclose(np.abs(w - made), nearest, rtol=1e-4, atol=1e-7 * float(np.abs(w).max()))
 
 
-def test_a_grid_without_zero_and_one_that_rounds_half_up_are_found() -> None:
+def test_wrong_zero_and_half_up_rounding_give_other_codes() -> None:
     """The controls: steps that lie around zero (values (q + 1/2) · S), and rounding that is not half to even."""
     around = lambda w: (np.floor(w / 0.25) + 0.5) * 0.25  # noqa: E731
     assert around(0.0) != 0 == fit(grouped(EVEN, None), parse("int4-tensor")).snap(np.zeros((1, 1))).item()
@@ -173,7 +173,7 @@ def test_each_bit_is_worth_six_decibels_and_the_noise_is_a_twelfth_of_the_square
 
 
 @pytest.mark.parametrize("kind", CODES)
-def test_the_error_of_a_kind_says_what_was_cut_off(kind: str) -> None:
+def test_the_error_of_a_kind_separates_clipping_and_rounding(kind: str) -> None:
     """Searched scales cut off a little; the rest is rounding, near S²/12 where a step has a fixed size."""
     found = measure(NORMAL, parse(kind))
     assert found.clipping < (0.5 if kind == "Q2_K" else 0.3) * found.rounding

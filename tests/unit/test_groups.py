@@ -161,7 +161,7 @@ def written(layout: SchemeWriter, folder: Path) -> tuple[QuantizedFolder, dict[s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_what_is_written_is_read(layout: SchemeWriter, tmp_path: Path) -> None:
+def test_written_matrices_are_read_unchanged(layout: SchemeWriter, tmp_path: Path) -> None:
     """By readers that are held to other projects' files: to the bit (but for the sign of 0)."""
     source, wanted = written(layout, tmp_path)
     for name, expected in wanted.items():
@@ -185,7 +185,7 @@ def test_what_is_written_is_read(layout: SchemeWriter, tmp_path: Path) -> None:
     ],
     ids=["int8", "gptq", "gptq of 8 bits", "awq"],
 )
-def test_it_is_what_others_write(made: Made, layout: SchemeWriter, tmp_path: Path) -> None:
+def test_rewriting_gives_the_tensors_of_other_projects(made: Made, layout: SchemeWriter, tmp_path: Path) -> None:
     """What was read of theirs is written as theirs was, tensor for tensor."""
     source = open_folder(made.write(tmp_path))
     assert isinstance(source, QuantizedFolder)
@@ -195,7 +195,7 @@ def test_it_is_what_others_write(made: Made, layout: SchemeWriter, tmp_path: Pat
             assert torch.equal(torch.from_numpy(np.array(value)).to(theirs.dtype), theirs), (name, key)
 
 
-def test_names_and_what_is_refused() -> None:
+def test_format_names_and_refusals() -> None:
     assert integers_named("INT8") == integers_named("int8-row-sym") == IntegerFormat(8)
     assert integers_named("w8a8") == IntegerFormat(8, activations=True)
     assert integers_named("int4-g128") == IntegerFormat(4, 128, symmetric=False)

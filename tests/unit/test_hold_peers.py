@@ -40,7 +40,7 @@ def tool() -> ModuleType:
     return module
 
 
-def asked(library: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_probe(library: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", ASK, str(library)]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
 
@@ -57,16 +57,16 @@ def test_a_held_library_hears_of_no_avx512(tmp_path: Path) -> None:
     tool().answers(hold)
     os.link(library, held)
     assert tool().hold(held) == 1
-    free = numbers(asked(library, LD_PRELOAD=str(hold), HEADRACE_HOLD="avx2"))
+    free = numbers(run_probe(library, LD_PRELOAD=str(hold), HEADRACE_HOLD="avx2"))
     ours = ctypes.CDLL(str(library))
     out = (ctypes.c_uint * 4)()
     ours.ask(7, 0, out)
     assert free[1][1] == out[1]  # the library itself, whose other name was changed, is as it was
     for isa in ("avx2", "avxvnni"):
-        (_, (_, ebx, _, _), (eax, *_), (state, *_)) = numbers(asked(held, LD_PRELOAD=str(hold), HEADRACE_HOLD=isa))
+        (_, (_, ebx, _, _), (eax, *_), (state, *_)) = numbers(run_probe(held, LD_PRELOAD=str(hold), HEADRACE_HOLD=isa))
         assert ebx == free[1][1] & ~AVX512 & ~(1 << 26 | 1 << 27)
         assert ebx & AVX2 == out[1] & AVX2
         assert eax & VNNI == (free[2][0] & VNNI if isa == "avxvnni" else 0)
         assert state & 0xE0 == 0
-    assert numbers(asked(held, LD_PRELOAD=str(hold), HEADRACE_HOLD="avx2"))[0] == free[0]
-    assert asked(held).returncode != 0  # without what answers in its place it dies
+    assert numbers(run_probe(held, LD_PRELOAD=str(hold), HEADRACE_HOLD="avx2"))[0] == free[0]
+    assert run_probe(held).returncode != 0  # without what answers in its place it dies

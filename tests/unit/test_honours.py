@@ -82,7 +82,7 @@ def test_every_field_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("field", SET)
-def test_a_strategy_of_ones_own_is_not_given_what_it_would_drop(engine: Engine, field: str) -> None:
+def test_a_custom_strategy_refuses_fields_that_it_does_not_use(engine: Engine, field: str) -> None:
     params = SamplingParams(**{**BESIDE.get(field, {}), field: SET[field]})
     for strategy, heeds in ((Plain(), frozenset()), (Drawing(), DRAWN)):
         said = refusal(engine, strategy, params)
@@ -99,7 +99,7 @@ def test_processors_are_such_a_field(engine: Engine) -> None:
     assert not refusal(engine, Sampling(), SamplingParams(), processors=nudge)
 
 
-def test_what_says_nothing_is_not_refused(engine: Engine) -> None:
+def test_neutral_values_are_not_refused(engine: Engine) -> None:
     """Neutral values, and details of what is off."""
     for changes in (
         {},
@@ -123,7 +123,7 @@ def test_what_says_nothing_is_not_refused(engine: Engine) -> None:
         (BeamSearch(BeamSearchParams()), set(SET) - COMMON - {"beam", "n", "temperature", "min_tokens", "structured_outputs"}),
     ],
 )
-def test_the_built_in_strategies_say_what_they_heed(engine: Engine, strategy: Strategy, dropped: set[str]) -> None:
+def test_the_built_in_strategies_declare_their_fields(engine: Engine, strategy: Strategy, dropped: set[str]) -> None:
     found = {
         field
         for field in SET

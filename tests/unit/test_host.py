@@ -42,7 +42,7 @@ def test_only_one_file_of_the_core_knows_the_system() -> None:
     assert strays({"arena.cpp": "#include <sys/mman.h>"}, CPP) == ["arena.cpp: #include <sys/"]
 
 
-def test_what_it_says_of_this_process_is_plausible() -> None:
+def test_figures_of_this_process_are_plausible() -> None:
     assert 0 < host.free_memory() <= 2**63
     assert host.free_memory() <= host.physical_memory()
     assert host.held_memory(os.getpid()) > 2**20
@@ -55,7 +55,7 @@ def test_what_it_says_of_this_process_is_plausible() -> None:
     assert host.busy_seconds() >= 0
 
 
-def test_the_peak_of_a_process_is_its_own() -> None:
+def test_the_peak_of_a_process_excludes_its_parent() -> None:
     """Not that of whoever started it, as what `resource` says may be."""
     held = bytes(300 << 20)
     script = "import resource, sys; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True); sys.stdin.read()"
@@ -67,7 +67,7 @@ def test_the_peak_of_a_process_is_its_own() -> None:
         process.stdin.close()
 
 
-def test_what_the_system_does_not_say_is_not_made_up() -> None:
+def test_a_missing_process_has_no_figures() -> None:
     nobody = 2**22 + 1  # above the largest process number
     assert host.held_memory(nobody) == host.peak_memory(nobody) == 0
     with pytest.raises(OSError, match="argument|process"):

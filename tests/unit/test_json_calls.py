@@ -66,7 +66,7 @@ def read(text: str, size: int, *, several: bool = True, fits: bool = True) -> tu
         ("", None, 0),
     ],
 )
-def test_what_is_a_call(text: str, plain: str | None, calls: int, size: int) -> None:
+def test_json_calls_are_recognized(text: str, plain: str | None, calls: int, size: int) -> None:
     made, arguments, _ = read(text, size)
     assert made == (text if plain is None else plain)
     assert [json.loads(one) for one in arguments] == [{"turns": 3}] * calls

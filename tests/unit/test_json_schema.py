@@ -99,7 +99,7 @@ def words_of(schema: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rewritten_schema_means_the_same(name: str) -> None:
+def test_a_rewritten_schema_accepts_the_same_values(name: str) -> None:
     schema = CASES[name]
     prepared = prepare(schema)
     assert prepared.late == ()
@@ -118,7 +118,7 @@ def test_a_rewritten_schema_means_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_cannot_be_said_is_named_and_left_out(name: str) -> None:
+def test_unsupported_keywords_are_named_and_dropped(name: str) -> None:
     """The rest still allows all that fits."""
     prepared = prepare(LATE[name])
     assert prepared.late == (name,)
@@ -130,7 +130,7 @@ def test_nothing_is_shorter_than_nothing(name: str) -> None:
     assert not any(fits(prepare({"not": {name: 0}}).schema, value) for value in INSTANCES)
 
 
-def test_where_a_part_cannot_be_said_nothing_of_its_complement_stays() -> None:
+def test_the_complement_of_an_unsupported_part_is_dropped() -> None:
     """Of references that lead from one to the other the last cannot be turned round: nothing points at what is not there."""
     parts = {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]}, "b": {"type": "string"}, "c": {"multipleOf": 2}}
     schema = {"not": {"$ref": "#/$defs/a"}, "$defs": parts}
@@ -148,7 +148,7 @@ ANNOTATIONS = (
 
 
 @pytest.mark.parametrize("word", ANNOTATIONS.split())
-def test_what_says_nothing_of_values_is_left_out_and_breaks_nothing(word: str) -> None:
+def test_annotations_are_dropped_and_change_nothing(word: str) -> None:
     for value in ({}, {"type": "null"}, "never"):
         rest = {"type": "string", "maxLength": 1}
         assert prepare({**rest, word: value}) == Prepared(rest)
@@ -168,7 +168,7 @@ SPEAK_OF_PROPERTIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("word", SPEAK_OF_PROPERTIES)
-def test_what_others_speak_of_is_not_unevaluated(word: str) -> None:
+def test_properties_of_other_keywords_are_not_unevaluated(word: str) -> None:
     """Beside a word whose schemas may speak of properties it cannot be told which are left."""
     schema = {"type": "object", word: SPEAK_OF_PROPERTIES[word], "unevaluatedProperties": False, "$defs": {"a": OBJECT}}
     prepared = prepare(schema)
@@ -177,7 +177,7 @@ def test_what_others_speak_of_is_not_unevaluated(word: str) -> None:
 
 
 @pytest.mark.parametrize("items", [{"type": "string"}, False])
-def test_the_complement_of_what_every_item_fits_cannot_be_said(items: Any) -> None:
+def test_the_complement_of_items_is_unsupported(items: Any) -> None:
     schema = {"not": {"items": items}}
     prepared = prepare(schema)
     assert prepared.late == ("not",)
@@ -185,14 +185,14 @@ def test_the_complement_of_what_every_item_fits_cannot_be_said(items: Any) -> No
 
 
 @pytest.mark.parametrize("items", [True, {}])
-def test_nothing_breaks_what_every_item_fits(items: Any) -> None:
+def test_a_schema_that_every_item_fits_has_an_empty_complement(items: Any) -> None:
     prepared = prepare({"not": {"items": items, "minimum": 2}})
     assert prepared.late == ()
     assert [value for value in INSTANCES if fits(prepared.schema, value)] == [0, 1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_prepared_schema_is_left_alone_by_preparing(name: str) -> None:
+def test_preparing_twice_changes_nothing(name: str) -> None:
     once = prepare(CASES[name])
     twice = prepare(once.schema)
     assert twice.late == ()
@@ -297,7 +297,7 @@ def test_nothing_is_fetched_wherever_a_validator_runs(schema: dict[str, Any]) ->
     assert (got, tried) == ([], [])
 
 
-def test_the_trap_sees_what_a_validator_fetches_by_itself() -> None:
+def test_the_trap_records_remote_references_of_a_validator() -> None:
     """The control: the library's own default asks another host."""
     with trap() as (url, got), reached() as tried, pytest.warns(DeprecationWarning, match="remote references"):
         jsonschema.Draft202012Validator({"$dynamicRef": url}).is_valid(1)
@@ -305,6 +305,6 @@ def test_the_trap_sees_what_a_validator_fetches_by_itself() -> None:
     assert {event for event, _ in tried} >= {"socket.connect", "urllib.Request"}
 
 
-def test_a_reference_to_a_named_part_is_none_that_leads_out() -> None:
+def test_a_reference_to_a_named_part_is_local() -> None:
     schema = {"$id": "http://a.example/", "$defs": {"n": {"$id": "n", "type": "integer"}}, "$ref": "n"}
     assert prepare(schema).schema == schema

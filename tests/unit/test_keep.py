@@ -45,7 +45,7 @@ def test_masks_keep_the_largest_in_exact_numbers(sparsity: Sparsity) -> None:
     assert lost < others or sparsity.share > 0.5, "the control: the complement loses more"
 
 
-def test_a_row_is_compared_with_itself() -> None:
+def test_weights_compete_within_a_row() -> None:
     """The control: compared over the whole layer, rows with small weights lose all of theirs."""
     w = np.where(matrix() == 0, np.float32(0.25), matrix())
     w[:6] /= 100
@@ -98,7 +98,7 @@ def test_the_loop_gets_exact_numbers(sparsity: Sparsity) -> None:
         assert made.sum(1).tolist() == whole.sum(1).tolist()
 
 
-def test_the_loop_sees_what_has_changed() -> None:
+def test_the_mask_uses_updated_weights() -> None:
     w, upper = torch.ones(3, 8), torch.eye(8)
     keep = KeptBlocks(parse_sparsity("2:4"))
     first = [keep.at(j, w, upper) for j in range(4)]
@@ -110,13 +110,13 @@ def test_the_loop_sees_what_has_changed() -> None:
 
 
 @pytest.mark.parametrize("text", ["4:2", "0:4", "2:2", "1", "1.5", "-0.1", "nan", "half", ""])
-def test_what_is_no_sparsity_is_refused(text: str) -> None:
+def test_an_invalid_sparsity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write 2:4, or a share"):
         parse_sparsity(text)
     assert [str(parse_sparsity(said)) for said in ("2:4", "0.5", "0.25")] == ["2:4", "0.5", "0.25"]
 
 
-def test_scores_that_are_no_numbers_and_rows_that_do_not_fit() -> None:
+def test_nan_scores_and_indivisible_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="scores are NaN"):
         keep_mask(np.full((1, 4), np.nan), Sparsity(0.5))
     with pytest.raises(ValueError, match="rows of 6 weights cannot be divided into groups of 4"):

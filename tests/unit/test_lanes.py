@@ -52,7 +52,7 @@ def play(count: int, depth: int, tamper: Callable[[Engine], Any] = lambda engine
 
 
 @pytest.mark.parametrize(("count", "depth"), [(6, 2), (7, 2), (6, 3), (2, 2)])
-def test_steps_of_some_are_under_way_beside_steps_of_others(count: int, depth: int) -> None:
+def test_steps_of_disjoint_sequences_overlap(count: int, depth: int) -> None:
     under_way = play(count, depth)
     assert all(sum(map(len, plans)) == len(set().union(*plans)) for plans in under_way), "a sequence is in two plans"
     full = [plans for plans in under_way if len(plans) == depth]

@@ -64,7 +64,7 @@ def whole(*times: float, due: float = 10.0) -> TimedAnswer:
     return came(parts, due)
 
 
-def test_times_are_those_of_the_bytes() -> None:
+def test_token_times_equal_arrival_times() -> None:
     answer = whole(10.25, 10.5, 10.75)
     assert (answer.error, answer.text, answer.prompt_tokens, answer.output_tokens) == (None, "aaa", 7, 3)
     assert answer.times == [10.25, 10.5, 10.75]
@@ -95,7 +95,7 @@ def test_bytes_may_be_cut_anywhere_and_come_together() -> None:
         ([], "ended early"),
     ],
 )
-def test_what_fails_is_an_error_and_is_not_counted(parts: list[tuple[float, bytes]], said: str) -> None:
+def test_failed_requests_are_errors_and_not_counted(parts: list[tuple[float, bytes]], said: str) -> None:
     answer = came(parts)
     assert said in (answer.error or "")
     told = summary.summary(drive.LoadRun([answer, whole(10.5)], 2.0, 0.0, {}), {"ttft": 1.0})
@@ -229,7 +229,7 @@ def test_a_closed_loop_holds_its_number() -> None:
     assert fake.most == 3
 
 
-def test_what_is_sent() -> None:
+def test_request_bodies_have_the_scheduled_lengths() -> None:
     fake = Fake(at_once)
     fake.drive([ScheduledRequest(0.0, 5, 9, seed=3)], kind="chat", extra={"temperature": 0.5})
     (body,) = fake.bodies
@@ -275,7 +275,7 @@ def test_poisson_arrivals_and_heavy_tails() -> None:
     assert jobs == poisson(4000, 20.0, Lengths(200, 50, 1.0), seed=1)
 
 
-def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
+def test_traces_are_read_truncated_and_summarized(tmp_path: Path) -> None:
     azure = tmp_path / "azure.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
@@ -305,7 +305,7 @@ def test_traces_are_read_cut_and_told(tmp_path: Path) -> None:
             read_trace(tmp_path / "x.csv")
 
 
-def test_what_was_cut_is_said_of_each_load() -> None:
+def test_truncations_are_described_per_load() -> None:
     """--limit 8 takes 8 of the 100 requests of each of two loads, and not 16 of 200."""
     bounds = {name: WorkloadLimits(limit=8) for name in ("1 at once", "8 at once", "short")}
     for name, each in bounds.items():
@@ -358,7 +358,7 @@ def test_points_have_numbers_and_axes_that_hold_them() -> None:
     assert "stroke-dasharray" in text
 
 
-def test_a_report_is_one_page_that_asks_nobody() -> None:
+def test_a_report_is_one_self_contained_page() -> None:
     told = {name: {"p50": 0.1, "p90": 0.2, "p99": 0.3} for name in ("ttft", "itl", "tpot", "e2e")}
     times = {name: [0.1, 0.2, 0.3] for name in ("ttft", "itl", "e2e")}
     made = {f"{n} at once": ({**told, "output_tokens_per_s": 10.0 * n}, times) for n in (2, 1)}

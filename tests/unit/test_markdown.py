@@ -48,11 +48,11 @@ def test_marks_become_looks() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 1000])
-def test_the_pieces_do_not_matter(size: int) -> None:
+def test_the_piece_size_changes_nothing(size: int) -> None:
     assert shown(TEXT, size) == shown(TEXT)
 
 
-def test_lines_are_wrapped_by_what_is_seen() -> None:
+def test_lines_are_wrapped_by_visible_width() -> None:
     """Sequences that take no cells do not count, and no word is cut."""
     text = "**bold** word " * 20
     lines = SGR.sub("", shown(text, width=30)).splitlines()
@@ -62,14 +62,14 @@ def test_lines_are_wrapped_by_what_is_seen() -> None:
 
 
 @pytest.mark.parametrize("text", ["**never ended\nnext", "`open\nnext", "*a\nnext", "# head\nnext"])
-def test_what_is_open_ends_with_its_line(text: str) -> None:
+def test_open_styles_end_with_their_line(text: str) -> None:
     first, second = shown(text).split("\n")
     assert SGR.findall(first)[-1] == "\x1b[0m"
     assert second == "next"
 
 
 @pytest.mark.parametrize("text", ["2 ** 3", "a * b", "* ", "#hash", "-5 degrees", "5*3*2", "``", "****", "x ** ** y", ""])
-def test_what_only_looks_like_it_stays(text: str) -> None:
+def test_text_that_resembles_markdown_stays(text: str) -> None:
     assert SGR.sub("", shown(text)).rstrip() in (text.rstrip(), "•", "")
     if text not in ("* ", "``"):
         assert SGR.sub("", shown(text)) == text

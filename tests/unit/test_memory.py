@@ -35,7 +35,7 @@ def test_the_default_is_2048_tokens_per_sequence_and_at_least_one_context_with_d
     assert plan(GIB, max_num_seqs=1).max_model_len == plan(GIB, max_num_seqs=32).max_model_len == 4096
 
 
-def test_the_default_is_a_quarter_of_what_is_free_at_most_and_said() -> None:
+def test_the_default_kv_cache_is_at_most_a_quarter_of_free_memory() -> None:
     tight = plan(4 * 2**20, max_num_seqs=32)
     assert tight.kv_bytes == 2**20
     assert tight.num_blocks == 512
@@ -43,15 +43,15 @@ def test_the_default_is_a_quarter_of_what_is_free_at_most_and_said() -> None:
     assert plan(GIB, max_num_seqs=32).summary == "KV cache of at most 8.0 MiB for 65,536 tokens, context 4,096"
 
 
-def test_of_an_encoder_no_cache_is_said() -> None:
+def test_the_summary_of_an_encoder_names_no_cache() -> None:
     assert plan(GIB, encoder=True).summary == "texts of at most 4,096 tokens"
 
 
-def test_a_context_nobody_asked_for_is_shortened_to_the_pool() -> None:
+def test_a_default_context_is_shortened_to_the_pool() -> None:
     assert plan(2**20).max_model_len == 2048
 
 
-def test_a_context_that_was_asked_for_must_fit_and_the_message_names_what_works() -> None:
+def test_a_requested_context_that_does_not_fit_is_refused_with_working_values() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory=") as caught:
         plan(2**20, max_model_len=4096)
     message = str(caught.value)
@@ -80,12 +80,12 @@ def test_sizes(text: int | str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "two", "-3", "1.2.3GB", "5 TB", 0, -1, "."])
-def test_what_is_no_size(text: int | str) -> None:
+def test_an_invalid_size_is_refused(text: int | str) -> None:
     with pytest.raises(ValueError, match="is not a size|must be above 0"):
         memory.parse_bytes(text)
 
 
-def test_sources_are_encoded_beside_the_kv_cache() -> None:
+def test_encoder_scratch_reduces_the_kv_cache() -> None:
     """What that takes is not there for K and V, and where it is all there is, the message says so."""
     both = plan(4 * 2**20, max_num_seqs=32, scratch=2 * 2**20)
     assert (both.scratch, both.kv_bytes, both.bytes) == (2 * 2**20, 2**19, 2**19 + 2 * 2**20)
@@ -95,7 +95,7 @@ def test_sources_are_encoded_beside_the_kv_cache() -> None:
         plan(2**20, scratch=2 * 2**20)
 
 
-def test_hidden_states_are_bounded_by_what_the_plan_left_over() -> None:
+def test_hidden_states_are_bounded_by_spare_memory() -> None:
     """1 MiB of KV (128 bytes a token), hidden states of as many bytes a token."""
     free = 2**20 + 2**19
     whole = plan(free, kv_cache_memory=2**20)

@@ -93,7 +93,7 @@ def test_a_sample_is_seeded_and_takes_decorated_functions_but_no_text_of_errors(
     assert sorted(lines(mutants.mutants("ops.trees", 100, 1))) == sorted(MUTANTS)
 
 
-def test_the_tests_of_a_line_are_those_of_its_statement_the_fastest_first(mutants: ModuleType, project: Path) -> None:
+def test_tests_of_a_line_are_those_of_its_statement_in_order_of_time(mutants: ModuleType, project: Path) -> None:
     name = "src/headrace/ops/trees.py"
     (project / name).write_text("LIMIT = 1\n\ndef f(a, b):\n    return (\n        a\n        + b\n    )\n")
     cover = mutants.Cover([name])
@@ -104,7 +104,7 @@ def test_the_tests_of_a_line_are_those_of_its_statement_the_fastest_first(mutant
     assert cover.tests(name, 1) == (["elsewhere", "fast", "middle", "slow"], 0)  # runs when the file is imported
 
 
-def test_an_entry_means_a_mutant_by_its_lines_or_but_for_what_it_names(mutants: ModuleType) -> None:
+def test_an_entry_matches_a_mutant_by_its_diff_or_pattern(mutants: ModuleType) -> None:
     name = "src/headrace/ops/trees.py"
     mutant = mutants.Mutant("ops.trees", name, 4, "-    return f(a, device=x)\n+    return f(a, device=None)", "")
     assert mutants._is(mutant, {"file": name, "diff": f"\n{mutant.diff}\n"})
@@ -115,7 +115,7 @@ def test_an_entry_means_a_mutant_by_its_lines_or_but_for_what_it_names(mutants: 
 
 
 @pytest.mark.slow
-def test_a_test_that_misses_a_border_is_found_and_one_that_is_added_counts(project: Path) -> None:
+def test_surviving_mutants_are_reported(project: Path) -> None:
     done = run(project)
     assert done.returncode == 0, done.stderr
     found = outcomes(project)
@@ -141,7 +141,7 @@ def test_a_test_that_misses_a_border_is_found_and_one_that_is_added_counts(proje
 
 
 @pytest.mark.slow
-def test_the_mutated_copy_is_what_is_imported(project: Path) -> None:
+def test_the_mutated_copy_is_imported(project: Path) -> None:
     """An editable install's finder, which comes before sys.path, does not count; any other one ends the run."""
     right = project / "elsewhere.py"
     right.write_text(SOURCE)

@@ -46,7 +46,7 @@ def rendered(template: ChatTemplate, asked: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(FOLDERS))
-def test_a_folder_chooses_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_a_folder_selects_templates_like_transformers(name: str, tmp_path: Path) -> None:
     listed, files = FOLDERS[name]
     save(tmp_path, "bytes", chat_template=listed)
     for path, text in files.items():
@@ -85,7 +85,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_gguf_file_made_of_a_folder_has_them_all(tmp_path: Path) -> None:
+def test_a_gguf_file_of_a_folder_has_all_templates(tmp_path: Path) -> None:
     folder = Tokenizer.from_folder(save(tmp_path, "bytes", chat_template=LISTED))
     keys = tokenizer_keys(tmp_path, folder.vocab_size)
     assert keys["tokenizer.chat_templates"] == ["tool_use", "rag"]
@@ -104,7 +104,7 @@ def test_a_template_of_the_users_own_is_the_only_one(tmp_path: Path) -> None:
     ("value", "message"),
     [([{"name": "default"}], "chat_template 'default' in tokenizer_config.json must be text"), (5, "must be text")],
 )
-def test_what_is_no_template_is_refused(value: object, message: str, tmp_path: Path) -> None:
+def test_an_invalid_template_is_refused(value: object, message: str, tmp_path: Path) -> None:
     save(tmp_path, "bytes", chat_template=value)
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(tmp_path)

@@ -31,7 +31,9 @@ def test_the_core_is_built_where_a_compiler_is() -> None:
 @pytest.mark.parametrize(
     ("compiler", "advice"), [(None, "install one (Debian, Ubuntu: g++"), ("/usr/bin/c++", "pip install -v")]
 )
-def test_a_missing_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch, compiler: str | None, advice: str) -> None:
+def test_a_missing_core_names_the_packages_to_install(
+    monkeypatch: pytest.MonkeyPatch, compiler: str | None, advice: str
+) -> None:
     monkeypatch.setattr(core, "_CORE", None)
     monkeypatch.setattr(shutil, "which", lambda _: compiler)
     assert not core.available()
@@ -41,7 +43,7 @@ def test_a_missing_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch, co
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_missing_core_is_said_at_import() -> None:
+def test_a_missing_core_is_reported_at_import() -> None:
     code = "import sys; sys.modules['headrace.core._core'] = None; import headrace.core"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

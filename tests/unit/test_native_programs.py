@@ -35,6 +35,6 @@ def _is_module(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_finds_nothing_wrong(name: str, folder: Path) -> None:
+def test_a_native_test_program_passes(name: str, folder: Path) -> None:
     done = subprocess.run([folder / name], capture_output=True, text=True, timeout=1800, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{name.removesuffix('_test')}: ok\n", "")

@@ -37,14 +37,14 @@ def reckless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("batch", RUNS)
-def test_plain_steps_take_what_they_are_thought_to(batch: int) -> None:
+def test_plain_steps_take_their_modelled_time(batch: int) -> None:
     assert bench(CHAT).run(batch, 5, auto=False) == pytest.approx(4 * step_time(batch))
 
 
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("batch", RUNS)
-def test_no_batch_and_no_text_loses(batch: int, text: str, draft: bool) -> None:
+def test_no_batch_or_text_gets_slower(batch: int, text: str, draft: bool) -> None:
     """From the first token on, with all that has to be learnt: at most 2 % of a few hundred tokens."""
     assert bench(TEXTS[text], draft=draft).gain(batch, *RUNS[batch]) >= 0.98
 
@@ -60,7 +60,7 @@ def test_an_exit_that_is_never_right_costs_little(share: float, spoil, monkeypat
 
 
 @pytest.mark.parametrize(("text", "batch", "least"), [(EDIT, 1, 2.4), (CODE, 1, 1.15), (CHAT, 1, 1.05), (EDIT, 4, 1.05)])
-def test_what_pays_is_won(text: Text, batch: int, least: float) -> None:
+def test_drafts_gain_where_they_pay(text: Text, batch: int, least: float) -> None:
     assert bench(text).gain(batch, 60, 5) >= least
 
 
@@ -73,7 +73,7 @@ def test_a_model_does_not_read_a_long_prompt_for_a_short_answer(spoil, monkeypat
 
 
 @pytest.mark.parametrize("spoil", [None, no_budget])
-def test_whatever_the_estimates_say_no_more_is_lost_than_the_budget(spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_estimates_lose_at_most_the_budget(spoil, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     """All drafts are believed in and hardly any is right: the budgets of two drafters, and one prompt that was read."""
     monkeypatch.setattr(Acceptance, "alpha", lambda self, request, kind: 0.9)
     if spoil is not None:
@@ -109,7 +109,7 @@ def gain_next_to(text: Text, exits: Exits, batch: int, early: int, runs: int = 5
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch", "early"), [(1, 1), (2, 1), (1, 3)])
-def test_others_draft_next_to_requests_that_exit_early(kind: str, batch: int, early: int) -> None:
+def test_plain_requests_draft_next_to_early_exits(kind: str, batch: int, early: int) -> None:
     """From the first step on: nothing was learnt alone. Without it no step was recorded, and nothing was drafted."""
     gain, drafts = gain_next_to(EDIT, KINDS[kind], batch, early)
     assert drafts > 20
@@ -118,7 +118,7 @@ def test_others_draft_next_to_requests_that_exit_early(kind: str, batch: int, ea
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_next_to_requests_that_exit_early_no_text_loses(kind: str, text: str) -> None:
+def test_no_text_gets_slower_next_to_early_exits(kind: str, text: str) -> None:
     gain, _ = gain_next_to(TEXTS[text], KINDS[kind], 2, 2)
     assert gain >= 0.97
 
@@ -133,7 +133,7 @@ def measured(base: float = 1.0, wide: float = 1.5) -> Costs:
     return costs
 
 
-def test_a_budget_takes_what_drafts_save_and_pays_what_they_cost() -> None:
+def test_a_budget_gains_saved_time_and_pays_draft_time() -> None:
     budgets = Budgets()
     budgets.open(["ngram", "draft"], 1.0)
     budgets.charge_draft("draft", 0.3)

@@ -146,7 +146,7 @@ def test_the_logarithms_are_accurate():
     assert np.abs(noise.reference_gumbel(words) - exact).max() <= 1e-6
 
 
-def test_the_range_is_what_the_shortcut_assumes():
+def test_the_gumbel_range_equals_the_assumed_reach():
     """Values fall as words grow, so the first and last word bound them all."""
     top, bottom = noise.gumbel(torch.tensor([0, 2**32 - 1])).tolist()
     assert bottom > GUMBEL_MIN - 0.01

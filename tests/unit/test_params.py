@@ -43,7 +43,7 @@ NAN, INF = math.nan, math.inf
         ("priority", [1.5, None]),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_by_name(name, values):
+def test_an_invalid_value_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ParamError) as caught:
             SamplingParams(**{name: value})
@@ -65,7 +65,7 @@ def test_an_unknown_parameter_is_refused_by_name():
         msgspec.convert({"temprature": 0.5}, SamplingParams)
 
 
-def test_decoded_parameters_are_checked_too():
+def test_decoded_parameters_are_checked():
     with pytest.raises(msgspec.ValidationError, match="temperature must be between 0 and 100"):
         msgspec.json.decode(b'{"temperature": -1}', type=SamplingParams)
     decoded = msgspec.json.decode(b'{"stop": ["a"], "bad_words": [[1, 2]], "logit_bias": {"5": 1.5}}', type=SamplingParams)
@@ -128,14 +128,14 @@ def test_every_list_is_bounded(one: Declared) -> None:
             SamplingParams(**{one.name: [[1] * (one.field.each + 1)]})
 
 
-def test_the_first_mistake_wins() -> None:
+def test_the_first_invalid_field_is_reported() -> None:
     """In the order of the struct, whatever came first; so a million cost no more than one."""
     for given in ({"seed": -1, "top_k": -1}, {"top_k": -1, "seed": -1}):
         with pytest.raises(ParamError, match="top_k must be 0"):
             SamplingParams(**given)
 
 
-def test_every_default_is_one_that_may_be_given() -> None:
+def test_every_default_is_a_valid_value() -> None:
     """Making parameters does not look at them."""
     for one in declared(SamplingParams):
         assert one.default is None if one.optional and one.default is None else one.check(one, one.default) == one.default

@@ -30,7 +30,7 @@ CELL = Cell("b2", 2, 5, 4)
 
 
 # -- cells -------------------------------------------------------------------------------------------------------------
-def test_the_cells_are_those_of_the_plan() -> None:
+def test_the_cells_equal_the_planned_cells() -> None:
     assert list(CELLS) == "pp512 pp2048 b1 b2 b4 b8 b16 b32 b1_4k".split()
     assert all(cell.new_tokens >= 32 for name, cell in CELLS.items() if name.startswith("b"))
     assert [CELLS[name].new_tokens for name in ("pp512", "pp2048")] == [0, 0]
@@ -77,7 +77,7 @@ def test_the_interval_has_the_ranks_of_the_tables(count: int, left_out: int, con
 
 
 @pytest.mark.parametrize("count", [5, 9, 15])
-def test_the_interval_holds_the_true_median_as_often_as_it_says(count: int) -> None:
+def test_the_interval_covers_the_median_at_its_confidence(count: int) -> None:
     rng = np.random.default_rng(count)
     draws = rng.lognormal(mean=math.log(1.3), sigma=0.4, size=(4000, count))  # skewed, with the median 1.3
     found = [ratio(row, [1.0] * count) for row in draws.tolist()]
@@ -172,7 +172,7 @@ def program(folder: Path, prints: str, status: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("prints", [TABLE, JSON])
-def test_a_program_of_ones_own_is_an_engine(tmp_path: Path, prints: str) -> None:
+def test_a_custom_program_is_an_engine(tmp_path: Path, prints: str) -> None:
     engine, *none = engines.built([f"ik={program(tmp_path, prints)} -fa -rtr 1"])
     assert (engine.name, none, list(engine.settings)) == ("ik", [], ["-fa -rtr 1"])
     worker = EngineProcess(engine.command, tmp_path / "log")
@@ -190,7 +190,7 @@ def test_a_program_of_ones_own_is_an_engine(tmp_path: Path, prints: str) -> None
     assert "-ntg 1 " in asked[1]
 
 
-def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_failed_program_is_reported(tmp_path: Path) -> None:
     engine = engines.built([f"own={program(tmp_path, 'no such model', 1)}"])[0]
     worker = EngineProcess(engine.command, tmp_path / "log")
     try:
@@ -210,7 +210,7 @@ def test_a_program_that_fails_says_so(tmp_path: Path) -> None:
         ("ik=/no/such/program", "/no/such/program is no program"),
     ],
 )
-def test_what_is_no_program_is_refused(given: str, says: str) -> None:
+def test_an_invalid_program_is_refused(given: str, says: str) -> None:
     with pytest.raises(PeerError, match=says):
         engines.built([given])
 
@@ -223,7 +223,7 @@ def test_settings_of_one_program_are_one_engine() -> None:
     ]
 
 
-def test_who_chooses_his_own_prompts_is_not_compared_by_tokens() -> None:
+def test_an_engine_with_its_own_prompts_is_not_compared_by_tokens() -> None:
     ours, theirs, _, _ = made = variants([])
     state = measure(made, CELL, 3, 100, lambda: 50.0)
     theirs.first[CELL.name] = []
@@ -271,7 +271,7 @@ def test_the_share_of_others_is_one_even_within_a_tick() -> None:
     assert others_share(-0.01, 0.5) == 0  # a tick of ours that was counted late
 
 
-def test_a_worker_is_stopped_until_it_is_asked(started: Any) -> None:
+def test_a_worker_is_stopped_between_requests(started: Any) -> None:
     """Its own thread spins for ever, and uses no time while it is not asked."""
     worker = started()
     worker.ask(**TASK, setting={"seconds": 0.5, "spin": True})

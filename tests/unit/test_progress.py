@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines_say_the_size_and_every_quarter() -> None:
+def test_plain_lines_show_the_size_and_every_quarter() -> None:
     out = io.StringIO()
     progress = for_stream(out)
     assert isinstance(progress, Lines)
@@ -31,7 +31,7 @@ def test_plain_lines_say_the_size_and_every_quarter() -> None:
     ]
 
 
-def test_a_terminal_gets_a_bar_that_goes_away() -> None:
+def test_a_terminal_bar_is_erased_at_the_end() -> None:
     out = Terminal()
     progress = for_stream(out)
     assert isinstance(progress, Moving)
@@ -49,7 +49,7 @@ def screen(written: str) -> list[str]:
     return [line.rpartition("\x1b[2K")[2] for line in written.split("\n")]
 
 
-def test_a_bar_counts_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_the_count_and_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     out = Terminal()
@@ -65,7 +65,7 @@ def test_a_bar_counts_and_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     assert screen(out.getvalue()) == ["a remark", ""]
 
 
-def test_where_nothing_is_known_a_sign_turns_until_it_is_over() -> None:
+def test_progress_without_a_total_shows_a_spinner() -> None:
     out = Terminal()
     progress = for_stream(out)
     progress.start("loading")
@@ -92,7 +92,7 @@ def test_a_terminal_without_unicode_gets_signs_it_has() -> None:
     assert out.getvalue().encode("latin-1")
 
 
-def test_one_line_is_enough_where_nobody_watches() -> None:
+def test_progress_without_a_terminal_prints_one_line() -> None:
     out = io.StringIO()
     progress = for_stream(out)
     progress.start("perplexity", 8, unit="windows")

@@ -13,7 +13,7 @@ from headrace.decoding.prompts import Pooling, Scored
 SCORES = [TokenLogprob(token, -float(token)) for token in range(9)]
 
 
-def asked(strategy: Strategy, prompt: int = 12, **params: Any) -> tuple[Request, Sequence]:
+def request_with(strategy: Strategy, prompt: int = 12, **params: Any) -> tuple[Request, Sequence]:
     tokens = list(range(prompt))
     request = Request("r", tokens, SamplingParams(**params), 0, strategy, 0)
     return request, Sequence(0, list(tokens), prompt)
@@ -41,9 +41,9 @@ class Seeing(Strategy):
 
 
 @pytest.mark.parametrize("pool", ["first", "last"])
-def test_one_row_is_asked_of_the_chunk_that_ends_the_prompt(pool: str) -> None:
+def test_pooling_wants_one_row_of_the_last_chunk(pool: str) -> None:
     strategy = Pooling(pool)
-    request, seq = asked(strategy)
+    request, seq = request_with(strategy)
     assert strategy.want(request, seq, Feed(0, 0, 8), False) == ()
     assert strategy.want(request, seq, Feed(0, 8, 4), True) == (Pool(Where(pool)),)
     strategy.observe(request, seq, Feed(0, 0, 8), ())
@@ -52,9 +52,9 @@ def test_one_row_is_asked_of_the_chunk_that_ends_the_prompt(pool: str) -> None:
     assert request.pooled == [1.0, 2.0]
 
 
-def test_a_mean_goes_on_where_the_sum_was_also_when_rows_are_fed_again() -> None:
+def test_a_mean_resumes_from_its_sum_after_preemption() -> None:
     strategy = Pooling("mean")
-    request, seq = asked(strategy)
+    request, seq = request_with(strategy)
     assert strategy.want(request, seq, Feed(0, 0, 8), False) == (Pool(Where.ALL, 0, ()),)
     strategy.observe(request, seq, Feed(0, 0, 8), (Pooled((1.0, 2.0)),))
     strategy.observe(request, seq, Feed(0, 0, 4), (Pooled((1.0, 2.0)),))  # after a preemption: nothing new
@@ -63,8 +63,8 @@ def test_a_mean_goes_on_where_the_sum_was_also_when_rows_are_fed_again() -> None
     assert (request.pooled, request.state) == ([3.0, 4.0], 12)
 
 
-def test_only_a_mean_has_to_see_every_row() -> None:
-    assert [Pooling(pool).shares(asked(Pooling(pool))[0]) for pool in ("first", "last", "mean")] == [ALL, ALL, 0]
+def test_only_a_mean_needs_every_row() -> None:
+    assert [Pooling(pool).shares(request_with(Pooling(pool))[0]) for pool in ("first", "last", "mean")] == [ALL, ALL, 0]
 
 
 # -- the scores of a prompt ----------------------------------------------------------------------------------------------------
@@ -73,15 +73,15 @@ def test_only_a_mean_has_to_see_every_row() -> None:
 def test_scores_are_filed_once_and_end_with_the_prompt() -> None:
     """Also where chunks overlap, and where a feed after a preemption goes on into the output."""
     strategy = Scored(Seeing())
-    request, seq = asked(strategy, 6, prompt_logprobs=0)
+    request, seq = request_with(strategy, 6, prompt_logprobs=0)
     for start, end in ((0, 3), (0, 2), (1, 9), (3, 9)):
         strategy.observe(request, seq, Feed(0, start, end - start), (Scores(tuple(SCORES[start + 1 : end])),))
     assert request.prompt_logprobs == [None, *SCORES[1:6]]
 
 
-def test_scores_are_asked_until_all_are_there_and_the_prompt_is_fed_whole_till_then() -> None:
+def test_scoring_feeds_the_full_prompt_until_all_scores_arrive() -> None:
     strategy = Scored(Seeing())
-    request, seq = asked(strategy, 6, prompt_logprobs=2)
+    request, seq = request_with(strategy, 6, prompt_logprobs=2)
     assert strategy.shares(request) == 0
     assert strategy.want(request, seq, Feed(0, 0, 3), False) == (Score(2),)
     strategy.observe(request, seq, Feed(0, 0, 3), (Scores(tuple(SCORES[1:4])),))
@@ -95,7 +95,7 @@ def test_scores_are_asked_until_all_are_there_and_the_prompt_is_fed_whole_till_t
 def test_scores_from_a_token_on_let_the_tokens_before_it_come_from_the_cache() -> None:
     """The row before it scores it, and has to be fed; a feed that ends before that row is asked for nothing."""
     strategy = Scored(Seeing())
-    request, seq = asked(strategy, 8, prompt_logprobs=0, prompt_logprobs_start=5)
+    request, seq = request_with(strategy, 8, prompt_logprobs=0, prompt_logprobs_start=5)
     assert strategy.shares(request) == 4
     assert strategy.want(request, seq, Feed(0, 0, 4), False) == ()
     strategy.observe(request, seq, Feed(0, 0, 4), ())
@@ -107,11 +107,11 @@ def test_scores_from_a_token_on_let_the_tokens_before_it_come_from_the_cache() -
     assert (request.prompt_logprobs, request.shares) == ([None] * 5 + SCORES[5:8], ALL)
 
 
-def test_what_is_wrapped_sees_the_answers_to_its_own_wants_alone() -> None:
+def test_a_wrapped_strategy_sees_only_the_answers_to_its_wants() -> None:
     """Of chunks, of the feed that ends the prompt, and of those after it."""
     inner = Seeing()
     strategy = Scored(inner)
-    request, seq = asked(strategy, 6, prompt_logprobs=0)
+    request, seq = request_with(strategy, 6, prompt_logprobs=0)
     seen = [(Scores(tuple(SCORES[1:4])),), (Scores(tuple(SCORES[4:6])), Drawn((3,))), (Drawn((4,)), Drawn((5,)))]
     for start, answers in zip((0, 3, 6), seen, strict=True):
         strategy.observe(request, seq, Feed(0, start, 3), answers)

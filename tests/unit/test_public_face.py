@@ -51,7 +51,7 @@ def test_docstrings_have_no_shorthand() -> None:
     assert all(inspect.getdoc(getattr(headrace, name)) for name in headrace._HOME)
 
 
-def test_a_model_is_a_context_manager_and_says_what_it_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_a_context_manager_with_a_repr(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     monkeypatch.setattr(llm, "close", lambda: closed.append(True))
     with llm as entered:
@@ -67,7 +67,7 @@ def test_a_model_is_a_context_manager_and_says_what_it_is(llm: LLM, monkeypatch:
     assert repr(SamplingParams(temperature=0.5)) == "SamplingParams(temperature=0.5)"
 
 
-def test_the_name_that_others_give_to_opening_a_model(llm: LLM) -> None:
+def test_from_pretrained_opens_a_model(llm: LLM) -> None:
     """Who comes from transformers writes it so; its settings have other names here, which is said before anything is read."""
     with LLM.from_pretrained(llm.opened.path, dtype="float64", threads=1) as same:
         assert (
@@ -112,7 +112,7 @@ def test_parameters_as_data_make_the_same_again() -> None:
     assert SamplingParams().to_dict() == {}
 
 
-def test_a_tokenizer_is_called_as_those_of_transformers(llm: LLM) -> None:
+def test_a_tokenizer_is_callable_as_in_transformers(llm: LLM) -> None:
     ids = llm.tokenizer.encode("The mill")
     found = llm.tokenizer("The mill")
     assert found["input_ids"] == found.input_ids == ids

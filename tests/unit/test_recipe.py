@@ -30,19 +30,19 @@ WRONG = (
 
 
 @pytest.mark.parametrize("names", RIGHT)
-def test_methods_follow_one_another(names: str) -> None:
+def test_valid_orders_of_methods_are_accepted(names: str) -> None:
     check_order(names.split(","))
 
 
 @pytest.mark.parametrize(("names", "line"), WRONG)
-def test_a_wrong_order_says_the_right_one(names: str, line: str) -> None:
+def test_a_wrong_order_is_refused_with_the_right_one(names: str, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)) as found:
         check_order(names.split(","))
     assert str(found.value).startswith(f"{names} cannot be: ")
     assert "\n" not in str(found.value)
 
 
-def test_what_is_advised_can_be() -> None:
+def test_advised_orders_are_valid() -> None:
     """Of all pairs and triples: what "use" names is another order of the same methods, and is allowed."""
     advised = 0
     for names in (*product(METHODS, repeat=2), *product(METHODS, repeat=3)):
@@ -57,7 +57,7 @@ def test_what_is_advised_can_be() -> None:
     assert advised > 100
 
 
-def test_methods_are_known_and_their_numbers_are_there() -> None:
+def test_unknown_methods_and_missing_numbers_are_refused() -> None:
     for methods, line in ((("obq",), "unknown method 'obq'; known are rtn, weighted, gptq"), ((), "no method is named")):
         with pytest.raises(ValueError, match=line):
             check_known(methods)

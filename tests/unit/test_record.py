@@ -45,7 +45,7 @@ def test_playing_a_recording_gives_the_models_logits(architecture: str) -> None:
     assert torch.equal(logits, model(step(model)))
 
 
-def test_a_recording_says_what_the_file_says() -> None:
+def test_a_recording_lists_the_ops_of_the_model_file() -> None:
     recording = record(tiny_model())
     ops = [node.op for node in recording.layers[0].nodes]
     assert ops == [
@@ -59,7 +59,7 @@ def test_a_recording_says_what_the_file_says() -> None:
     assert recording.layers[1].nodes[2].settings["layer"] == 1
 
 
-def test_what_a_source_leaves_is_a_segment_a_layer() -> None:
+def test_a_cross_attention_recording_has_one_segment_per_layer() -> None:
     """Normed, multiplied and stored; the rows are handed on as they are."""
     encoder = tiny_config("t5", encoder=True, buckets=8, bucket_distance=20)
     model = describe(tiny_config("t5", source=encoder, buckets=8, bucket_distance=20, num_layers=3))
@@ -76,7 +76,7 @@ def test_what_a_source_leaves_is_a_segment_a_layer() -> None:
     assert not recording.head.nodes
 
 
-def test_what_leaves_the_vocabulary_is_not_recorded() -> None:
+def test_code_outside_the_ops_is_refused() -> None:
     class Adds(type(tiny_model())):  # type: ignore[misc]
         def layer(self, i: int, x: Any, ctx: Any) -> Any:
             return super().layer(i, x, ctx) + 1

@@ -35,7 +35,7 @@ def test_how_many_are_masked_after_each_pass(size: int, passes: int, left: list[
         assert (block.tokens.count(MASK), block.done) == (masks, done)
 
 
-def test_the_least_sure_are_masked_again() -> None:
+def test_the_least_confident_tokens_are_masked_again() -> None:
     first = refine(empty(4, MASK), [(5, -0.1), (6, -2.0), (7, -0.5), (8, -1.0)], 2, MASK)
     assert first == MaskedBlock((5, MASK, 7, MASK), (-0.1, float("-inf"), -0.5, float("-inf")), 1)
     second = refine(first, [(1, -9.0), (2, -0.2), (3, -9.0), (4, -0.3)], 2, MASK)
@@ -43,7 +43,7 @@ def test_the_least_sure_are_masked_again() -> None:
     assert second.sure == (-0.1, -0.2, -0.5, -0.3)
 
 
-def test_what_was_kept_may_be_masked_again_or_stays() -> None:
+def test_earlier_tokens_are_masked_again_unless_kept_stay() -> None:
     before = MaskedBlock((5, MASK, MASK), (-3.0, float("-inf"), float("-inf")), 1)
     found = [(9, 0.0), (6, -0.1), (7, -0.2)]
     assert refine(before, found, 3, MASK).tokens == (MASK, 6, 7)
@@ -75,12 +75,12 @@ def test_a_guess_is_never_the_mask() -> None:
         ({"refine_block": 4, "penalty_alpha": 0.5, "top_k": 4}, "refine"),
     ],
 )
-def test_what_cannot_be_meant(given: dict[str, object], said: str) -> None:
+def test_invalid_refinement_parameters_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ParamError, match=said):
         params_of(given)
 
 
-def test_what_the_model_says_of_drawing_does_not_apply() -> None:
+def test_sampling_defaults_of_the_model_do_not_apply() -> None:
     own = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 40}
     assert params_of({"refine_block": 8}, own) == SamplingParams(refine=RefineParams(block=8), max_tokens=40)
     assert params_of({"refine": RefineParams()}, own).temperature == 1.0
@@ -109,6 +109,6 @@ def test_a_block_must_fit_into_a_step() -> None:
         engine(3).add([1, 2], SamplingParams(refine=RefineParams(block=16)))
 
 
-def test_beams_and_blocks_do_not_go_together() -> None:
+def test_beams_with_blocks_are_refused() -> None:
     with pytest.raises(ParamError, match="leave out beam, or refine"):
         SamplingParams(refine=RefineParams(), **{"beam": BeamSearchParams(), **BeamSearchParams().shared()})

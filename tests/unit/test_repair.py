@@ -22,7 +22,7 @@ def test_a_repair_never_costs_texts_held_out() -> None:
     assert held.error(change) <= held.error() < held.error(rash)
 
 
-def test_a_repair_that_helps_is_made() -> None:
+def test_a_repair_lowers_the_error_on_held_out_rows() -> None:
     """Inputs that say what those left out would: nearly all of the error goes, on texts held out, too."""
     torch.manual_seed(1)
     w, mix = torch.randn(OUTPUTS, INPUTS, dtype=torch.float64), torch.randn(KEPT, INPUTS - KEPT, dtype=torch.float64)

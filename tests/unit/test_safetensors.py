@@ -62,7 +62,7 @@ def write_lie(folder: Path, header: Any, data: bytes = b"", length: int | None =
 
 
 @pytest.mark.parametrize("kind", ["single", "sharded"])
-def test_every_tensor_comes_back(kind: str, request: pytest.FixtureRequest) -> None:
+def test_every_tensor_round_trips(kind: str, request: pytest.FixtureRequest) -> None:
     source = SafetensorsFolder(request.getfixturevalue(kind))
     assert sorted(source.names()) == ["a", "b", "c", "d"]
     assert source.config == CONFIG
@@ -84,7 +84,7 @@ def test_info_and_raw_are_by_rows(single: Path) -> None:
     assert source.raw("d").shape == (1, 4)
 
 
-def test_what_was_read_outlives_the_folder(single: Path) -> None:
+def test_read_rows_outlive_the_folder(single: Path) -> None:
     with SafetensorsFolder(single) as source:
         rows = source.raw("a")
     assert rows.tobytes() == tensors()["a"].numpy().tobytes()
@@ -197,7 +197,7 @@ def test_safetensors_win_over_pickled_weights(single: Path) -> None:
         ("flax_model.msgpack", r"holds Flax weights \(flax_model.msgpack\)"),
     ],
 )
-def test_a_folder_of_another_format_is_called_what_it_is(folder: Path, file: str, says: str) -> None:
+def test_a_folder_of_another_format_is_refused_by_its_name(folder: Path, file: str, says: str) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(b"")
     assert_refused(folder, says)

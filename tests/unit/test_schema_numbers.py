@@ -77,13 +77,13 @@ def fits(number: Decimal, schema: dict[str, Any]) -> bool:
         {"type": "integer", "minimum": BIG - 1, "maximum": BIG},
     ],
 )
-def test_what_no_float_holds_is_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
+def test_numbers_beyond_floats_are_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
     with pytest.raises(ConstraintError, match="the JSON schema has|Unsatisfiable"):
         grammars.constraint(StructuredOutputs.of({"json": schema}))
 
 
 @pytest.mark.parametrize("value", [2**53, 2**60, 10**22, -(2**53), 0.12345678901234, 1.5e-10, 12345678.25])
-def test_what_a_float_holds_is_written(grammars: Grammars, value: int | float) -> None:
+def test_float_constants_are_written_exactly(grammars: Grammars, value: int | float) -> None:
     assert outputs(grammars, {"const": value}, count=1, steps=80) == [exact(value)]
 
 
@@ -136,7 +136,7 @@ def test_random_bounds_hold_to_the_last_digit(grammars: Grammars) -> None:
     assert wrong(grammars) == []
 
 
-def test_bounds_as_given_do_not_hold(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unadjusted_bounds_admit_wrong_numbers(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the change of bounds wrong numbers come."""
     monkeypatch.setattr(prepare, "kept_bound", lambda keyword, value: value)
     assert wrong(grammars)
@@ -154,7 +154,7 @@ def test_exclusive_bounds_close_together(grammars: Grammars) -> None:
         assert all(fits(number, schema) for number in found), schema
 
 
-def test_common_bounds_stay_as_they_are() -> None:
+def test_common_bounds_stay_unchanged() -> None:
     for value in (0, 1, -1, 100, 2**31 - 1, 2**53 - 2, 0.1, 1e-9, 1e9, 99.99):
         for keyword in ("minimum", "maximum"):
             assert kept_bound(keyword, value) == value

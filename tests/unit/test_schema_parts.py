@@ -19,7 +19,7 @@ from tests.unit.test_json_schema import DRAFT_7, OBJECT
 from tests.unit.vocabularies import byte_level
 
 
-def test_nothing_counts_beside_a_reference_in_old_drafts() -> None:
+def test_old_drafts_ignore_siblings_of_a_reference() -> None:
     schema = {"$ref": "#/definitions/a", "not": {"required": ["b"]}, "definitions": {"a": {"type": "object"}}}
     old, new = prepare({**schema, "$schema": DRAFT_7}).schema, prepare(schema).schema
     assert "allOf" not in old
@@ -124,13 +124,13 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_kept(grammars: Grammars, name: str) -> None:
+def test_a_format_is_enforced(grammars: Grammars, name: str) -> None:
     """Of two texts that the format has and has not, only the one comes through the mask."""
     spec = StructuredOutputs(json=json.dumps({"type": "string", "format": name}))
     for text, fits in zip(FORMATS[name], (True, False), strict=True):
         assert comes_through(grammars, spec, grammars._tokenizer.encode(json.dumps(text), add_special=False)) == fits, text
 
 
-def test_a_format_that_nobody_knows_says_nothing() -> None:
+def test_an_unknown_format_is_ignored() -> None:
     prepared = prepare({"type": "string", "format": "colour"})
     assert (prepared.schema, prepared.late) == ({"type": "string"}, ())

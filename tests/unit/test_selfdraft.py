@@ -26,7 +26,7 @@ def trial_of(model: Model) -> SpanTrial:
     return SpanTrial(Runner(EagerProgram(model, KVPool(model.config, 16, 16))), [(text, 4)], 16, 3)
 
 
-def test_the_whole_model_agrees_with_itself_and_a_part_does_not(trial: SpanTrial) -> None:
+def test_the_full_model_agrees_with_itself_and_a_part_does_not(trial: SpanTrial) -> None:
     assert trial.rate(Span()).alpha == 1.0
     assert trial.rate(Span(layers=3)).alpha == 1.0
     assert trial.rate(Span(layers=1)).alpha < 1.0
@@ -34,7 +34,7 @@ def test_the_whole_model_agrees_with_itself_and_a_part_does_not(trial: SpanTrial
         assert trial.rate(Span(skips=(0, bits))).alpha < 1.0
 
 
-def test_the_search_finds_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_selects_the_fastest_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention of layer 1 and the MLP of layer 2 do nothing in this model; a clock counts what is left out."""
     model = tiny_model(tiny_config(num_layers=3))
     model.layers[1].out.weight.zero_()
@@ -63,7 +63,7 @@ def test_the_spread_of_a_speed_up_is_that_of_the_clock(monkeypatch: pytest.Monke
     assert slowest < 1.0 < fastest
 
 
-def test_a_choice_is_kept_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_stored_for_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
     one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
     one.write_bytes(b"1")

@@ -29,7 +29,7 @@ def matrix(n: int = 24, k: int = 256, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_what_is_written_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_written_matrices_are_read_bit_for_bit(name: str, tmp_path: Path) -> None:
     """By a reader that is held to files of compressed-tensors; bfloat16, as which the core holds NVFP4, says the same."""
     layout, wanted = SmallFloatsWriter(name), {}
     made = Made(layout.settings([]), others(np.random.default_rng(0)))
@@ -78,19 +78,21 @@ def test_the_scale_is_searched(name: str) -> None:
     """No more error than with the scale of the largest number, much less over all; zeros stay zeros; importance counts."""
     w, k = matrix(), 256
 
-    def made(importance: np.ndarray | None = None) -> np.ndarray:
+    def round_matrix(importance: np.ndarray | None = None) -> np.ndarray:
         return nearest(torch.from_numpy(w), target(name), importance, 2)[1].numpy()
 
     spec = parse(name)
     groups = grouped(w, spec.group)
     plain = plain_grid(groups, spec).snap(groups).reshape(w.shape)
     scale = np.square(w).mean(1, keepdims=True)  # rows count alike
-    ours, theirs = (float((np.square(x - w) / scale).sum()) for x in (made(), plain))
+    ours, theirs = (float((np.square(x - w) / scale).sum()) for x in (round_matrix(), plain))
     print(f"{name}: {ours / theirs:.3f} of the error with the scale of the largest number")
     assert ours < 0.97 * theirs
-    assert not made()[0, :32].any()
+    assert not round_matrix()[0, :32].any()
     importance = np.where(np.arange(k) % 7 == 0, 100, 1).astype(np.float32)
-    assert (importance * np.square(made(importance) - w) / scale).sum() < (importance * np.square(made() - w) / scale).sum()
+    assert (importance * np.square(round_matrix(importance) - w) / scale).sum() < (
+        importance * np.square(round_matrix() - w) / scale
+    ).sum()
     with pytest.raises(ValueError, match="NaN or infinite"):
         target(name).encode(np.full((2, 64), np.nan, np.float32))
     with pytest.raises(ValueError, match="cannot be divided"):
@@ -106,7 +108,7 @@ def test_the_column_loop_stays_on_the_grid(ordered: bool) -> None:
     hessian = x.T @ x / len(x) + 0.1 * torch.eye(k)
     rows, plain = nearest(w, to, None, 1)
 
-    def made(moment: torch.Tensor) -> torch.Tensor:
+    def round_matrix(moment: torch.Tensor) -> torch.Tensor:
         order = torch.argsort(moment.diagonal(), descending=True, stable=True) if ordered else None
         found = inverse_factor(moment, order)
         assert found is not None
@@ -119,7 +121,7 @@ def test_the_column_loop_stays_on_the_grid(ordered: bool) -> None:
         assert ((said.numpy() >= low) & (said.numpy() <= high)).all()
         return result
 
-    assert torch.equal(made(torch.eye(k)), plain)
-    assert output_error(made(hessian) - w, hessian) < 0.9 * output_error(plain - w, hessian)
+    assert torch.equal(round_matrix(torch.eye(k)), plain)
+    assert output_error(round_matrix(hessian) - w, hessian) < 0.9 * output_error(plain - w, hessian)
     with pytest.raises(ValueError, match="act-order needs scales"):
         to.grids(w.numpy(), None, rows=None, order=torch.arange(k), threads=1)

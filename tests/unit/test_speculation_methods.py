@@ -31,14 +31,14 @@ HEADS, FEATURE = DraftSource("heads", 1, kind="heads", count=3), DraftSource("he
         ("jacobi", {}, ["jacobi"]),
     ],
 )
-def test_a_name_says_who_drafts(method: str, given: dict, names: list[str]) -> None:
+def test_a_method_name_selects_its_drafters(method: str, given: dict, names: list[str]) -> None:
     made = speculation(method, True, 1000, 4, **given)
     assert made is not None
     assert [drafter.name for drafter in made.drafters] == names
     assert (made.gamma, made.max_model_len) == (4, 1000)
 
 
-def test_who_drafts_with_what_of_the_target() -> None:
+def test_drafters_use_their_kv_group() -> None:
     """A draft model has its own K/V, a part of the target uses the target's; a feature layer keeps nothing of a chain."""
     kept = {}
     for method, given in (("draft", {"source": DRAFT}), ("self", {"source": SELF}), ("heads", {"source": FEATURE})):
@@ -64,7 +64,7 @@ def test_off_is_off(method: str | None) -> None:
     assert speculation(method, True, 1000) is None
 
 
-def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_something() -> None:
+def test_auto_drafts_only_if_exact_or_given_a_source() -> None:
     assert speculation("auto", False, 1000) is None
     assert speculation("auto", False, 1000, source=DRAFT) is not None
     assert speculation("auto", False, 1000, source=HEADS) is not None
@@ -89,6 +89,6 @@ def test_auto_drafts_nothing_where_an_output_could_change_unless_it_was_given_so
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(method: str | None, more: dict, message: str) -> None:
+def test_conflicting_settings_are_refused(method: str | None, more: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         speculation(method, True, 1000, **more)

@@ -34,20 +34,20 @@ def test_texts_are_cut_by_the_likeliest_pieces() -> None:
     assert cut(spm_bytes(known), "a日本b") == ["▁", "a", "日本", "b"], "what is unknown is one piece"
 
 
-def test_spaces_are_as_the_file_says() -> None:
+def test_spaces_follow_the_settings_of_the_file() -> None:
     assert cut(spm_bytes(pieces()), "  a   dog ") == ["▁a", "▁dog"]
     assert cut(spm_bytes(pieces(), dummy_prefix=0), "a dog") == ["a", "▁dog"]
     assert cut(spm_bytes(pieces(), extra_spaces=0), "a  dog") == ["▁a", "▁", "▁dog"]
 
 
-def test_control_tokens_are_no_pieces_and_those_of_a_user_come_first() -> None:
+def test_control_tokens_are_not_pieces_and_user_tokens_have_priority() -> None:
     letters = [(letter, -6.0, 1) for letter in "</s>ab"]
     known = [("<unk>", 0.0, 2), ("</s>", 0.0, 3), ("▁", -1.0, 1), *dict.fromkeys(letters)]
     assert cut(spm_bytes(known), "a</s>b") == ["▁", "a", "<", "/", "s", ">", "b"]
     assert cut(spm_bytes([*known, ("s>b", -1000.0, 4)]), "a</s>b") == ["▁", "a", "<", "/", "s>b"]
 
 
-def test_ids_are_those_of_the_vocabulary_and_texts_come_back(tmp_path: Path) -> None:
+def test_ids_equal_those_of_the_vocabulary_and_texts_round_trip(tmp_path: Path) -> None:
     folder = write_tiny_marian(tmp_path / "marian")
     ids, known = json.loads((folder / "vocab.json").read_text()), Tokenizer.from_folder(folder)
     assert known.encode("a dog runs") == [ids["▁a"], ids["▁dog"], ids["▁runs"], ids["</s>"]]

@@ -36,7 +36,7 @@ TEXT = st.text(alphabet="ab停止", max_size=30)
 
 @settings(max_examples=1000)
 @given(STOPS, TEXT, st.lists(st.integers(0, 30), max_size=8), st.booleans())
-def test_equals_the_definition_whatever_the_cuts(stops: list[str], text: str, cuts: list[int], include: bool) -> None:
+def test_a_stop_in_pieces_equals_the_definition(stops: list[str], text: str, cuts: list[int], include: bool) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out, matched = run(stops, [text[a:b] for a, b in pairwise(edges)], include)
     want, stop = first_to_end(stops, text)
@@ -46,7 +46,7 @@ def test_equals_the_definition_whatever_the_cuts(stops: list[str], text: str, cu
 
 @settings(max_examples=500)
 @given(STOPS, TEXT)
-def test_nothing_given_out_belongs_to_a_later_match_and_nothing_is_held_longer_than_needed(stops: list[str], text: str) -> None:
+def test_released_text_is_never_part_of_a_match_and_held_text_is_minimal(stops: list[str], text: str) -> None:
     matcher = StopMatcher(stops)
     given_out = ""
     for at, char in enumerate(text, 1):
@@ -71,7 +71,7 @@ def test_chinese_stop_strings() -> None:
     assert run(["用户：", "\n\n"], ["好的。\n", "\n用户"]) == (["好的。", "", ""], "\n\n")
 
 
-def test_a_chinese_stop_string_whose_characters_are_cut_by_tokens() -> None:
+def test_a_chinese_stop_string_split_within_characters() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level(merges=[]))  # every token is one byte
     ids = tokenizer.encode("水轮，停止！水")
     assert len(ids) == len("水轮，停止！水".encode())
@@ -85,12 +85,12 @@ def test_a_chinese_stop_string_whose_characters_are_cut_by_tokens() -> None:
     assert (out, matcher.matched, used) == ("水轮，", "停止！", len("水轮，停止！".encode()))
 
 
-def test_held_text_comes_at_the_end() -> None:
+def test_held_text_is_released_at_the_end() -> None:
     assert run(["abc"], ["xab"]) == (["x", "ab"], None)
     assert run(["aab"], ["aaaa", "b"]) == (["aa", "", ""], "aab")
 
 
-def test_after_a_match_nothing_more_is_given_out() -> None:
+def test_after_a_match_no_text_is_released() -> None:
     matcher = StopMatcher(["x"])
     assert matcher.append("ax") == "a"
     assert matcher.append("bcd") == ""
@@ -116,7 +116,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopMatcher(["a", ""])
 
 
-def test_looking_at_each_piece_alone_is_not_enough() -> None:
+def test_separate_pieces_miss_a_straddling_match() -> None:
     """The control: without held text the straddling match of the tests above is missed."""
     assert not any("停止" in piece for piece in ["请停", "下，停", "止！"])
     assert run(["停止"], ["请停", "下，停", "止！"])[1] == "停止"

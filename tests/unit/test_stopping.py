@@ -49,7 +49,7 @@ def test_a_stop_string_over_several_tokens(tokenizer: Tokenizer, text: str, stop
     assert got == shown + stop[0]
 
 
-def test_what_was_held_back_comes_when_nothing_came_of_it(tokenizer: Tokenizer) -> None:
+def test_held_text_is_released_without_a_match(tokenizer: Tokenizer) -> None:
     got, seq = grow(tokenizer, "so wor", SamplingParams(stop=("world",), max_tokens=len("so wor")))
     assert (got, seq.text.finish_reason) == ("so wor", "length")
 

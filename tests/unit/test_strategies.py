@@ -33,7 +33,7 @@ from headrace.decoding.sampling import BestOf, Sampling
 BEAMS = BeamSearchParams(beam_width=2)
 
 
-def asked(strategy: Strategy, tokens: list[int], known: int = 2, **params: Any) -> tuple[Request, Sequence]:
+def request_with(strategy: Strategy, tokens: list[int], known: int = 2, **params: Any) -> tuple[Request, Sequence]:
     """A request with one sequence, whose first `known` tokens are the prompt."""
     given = params.pop("params", None) or SamplingParams(**params)
     request = Request("r", tokens[:known], given, 0, strategy, 0, stop_ids=frozenset({9}))
@@ -56,7 +56,7 @@ def selected(request: Request, seq: Sequence, *answers: Any) -> list[Child]:
 
 @pytest.mark.parametrize("strategy", [Sampling(), BestOf(), ContrastiveSearch(), BeamSearch(BEAMS)])
 def test_a_chunk_that_leaves_known_tokens_brings_nothing(strategy: Strategy) -> None:
-    request, seq = asked(strategy, [1, 2], best_of=2, top_k=2)
+    request, seq = request_with(strategy, [1, 2], best_of=2, top_k=2)
     assert wants(request, seq, last=False) == ()
     assert len(wants(request, seq)) == 1
 
@@ -65,7 +65,7 @@ def test_a_chunk_that_leaves_known_tokens_brings_nothing(strategy: Strategy) -> 
 
 
 def test_mirostats_state_goes_on_from_token_to_token() -> None:
-    request, seq = asked(Sampling(), [1, 2, 3], mirostat_tau=3.0)
+    request, seq = request_with(Sampling(), [1, 2, 3], mirostat_tau=3.0)
     assert wants(request, seq) == (Sample(0),)
     (child,) = selected(request, seq, Drawn((5,), mus=(2.5,)))
     assert child == Child(token=5, index=0, state=2.5)
@@ -73,8 +73,8 @@ def test_mirostats_state_goes_on_from_token_to_token() -> None:
     assert wants(request, seq) == (Sample(0, mu=2.5),)
 
 
-def test_a_prompt_has_as_many_children_as_outputs_and_each_goes_on_with_one() -> None:
-    request, seq = asked(Sampling(), [1, 2], n=3, logprobs=0)
+def test_a_prompt_has_one_child_per_output() -> None:
+    request, seq = request_with(Sampling(), [1, 2], n=3, logprobs=0)
     assert request.strategy.width(request) == 3
     assert wants(request, seq) == (Sample(n=3, logprobs=0),)
     said = tuple(TokenLogprob(token, -1.0) for token in (5, 6, 7))
@@ -84,13 +84,13 @@ def test_a_prompt_has_as_many_children_as_outputs_and_each_goes_on_with_one() ->
     assert wants(request, seq) == (Sample(1, logprobs=0),)
 
 
-def test_a_draft_is_verified_as_the_request_says_and_its_path_is_taken() -> None:
+def test_a_draft_is_verified_by_the_rule_of_its_request() -> None:
     for rule, temperature, want in (
         ("noise", 1.0, Verify(2, logprobs=1)),
         ("block", 1.0, Reject(2, logprobs=1)),
         ("block", 0.0, Verify(2, logprobs=1)),
     ):
-        request, seq = asked(Sampling(), [1, 2, 3], verification=rule, temperature=temperature, logprobs=1)
+        request, seq = request_with(Sampling(), [1, 2, 3], verification=rule, temperature=temperature, logprobs=1)
         seq.decode.draft, seq.decode.index = Draft([5, 6], [-1, 0]), 2
         assert wants(request, seq) == (want,)
         said = (TokenLogprob(5, -1.0), TokenLogprob(7, -2.0))
@@ -104,10 +104,10 @@ class Unchanged:
         return logits
 
 
-def test_a_node_whose_row_failed_keeps_its_place() -> None:
+def test_a_failed_node_ends_the_walk() -> None:
     """The others' rows are their own; a walk that comes to it ends before it."""
     strategy = Sampling()
-    request, seq = asked(strategy, [1, 2, 3], temperature=0.0)
+    request, seq = request_with(strategy, [1, 2, 3], temperature=0.0)
     request.processors = (Unchanged(),)
     seq.decode.draft = Draft([5, 6], [-1, -1])
 
@@ -124,7 +124,7 @@ def test_a_node_whose_row_failed_keeps_its_place() -> None:
 
 def test_the_likeliest_on_average_come_first_and_equals_as_they_were_drawn() -> None:
     strategy = BestOf()
-    request, seq = asked(strategy, [1, 2], best_of=5, n=4)
+    request, seq = request_with(strategy, [1, 2], best_of=5, n=4)
     assert (strategy.width(request), wants(request, seq)) == (5, (Sample(n=5, logprobs=0),))
     first = [TokenLogprob(5, logprob) for logprob in (-1.0, -2.0, -0.5, -2.0, -1.0)]
     strategy.select(request, [(seq, (Drawn((5,) * 5, logprobs=tuple(first)),))])
@@ -148,7 +148,7 @@ def test_the_likeliest_on_average_come_first_and_equals_as_they_were_drawn() -> 
 
 def test_the_candidate_that_repeats_least_for_its_likelihood_is_taken() -> None:
     strategy = ContrastiveSearch()
-    request, seq = asked(strategy, [1, 2], penalty_alpha=0.4, top_k=2)
+    request, seq = request_with(strategy, [1, 2], penalty_alpha=0.4, top_k=2)
     assert strategy.draft(request, seq) is None
     assert wants(request, seq) == (Top(2),)
     (child,) = selected(request, seq, Ranked((5, 6), (math.log(0.6), math.log(0.3))))
@@ -164,7 +164,7 @@ def test_the_candidate_that_repeats_least_for_its_likelihood_is_taken() -> None:
 
 
 def test_ends_are_no_candidates_before_there_may_be_one() -> None:
-    request, seq = asked(ContrastiveSearch(), [1, 2], penalty_alpha=0.4, top_k=2, min_tokens=2)
+    request, seq = request_with(ContrastiveSearch(), [1, 2], penalty_alpha=0.4, top_k=2, min_tokens=2)
     assert wants(request, seq) == (Top(2, live=True),)
     out = Ranked((9, 5, 6), (-0.1, -1.0, -2.0))
     (child,) = selected(request, seq, out)
@@ -180,7 +180,7 @@ def test_ends_are_no_candidates_before_there_may_be_one() -> None:
 def test_a_candidate_that_failed_is_not_taken() -> None:
     """However little it would repeat. Where all have failed, so has the request."""
     strategy = ContrastiveSearch()
-    request, seq = asked(strategy, [1, 2], penalty_alpha=0.4, top_k=2)
+    request, seq = request_with(strategy, [1, 2], penalty_alpha=0.4, top_k=2)
     (child,) = selected(request, seq, Ranked((5, 6), (math.log(0.6), math.log(0.3))))
     seq.decode.state = child.state
     seq.decode.draft = strategy.draft(request, seq)
@@ -201,7 +201,7 @@ def test_an_answer_that_lacks_a_part_fails_the_request(what: str) -> None:
     short: Ranked | Each = Ranked((5, 6), (-1.0,))
     strategy = BeamSearch(BEAMS) if what == "beams" else ContrastiveSearch()
     params = {"params": BEAMS.sampling()} if what == "beams" else {"penalty_alpha": 0.4, "top_k": 2}
-    request, seq = asked(strategy, [1, 2], **params)
+    request, seq = request_with(strategy, [1, 2], **params)
     if what == "closest":
         (child,) = selected(request, seq, Ranked((5, 6), (-1.0, -2.0)))
         seq.decode.state = child.state
@@ -214,7 +214,7 @@ def test_an_answer_that_lacks_a_part_fails_the_request(what: str) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_of_outputs_that_are_drawn_together_each_has_its_state(n: int) -> None:
     """A state too few is a fault, and no output goes on from another's."""
-    request, seq = asked(Sampling(), [1, 2], n=3, mirostat_tau=3.0)
+    request, seq = request_with(Sampling(), [1, 2], n=3, mirostat_tau=3.0)
     drawn = Drawn((5, 6, 7), mus=(1.0, 2.0, 3.0)[:n])
     if n < 3:
         with pytest.raises(ValueError, match="shorter"):

@@ -30,7 +30,7 @@ def test_byte_level_equals_the_tokenizer_it_was_written_from(text: str) -> None:
 @settings(max_examples=200)
 @given(st.text(max_size=60))
 @example("\n\n0")
-def test_byte_level_and_sentence_piece_give_any_text_back(text: str) -> None:
+def test_byte_level_and_sentence_piece_round_trip_any_text(text: str) -> None:
     for kind in ("bytes", "spm"):
         tokenizer = make(kind)
         back = tokenizer.decode(tokenizer.encode(text, parse_special=False))
@@ -112,7 +112,7 @@ def test_control_tokens() -> None:
     assert tokenizer.id_of("no such token") is None
 
 
-def test_what_is_added_around_a_text() -> None:
+def test_special_tokens_are_added_around_a_text() -> None:
     assert make("bytes").encode("a") == make("bytes").encode("a", add_special=False)
     assert make("bytes", add_bos_token=True, bos_token_id=1).encode("a")[0] == 1
     assert make("bytes", add_eos_token=True).encode("a")[-1] == 0
@@ -122,13 +122,13 @@ def test_what_is_added_around_a_text() -> None:
     assert (make("spm").bos_token, make("spm").eos_token, make("bytes").bos_token) == ("<s>", "</s>", "")
 
 
-def test_a_missing_name_is_found_in_the_vocabulary() -> None:
+def test_missing_special_ids_are_read_from_the_vocabulary() -> None:
     tokenizer = make("spm", token_type=None, bos_token_id=None, eos_token_id=None, unknown_token_id=None)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode("水é", add_special=False) == make("spm").encode("水é", add_special=False)
 
 
-def test_a_missing_pre_tokenizer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_pre_tokenizer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert make("bytes", pre=None).decode([40]) is not None
     assert "tokenizer.ggml.pre is missing" in caplog.text
 

@@ -60,7 +60,7 @@ def test_split_equals_the_stated_pattern(name: str) -> None:
         assert pieces(pre_tokenizer(SPLITS[name]), text) == pieces(isolated(STATED[name]), text)
 
 
-def test_splits_equal_those_transformers_has() -> None:
+def test_splits_equal_those_of_transformers() -> None:
     theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
     shared = sorted(theirs.keys() & SPLITS.keys())
     assert {"llama-bpe", "qwen2", "gpt-4o", "tekken", "qwen35"} <= set(shared)
@@ -205,7 +205,7 @@ def test_control_tokens_of_a_folder_can_be_read_as_text(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "<|im_end|><think>"
 
 
-def test_what_the_companions_say(tmp_path: Path) -> None:
+def test_companion_files_set_special_tokens_and_templates(tmp_path: Path) -> None:
     save(tmp_path, "bytes", add_eos_token=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
     tokenizer = Tokenizer.from_folder(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from headrace.engine.lockstep import FairLock
 
 
-def test_one_at_a_time_and_in_the_order_asked() -> None:
+def test_the_lock_is_granted_in_the_order_of_requests() -> None:
     """A thread that hands the lock on and asks again comes after those that waited."""
     turns, order = FairLock(), []
     waiting = threading.Barrier(2)
@@ -33,7 +33,7 @@ def test_one_at_a_time_and_in_the_order_asked() -> None:
     assert order == ["first", "second", "first again"]
 
 
-def test_nobody_is_inside_with_another() -> None:
+def test_at_most_one_thread_holds_the_lock() -> None:
     turns, inside, most = FairLock(), [0], [0]
 
     def work(_: int) -> None:
@@ -59,7 +59,7 @@ def test_an_error_inside_hands_it_on() -> None:
         pass
 
 
-def test_who_gives_up_waiting_is_not_waited_for() -> None:
+def test_an_interrupted_waiter_leaves_the_queue() -> None:
     """Ctrl-C while the main thread waits for its turn."""
     turns, release = FairLock(), threading.Event()
 

@@ -37,12 +37,12 @@ def test_the_check_of_the_build_finds_them(name: str, tmp_path: Path) -> None:
     assert ("weak symbols; make them static" in " ".join(done.stderr.split())) == (name != "static")
 
 
-def test_nothing_to_look_at_is_no_success(tmp_path: Path) -> None:
+def test_missing_objects_are_an_error(tmp_path: Path) -> None:
     assert checked().returncode != 0
     assert checked(tmp_path / "none.o").returncode != 0
 
 
-def test_the_kernels_that_were_built_have_none() -> None:
+def test_the_built_kernels_have_no_weak_symbols() -> None:
     """Every file of kernels, once for each instruction set."""
     built = [path for path in (ROOT / "build").glob("*/CMakeFiles") if "sanitize" not in path.parent.name]
     found = [sorted(folder.glob("headrace_*.dir/csrc/kernels/*.o")) for folder in built]

@@ -43,5 +43,5 @@ def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["benchmarks/masks.py", "headrace/bench/workers/vllm.py", "headrace/tests/test_a.py"])
-def test_a_foreign_file_is_found(name: str) -> None:
+def test_a_foreign_file_is_reported(name: str) -> None:
     assert foreign(["headrace/llm.py", name]) == [name]

@@ -35,7 +35,7 @@ def write(path: Path, alignment: int = 32, said: int | None = None) -> Path:
 
 
 @pytest.mark.parametrize("alignment", [32, 64, 8])
-def test_both_readers_find_what_was_written(alignment: int, tmp_path: Path) -> None:
+def test_both_readers_return_the_written_tensors(alignment: int, tmp_path: Path) -> None:
     path = write(tmp_path / "out.gguf", alignment, alignment)
     ours, theirs = GGUFFile(path), gguf.GGUFReader(path)
     assert [ours.info(name) for name in ours.names()] == TENSORS
@@ -55,7 +55,7 @@ def test_both_readers_find_what_was_written(alignment: int, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
-def test_another_alignment_than_is_said_is_found(tmp_path: Path) -> None:
+def test_a_wrong_alignment_is_refused(tmp_path: Path) -> None:
     """The control: tensors 8 bytes apart in a file that says 32."""
     with pytest.raises(WeightError, match="is not aligned to 32 bytes"):
         GGUFFile(write(tmp_path / "out.gguf", 8))
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_that_are_none_are_refused() -> None:
+def test_a_none_value_is_refused() -> None:
     with pytest.raises(TypeError, match="key: a NoneType is not a value"):
         writer.entry("key", None)
     assert writer.entry("k", 1) == struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 1)
