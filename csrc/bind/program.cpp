@@ -322,7 +322,7 @@ void bind_program(nb::module_& m) {
             "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f,
             "ranks"_a.none() = nb::none(), "number"_a = 0)
         .def("split_from", &Program::split_from, "rows"_a,
-             "Steps of at least this number of rows split them over the ranks; 0: no step does.")
+             "Steps of at least this number of rows, and without taps, split them over the ranks; 0: no step does.")
         .def(
             "move", [](Program& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a,
             nb::call_guard<nb::gil_scoped_release>(), "KVPool.move on every rank.")

@@ -41,6 +41,8 @@ struct Place {
 class Buffer {
 public:
     static constexpr int kMostColumns = 1 << 28;
+    // Tiles of a local input, at most: above about this size, computing it once per thread costs more than a barrier.
+    static constexpr int kLocalTiles = 32;
 
     // `width`: columns, 1 to kMostColumns. `local`: an input that each thread may compute for itself while it is small,
     // instead of waiting for the others. `rounding`, `threshold`: see A8. Throws std::invalid_argument for a width out
@@ -72,9 +74,6 @@ public:
     Bf16Rows bf16(int rows, int thread) const;
 
 private:
-    // Above about this size, computing the input once per thread costs more than a barrier.
-    static constexpr int kLocalTiles = 32;
-
     uint8_t* input_at(int rows, int thread) const;
     size_t local_bytes() const;  // per thread
 

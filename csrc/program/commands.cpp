@@ -20,7 +20,7 @@ struct Header {
     int32_t program;
     int32_t table_width, source_width;
     int32_t first_layer, last_layer;
-    int32_t fill, has_hidden;
+    int32_t fill, has_hidden, split;
 };
 
 // Each array: its number of elements in 8 bytes, then the elements, padded to 8 bytes.
@@ -87,7 +87,7 @@ size_t write_rows(const StepRows& rows, int hidden, int number, std::span<uint8_
     const StepFeeds& feeds = rows.feeds;
     Writer writer(message);
     writer.put({Command::kRun, number, feeds.table_width, feeds.source_width, rows.first_layer, rows.last_layer,
-                rows.fill, rows.hidden != nullptr});
+                rows.fill, rows.hidden != nullptr, rows.split});
     for (const auto& each : {rows.ids, feeds.positions, feeds.row_start, feeds.kv_start, feeds.known, feeds.tables,
                              feeds.sources, feeds.source_tables, rows.head_rows, rows.units})
         writer.put(each);
@@ -100,7 +100,7 @@ size_t write_rows(const StepRows& rows, int hidden, int number, std::span<uint8_
 
 size_t write_pairs(Command command, KVPool::Pairs pairs, int number, std::span<uint8_t> message) {
     Writer writer(message);
-    writer.put({command, number, 0, 0, 0, 0, 0, 0});
+    writer.put({command, number, 0, 0, 0, 0, 0, 0, 0});
     writer.put(pairs);
     return writer.size();
 }
@@ -122,7 +122,7 @@ ReadCommand::ReadCommand(std::span<const uint8_t> message) {
     rows.skips = reader.values<uint8_t>();
     feeds.table_width = header.table_width, feeds.source_width = header.source_width;
     rows.first_layer = header.first_layer, rows.last_layer = header.last_layer;
-    rows.fill = header.fill != 0;
+    rows.fill = header.fill != 0, rows.split = header.split != 0;
     if (header.has_hidden) rows.hidden = reader.values<float>().data();
 }
 

@@ -151,14 +151,17 @@ void Program::check(const StepRows& rows) const {
     }
 }
 
-// Whether the step splits its rows over the ranks.
-bool Program::splits(const StepRows& rows) const { return split_from_ > 0 && rows.count() >= split_from_; }
+void Program::split_from(int rows) {
+    require(rows == 0 || rows > Buffer::kLocalTiles, "rows are split from " + std::to_string(Buffer::kLocalTiles + 1) +
+                                                         " on, not from " + std::to_string(rows));
+    split_from_ = rows;
+}
 
 // The checks of a step that depend on its rows alone.
 void Program::begin_rows(const StepRows& rows) {
     check(rows);
     if (ranks_) {
-        const size_t row = std::max(exchanged_bytes_, splits(rows) ? buffers_[kHidden].row_bytes() : 0);
+        const size_t row = std::max(exchanged_bytes_, rows.split ? buffers_[kHidden].row_bytes() : 0);
         require(row * static_cast<size_t>(rows.count()) <= static_cast<size_t>(ranks_->sizes().slot_bytes),
                 "a step of " + std::to_string(rows.count()) + " rows does not fit the ranks' region");
     }
@@ -276,6 +279,9 @@ void Program::run(Step& step) {
     const auto start = Clock::now();
     StepRows rows = step.flatten();
     require(!rows.fill || !step.hidden_out, kFillAnswersNothing);
+    // A tap copies all rows, and the other ranks do not know of it.
+    const bool tapped = std::any_of(step.taps.begin(), step.taps.end(), [](const float* tap) { return tap != nullptr; });
+    rows.split = ranks_ && split_from_ > 0 && rows.count() >= split_from_ && !tapped;
     begin_rows(rows);
     plan_head(step);
     rows.chunks = chunks_, rows.units = units_;
@@ -296,7 +302,7 @@ void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start
                     ropes_,       attention_,
                     rows,         step ? std::span<float* const>(step->taps) : std::span<float* const>{},
                     turns_,       pool_->size(),
-                    ranks_.get(), ranks_ && splits(rows)};
+                    ranks_.get(), rows.split};
         const auto part = [&](int thread) {
             const size_t number = static_cast<size_t>(thread);
             Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};

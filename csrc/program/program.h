@@ -48,8 +48,9 @@ public:
     void add(Phase phase);
     void seal();
 
-    // Steps of at least this number of rows split them over the ranks (Phase::by_rows); 0: no step does.
-    void split_from(int rows) { split_from_ = rows; }
+    // Steps of at least this number of rows, and without taps, split them over the ranks (Phase::by_rows); 0: no step
+    // does. Throws std::invalid_argument for so few rows that an input may be local (Buffer::is_local).
+    void split_from(int rows);
 
     // Runs a step and fills its answers. Locks the program, its KV pool and the sequences; the caller locks the step.
     // Throws, before anything is computed: std::runtime_error if another thread uses one of these, std::out_of_range or
@@ -105,7 +106,6 @@ private:
     void send(Command command, KVPool::Pairs pairs);
     void run_rows(const StepRows& rows, Step* step, Clock::time_point start);
     void work(Worker& worker, const StepRows& rows, Step* step);
-    bool splits(const StepRows& rows) const;
     int turns_of_step(const StepRows& rows) const;
     // `fill`: runs only the phases that K and V depend on.
     void run_segment(const Segment& segment, SegmentKind kind, unsigned skips, Worker& worker, bool fill = false);

@@ -103,6 +103,7 @@ struct StepRows {
     int first_layer, last_layer;       // Step::first_layer
     bool fill;                         // Step::fill
     const float* hidden;               // Step::hidden
+    bool split = false;                // the ranks split the rows (Phase::by_rows); decided by the leader
 
     int count() const { return static_cast<int>(ids.size()); }
 };

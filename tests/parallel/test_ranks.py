@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headrace import core
+from headrace.backends.native import lowering
 from headrace.data.explicit import params_of
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
@@ -83,6 +84,49 @@ def test_logits_with_scales_of_whole_rows(activations: str) -> None:
 @pytest.mark.parametrize("fuse", [frozenset()])
 def test_logits_without_fusions(fuse: frozenset[str]) -> None:
     assert equal(*both(model(), 2, fuse=fuse))
+
+
+# -- rows split over the ranks -----------------------------------------------------------------------------------------
+def long_logits(program: Any) -> list[np.ndarray]:
+    """Of steps with 68 and 52 rows, then of a draft tree after a step that is too short to be split."""
+    feeder = Feeder(program, [list(range(1, 61)), list(range(200, 260))])
+    steps = feeder.feed((0, 0, 60), (1, 0, 8)), feeder.feed((1, 8, 52)), feeder.feed((0, 59, 1), nodes=[5, 6], parents=[-1, 0])
+    return [rows for step in steps for rows in step]
+
+
+def split(made: Model, world: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> bool:
+    """Whether ranks that split the rows of steps have the bits of one rank."""
+    monkeypatch.setattr(lowering, "SPLIT_FROM", 40)
+    with ranked(made, 1, **options) as one:
+        expected = long_logits(one)
+    with ranked(made, world, **options) as program:
+        return equal(expected, long_logits(program))
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_split_rows_of_architectures(architecture: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split(model(architecture), world, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": "token", "quantize": "int8"},
+        {"activations": "tensor", "quantize": "int8"},
+        {"fuse": frozenset()},
+        {"kv_dtype": "int8", "threads": 2},
+    ],
+    ids=str,
+)
+def test_split_rows_with_settings(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split(model(), 2, monkeypatch, **options)
+
+
+def test_rows_of_other_ranks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: each rank sums its rows only, and nothing gathers them."""
+    monkeypatch.setattr(lowering.Lowering, "_by_rows", lambda self, *values, to=None: {})
+    assert not split(model(), 2, monkeypatch)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

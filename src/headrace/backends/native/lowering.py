@@ -6,6 +6,9 @@ Each fusion computes the same as the phases it replaces, without storing the int
 * linear_act_mul: gate and up are multiplied tile by tile and return act(gate) * up as the next layer's quantised input;
 * attention_linear: attention writes its result as the next layer's quantised input;
 * linear_residual: a linear layer adds its result to the hidden rows in place.
+
+Sequence parallelism: in a long step of a model that several ranks share, each rank sums, normalises and quantises its part of
+the rows (`by_rows`), and receives the others as quantised inputs (`gather`).
 """
 
 import math
@@ -30,6 +33,8 @@ from headrace.runner.record import Node, RecordError, Recording, Segment
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 # Activations that the phase of a gated linear layer applies.
 GATES = ("silu", "gelu_tanh")
+# Rows of a step from which the ranks split them. Below, an exchange of rows costs more than computing them on every rank.
+SPLIT_FROM = 128
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ def lower(
                 enter(made, ropes, buffers)
             one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre, first_kv)
             one.run(HEAD_ROWS if name == "head" else HIDDEN)
+    if group is not None:
+        made.program.split_from(SPLIT_FROM)
     made.program.seal()
     return made
 
@@ -122,11 +129,15 @@ class Lowering:
         self.fused: set[int] = set()  # nodes that earlier ones did already
         self.uses = ValueUses(segment)
         self.values = Values(buffers, self.uses)
+        # Values of which a rank has its own rows only, in a step that splits its rows.
+        self.split: set[int] = set()
         self.fills = _fills(segment)
 
     def run(self, entry: int) -> None:
         if self.segment.entry is not None:
             self.values.places[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
+            if self.share is not None and entry == HIDDEN:
+                self.split.add(self.segment.entry)
         for index, node in enumerate(self.segment.nodes):
             if index not in self.fused:
                 step = getattr(self, f"_{node.op}", None)
@@ -136,7 +147,7 @@ class Lowering:
             self.values.retire(index)
         result = self.values.places.get(self.segment.result)
         if isinstance(result, Floats) and entry == HIDDEN and result.at != (HIDDEN, 0):
-            self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy")
+            self.program.copy(result.at, (HIDDEN, 0), result.width, name="copy", **self._by_rows(self.segment.result))
         self.values.retire(len(self.segment.nodes))
 
     # -- ops, in the order of the vocabulary ---------------------------------------------------------------------------
@@ -161,11 +172,12 @@ class Lowering:
 
     def _norm(self, index: int, node: Node) -> None:
         source, norm = self.values.rows(node.inputs["x"]), self._norm_weights(node.settings["w"])
+        by_rows = self._by_rows(node.inputs["x"], to=node)
         if "norm_linear" in self.fuse and self.uses.by_linears(node.outputs[0]):
             self.values.put(node.outputs[0], Normed(source, norm))
             return
         out = self.values.fresh(node.outputs[0], source.width)
-        self.program.norm(source.at, out.at, source.width, norm, **self._mark(index, "norm"))
+        self.program.norm(source.at, out.at, source.width, norm, **by_rows, **self._mark(index, "norm"))
 
     def _linear(self, index: int, node: Node) -> None:
         if self._gated(index, node):
@@ -182,6 +194,7 @@ class Lowering:
             out, kind = self.values.rows(self.segment.nodes[residual].inputs["x"]), "add"
             self.fused.add(residual)
             self.values.put(self.segment.nodes[residual].outputs[0], out)
+            self._by_rows(self.segment.nodes[residual].inputs["x"], to=self.segment.nodes[residual])
         else:
             out, kind = Floats(self.buffers.take("float", layer.n_out), 0, layer.n_out), "store"
             column = 0
@@ -194,7 +207,8 @@ class Lowering:
         self._multiply(index, node, parts, "store", partial)
         # The bias is added once, after the sum over ranks.
         more = {"add": kind == "add", "bias": self.weights.bias(layer), **self._mark(index, "reduce")}
-        self.program.reduce(partial.buffer, out.at, layer.n_out, **more)
+        self.program.reduce(partial.buffer, out.at, layer.n_out, by_rows=True, **more)
+        self.split.update(self.segment.nodes[index if residual is None else residual].outputs)
         self.buffers.give(partial.buffer)
 
     def _multiply(self, index: int, node: Node, parts: list[PackedPart], kind: str, out: Floats) -> None:
@@ -280,12 +294,12 @@ class Lowering:
         self.program.store(node.settings["layer"] - self.first_kv, k.at, v.at, **self._mark(index, "store"))
 
     def _act_mul(self, index: int, node: Node) -> None:
-        source = self.values.rows(node.inputs["gate_up"])
+        source = self._all_rows(node.inputs["gate_up"])
         out = self.values.fresh(node.outputs[0], source.width // 2)
         self.program.act_mul(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act_mul"))
 
     def _act(self, index: int, node: Node) -> None:
-        source = self.values.rows(node.inputs["x"])
+        source = self._all_rows(node.inputs["x"])
         out = self.values.fresh(node.outputs[0], source.width)
         self.program.act(node.settings["kind"], source.at, out.at, out.width, **self._mark(index, "act"))
 
@@ -298,7 +312,8 @@ class Lowering:
             out = self.values.fresh(node.outputs[0], x.width)
         post_norm = node.settings["post_norm"]
         norm = None if post_norm is None else self._norm_weights(post_norm)
-        self.program.residual(x.at, y.at, out.at, x.width, norm, **self._mark(index, "residual"))
+        by_rows = self._by_rows(node.inputs["x"], node.inputs["y"], to=node)
+        self.program.residual(x.at, y.at, out.at, x.width, norm, **by_rows, **self._mark(index, "residual"))
 
     def _tap(self, index: int, node: Node) -> None:
         x = self.values.rows(node.inputs["x"])
@@ -309,6 +324,7 @@ class Lowering:
             self.program.tap()
         self.program.copy_to_tap(x.at, tap, name="tap")
         self.values.put(node.outputs[0], x)
+        self._by_rows(node.inputs["x"], to=node)
 
     def _head(self, index: int, node: Node) -> None:
         part = self.weights.head(node.settings["w"], self.head_ids)
@@ -356,7 +372,10 @@ class Lowering:
             reader = next((at for at in self.uses.of(value) if at in self.fills), index)
             mark = self._mark(reader, "quantize")
             more = self._extreme(rows, mark) if form == "a8" and not key[-1] and self._divided(value) else {}
-            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **more, **mark)
+            by_rows = self._by_rows(value)
+            self.program.quantize(rows.at, buffer, norm, order=order, scale=key[-1], **more, **by_rows, **mark)
+            if by_rows:
+                self.program.gather(buffer, **{**mark, "name": "gather"})
         return self.inputs[key]
 
     def _divided(self, value: int) -> bool:
@@ -374,7 +393,7 @@ class Lowering:
 
     def _side_by_side(self, index: int, node: Node) -> list[Floats]:
         """q, k and v of a node as columns of one buffer, as attention needs them. They are copied if they are not."""
-        parts = [self.values.rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
+        parts = [self._all_rows(node.inputs[name]) for name in "qkv" if name in node.inputs]
         if len({rows.buffer for rows in parts}) == 1:
             return parts
         buffer = self.buffers.take("float", sum(rows.width for rows in parts))
@@ -384,6 +403,20 @@ class Lowering:
             made.append(Floats(buffer, sum(other.width for other in made), rows.width))
             self.program.copy(rows.at, made[-1].at, rows.width, **self._mark(index, "copy"))
         return made
+
+    def _by_rows(self, *values: int, to: Node | None = None) -> dict[str, bool]:
+        """How a phase reads rows: the rank's own rows in a step that splits them, if it has no others of one of the values.
+        `to`: the node with the result, of which the rank then has no others either."""
+        if self.split.isdisjoint(values):
+            return {}
+        self.split.update(() if to is None else to.outputs)
+        return {"by_rows": True}
+
+    def _all_rows(self, value: int) -> Floats:
+        """The float rows of a value. Raises RecordError if a rank has its own rows only, in a step that splits them."""
+        if value in self.split:
+            raise RecordError("a model that ranks share reads hidden rows in norms, linear layers and residuals alone")
+        return self.values.rows(value)
 
     # -- what is around a node -----------------------------------------------------------------------------------------
     def _mark(self, index: int, name: str) -> dict[str, Any]:
