@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from headrace import LLM, core, host
+from headrace.backends.native.lowering import SPLIT_FROM
 from headrace.data.explicit import params_of
 from headrace.data.plan import RankLostError
 from headrace.parallel.ranks import lead
 from headrace.runner.heads import FEATURE
-from tests.composition import METHODS, QUERY, Models
+from tests.composition import METHODS, PROPAGATED, QUERY, Models
 from tests.leaving import write_exits
 from tests.pages import generated, stale, written
 from tests.tiny_files import Sizes, write_tiny_gguf
@@ -26,6 +27,7 @@ if not core.available():
     pytest.skip(core.reason(), allow_module_level=True)
 
 SIZES = Sizes(heads=9, kv_heads=3, head_dim=64, ffn=512)
+LONG = ["The mill by the river " * 9, "Once upon a time " * 12]
 PROMPTS = ["The mill by the river", "Once upon a time, the mill by the river and the mill by the river", "a"]
 GIVEN: dict[str, Any] = {"threads": 1, "device": "cpu", "kv_cache_memory": "8MiB"}
 MASK = 3
@@ -105,6 +107,19 @@ def test_grammars_and_scores(one: Models, two: Models, fields: dict[str, Any]) -
 def test_embeddings_and_scores_of_texts(one: Models, two: Models) -> None:
     assert [each.values for each in two.plain.embed(PROMPTS)] == [each.values for each in one.plain.embed(PROMPTS)]
     assert two.plain.score(PROMPTS) == one.plain.score(PROMPTS)
+
+
+@pytest.mark.parametrize("method", ["greedy", "contrastive search", "early exit", PROPAGATED, "token cascade"])
+def test_long_prompts(one: Models, two: Models, method: str) -> None:
+    """Steps whose rows the ranks split, next to requests that decode."""
+    fields = METHODS[method]
+
+    def tokens(models: Models) -> list[Any]:
+        outputs = models.of(method, fields).generate([PROMPTS[0], *LONG], params_of({"max_tokens": 8, **fields}))
+        assert len(outputs[-1].prompt_token_ids) > SPLIT_FROM
+        return [output.outputs[0].token_ids for output in outputs]
+
+    assert tokens(two) == tokens(one)
 
 
 @pytest.mark.parametrize(
