@@ -24,7 +24,7 @@ from headrace.runner.span import Span
 from headrace.startup import thresholds
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.e2e.test_leaving import told
+from tests.e2e.test_leaving import collect_logprobs
 from tests.leaving import AFTER, DEEP, LAYERS, Job, Propagated, engine_of, expected, jobs_of, played, side_of, write_exits
 from tests.tiny import finish
 from tests.tiny_files import write_tiny_gguf
@@ -79,8 +79,8 @@ def test_every_output_equals_the_reference(kind: str, settings: dict[str, Any], 
 @pytest.mark.parametrize("params", [GREEDY, GREEDY.replace(temperature=0.9, seed=4, n=2)], ids=["greedy", "sampled"])
 def test_an_unreachable_threshold_equals_the_full_model(native: Case, params: SamplingParams) -> None:
     whole = params.replace(logprobs=3, max_tokens=12)
-    left = told(propagating(native[0]), [5, 9, 7], whole.replace(exit_threshold=1.01))
-    assert left == told(engine_of(native[0], leaves=False), [5, 9, 7], whole)
+    left = collect_logprobs(propagating(native[0]), [5, 9, 7], whole.replace(exit_threshold=1.01))
+    assert left == collect_logprobs(engine_of(native[0], leaves=False), [5, 9, 7], whole)
 
 
 # -- K and V ---------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def integer_writers(writer: Callable[[IntegerFormat], Any], bits: tuple[int, ...
 
 def bitsandbytes() -> quantized.Made:
     """A folder that bitsandbytes has written: w = SCB / 127 * q, with the scales as float16."""
-    made = quantized.kept("bnb-int8")
+    made = quantized.load_fixture("bnb-int8")
     for name in [name.removesuffix(".SCB") for name in made.tensors if name.endswith(".SCB")]:
         scale, q = made.tensors[f"{name}.SCB"].numpy(), made.tensors[f"{name}.weight"].numpy()
         made.values[name] = (scale / np.float32(127)).astype(np.float16).astype(np.float32)[:, None] * q

@@ -26,7 +26,7 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watched(request: pytest.FixtureRequest, audit_log: Path) -> Iterator[None]:
     """No hostile request makes them do anything; a server that is started for the test may be starting still."""
     hostile = request.node.path.stem.removeprefix("test_") in HOSTILE
-    with audit.nothing_found(audit_log) if hostile else contextlib.nullcontext():
+    with audit.assert_nothing_logged(audit_log) if hostile else contextlib.nullcontext():
         yield
 
 
