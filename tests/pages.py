@@ -20,6 +20,7 @@ PARTS = {
     "metrics": ("en/reference/metrics.md", "tests.reference.metrics:text"),
     "python": ("en/reference/python.md", "tests.reference.python:text"),
     "composition": ("en/reference/composition.md", "tests.composition:text"),
+    "combinations": ("en/understand/pipeline-parallelism.md", "tests.parallel.refusals:table"),
     "tp-refusals": ("en/understand/tensor-parallelism.md", "tests.parallel.refusals:text"),
     "glossary": ("zh/understand/glossary.md", "tests.reference.glossary:text"),
     "packages": ("en/understand/architecture.md", "tests.architecture:packages"),

@@ -19,7 +19,6 @@ from headrace.parallel.ranks import lead
 from headrace.runner.heads import FEATURE
 from tests.composition import METHODS, PROPAGATED, QUERY, Models
 from tests.leaving import write_exits
-from tests.pages import generated, stale, written
 from tests.tiny_files import Sizes, write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 
@@ -254,10 +253,6 @@ def test_more_threads_than_processors_are_a_warning(model: Path, caplog: pytest.
     threads = len(host.processors())
     with LLM(model, tp=2, **{**GIVEN, "threads": threads}):
         assert f"2 processes of {threads} threads share {threads} cores and wait for each other" in caplog.text
-
-
-def test_the_table_of_refusals_is_the_code() -> None:
-    assert written("tp-refusals") == generated("tp-refusals"), stale("tp-refusals")
 
 
 def test_seats() -> None:

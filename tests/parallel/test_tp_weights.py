@@ -1,5 +1,6 @@
-"""Real models on two processes: the tokens of one, with drafts, beams, grammars; the bytes of each rank."""
+"""Real models on several processes: the tokens of one, with drafts, beams, grammars; the bytes of each rank."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ MODELS = {
 }
 
 
-def answers(model: Path, tp: int, prompts: list[str], tokens: int, fields: tuple[dict[str, Any], ...], **settings: Any) -> Any:
-    """Tokens of every prompt with every method, all in one batch; the bytes of the first rank's weights and of all K/V."""
-    with LLM(model, tp=tp, threads=1, max_model_len=512, **settings) as llm:
+LAYOUTS = ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+
+
+def answers(model: Path, prompts: list[str], tokens: int, fields: tuple[dict[str, Any], ...] = FIELDS, **settings: Any) -> Any:
+    """Tokens of every prompt with every method, all in one batch; the bytes of the first rank's weights; the closed model."""
+    with LLM(model, threads=1, max_model_len=512, **settings) as llm:
         params = [params_of({"max_tokens": tokens, "ignore_eos": True, **each}) for each in fields]
         outputs = llm.generate([prompt for prompt in prompts for _ in params], params * len(prompts))
         assert [output.error for output in outputs] == [None] * len(outputs)
@@ -38,37 +42,40 @@ def answers(model: Path, tp: int, prompts: list[str], tokens: int, fields: tuple
         return [[one.token_ids for one in output.outputs] for output in outputs], target.weights.bytes, llm
 
 
-def check(model: Path, prompts: list[str], tokens: int, fields: tuple[dict[str, Any], ...] = FIELDS, **settings: Any) -> float:
-    """Compare two ranks with one. Returns the part of the weights that the first rank has."""
-    expected, whole, llm = answers(model, 1, prompts, tokens, fields, **settings)
-    found, held, _ = answers(model, 2, prompts, tokens, fields, **settings)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_one_process(name: str) -> None:
+    model = MODELS[name]()
+    expected, whole, llm = answers(model, PROMPTS[:2], 6)
+    found, held, _ = answers(model, PROMPTS[:2], 6, tp=2)
     assert found == expected
     source, described = llm.opened.source, describe(llm.model_config)
     norms = packed_bytes(described, source) - whole
     assert held == packed_bytes(described, source, "", Share(0, 2, llm.model_config)) - norms, "as planned, to the byte"
-    return float(held / whole)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_have_the_tokens_of_one(name: str) -> None:
-    part = check(MODELS[name](), PROMPTS[:2], 6)
     if name == "qwen-1.5b":
-        assert part == pytest.approx(0.5, rel=0.02)
+        assert held / whole == pytest.approx(0.5, rel=0.02)
+    assert answers(model, PROMPTS[:2], 6, tp=2, pp=2)[0] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_many_prompts(name: str) -> None:
-    check(MODELS[name](), PROMPTS, 64, FIELDS[:2], speculate="ngram")
+    """20 prompts of 64 tokens, greedy and sampled, with drafts from the text."""
+    run = partial(answers, MODELS[name](), PROMPTS, 64, FIELDS[:2], speculate="ngram")
+    expected, *_ = run()
+    assert len(expected) == 40
+    for layout in LAYOUTS:
+        assert run(**layout)[0] == expected, layout
 
 
 @pytest.mark.slow
 def test_a_draft_model_with_two_ranks() -> None:
-    check(MODELS["qwen-1.5b"](), PROMPTS[:4], 32, FIELDS[:2], draft=MODELS["qwen-0.5b"](), draft_tokens=3)
+    draft = {"draft": MODELS["qwen-0.5b"](), "draft_tokens": 3}
+    run = partial(answers, MODELS["qwen-1.5b"](), PROMPTS[:4], 32, FIELDS[:2], **draft)
+    assert run(tp=2)[0] == run()[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks_than_processors(world: int) -> None:
-    expected, _, _ = answers(default_model(), 1, PROMPTS[:2], 8, FIELDS[:2])
-    assert answers(default_model(), world, PROMPTS[:2], 8, FIELDS[:2])[0] == expected
+    run = partial(answers, default_model(), PROMPTS[:2], 8, FIELDS[:2])
+    assert run(tp=world)[0] == run()[0]

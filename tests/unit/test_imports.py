@@ -45,14 +45,14 @@ ROOMS = {
     "backends": "parallel.ranks.share startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
     "backends.native": "parallel.ranks.share backends runner models models.layers weights.parts ops kv weights core host data",
-    "parallel.ranks": "parallel.processes parallel.ranks.share backends.native backends models weights.parts "
-    "weights core host data",
+    "parallel.ranks": "parallel.processes parallel.ranks.share backends.native backends models weights core host data",
+    "parallel.refusals": "parallel.ranks.share backends models weights.parts data",
     "engine": "drafting decoding text kv data",
-    "startup": "parallel.ranks parallel.pipeline.cut backends.eager backends.native backends startup.opening "
+    "startup": "parallel.ranks parallel.refusals parallel.pipeline.cut backends.eager backends.native backends startup.opening "
     "runner drafting decoding "
     "text weights.parts models kv weights confined core host data",
-    "parallel": "parallel.pipeline.cut parallel.processes parallel.ranks engine backends backends.native runner models "
-    "weights data",
+    "parallel": "parallel.pipeline.cut parallel.processes parallel.ranks parallel.refusals engine backends backends.native "
+    "runner models weights data",
     "llm": "parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",
@@ -93,7 +93,7 @@ STOREYS = (
     "weights.loader weights.parts text parallel.pipeline.cut",
     "decoding drafting runner startup.opening",
     "backends backends.eager backends.native",
-    "parallel.ranks",
+    "parallel.ranks parallel.refusals",
     "engine startup",
     "parallel",
     "llm",

@@ -17,7 +17,7 @@ from headrace.data.settings import ACTIVATIONS, DEFERRED, DTYPES, PROPAGATE, Mod
 from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
 from headrace.parallel.ranks.lead import lead
-from headrace.parallel.ranks.refusals import unsupported_reason
+from headrace.parallel.refusals import unsupported_reason
 from headrace.runner.early_exit import Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
@@ -82,7 +82,7 @@ def start(recipe: Recipe) -> Started:
 def _start_ranks(recipe: Recipe) -> Started:
     """Load a recipe whose target is divided between processes. Raises ValueError (also WeightError), one line."""
     native = BACKENDS[0]
-    if problem := unsupported_reason(recipe) or native.unsupported_reason(recipe):
+    if problem := unsupported_reason(recipe, "tp") or native.unsupported_reason(recipe):
         raise ValueError(problem)
     try:
         return _start(native, replace(recipe, start_ranks=lead))

@@ -1,4 +1,4 @@
-"""From a recipe to a pipeline: what cannot run in one, the last stage's recipe, and the executor."""
+"""From a recipe to a pipeline: its stages, the last stage's recipe, and the executor."""
 
 from dataclasses import replace
 
@@ -6,39 +6,16 @@ import msgspec
 
 from headrace.backends.memory import MemoryPlan
 from headrace.backends.native.offer import target_settings, threads_of_process
-from headrace.backends.recipe import BLOCKS, EXITS, HEADS, SELF, Recipe
-from headrace.data.plan import AMATEUR, CASCADE, DRAFT
+from headrace.backends.recipe import Recipe
 from headrace.engine.executor import PlanRunner
 from headrace.parallel.pipeline.cut import Stage, cut_layers
 from headrace.parallel.pipeline.executor import PipelineExecutor
 from headrace.parallel.pipeline.link import Start
 from headrace.parallel.pipeline.stage import Received
 from headrace.parallel.ranks import lead
+from headrace.parallel.refusals import unsupported_reason
 
 CHUNK = 256  # default tokens of a step: chunks of a long prompt are the micro-batches
-# Roles that need rows of layers which another process holds, and the setting that names each.
-REFUSED = {
-    DRAFT: "draft",
-    HEADS: "draft (trained heads)",
-    SELF: "speculate='self'",
-    BLOCKS: "speculate='blocks'",
-    AMATEUR: "amateur",
-    EXITS: "exits",
-    CASCADE: "cascade",
-}
-
-
-def refusal(recipe: Recipe) -> str:
-    """Why a recipe cannot run in a pipeline, with what to change; empty if it can."""
-    settings, config = recipe.settings, recipe.target.config
-    if settings.classifier is not None:
-        return f"pp={settings.pp} has no exits for a classifier; leave out classifier, or pp"
-    for role in recipe.roles[1:]:
-        return f"pp={settings.pp} runs the target alone; leave out {REFUSED[role.name]}, or pp"
-    if config.encoder or config.source is not None:
-        kind = "an encoder" if config.encoder else "an encoder-decoder"
-        return f"pp={settings.pp} is for decoders, and {recipe.target.name} is {kind}; leave out pp"
-    return ""
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
@@ -53,8 +30,8 @@ def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
 
 def last_stage(recipe: Recipe) -> Recipe:
     """The recipe of the last stage, which this process runs. Raises ValueError for what cannot run in a pipeline."""
-    if why := refusal(recipe):
-        raise ValueError(why)
+    if problem := unsupported_reason(recipe, "pp"):
+        raise ValueError(problem)
     settings, stages = recipe.settings, stages_of(recipe)
     chunk = settings.max_num_batched_tokens or CHUNK
     settings = msgspec.structs.replace(settings, threads=threads_of_process(settings), max_num_batched_tokens=chunk)
