@@ -34,7 +34,7 @@ FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linea
 # Activations that the phase of a gated linear layer applies.
 GATES = ("silu", "gelu_tanh")
 # Rows of a step from which the ranks split them. Below, an exchange of rows costs more than computing them on every rank.
-SPLIT_FROM = 128
+SPLIT_FROM = 64
 
 
 @dataclass(slots=True)
