@@ -103,6 +103,8 @@ def attacks() -> dict[str, Attack]:
         "lock-out websocket": Attack(
             "/v1/realtime", statuses=frozenset({400, 403}), headers=websocket, method="GET", keyed=False, clients=64
         ),
+        "probes": Attack("/health", statuses=frozenset({200, 503}), method="GET", keyed=False, clients=8),
+        "page files": Attack("/page/inter.woff2", statuses=frozenset({200}), method="GET", keyed=False, clients=8),
         "headers": Attack("/live", statuses=frozenset({431}), headers=b"a:\r\n" * 15_000, method="GET", keyed=False),
         "crumbs": Attack(text, statuses=REFUSED, raw=b"1\r\n \r\n" * 200_000 + b"0\r\n\r\n"),
     }  # fmt: skip

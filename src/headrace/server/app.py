@@ -34,7 +34,7 @@ from headrace.server.http.api_error import ApiError
 from headrace.server.http.errors import as_api_error, wrong_field
 from headrace.server.http.guard import Guard
 from headrace.server.http.limits_check import StrictStruct
-from headrace.server.http.refusal_pace import RefusalPace
+from headrace.server.http.pace import PUBLIC, Pace
 from headrace.server.page import routes as page_files
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.protocols import classify as classes
@@ -136,8 +136,8 @@ def make_app(models: Models, store: Store, keys: KeyRing) -> tuple[Guard, BatchW
     add_responses(api, models, cascades, store)
     app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
     _add_errors(app)
-    pace = RefusalPace(busy=lambda: models.open > 0)
-    return Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, pace), worker
+    paces = (Pace(lambda: models.open > 0), Pace(lambda: models.open > 0, PUBLIC))
+    return Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, *paces), worker
 
 
 def _document_route(api: Api) -> Route:

@@ -18,8 +18,8 @@ from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
 
 from headrace.server.http.api_error import ApiError
+from headrace.server.http.pace import Pace
 from headrace.server.http.proxies import Proxies, client_group
-from headrace.server.http.refusal_pace import RefusalPace
 from headrace.server.logs import BurstLog
 
 log = logging.getLogger("headrace.server")
@@ -251,7 +251,7 @@ class Connection(H11Protocol):
     writes = WriteBatch()
     table = ConnectionTable(1 << 20, 1 << 20)
     proxies = Proxies()
-    pace = RefusalPace()
+    pace = Pace()
     invalid = BurstLog(log, logging.WARNING, "requests that are not valid HTTP")
     refuse: Refuse = staticmethod(lambda data, peer, default_headers: None)
     address = ""
@@ -435,7 +435,7 @@ def make_protocol(
     table: ConnectionTable | None = None,
     proxies: Proxies | None = None,
     refuse: Refuse | None = None,
-    pace: RefusalPace | None = None,
+    pace: Pace | None = None,
     **seconds: float,
 ) -> Callable[..., Any]:
     """Return the protocol class of one server. `refuse`: Guard.refuse_early. `pace`: Guard.pace. `seconds`: head_seconds,
@@ -443,7 +443,7 @@ def make_protocol(
     own: dict[str, Any] = {
         "table": table or ConnectionTable(1 << 20, 1 << 20),
         "proxies": proxies or Proxies(),
-        "pace": pace or RefusalPace(),
+        "pace": pace or Pace(),
         "writes": WriteBatch(),
         "invalid": BurstLog(log, logging.WARNING, "requests that are not valid HTTP"),
     }

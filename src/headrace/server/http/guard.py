@@ -25,7 +25,8 @@ from headrace.server.http.api_error import ApiError
 from headrace.server.http.bodies import BodyMemory, Receive, limited_receive, replay_body, too_large
 from headrace.server.http.connection import ADMIT
 from headrace.server.http.errors import as_api_error
-from headrace.server.http.refusal_pace import RefusalPace
+from headrace.server.http.pace import PUBLIC, Pace
+from headrace.server.http.proxies import client_group
 from headrace.server.logs import HTTP_REQUEST, REQUESTS, BurstLog, log_response
 from headrace.server.settings import ServerSettings, is_loopback
 
@@ -103,8 +104,8 @@ class Guard:
     A request without a valid key is refused and its connection closes; it counts for no limit of requests with a key. A server
     without keys serves programs of this machine and its own page: it accepts only loopback names as Host, and refuses requests
     from pages of other sites. Probes and the paths in `public` need no key, and are answered however many requests are open.
-    `count` receives the status of each response and the name of its principal. `pace` delays refusals of clients that repeat
-    them.
+    `count` receives the status of each response and the name of its principal. `pace` delays refusals of principals that
+    repeat them, by name ("" without a valid key). `public_pace` delays answers without a key, by address.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Guard:
         keys: KeyRing,
         count: Callable[[int, str], None],
         public: Iterable[str] = (),
-        pace: RefusalPace | None = None,
+        pace: Pace | None = None,
+        public_pace: Pace | None = None,
     ) -> None:
         self._open_paths = PROBES.union(public)
         self._app = app
@@ -125,7 +127,8 @@ class Guard:
         self._open: Counter[str] = Counter()  # admitted requests by principal
         self._bodies = BodyMemory(settings.limits.bodies)
         self._refused = BurstLog(REQUESTS, logging.INFO, "refused")
-        self.pace = pace or RefusalPace()
+        self.pace = pace or Pace()
+        self.public_pace = public_pace or Pace(rate=PUBLIC)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -183,6 +186,7 @@ class Guard:
             return
         sending = self._logged(scope, self._counted(refusal.send), began)
         if scope["path"] in self._open_paths:
+            await self.public_pace.turn(client_group(CLIENT.get()))
             await self._app(scope, receive, sending)
         else:
             scope.get("state", {}).get(ADMIT, bool)(PRINCIPAL.get().name)
@@ -290,7 +294,7 @@ class Refusal:
         else:
             await self._send(message)
 
-    async def end(self, pace: RefusalPace, client: str) -> None:
+    async def end(self, pace: Pace, client: str) -> None:
         """Send a refusal when the pace of `client` allows it."""
         if self._kept:
             await pace.turn(client)
