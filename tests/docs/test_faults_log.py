@@ -13,10 +13,11 @@ NAMED = re.compile(r"(?<![\w/])(test_\w+|\w+_test\.cpp)?(?:::(test_\w+)(…)?)?(
 @cache
 def files_with_tests() -> dict[str, set[str]]:
     """Test functions by the name of their file, without its folder and suffix."""
-    found = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / "tests").rglob("*test*"):
         if path.suffix in (".py", ".cpp"):
-            found[path.stem if path.suffix == ".py" else path.name] |= set(re.findall(r"def (test_\w+)", path.read_text("utf-8")))
+            name = path.stem if path.suffix == ".py" else path.name
+            found[name].update(re.findall(r"def (test_\w+)", path.read_text("utf-8")))
     return found
 
 
