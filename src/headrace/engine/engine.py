@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Series
 from hashlib import sha256
 from typing import Any
 
@@ -41,6 +42,7 @@ from headrace.engine.admission import AdmissionError, Limits, admit, groups_fill
 from headrace.engine.children import Children, Outbox
 from headrace.engine.executor import Done, Executor, Ticket
 from headrace.engine.feeding import FeedWork, Flight
+from headrace.engine.resume import resume
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.blocks import BlockManager
 from headrace.text.tokenizer import Tokenizer
@@ -114,14 +116,17 @@ class Engine:
         salt: bytes = b"",
         constraint: Constraint | None = None,
         turn: int = 0,
+        seed: int | None = None,
+        given: Series[int] = (),
     ) -> Request:
         """Queue a request. Of equal priorities the smallest `turn` starts first, then the earliest.
 
-        salt: separates tenants in the prefix cache. constraint: the compiled structured outputs; None: compiled here.
+        salt: separates tenants in the prefix cache. constraint: the compiled structured outputs; None: compiled here. seed:
+        None: that of `params`, or random. given: tokens that another engine sampled; the output goes on after them.
 
         Raises AdmissionError, with what to change, for a request that could never run.
         """
-        arrival = next(self._ids)
+        arrival, seed = next(self._ids), params.seed if seed is None else seed
         name = request_id or self._free_name()
         if name in self.requests:
             raise AdmissionError("request_id", f"request id {name!r} is in use; choose another")
@@ -132,7 +137,7 @@ class Engine:
             id=name,
             prompt=list(prompt),
             params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            seed=secrets.randbits(64) if seed is None else seed,
             strategy=strategy or strategy_for(params, self.limits.mask_id, self.config.scheduler.max_model_len),
             arrival=arrival,
             turn=turn,
@@ -154,6 +159,7 @@ class Engine:
         self._reserve(params)
         self.stopping.begin(request, seq)
         seq.decode.constraint = constraint or self._constraint(params)
+        resume(request, seq, given, self.stopping, self.limits.vocab_size)
         request.seqs.append(seq)
         request.metrics.arrival = self._clock()
         self.requests[name] = request
