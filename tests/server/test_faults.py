@@ -3,6 +3,7 @@
 SIGSTOP holds the engine process where a test needs a moment to last; no result depends on how fast anything is.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -10,13 +11,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from headrace.host import process_seconds
 from headrace.server.engines.inflight import InflightRequest
+from headrace.server.engines.supervision import Action, Event
 from tests.server.harness import ENDLESS, PATIENCE, Running, in_thread, until
+from tests.server.poisoned_engine import POISON
 
 
 def aborted(server: Running) -> float:
@@ -104,47 +108,42 @@ def test_several_prompts_enter_the_queue_together_or_not_at_all(server: Running)
     assert not server.llm.inflight
 
 
-def test_a_killed_engine_fails_running_requests_and_restarts(endless: Path) -> None:
+def test_a_killed_engine_restarts_and_its_requests_go_on(endless: Path) -> None:
     with Running(endless) as server:
         expected = server.complete().choices[0].text
-        stream = server.complete(**ENDLESS, stream=True)
-        next(stream)
+        more: dict[str, Any] = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+        right = server.complete(**more).choices[0].text
+        stream = server.complete(**more, stream=True)
+        text = next(stream).choices[0].text
         first = server.llm.pid
         assert first is not None
         with server.paused():
             whole = in_thread(server.complete)
             until(lambda: len(server.llm.inflight) == 2)
             os.kill(first, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="the engine process ended \\(signal SIGKILL\\)"):
-            list(stream)
-        with pytest.raises(openai.InternalServerError, match="the engine process ended \\(signal SIGKILL\\)") as failed:
-            whole.result()
-        assert failed.value.status_code == 503
-        assert int(failed.value.response.headers["retry-after"]) > 0
-        until(lambda: server.health()["status"] == "ready")
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == right
+        assert whole.result().choices[0].text == expected
         assert server.llm.pid != first
-        assert server.health()["restarts"] == 1
+        assert server.health() == {"status": "ready", "detail": "", "restarts": 1}
         assert server.figure("engine_restarts") == 1
+        assert server.figure("request_replays_total") == 2
         assert server.complete().choices[0].text == expected
         assert not server.llm.inflight
 
 
-def test_a_request_that_ended_the_engine_twice_is_refused(endless: Path) -> None:
+def test_a_request_that_ended_the_engine_twice_is_refused(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.server.engines.engine_client.MODULE", "tests.server.poisoned_engine")
     with Running(endless) as server:
         expected = server.complete(prompt="a river").choices[0].text
-        for _ in range(2):
-            pid = server.llm.pid
-            assert pid is not None
-            with server.paused():
-                poison = in_thread(server.complete)
-                until(lambda: len(server.llm.inflight) == 1)
-                os.kill(pid, signal.SIGKILL)
-            with pytest.raises(openai.InternalServerError) as lost:
-                poison.result()
-            assert lost.value.response.headers["x-should-retry"] == "true"
-            until(lambda: server.health()["status"] == "ready")
+        poison: dict[str, Any] = {"extra_body": {"priority": POISON}}
+        with pytest.raises(openai.InternalServerError, match="the engine process ended \\(signal SIGKILL\\)") as lost:
+            server.complete(**poison)
+        assert (lost.value.status_code, lost.value.code) == (503, "engine_lost")
+        assert lost.value.response.headers["x-should-retry"] == "true"
+        assert int(lost.value.response.headers["retry-after"]) > 0
+        until(lambda: server.health()["status"] == "ready")
         with pytest.raises(openai.UnprocessableEntityError, match="ended 2 times while it had this request") as refused:
-            server.complete()
+            server.complete(**poison)
         assert refused.value.code == "request_quarantined"
         assert server.complete(prompt="a river").choices[0].text == expected
         assert server.figure("requests_quarantined") == 1
@@ -158,14 +157,14 @@ def test_a_request_that_ended_the_engine_twice_is_refused(endless: Path) -> None
 
 def test_a_stuck_engine_is_killed_and_health_reports_it(tiny: Path) -> None:
     with Running(tiny, stuck_after=16.0) as server:
+        expected = server.complete().choices[0].text
         server.llm.replica.supervision.pauses = (3600.0,)  # it is not started again while the test looks
         pid = server.llm.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         server.llm.replica.stuck_after = 0.8  # only now: an engine that was slow on a busy machine was not stuck
-        with pytest.raises(openai.InternalServerError, match=r"no sign of life for 0\.8 s") as failed:
-            server.complete()
-        assert failed.value.status_code == 503
+        waiting = in_thread(server.complete)
+        until(lambda: server.health()["status"] == "stuck")
         assert server.http.get("/v1/models").json()["data"][0]["status"] == "stuck"
         assert server.http.get("/ready").json() == {"status": "stuck"}
         health = server.http.get("/health")
@@ -174,8 +173,22 @@ def test_a_stuck_engine_is_killed_and_health_reports_it(tiny: Path) -> None:
         assert "retry-after" in health.headers
         until(lambda: server.llm.pid is None)
         until(lambda: not Path(f"/proc/{pid}").exists())
-        with pytest.raises(openai.InternalServerError, match="no sign of life"):
+        with pytest.raises(openai.InternalServerError, match=r"no sign of life for 0\.8 s") as failed:
             server.complete()
+        assert failed.value.status_code == 503
+        assert waiting.running, "the request that the engine had waits for the next engine"
+        server.llm.replica.stuck_after = 3600.0
+        server.on_loop(lambda: end_pause(server))
+        assert waiting.result().choices[0].text == expected
+
+
+def end_pause(server: Running) -> None:
+    """End the pause before the engine is started again: the replica supervises anew."""
+    replica = server.llm.replica
+    assert replica._supervisor is not None
+    replica._supervisor.cancel()
+    assert replica._on(Event.RESUME).action is Action.START
+    replica._supervisor = asyncio.get_running_loop().create_task(replica._supervise())
 
 
 def test_a_shutdown_finishes_all_parts_of_a_started_request(tiny: Path) -> None:
@@ -217,18 +230,17 @@ def test_a_killed_engine_of_a_real_model_is_ready_again_within_seconds(default_m
     much more as a slower machine takes to import torch (0.9 s)."""
     slower = max(1.0, torch_seconds() / 0.9)
     with Running(default_model, dtype="auto", backend="auto", kv_cache_memory="256MiB") as server:
-        stream = server.complete(max_tokens=5000, extra_body={"ignore_eos": True}, stream=True)  # of seconds
-        next(stream)
+        more: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        right = server.complete(**more).choices[0].text
+        stream = server.complete(**more, stream=True)
+        text = next(stream).choices[0].text
         first = server.llm.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="the engine process ended \\(signal SIGKILL\\)"):
-            list(stream)
-        until(lambda: server.health()["status"] == "ready")
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == right
         assert server.llm.pid is not None
-        assert process_seconds(server.llm.pid) < 5.0 * slower
+        assert process_seconds(server.llm.pid) < 8.0 * slower, "with the rest of the answer"
         assert server.health()["restarts"] == 1
-        assert server.complete().choices[0].text
 
 
 def torch_seconds() -> float:

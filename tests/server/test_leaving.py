@@ -126,7 +126,7 @@ def test_a_slowdown_is_seen() -> None:
     for number in range(32):
         write(f"c{number}", 4, 8)
     assert above() == pytest.approx(0.0)
-    metrics.end()
+    metrics.end({})
     metrics.begin(Loaded(64, 4, 100, 10, 16, ""))
     write("d", 12)
     assert above() == pytest.approx(0.0)

@@ -15,7 +15,8 @@ from headrace.data.params import SamplingParams
 from headrace.data.types import Delta
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.access.queueing import AdmissionQueue, QueueFullError
-from headrace.server.engines.engine_requests import EngineRequests
+from headrace.server.engines import replay
+from headrace.server.engines.engine_requests import BANNED, REPLAYED, EngineRequests
 from headrace.server.engines.inflight import (
     DeadlineError,
     EngineDownError,
@@ -214,11 +215,13 @@ class AsyncLLM:
 
         pool: compute embeddings (first, last or mean). rule: classify, with this exit criterion and threshold. deadline:
         seconds after which an unfinished request fails with DeadlineError. begun: others of the same API request were accepted,
-        so these are accepted while the server drains, too. grammar: result of `check_form` for structured outputs.
+        so these are accepted while the server drains or the engine is started again, too. grammar: result of `compile_format`
+        for structured outputs.
 
         Raises QueueFullError, EngineDownError, RequestRefusedError (QuarantinedError).
         """
-        if not (self.state is State.READY or (begun and self.state is State.DRAINING)) or self.loaded is None:
+        goes_on = begun and (self.state is State.DRAINING or self.state in REPLAYED)
+        if not (self.state is State.READY or goes_on) or self.loaded is None:
             raise self._refusal()
         context, writes = self.loaded.max_model_len, not pool and rule is None
         for ids in prompts:
@@ -229,10 +232,13 @@ class AsyncLLM:
                 f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once", PROMPT
             )
         own = PRINCIPAL.get().salted(salt)
-        messages = [Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar) for ids in prompts]
+        messages = [
+            Submit(f"{self._run}-{next(self._ids)}", ids, params, own, pool, rule, grammar, seed=replay.request_seed(params))
+            for ids in prompts
+        ]
         suspects = [self.quarantine.find(message) for message in messages]
         if any(suspect is not None and suspect.ends >= MOST_CRASHES for suspect in suspects):
-            raise QuarantinedError(f"the engine ended {MOST_CRASHES} times while it had this request, which is not tried again")
+            raise QuarantinedError(BANNED)
         self.queue.enter([len(ids) for ids in prompts])
         inflight = []
         wakeup = WakeupEvent()

@@ -44,6 +44,7 @@ from headrace.server.engines.messages import (
     read_to_engine,
 )
 from headrace.startup import thresholds
+from headrace.startup.bits import bits_digest
 from headrace.weights import hub
 
 log = logging.getLogger("headrace.engine")
@@ -163,6 +164,8 @@ class EngineLoop:
                 strategy=strategy,
                 constraint=constraint,
                 turn=message.turn,
+                seed=message.seed,
+                given=message.given,
             )
         except (AdmissionError, ParamError) as error:
             self._drop(message.request_id, str(error), error.field)
@@ -245,6 +248,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,
             rule=rule,
+            bits=bits_digest(llm.opened, llm.settings, f"{llm.backend} {llm.dtype}") if llm.exactness == "bitwise" else "",
         )
     )
     return llm

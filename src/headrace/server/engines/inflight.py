@@ -14,6 +14,7 @@ from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import PRINCIPAL
 from headrace.server.access.queueing import AdmissionQueue
 from headrace.server.engines.messages import Submit
+from headrace.server.engines.replay import Delivered
 from headrace.server.logs import HTTP_REQUEST
 
 log = logging.getLogger("headrace.server")
@@ -108,6 +109,10 @@ class InflightRequest:
         self.metrics: RequestMetrics | None = None  # after the end
         self.submitted = time.perf_counter()
         self.generated = 0  # tokens
+        self.delivered: dict[int, Delivered] = {}  # by output, for a replay
+        self.crashes = 0  # of its engine, since it last was one token further than at a crash
+        self.replays = 0
+        self.lost: Exception | None = None  # error of the last crash, if it cannot be replayed
         self.salted = False  # shares cached prefixes only with requests of its own salt
         self.timer: asyncio.TimerHandle | None = None  # ends it at its deadline
         self._waiting: AdmissionQueue | None = waiting
@@ -142,6 +147,10 @@ class InflightRequest:
             self._error = RequestFailedError("the request failed in the engine; see the server's log")
         else:
             self.generated += len(delta.token_ids)
+            delivered = self.delivered.get(delta.index)
+            if delivered is None:
+                delivered = self.delivered[delta.index] = Delivered()
+            delivered.add(delta)
             self._deltas.append(delta)
         self.wakeup.set()
 

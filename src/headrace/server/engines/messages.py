@@ -50,6 +50,8 @@ class Submit(msgspec.Struct, tag=True):
     rule: tuple[str, float] | None = None  # classify; early exit by this criterion and threshold
     grammar: Grammar | None = None  # needed for structured outputs
     turn: int = 0  # among equal priorities the smallest begins first
+    seed: int | None = None  # None: params.seed, or drawn by the engine
+    given: list[int] = []  # output tokens that the client has; the engine goes on after them
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -81,6 +83,7 @@ class Loaded(msgspec.Struct, tag=True):
     exit: int = 0  # layers below the exit; 0: no early exit
     layers: int = 0
     rule: CalibratedThreshold | None = None  # calibrated for early exit, or for tokens of a smaller model
+    bits: str = ""  # engines with the same digest give the same outputs bit for bit; "": outputs are near-tie-exact
 
 
 class NotLoaded(msgspec.Struct, tag=True):

@@ -172,6 +172,7 @@ class ModelMetrics:
         for result in LOOKS:
             self.looked.labels(self._model, result)
         self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
+        self.replays = self._counter("request_replays", "Requests sent to a new engine process after theirs was lost.")
 
     def _histograms(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", FIRST)
@@ -259,13 +260,13 @@ class ModelMetrics:
             return
         prompt = len(request.prompt)
         self.whole.observe(now - request.submitted)
-        cached = metrics.cached_tokens
+        cached = min(metrics.cached_tokens, prompt)  # a replay may also find answer tokens
         http, who = request.http_request, request.principal.name
         log_request(self._model, name, http, who, reason, prompt, request.generated, cached, now - request.submitted)
         self._figures.used(who, prompt, request.generated)
         self.prompt_tokens.inc(prompt)
         self.cache_queries.inc(prompt)
-        self.cache_hits.inc(metrics.cached_tokens)
+        self.cache_hits.inc(cached)
         self.drafts.inc(metrics.drafts)
         self.drafted.inc(metrics.drafted)
         self.accepted.inc(metrics.accepted)
@@ -277,6 +278,8 @@ class ModelMetrics:
         if request.params.max_tokens is not None:
             self.asked_tokens.observe(request.params.max_tokens)
         if metrics.scheduled is None or metrics.first_token is None or metrics.last_token is None:
+            return
+        if request.replays:  # these times are of its last engine process alone
             return
         self.queued.observe(metrics.scheduled - metrics.arrival)
         self.prefill.observe(metrics.first_token - metrics.scheduled)
@@ -303,9 +306,15 @@ class ModelMetrics:
         self._num_blocks = max(loaded.num_blocks, 1)
         self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
 
-    def end(self) -> None:
-        """Record that the engine process ended: nothing runs, and its counts start at 0."""
-        self._last, self._reasons, self._depths, self._preemptions = {}, {}, {}, 0
+    def replay(self) -> None:
+        """Count a request that is sent to a new engine process."""
+        self.replays.inc()
+
+    def end(self, inflight: Mapping[str, InflightRequest]) -> None:
+        """Record that the engine process ended: nothing runs, and its counts start at 0. `inflight`: requests that go on."""
+        self._last = {key: last for key, last in self._last.items() if key[0] in inflight}
+        self._depths = {key: depth for key, depth in self._depths.items() if key[0] in inflight}
+        self._reasons, self._preemptions = {}, 0
         for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
             gauge.set(0)
 

@@ -1,7 +1,7 @@
 """Requests that were running when the engine crashed.
 
-After one crash a request may run again, but only one such request at a time, so that the next crash shows the cause. After
-MOST_CRASHES it is refused.
+After one crash a request may run again, but only one such request at a time until it has one token more than at the crash, so
+that the next crash shows the cause. After MOST_CRASHES it is refused.
 """
 
 import hashlib
@@ -49,9 +49,11 @@ class Quarantine:
         return self._known.get(_name(message))
 
     def ended_under(self, requests: Iterable[tuple[Submit, int]]) -> None:
-        """Record a crash: the requests that the engine had, each with its number of generated tokens."""
-        for message, reached in requests:
-            name = _name(message)
+        """Record a crash: the requests that the engine had, each with its number of generated tokens.
+
+        Equal requests have one record; a crash counts once.
+        """
+        for name, reached in {_name(message): reached for message, reached in requests}.items():
             before = self._known.pop(name, None)
             self._known[name] = Suspect(1 + (before.ends if before else 0), reached, self._clock() + KEPT)
         while len(self._known) > MOST:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
-from headrace.server.engines.inflight import EngineDownError
+from headrace.server.engines.inflight import EngineDownError, EngineLostError
 from headrace.server.engines.messages import Deltas, FromEngine, Load, Loaded, NotLoaded, ToEngine
-from headrace.server.engines.supervision import FAILURES, Action, Event, State, Supervision, Transition
+from headrace.server.engines.supervision import ENDS, FAILURES, Action, Event, State, Supervision, Transition
 
 log = logging.getLogger("headrace.server")
 
+MOST_STARTS = 3  # failed starts in a row after which requests that wait for the engine fail
 LOOKS = 8  # checks for messages within the time after which an engine is stuck
 Outcome = tuple[Event, str]  # the event that ended a process, and the reason
 
@@ -24,8 +25,8 @@ class Replica:
     """An engine process that is kept running from `begin` to `close`.
 
     Callbacks: `open` returns the model to load (raises LoadError), `ready` receives Loaded, `take` every later message, `lost`
-    the error of the requests that the process had. `stuck_after`: seconds without a message after which the process is ended;
-    `load_timeout`: seconds until it must be ready.
+    the error of the requests that the process had, or that wait for the next one. `stuck_after`: seconds without a message
+    after which the process is ended; `load_timeout`: seconds until it must be ready.
     """
 
     def __init__(
@@ -182,8 +183,11 @@ class Replica:
     def _on(self, event: Event, why: str = "") -> Transition:
         """Apply an event and wake the callers of `ready`."""
         transition = self.supervision.on(event, why)
-        if transition.lost is not None:
-            self._lost(self.supervision.refusal(transition.lost))
+        lost = transition.lost
+        if lost is None and event in ENDS and self.supervision.failed_starts == MOST_STARTS:
+            lost = EngineLostError
+        if lost is not None:
+            self._lost(self.supervision.refusal(lost))
         self._changed.set()
         self._changed = asyncio.Event()
         return transition

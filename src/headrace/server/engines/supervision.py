@@ -60,9 +60,9 @@ class Action(enum.StrEnum):
 class Transition:
     """Result of an event.
 
-    `lost`: error of the requests in flight (None: they go on). `detail`: message at /health, and of the 503 for requests in the
-    new state; `{why}` is the reason of the event, `{before}` the detail before it. The reason why a model cannot be loaded
-    again may name files, and is only logged.
+    `lost`: error of the requests in flight that are not replayed (None: they go on). `detail`: message at /health, and of the
+    503 for requests in the new state; `{why}` is the reason of the event, `{before}` the detail before it. The reason why a
+    model cannot be loaded again may name files, and is only logged.
     """
 
     state: State
@@ -95,8 +95,8 @@ TABLE: dict[tuple[State, Event], Transition] = {
     },
     **{(state, E.LATE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
     **{(state, E.GONE): Transition(S.DEAD, A.RESTART, None, AGAIN) for state in DOWN},
-    # A draining server starts no process.
-    **{(state, E.DRAIN): Transition(S.DRAINING, A.NOTHING, None, BYE) for state in State},
+    # A draining server starts no process, so requests that wait for one fail.
+    **{(state, E.DRAIN): Transition(S.DRAINING, A.NOTHING, LOST if state in DOWN else None, BYE) for state in State},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
     (S.DRAINING, E.REFUSED): Transition(S.DRAINING, A.KILL, LOST, BYE),
@@ -118,6 +118,7 @@ class Supervision:
         self.pauses = PAUSES
         self.pause = 0.0  # seconds before the next restart
         self.restarts = 0
+        self.failed_starts = 0  # processes in a row that ended before they were ready
         self.ends: dict[Event, int] = dict.fromkeys(ENDS, 0)  # by cause
         self._clock = clock
         self._since: float | None = None  # when the engine became ready
@@ -133,8 +134,10 @@ class Supervision:
         now = self._clock()
         if event is Event.LOADED:
             self._since = now
+            self.failed_starts = 0
         if event in ENDS:
             self.ends[event] += 1
+            self.failed_starts += self._since is None
             if self._since is not None and now - self._since >= CALM:
                 self._attempts = 0
             self._since = None
