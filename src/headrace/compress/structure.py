@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
-from headrace.models.configs import name_map
 from headrace.models.registry import describe
 
 NEURONS, HEADS, LAYERS, KV_HEADS = STRUCTURES = ("neurons", "heads", "layers", "kv-heads")
@@ -82,7 +81,7 @@ def pruned_config(config: ModelConfig, cut: Cut) -> ModelConfig:
     pruned = replace(config, layers=tuple(_layer(config, layer, cut) for layer in config.layers))
     if cut.method != KV_HEADS:
         return pruned
-    if name_map("gguf", config.architecture).names["layers.{i}.qkv.k.weight"].rows[1] > 1:
+    if config.architecture == "gpt2":
         raise ValueError(
             f"{config.architecture} stores q, k and v as equal thirds of one tensor: it has as many K/V heads as heads"
         )

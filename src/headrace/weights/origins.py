@@ -9,7 +9,7 @@ Layouts that differ from ours:
 * transposed: Hugging Face stores GPT-2's linear weights [in, out] (Conv1D).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,11 +18,11 @@ Layout = Literal["plain", "rope_pairs", "transposed", "minus_one"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Stored tensor of a parameter part."""
+    """Stored tensor of a parameter part. stacked: the tensor holds all parts of the parameter, their rows in this order."""
 
     name: str
     layout: Layout = "plain"
-    rows: tuple[int, int] = (0, 1)  # (a, n): part a of n equal parts of its output rows
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,7 @@ def laid_out(names: Mapping[str, Origin], layout: Layout, *endings: str) -> dict
     return {target: replace(o, layout=layout) if target.endswith(endings) else o for target, o in names.items()}
 
 
-def thirds(name: str) -> dict[str, Origin]:
-    """q, k and v of layers that store them as one tensor, `name`."""
-    return {
-        f"layers.{{i}}.qkv.{part}.{field}": Origin(f"{name}.{field}", rows=(third, 3))
-        for third, part in enumerate("qkv")
-        for field in ("weight", "bias")
-    }
+def stacked(target: str, parts: Iterable[str], name: str) -> dict[str, Origin]:
+    """Parts of `target` (q, k, v; gate, up) of layers that store them as one tensor, `name`."""
+    fields = ("weight", "bias")
+    return {f"{target}.{part}.{field}": Origin(f"{name}.{field}", stacked=True) for part in parts for field in fields}

@@ -100,8 +100,7 @@ def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
     parts_of = {}
     for path, holder in model.holders():
         for field, spec in holder.params().items():
-            parts = [(".".join(filter(None, (path, name, field))), (rows, *spec.tail)) for name, rows in spec.parts]
-            parts_of[f"{path}.{field}"] = tuple(_part(names, target, shape, model.config) for target, shape in parts)
+            parts_of[f"{path}.{field}"] = tuple(_parts(names, path, field, spec, model.config))
     return parts_of
 
 
@@ -153,19 +152,28 @@ def _stored(source: WeightSource, names: NameMap) -> dict[str, str]:
     return stored
 
 
-def _part(names: NameMap, target: str, shape: tuple[int, ...], config: ModelConfig) -> WeightPart:
-    """A parameter part by the names of its family."""
+def _parts(names: NameMap, path: str, field: str, spec: ParamSpec, config: ModelConfig) -> Iterator[WeightPart]:
+    """The parts of a parameter by the names of its family."""
+    start = 0
+    for name, rows in spec.parts:
+        target = ".".join(filter(None, (path, name, field)))
+        yield _part(names, target, spec, (start, start + rows), config)
+        start += rows
+
+
+def _part(names: NameMap, target: str, spec: ParamSpec, rows: tuple[int, int], config: ModelConfig) -> WeightPart:
+    """The part of a parameter that is its rows from rows[0] to rows[1]."""
     layer = re.search(r"\.(\d+)\.", target)
     origin = names.names[target if layer is None else target.replace(layer[0], ".{i}.", 1)]
-    index, count = origin.rows
-    whole = (count * shape[0], *shape[1:])
+    shape = (rows[1] - rows[0], *spec.tail)
+    whole = spec.shape if origin.stacked else shape
     transpose = origin.layout == "transposed"
     return WeightPart(
         target=target,
         source=names.full(origin.name.format(i=layer and layer[1])),
         shape=shape,
         stored=whole[::-1] if transpose else whole,
-        rows=None if count == 1 else (index * shape[0], (index + 1) * shape[0]),
+        rows=rows if origin.stacked else None,
         row_order=_paired(config.layers[int(layer[1])], shape[0]) if layer and origin.layout == "rope_pairs" else None,
         transpose=transpose,
         shift=1.0 if origin.layout == "minus_one" else 0.0,

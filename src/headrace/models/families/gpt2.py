@@ -5,7 +5,7 @@ from headrace.models import gguf, hf
 from headrace.models.families import llama
 from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader
-from headrace.weights.origins import NameMap, laid_out, origins, thirds
+from headrace.weights.origins import NameMap, laid_out, origins, stacked
 
 HF_NAMES = {
     "tokens.weight": "wte.weight",
@@ -20,6 +20,7 @@ HF_NAMES = {
 }
 GGUF_NAMES = {"positions.weight": "position_embd.weight", "layers.{i}.up": "blk.{i}.ffn_up"}
 TRANSPOSED = tuple(f".{name}.weight" for name in ("q", "k", "v", "out", "up", "down"))
+QKV = "layers.{i}.qkv"
 CAUSAL_MASK = (r"h\.\d+\.attn\.(masked_)?bias",)  # buffers that old checkpoints saved
 
 
@@ -50,8 +51,10 @@ FAMILY = Family(
     hf=FileFormat(
         from_hf,
         NameMap(
-            laid_out(origins(HF_NAMES) | thirds("h.{i}.attn.c_attn"), "transposed", *TRANSPOSED), "transformer.", CAUSAL_MASK
+            laid_out(origins(HF_NAMES) | stacked(QKV, "qkv", "h.{i}.attn.c_attn"), "transposed", *TRANSPOSED),
+            "transformer.",
+            CAUSAL_MASK,
         ),
     ),
-    gguf=FileFormat(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_NAMES) | thirds("blk.{i}.attn_qkv"))),
+    gguf=FileFormat(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_NAMES) | stacked(QKV, "qkv", "blk.{i}.attn_qkv"))),
 )
