@@ -14,7 +14,7 @@ from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.models.layers import Biased, Embedding, Holder, Linear
 from headrace.models.registry import describe
-from headrace.ops.attention import rotate
+from headrace.ops.attention import grown, rotate
 from headrace.ops.context import Context
 from headrace.ops.elementwise import normalise
 from headrace.ops.paging import Sight, groups
@@ -76,7 +76,8 @@ def centre(model: Model, number: int) -> None:
     bias = dict(zip(dict(qkv.parts), qkv.bias.split(qkv.sizes), strict=True))["k"].view(
         -1, model.config.layers[number].head_dim
     )
-    still = (rope.inv_freq * model.config.max_position * 6 <= 2 * math.pi).repeat(2)
+    turns = (rope.inv_freq * model.config.max_position * 6 <= 2 * math.pi).repeat(2)
+    still = torch.cat([turns, torch.zeros(bias.shape[1] - len(turns), dtype=torch.bool)])
     rope.shifts = {**getattr(rope, "shifts", {}), number: torch.where(still, bias, 0.0)}
 
 
@@ -111,7 +112,7 @@ def attention(q: Any, k: Any, v: Any, ctx: Context, layer: int, **settings: Any)
         x = x if norm is None else normalise(x, norm)
         return x if settings["rope"] is None else rotate(x, settings["rope"], ctx)
 
-    query = rounded(prepared(q, heads, settings["q_norm"]))
+    query = rounded(grown(prepared(q, heads, settings["q_norm"]), settings["rope"], ctx))
     keys = prepared(k, kv_heads, settings["k_norm"])
     if settings["k_norm"] is None:
         keys = keys - getattr(settings["rope"], "shifts", {}).get(layer, 0.0)
@@ -123,6 +124,8 @@ def attention(q: Any, k: Any, v: Any, ctx: Context, layer: int, **settings: Any)
         values = value_pool[group.blocks].flatten(1, 2).to(q.dtype).repeat_interleave(share, 2)
         values = values.masked_fill(~group.reached[:, :, None, None], 0.0)  # what was never written
         scores = torch.einsum("bchd,bthd->bhct", query[group.rows], keys) * scale
+        if settings["softcap"] is not None:
+            scores = torch.tanh(scores / settings["softcap"]) * settings["softcap"]
         scores = scores.masked_fill(~group.visible[:, None], -torch.inf)
         weight = rounded(torch.exp(scores - scores.amax(-1, keepdim=True)).nan_to_num(0.0))
         attended = torch.einsum("bhct,bthd->bchd", weight, values) / weight.sum(-1).transpose(1, 2)[..., None]

@@ -346,7 +346,7 @@ HEADRACE_INLINE void prepare_rows(const AttentionTask& task, const AttentionTile
     const int share = at.share;
     for (int r = 0; r < at.tokens * share; ++r) {
         const int row = at.row + r / share, column = (at.head + r % share) * kv.dim;
-        prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.rope,
+        prepare_head(task.q + row * task.stride + column, kv, task.q_norm, task.norm_eps, task.q_rope,
                      task.positions[row], head);
         Pool::prepare(head, kv.padded, q + r * q_stride);
     }

@@ -82,7 +82,8 @@ struct AttentionTask {
     const float* q_norm;  // [dim] or null: RMS norm of a head
     const float* k_norm;
     float norm_eps;
-    RopeTable rope;
+    RopeTable rope;        // of k
+    RopeTable q_rope;      // of q: `rope`, or its values times a factor of the position
     const float* k_shift;  // [kv heads * dim], subtracted from K after the rotation, or null
     float scale;
     float softcap;       // 0: none

@@ -141,6 +141,7 @@ public:
         task.norm_eps = options.norm_eps;
         task.rope = {options.or_null(options.cos), options.or_null(options.sin), 0, options.interleaved};
         if (task.rope.cos) task.rope.dim = static_cast<int>(options.cos.size()) / options.rope_positions * 2;
+        task.q_rope = task.rope;
         task.scale = options.scale, task.softcap = options.softcap;
         task.sinks = options.or_null(options.sinks);
         task.bias = {options.or_null(options.bias.values), options.bias.most};

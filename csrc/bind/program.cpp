@@ -60,7 +60,8 @@ ActKind act_kind(const std::string& name) {
     return choose<ActKind>(name, {{"silu", ActKind::kSilu},
                                   {"gelu_tanh", ActKind::kGeluTanh},
                                   {"gelu", ActKind::kGelu},
-                                  {"relu", ActKind::kRelu}});
+                                  {"relu", ActKind::kRelu},
+                                  {"relu2", ActKind::kRelu2}});
 }
 
 std::vector<float> copied(const std::optional<FloatVector>& x) {
@@ -77,10 +78,11 @@ void begin(Program& program, const std::string& segment) {
                                        : SegmentKind::kHead);
 }
 
-int add_rope(Program& program, const std::vector<double>& frequencies, int positions, bool interleaved) {
-    require(positions > 0, "a rope has at least one position");
+int add_rope(Program& program, const std::vector<double>& frequencies, int positions, bool interleaved,
+             double amplitude, double growth, int length) {
+    require(positions > 0 && length > 0, "a rope has at least one position, and a length of at least one");
     const nb::gil_scoped_release unlocked;
-    return program.add_rope(frequencies, positions, interleaved);
+    return program.add_rope(frequencies, positions, interleaved, amplitude, growth, length);
 }
 
 void add_linear(Program& program, const BoundLinear& linear, int in, const std::string& kind, At out,
@@ -108,7 +110,7 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
                    const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
-                   int group, int skipped, uint8_t sublayer, const std::string& name, bool fills) {
+                   int group, int skipped, int q_rope, uint8_t sublayer, const std::string& name, bool fills) {
     require(k.has_value() == v.has_value() && !(source && k), "rows have K and V, or read a source or another layer's");
     const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
     program.add({AttentionPhase{layer,
@@ -125,7 +127,8 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                                 copied(sinks),
                                 copied(k_shift),
                                 lines.values,
-                                lines.most},
+                                lines.most,
+                                q_rope},
                  sublayer, name, fills});
 }
 
@@ -185,8 +188,11 @@ void bind_building(nb::class_<Program>& c) {
          "kind"_a, "width"_a, "local"_a = false, "shared"_a = false,
          "Add a buffer and return its number. partial: rows that the next `reduce` sums over the ranks. shared: logits "
          "or maxima that all ranks write.")
-        .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a,
-             "Radians a position [dim / 2] -> number.")
+        .def("rope", &add_rope, "frequencies"_a, "positions"_a, "interleaved"_a, "amplitude"_a = 1.0, "growth"_a = 0.0,
+             "length"_a = 1,
+             "Radians a position [dim / 2] -> number. Values are multiplied by amplitude * (1 + growth * ln(1 + "
+             "position "
+             "/ length)), where the quotient is an integer.")
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
@@ -281,11 +287,13 @@ void bind_building(nb::class_<Program>& c) {
             "attention", &add_attention, "layer"_a, "heads"_a, "q"_a, "k"_a.none(), "v"_a.none(), "out"_a, "scale"_a,
             "rope"_a = -1, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0,
             "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "source"_a = false,
-            "bias"_a = nb::none(), "group"_a = 0, "skipped"_a = 0, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "bias"_a = nb::none(), "group"_a = 0, "skipped"_a = 0, "q_rope"_a = -1, "sublayer"_a = 0, "name"_a = "",
+            "fills"_a = false,
             "source: rows read all of their feed's source, without K and V of their own. bias [heads, 2 d + 1]: what a "
             "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d. "
             "group: "
-            "query heads per KV head; the first `skipped` ones of the first KV head belong to the rank before.")
+            "query heads per KV head; the first `skipped` ones of the first KV head belong to the rank before. q_rope: "
+            "rope of q, if it is not that of k.")
         .def(
             "store",
             [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name, bool fills) {

@@ -113,8 +113,10 @@ struct NeedsOf {
         require(work.view.fits(kv), "attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
                                         std::to_string(heads));
         require(work.view.window >= 0, "a window is 0 (none) or more tokens");
-        check_rope(work.rope, "attention");
-        require(work.rope < 0 || rope(work.rope).dim <= kv.dim, "a rope turns more values than a head has");
+        for (const int number : {work.rope, work.q_rope}) {
+            check_rope(number, "attention");
+            require(number < 0 || rope(number).dim <= kv.dim, "a rope turns more values than a head has");
+        }
         for (const NormWeights* norm : {&work.q_norm, &work.k_norm}) {
             require(norm->kind != NormKind::kLayer && norm->bias.empty(),
                     "heads are normalised by rms, without a bias");

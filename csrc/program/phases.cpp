@@ -34,6 +34,9 @@ void activate(const Kernels& kernels, ActKind kind, const float* x, int n, float
         case ActKind::kRelu:
             for (int i = 0; i < n; ++i) out[i] = x[i] < 0.0f ? 0.0f : x[i];
             return;
+        case ActKind::kRelu2:
+            for (int i = 0; i < n; ++i) out[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i];
+            return;
     }
 }
 
@@ -288,10 +291,12 @@ void run(const AttentionPhase& phase, Worker& w) {
         task.q_norm = phase.q_norm.weight.data(), task.norm_eps = phase.q_norm.eps;
     if (phase.k_norm.kind != NormKind::kNone)
         task.k_norm = phase.k_norm.weight.data(), task.norm_eps = phase.k_norm.eps;
-    if (phase.rope >= 0) {
-        const Rope& rope = w.run.ropes[static_cast<size_t>(phase.rope)];
-        task.rope = {rope.cos.data(), rope.sin.data(), rope.dim, rope.interleaved};
-    }
+    const auto table = [&](int number) {
+        const Rope& rope = w.run.ropes[static_cast<size_t>(number)];
+        return RopeTable{rope.cos.data(), rope.sin.data(), rope.dim, rope.interleaved};
+    };
+    if (phase.rope >= 0) task.rope = table(phase.rope), task.q_rope = task.rope;
+    if (phase.q_rope >= 0) task.q_rope = table(phase.q_rope);
     task.scale = phase.scale;
     task.softcap = phase.softcap;
     task.sinks = phase.sinks.empty() ? nullptr : phase.sinks.data();

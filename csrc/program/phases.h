@@ -27,7 +27,7 @@ struct NormWeights {
 };
 
 // All activations. Only the first two can be fused into a linear layer (Activation).
-enum class ActKind { kSilu, kGeluTanh, kGelu, kRelu };
+enum class ActKind { kSilu, kGeluTanh, kGelu, kRelu, kRelu2 };
 
 // Rotary table: cos and sin of every position, [positions][dim / 2] each.
 struct Rope {
@@ -116,6 +116,7 @@ struct AttentionPhase {
     std::vector<float> k_shift;  // [kv heads * dim] or empty
     std::vector<float> bias{};   // DistanceBias::lines, or empty
     int bias_most = 0;
+    int q_rope = -1;  // number of a rope for q, if it is another one
 };
 
 // Stores K and V of all rows in the pool and reads nothing. Used for the cross-attention K/V of an encoder-decoder.

@@ -107,17 +107,19 @@ int Program::add_rope(Rope rope) {
     return static_cast<int>(ropes_.size()) - 1;
 }
 
-int Program::add_rope(const std::vector<double>& frequencies, int positions, bool interleaved) {
+int Program::add_rope(const std::vector<double>& frequencies, int positions, bool interleaved, double amplitude,
+                      double growth, int length) {
     const size_t pairs = frequencies.size(), size = pairs * static_cast<size_t>(positions);
     Rope rope{std::vector<float>(size), std::vector<float>(size), static_cast<int>(2 * pairs), interleaved};
     std::atomic<int> next{0};
     const auto fill = [&](int) {
         for (int position; (position = next.fetch_add(1)) < positions;) {
+            const double factor = amplitude * (1.0 + growth * std::log1p(position / length));
             for (size_t i = 0; i < pairs; ++i) {
                 const double angle = position * frequencies[i];
                 const size_t at = static_cast<size_t>(position) * pairs + i;
-                rope.cos[at] = static_cast<float>(std::cos(angle));
-                rope.sin[at] = static_cast<float>(std::sin(angle));
+                rope.cos[at] = static_cast<float>(factor * std::cos(angle));
+                rope.sin[at] = static_cast<float>(factor * std::sin(angle));
             }
         }
     };

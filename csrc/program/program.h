@@ -38,8 +38,10 @@ public:
     // A float buffer of head rows that all ranks write.
     int add_common_buffer(int width);
     int add_rope(Rope rope);
-    // Pair i rotates by frequencies[i] radians per position; angles, cos and sin are computed in float64.
-    int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved);
+    // Pair i rotates by frequencies[i] radians per position, times amplitude * (1 + growth * ln(1 + position /
+    // length)), where the quotient is an integer. Angles, cos and sin are computed in float64.
+    int add_rope(const std::vector<double>& frequencies, int positions, bool interleaved, double amplitude = 1.0,
+                 double growth = 0.0, int length = 1);
     int add_tap();
     int taps() const { return taps_; }
     // Keeps `owner`, for example the arena of the weights, alive as long as the program.

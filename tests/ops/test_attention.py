@@ -24,7 +24,8 @@ def config(heads: int, kv_heads: int) -> ModelConfig:
 
 def rope() -> SimpleNamespace:
     steps = torch.arange(DIM // 2, dtype=torch.float64)
-    return SimpleNamespace(dim=DIM, interleaved=False, inv_freq=10000.0 ** (-steps / (DIM // 2)))
+    inv_freq = 10000.0 ** (-steps / (DIM // 2))
+    return SimpleNamespace(dim=DIM, interleaved=False, inv_freq=inv_freq, amplitude=1.0, growth=0.0)
 
 
 class World:

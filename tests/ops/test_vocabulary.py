@@ -102,8 +102,8 @@ def test_interleaved_rotary_is_the_other_one_with_its_pairs_side_by_side() -> No
     """Values (2i, 2i + 1) turn as (i, i + dim / 2) do, and a position turns q and k by the same angle."""
     ctx = SimpleNamespace(positions=torch.tensor([0, 3, 1000]), memo={})
     inv_freq = 10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
-    halves = SimpleNamespace(dim=8, interleaved=False, inv_freq=inv_freq)
-    pairs = SimpleNamespace(dim=8, interleaved=True, inv_freq=inv_freq)
+    halves = SimpleNamespace(dim=8, interleaved=False, inv_freq=inv_freq, amplitude=1.0)
+    pairs = SimpleNamespace(dim=8, interleaved=True, inv_freq=inv_freq, amplitude=1.0)
     x = torch.randn(3, 2, 10, dtype=torch.float64)
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
     torch.testing.assert_close(rotate(x, pairs, ctx)[..., order], rotate(x[..., order], halves, ctx), rtol=1e-14, atol=1e-14)

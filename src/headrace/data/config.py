@@ -10,8 +10,10 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 class RopeConfig:
     """Rotary position embedding.
 
-    scaling: none, linear, llama3 (Llama 3.1's frequency bands), or divisors (one per frequency, GGUF's rope_freqs.weight).
+    scaling: none, linear, llama3 (Llama 3.1's frequency bands), yarn, or divisors (one per frequency).
     dim: rotated part of a head, None for all of it. interleaved: pairs (2i, 2i+1) instead of (i, i + dim/2).
+    short: divisors within original_context (longrope), see `ModelConfig.within`. amplitude: factor of cos and sin. growth:
+    queries are multiplied by 1 + growth * ln(1 + position // original_context).
     """
 
     theta: float = 10000.0
@@ -23,6 +25,17 @@ class RopeConfig:
     original_context: int = 8192
     interleaved: bool = False
     divisors: tuple[float, ...] = ()
+    short: tuple[float, ...] = ()
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    growth: float = 0.0
+
+
+def _within(rope: RopeConfig, context: int | None) -> RopeConfig:
+    is_short = rope.short and context is not None and context <= rope.original_context
+    return replace(rope, divisors=rope.short) if is_short else rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +76,8 @@ class ModelConfig:
     """Sizes and options of a model, from a Hugging Face config.json or GGUF metadata.
 
     architecture: HF model_type, a row of models.families. out_bias: bias of the attention's output projection.
-    qk_norm: query and key heads are normed. attn_scale: None for head_dim ** -0.5. activation: of the MLP, if a family has
-    several. gated: the MLP has a gate.
+    qk_norm: query and key heads are normed. wide_qk_norm: all queries of a row are normed as one vector, and its keys as
+    another. attn_scale: None for head_dim ** -0.5. activation: of the MLP, if a family has several. gated: the MLP has a gate.
     encoder: attention is bidirectional; prompts are fed in one step, and nothing is generated. token_types: rows of BERT's
     token type table. mask_id: mask token of a model that fills in blocks.
     source: the encoder of an encoder-decoder. start: first token of its outputs. never: token that it never writes (Marian's
@@ -83,6 +96,7 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     attn_scale: float | None = None
     attn_softcap: float | None = None
     logit_softcap: float | None = None
@@ -107,6 +121,14 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """Index in the KV pool of the K and V that a layer reads. Pools hold only layers with K and V of their own."""
         return sum(not each.shares for each in self.layers[: layer + 1]) - 1
+
+    def within(self, context: int | None) -> "ModelConfig":
+        """The config for contexts of at most `context` tokens: longrope has its short divisors up to its original context.
+
+        The choice is made once, as other divisors would change the cached keys. None: the model's whole context.
+        """
+        layers = tuple(replace(layer, rope=layer.rope and _within(layer.rope, context)) for layer in self.layers)
+        return replace(self, layers=layers)
 
     def sharing(self, neighbours: int) -> "ModelConfig":
         """The same model with cross-layer attention: the first of each `neighbours` layers has K and V for all of them.

@@ -146,6 +146,7 @@ class Sinusoids(Holder):
     weight: Tensor
     # As in Rotary: all sines before all cosines.
     interleaved = False
+    amplitude = 1.0
 
     def __init__(self, count: int, width: int) -> None:
         self.count = count
@@ -277,6 +278,9 @@ class Rotary(Holder):
         self.config = config
         self.dim = config.dim or head_dim
         self.interleaved = config.interleaved
+        self.amplitude = config.amplitude
+        self.growth = config.growth
+        self.length = config.original_context
         if self.dim % 2 or not 0 < self.dim <= head_dim:
             raise ValueError(f"rotary needs an even number of values, at most head_dim {head_dim}, not {self.dim}")
 
@@ -304,11 +308,13 @@ def frequencies(config: RopeConfig, dim: int) -> np.ndarray:
         return base / config.factor
     if config.scaling == "llama3":
         return _llama3(base, config)
+    if config.scaling == "yarn":
+        return _yarn(base, config, dim)
     if config.scaling == "divisors":
         if len(config.divisors) != dim // 2:
             raise ValueError(f"rotary needs {dim // 2} divisors, one per frequency, not {len(config.divisors)}")
         return base / np.array(config.divisors)
-    raise ValueError(f"unknown rotary scaling {config.scaling!r}; known are none, linear, llama3 and divisors")
+    raise ValueError(f"unknown rotary scaling {config.scaling!r}; known are none, linear, llama3, yarn and divisors")
 
 
 def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
@@ -317,3 +323,23 @@ def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
     keep = np.clip((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor), 0.0, 1.0)
     blended: np.ndarray = keep * base + (1 - keep) * base / config.factor
     return blended
+
+
+def _yarn(base: np.ndarray, config: RopeConfig, dim: int) -> np.ndarray:
+    """YaRN scaling: frequencies with more than beta_fast turns in the original context are unchanged, those with less than
+    beta_slow are divided by `factor`, and those between are blended by their number.
+
+    Source: Peng et al., "YaRN", arXiv 2309.00071.
+    """
+    low, high = (_pair_with(turns, config, dim) for turns in (config.beta_fast, config.beta_slow))
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    divided = np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+    blended: np.ndarray = divided * base / config.factor + (1 - divided) * base
+    return blended
+
+
+def _pair_with(turns: float, config: RopeConfig, dim: int) -> float:
+    """Number, with a fraction, of the pair that makes `turns` turns in the original context."""
+    return dim * math.log(config.original_context / (turns * 2 * math.pi)) / (2 * math.log(config.theta))

@@ -49,7 +49,7 @@ def attention(
     dim = ctx.pool.kv(layer)[0].shape[-1]
     n, heads = q.shape[0], q.shape[1] // dim
     acc = accumulator(q.dtype)
-    query = _prepare(q.view(n, heads, dim), q_norm, rope, ctx) * (dim**-0.5 if scale is None else scale)
+    query = grown(_prepare(q.view(n, heads, dim), q_norm, rope, ctx), rope, ctx) * (dim**-0.5 if scale is None else scale)
     if k is not None and v is not None:
         _write(k, v, ctx, layer, rope, k_norm)
     elif k is not v:
@@ -130,12 +130,19 @@ def _prepare(x: torch.Tensor, w: NormWeights | None, rope: RopeWeights | None, c
     return x if rope is None else rotate(x, rope, ctx)
 
 
+def grown(query: torch.Tensor, rope: RopeWeights | None, ctx: Context) -> torch.Tensor:
+    """Queries [n, heads, head_dim] times 1 + growth * ln(1 + position // length), if the settings have a growth."""
+    if rope is None or not rope.growth:
+        return query
+    return query * (1 + rope.growth * torch.log1p((ctx.positions // rope.length).to(query.dtype)))[:, None, None]
+
+
 def angles(ctx: Context, rope: RopeWeights, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [n, 1, dim / 2] of the step's rows; formed in float64, so that far positions keep their digits."""
     key = ("rope", id(rope), dtype)
     if key not in ctx.memo:
         phase = ctx.positions.to(torch.float64)[:, None, None] * rope.inv_freq
-        ctx.memo[key] = phase.cos().to(dtype), phase.sin().to(dtype)
+        ctx.memo[key] = (rope.amplitude * phase.cos()).to(dtype), (rope.amplitude * phase.sin()).to(dtype)
     made: tuple[torch.Tensor, torch.Tensor] = ctx.memo[key]
     return made
 

@@ -45,14 +45,16 @@ class Draw:
             weight=weight, bias=self.normal(sum(sizes)) if bias else None, sizes=sizes, split=split, method=method
         )
 
-    def rope(self, dim: int, interleaved: bool = False) -> SimpleNamespace:
+    def rope(self, dim: int, interleaved: bool = False, amplitude: float = 1.0, growth: float = 0.0) -> SimpleNamespace:
         steps = torch.arange(0, dim, 2, dtype=torch.float64, device=self.device)
-        return SimpleNamespace(dim=dim, interleaved=interleaved, inv_freq=10000.0 ** -(steps / dim))
+        inv_freq = 10000.0 ** -(steps / dim)
+        more = {"amplitude": amplitude, "growth": growth, "length": 4}
+        return SimpleNamespace(dim=dim, interleaved=interleaved, inv_freq=inv_freq, **more)
 
 
 def activation_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     draw = Draw(dtype, device)
-    for kind in ("silu", "gelu", "gelu_tanh", "relu"):
+    for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         yield Case(kind, (draw.normal(5, 24, scale=3.0), kind))
 
 
@@ -82,6 +84,7 @@ def embed_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     ids = draw.ids(50, 6)
     yield Case("plain", (ids, table))
     yield Case("scaled", (ids, table), {"scale": 4.0})
+    yield Case("scaled exactly", (ids, table), {"scale": 4.1, "exact": True})
     yield Case("learned positions", (ids, table), {"pos": learned, "positions": draw.ids(20, 6)})
     types = SimpleNamespace(weight=draw.normal(2, 16))
     yield Case("token types", (ids, table), {"types": types, "pos": learned, "positions": draw.ids(20, 6)})
@@ -113,6 +116,8 @@ def attention_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         "plain": {},
         "rope": {"rope": draw.rope(16)},
         "partial interleaved rope": {"rope": draw.rope(8, interleaved=True)},
+        "amplitude": {"rope": draw.rope(8, amplitude=1.25)},
+        "growing queries": {"rope": draw.rope(16, growth=0.5)},
         "q and k norm": {"q_norm": draw.norm(16), "k_norm": draw.norm(16), "rope": draw.rope(16)},
         "window": {"window": 5},
         "scale and softcap": {"scale": 0.125, "softcap": 2.0},

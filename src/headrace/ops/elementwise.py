@@ -40,17 +40,22 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": functional.relu,
+    "relu2": _relu2,
 }
 
 
 @vocabulary.act.body(activation_cases, TOLERANCE)
 def act(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """`kind` (silu | gelu | gelu_tanh | relu) of every value of x [n, width], computed in the accumulator type."""
+    """`kind` (silu | gelu | gelu_tanh | relu | relu2) of every value of x [n, width], computed in the accumulator type."""
     return FUNCTIONS[kind](x.to(accumulator(x.dtype))).to(x.dtype)
 
 

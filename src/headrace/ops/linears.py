@@ -19,13 +19,16 @@ def embed(
     types: EmbeddingWeights | None = None,
     pos: EmbeddingWeights | None = None,
     positions: torch.Tensor | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
-    """Rows of w for ids [n] -> [n, hidden], times `scale` rounded to the weights' dtype (as gemma does it), plus the first row
-    of `types` (one text a feed: all its tokens are of the first type) and the learned position rows of `pos` at `positions` [n]
-    where the architecture has them."""
+    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus the first row of `types` (one text a feed: all its tokens are
+    of the first type) and the learned position rows of `pos` at `positions` [n] where the architecture has them.
+
+    scale: rounded to the weights' dtype, as in Gemma, unless `exact`.
+    """
     x = w.weight[ids]
     if scale != 1.0:
-        x = x * torch.tensor(scale, dtype=x.dtype)
+        x = x * (scale if exact else torch.tensor(scale, dtype=x.dtype))
     if types is not None:
         x = x + types.weight[0]
     if pos is not None:

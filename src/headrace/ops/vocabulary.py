@@ -23,7 +23,7 @@ def residual(x: Any, y: Any, post_norm: Any = None) -> Any:
 
 @declare("headrace.ops.elementwise")
 def act(x: Any, kind: str) -> Any:
-    """`kind` (silu | gelu | gelu_tanh | relu) of every value of x [n, width]."""
+    """`kind` (silu | gelu | gelu_tanh | relu | relu2) of every value of x [n, width]."""
 
 
 @declare("headrace.ops.elementwise")
@@ -37,8 +37,13 @@ def tap(x: Any, name: str, ctx: Any) -> Any:
 
 
 @declare("headrace.ops.linears")
-def embed(ids: Any, w: Any, scale: float = 1.0, types: Any = None, pos: Any = None, positions: Any = None) -> Any:
-    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus the first token type's, plus learned positions."""
+def embed(
+    ids: Any, w: Any, scale: float = 1.0, types: Any = None, pos: Any = None, positions: Any = None, exact: bool = False
+) -> Any:
+    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus the first token type's, plus learned positions.
+
+    scale: rounded to w's dtype unless `exact`.
+    """
 
 
 @declare("headrace.ops.linears")

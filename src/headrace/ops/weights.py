@@ -81,6 +81,19 @@ class RopeWeights(Protocol):
         """[dim / 2] float64, radians per position"""
         ...
 
+    @property
+    def amplitude(self) -> float:
+        """Factor of cos and sin."""
+        ...
+
+    @property
+    def growth(self) -> float:
+        """Queries are multiplied by 1 + growth * ln(1 + position // length)."""
+        ...
+
+    @property
+    def length(self) -> int: ...
+
 
 class RelativeWeights(Protocol):
     @property

@@ -65,15 +65,22 @@ class Ropes:
     def __init__(self, program: Any, positions: int) -> None:
         self._program = program
         self.positions = positions
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int, bool], int] = {}
 
-    def number(self, rope: Any) -> int:
-        """The table number of a Rotary in the program, -1 for None. Angles are computed in float64."""
+    def number(self, rope: Any, grows: bool = False) -> int:
+        """The table number of a Rotary in the program, -1 for None. Angles are computed in float64.
+
+        grows: values grow with the position, for queries.
+        """
         if rope is None:
             return -1
-        if id(rope) not in self._numbers:
-            self._numbers[id(rope)] = self._program.rope(rope.frequencies.tolist(), self.positions, rope.interleaved)
-        return self._numbers[id(rope)]
+        key = id(rope), grows
+        if key not in self._numbers:
+            more = {} if rope.amplitude == 1.0 else {"amplitude": rope.amplitude}
+            if grows:
+                more |= {"growth": rope.growth, "length": rope.length}
+            self._numbers[key] = self._program.rope(rope.frequencies.tolist(), self.positions, rope.interleaved, **more)
+        return self._numbers[key]
 
 
 class Values:

@@ -32,6 +32,11 @@ class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence, without draft nodes."""
+        return self.max_positions - MAX_NODES
+
+    @property
     def program(self) -> dict[str, Any]:
         """As arguments of NativeProgram."""
         return {**msgspec.structs.asdict(self), "block_size": BLOCK_SIZE}
@@ -44,7 +49,8 @@ def load_target(
 
     stage: layers and input rows of a pipeline's stage.
     """
-    model, centre = describe(config if group is None else group.share.narrowed()), _centre(config, source)
+    own = config if group is None else group.share.narrowed()
+    model, centre = describe(own.within(settings.context)), _centre(config, source)
     if group is not None and centre is not None:
         centre = np.ascontiguousarray(centre[:, group.share.layers[0].cut("heads", "k")])
     return NativeProgram(model, source, centre=centre, pack=False, group=group, **stage, **settings.program)
@@ -119,7 +125,7 @@ class NativeBackend:
                 continue
             shared = owner in programs and (owner != TARGET.name or group is None)
             programs[name] = NativeProgram(
-                programs[owner].model if shared else describe(models[owner].config),
+                programs[owner].model if shared else describe(models[owner].config.within(settings.context)),
                 models[owner].source,
                 weights=programs[owner].weights if shared else None,
                 head_ids=heads.get(name),
