@@ -8,6 +8,7 @@ from headrace.data.config import ModelConfig
 from headrace.models import hf
 from headrace.models.families import FAMILIES
 from headrace.models.family import Family
+from headrace.models.not_built import missing
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource, adapter_of
@@ -79,10 +80,13 @@ def _family(name: str, source: WeightSource) -> Family:
 
 
 def unknown_architecture(architecture: str) -> str:
-    """Error text for an unknown architecture."""
+    """Error text for an architecture that is not supported."""
     if architecture.lower() in WHOLE_TEXT:
         return (
             f"{architecture} reads its whole text in both directions, so it has no cache to keep and every pass would feed the "
             "whole text; take a model that fills in blocks (docs/en/understand/decoding.md), or one that writes token by token"
         )
-    return f"unknown architecture {architecture!r}; known are {', '.join(sorted(FAMILIES))}"
+    known = ", ".join(sorted(FAMILIES))
+    if (lack := missing(architecture)) is not None:
+        return f"{architecture} is not supported, Headrace lacks {lack}; supported are {known}"
+    return f"unknown architecture {architecture!r}; known are {known}"

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): five sliding layers to each full one, two rotary bases, norms before and after each branch, a GELU gate."""
+"""Gemma 2 and 3 (text), GLM-4: norms before and after each branch, softcaps, windows and rotary settings by layer."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ class Gemma3Layer(Group):
     def __init__(self, c: ModelConfig, layer: LayerConfig) -> None:
         self.attn_norm = Norm(c.hidden_size, c.norm_eps)
         self.qkv = Linear(c.hidden_size, layer.qkv, bias=c.qkv_bias, split=True, rows="heads")
-        self.q_norm = Norm(layer.head_dim, c.norm_eps)
-        self.k_norm = Norm(layer.head_dim, c.norm_eps)
+        self.q_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = Norm(layer.head_dim, c.norm_eps) if c.qk_norm else None
         self.out = Linear(layer.q_size, c.hidden_size, bias=c.out_bias, columns="heads")
         self.attn_post_norm = Norm(c.hidden_size, c.norm_eps)
         self.mlp_norm = Norm(c.hidden_size, c.norm_eps)
@@ -51,7 +51,7 @@ class Gemma3(Model):
             softcap=c.attn_softcap,
         )
         x = residual(x, linear(attended, block.out, ctx), block.attn_post_norm)
-        branch = linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "gelu_tanh"), block.down, ctx)
+        branch = linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), c.activation), block.down, ctx)
         return tap(residual(x, branch, block.mlp_post_norm), f"layer.{i}", ctx)
 
     def head(self, x: Value) -> Value:

@@ -11,10 +11,13 @@ import numpy as np
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
 from headrace.models.layers import frequencies
-from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
+from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope, long_amplitude, magnitude
 from headrace.weights.source import WeightError
 
+# Llama 3's divisors of the rotary frequencies, and LongRoPE's.
 ROPE_DIVISORS = "rope_freqs.weight"
+LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.weight"
+SCALINGS = ("none", "linear", "yarn", "longrope")
 # Number formats of the divisors.
 FLOATS = {"F32": "<f4", "F16": "<f2"}
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -57,23 +60,63 @@ def _rope(read: Reader, head_dim: int) -> RopeConfig:
     made = RopeConfig(read.number("rope.freq_base", 10000.0), None if dim == head_dim else dim)
     kind = read.get("rope.scaling.type", "none")
     factor = read.number("rope.scaling.factor", read.get("rope.scale_linear", 1.0))
-    if kind not in ("none", "linear"):
-        raise read.error(f"asks for the rotary scaling {kind!r}; known are none, linear and llama3 ({ROPE_DIVISORS})")
+    if kind not in SCALINGS:
+        raise read.error(f"asks for the rotary scaling {kind!r}; known are {', '.join(SCALINGS)}, llama3 ({ROPE_DIVISORS})")
+    if LONG_DIVISORS in read.source.names():
+        return _longrope(read, made)
+    if kind == "yarn":
+        return _yarn(read, made, factor)
     if kind == "none" and read.get("rope.scale_linear") is None:
         factor = 1.0
     if ROPE_DIVISORS in read.source.names():
-        return RopeConfig(made.theta, made.dim, "divisors", divisors=tuple(d * factor for d in _divisors(read)))
+        divisors = tuple(d * factor for d in _divisors(read, ROPE_DIVISORS))
+        return RopeConfig(made.theta, made.dim, "divisors", divisors=divisors)
     return made if factor == 1.0 else RopeConfig(made.theta, made.dim, "linear", factor)
 
 
-def _divisors(read: Reader) -> list[float]:
-    """Llama 3's frequency divisors."""
-    kind = read.source.info(ROPE_DIVISORS).kind
+def _yarn(read: Reader, made: RopeConfig, factor: float) -> RopeConfig:
+    """The settings with YaRN. The amplitude is that of llama.cpp: a logarithmic multiplier of 0 is none."""
+    multiplier = read.get("rope.scaling.yarn_log_multiplier")
+    amplitude = magnitude(factor) / (magnitude(factor, multiplier) if multiplier else 1.0)
+    return replace(
+        made,
+        scaling="yarn",
+        factor=factor,
+        original_context=read.size("rope.scaling.original_context_length", read.get("context_length")),
+        beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
+        amplitude=amplitude * read.number("rope.scaling.attn_factor", 1.0),
+    )
+
+
+def _longrope(read: Reader, made: RopeConfig) -> RopeConfig:
+    """The settings with LongRoPE's divisors for long and for short contexts."""
+    longest = read.size("context_length")
+    original = read.size("rope.scaling.original_context_length", longest)
+    long, short = (tuple(_divisors(read, name)) for name in (LONG_DIVISORS, SHORT_DIVISORS))
+    amplitude = read.number("rope.scaling.attn_factor", long_amplitude(longest / original, original))
+    made = replace(made, scaling="divisors", divisors=long, short=short, original_context=original, amplitude=amplitude)
+    return made if longest > original else replace(made, divisors=short)
+
+
+def _divisors(read: Reader, name: str) -> list[float]:
+    """The frequency divisors in a tensor."""
+    kind = read.source.info(name).kind
     if kind not in FLOATS:
-        raise read.error(f"goes with {ROPE_DIVISORS} stored as {kind}; known are {' and '.join(FLOATS)}")
-    stored = np.ascontiguousarray(read.source.raw(ROPE_DIVISORS)).reshape(-1)
+        raise read.error(f"goes with {name} stored as {kind}; known are {' and '.join(FLOATS)}")
+    stored = np.ascontiguousarray(read.source.raw(name)).reshape(-1)
     found: list[float] = stored.view(FLOATS[kind]).astype(np.float64).tolist()
     return found
+
+
+def windows(read: Reader, config: ModelConfig, period: int) -> list[int | None]:
+    """Attention window of each layer (None: all), with the file's pattern, otherwise for all but every `period`-th layer."""
+    count, window = config.num_layers, config.layers[0].window
+    pattern = read.get("attention.sliding_window_pattern", period)
+    slides = [(i + 1) % pattern != 0 for i in range(count)] if isinstance(pattern, int) else list(pattern)
+    if len(slides) != count:
+        raise read.error(f"has attention.sliding_window_pattern of {len(slides)} entries for {count} layers")
+    return [window if each else None for each in slides]
 
 
 def _softcap(read: Reader, key: str) -> float | None:

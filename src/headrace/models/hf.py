@@ -1,14 +1,17 @@
 """Config of a model from the config.json of a Hugging Face folder, the parts that families share. Rotary settings have an old
 form (rope_theta, rope_scaling) and a new one (rope_parameters)."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig, RopeConfig
-from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope
+from headrace.models.reader import MAX_HEAD_DIM, MAX_LAYERS, Reader, check_rope, long_amplitude, magnitude
 
 UNQUANTISED = "take the model's own safetensors (bfloat16 or float16; --quantize int4 makes integers of them), or a GGUF file"
+# Rotary scalings. "dynamic" changes nothing within the model's own context, which no request exceeds.
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional", "dynamic")
 # Unsupported settings that change the computation, each with the value that disables it.
 OFF: dict[str, object] = {
     "quantization_config": None,
@@ -63,6 +66,7 @@ def decoder(
         ffn=read.size("intermediate_size"),
         rope=rope(read, rope_settings(read) if rotary is None else rotary, head_dim, theta),
     )
+    _check_layer_types(read)
     bias = bool(read.get("attention_bias", False))
     return ModelConfig(
         architecture=read.architecture,
@@ -78,6 +82,15 @@ def decoder(
         attn_softcap=_optional(read, "attn_logit_softcapping"),
         logit_softcap=_optional(read, "final_logit_softcapping"),
     )
+
+
+def _check_layer_types(read: Reader) -> None:
+    """Raise WeightError for layer_types that are not one of the two known types for each layer."""
+    types, layers = read.get("layer_types"), read.size("num_hidden_layers", most=MAX_LAYERS)
+    if types is None:
+        return
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise read.error(f"must have layer_types for its {layers} layers, each sliding_attention or full_attention")
 
 
 def with_shared_kv(read: Reader, config: ModelConfig) -> ModelConfig:
@@ -109,8 +122,6 @@ def windows(read: Reader, slides: Callable[[int], bool]) -> list[int | None]:
     window, types = read.size("sliding_window"), read.get("layer_types")
     if types is None:
         return [window if slides(layer) else None for layer in range(layers)]
-    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise read.error(f"must have layer_types for its {layers} layers, each sliding_attention or full_attention")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
@@ -126,21 +137,57 @@ def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float)
     own = replace(read, values=settings)
     kind = own.get("rope_type") or own.get("type") or "default"
     share = float(own.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0)
-    made = RopeConfig(own.number("rope_theta", theta), None if share == 1.0 else int(head_dim * share))
-    if kind not in ("default", "linear", "llama3"):
-        raise read.error(f"asks for the rotary scaling {kind!r}; known are default, linear and llama3")
+    dim = None if share == 1.0 or kind == "proportional" else int(head_dim * share)
+    made = RopeConfig(own.number("rope_theta", theta), dim)
+    if kind not in SCALINGS:
+        raise read.error(f"asks for the rotary scaling {kind!r}; known are {', '.join(SCALINGS)}")
     if kind == "linear":
         made = replace(made, scaling="linear", factor=own.number("factor"))
+    if kind == "proportional":
+        turned, factor = int(share * head_dim // 2), own.number("factor", 1.0)
+        made = replace(made, scaling="divisors", divisors=(factor,) * turned + (math.inf,) * (head_dim // 2 - turned))
+    if kind in ("llama3", "yarn", "longrope"):
+        # YaRN's files may leave out the original context, which is then the model's.
+        longest = read.get("max_position_embeddings") if kind == "yarn" else None
+        original = read.get("original_max_position_embeddings", longest)
+        made = replace(made, original_context=own.size("original_max_position_embeddings", original))
     if kind == "llama3":
-        made = replace(
-            made,
-            scaling="llama3",
-            factor=own.number("factor"),
-            low_freq_factor=own.number("low_freq_factor"),
-            high_freq_factor=own.number("high_freq_factor"),
-            original_context=own.size("original_max_position_embeddings"),
-        )
+        low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
+        made = replace(made, scaling="llama3", factor=own.number("factor"), low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        made = _yarn(own, made, read.get("max_position_embeddings"))
+    if kind == "longrope":
+        made = _longrope(own, made, read.size("max_position_embeddings"))
     return check_rope(made, head_dim, read.error)
+
+
+def _yarn(own: Reader, made: RopeConfig, longest: int) -> RopeConfig:
+    """The settings with YaRN. longest: the model's context."""
+    factor = own.number("factor", longest / made.original_context)
+    amplitude = magnitude(factor)
+    if own.get("mscale") and own.get("mscale_all_dim"):
+        amplitude = magnitude(factor, own.number("mscale")) / magnitude(factor, own.number("mscale_all_dim"))
+    return replace(
+        made,
+        scaling="yarn",
+        factor=factor,
+        beta_fast=own.number("beta_fast", 32.0),
+        beta_slow=own.number("beta_slow", 1.0),
+        truncate=bool(own.get("truncate", True)),
+        amplitude=own.number("attention_factor", amplitude),
+    )
+
+
+def _longrope(own: Reader, made: RopeConfig, longest: int) -> RopeConfig:
+    """The settings with LongRoPE: divisors for long contexts, and `short` ones. longest: the model's context.
+
+    Source: Ding et al., "LongRoPE", arXiv 2402.13753.
+    """
+    short, long = own.numbers("short_factor"), own.numbers("long_factor")
+    factor, original = own.number("factor", longest / made.original_context), made.original_context
+    amplitude = own.number("attention_factor", long_amplitude(factor, original))
+    made = replace(made, scaling="divisors", divisors=long, short=short, amplitude=amplitude)
+    return made if longest > original else replace(made, divisors=short)
 
 
 def _optional(read: Reader, key: str) -> float | None:

@@ -1,5 +1,6 @@
-"""Llama 2 and 3, Mistral, Qwen2, Qwen3, SmolLM2: pre-norm blocks of rotary grouped-query attention and a gated SiLU MLP."""
+"""Llama and the families of its order of ops: pre-norm blocks of rotary grouped-query attention and a gated SiLU MLP."""
 
+from collections.abc import Callable
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
@@ -21,17 +22,19 @@ class LlamaLayer(Group):
 
 
 class Llama(Model):
+    layer_type: Callable[[ModelConfig, LayerConfig], Group] = LlamaLayer
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
         self.ropes = rotaries(config)
-        self.layers = [LlamaLayer(config, layer) for layer in config.layers]
+        self.layers = [self.layer_type(config, layer) for layer in config.layers]
         self.norm = Norm(config.hidden_size, config.norm_eps)
         tied = Biased(self.tokens, config.never) if config.head_bias else self.tokens
         self.output = tied if config.tied_head else Linear(config.hidden_size, config.vocab_size, rows="vocab")
 
     def embed(self, ctx: Any) -> Value:
-        return embed(ctx.ids, self.tokens, scale=self.config.embed_scale)
+        return embed(ctx.ids, self.tokens, scale=self.config.embed_scale, exact=True)
 
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         c, block = self.config, self.layers[i]
@@ -51,8 +54,11 @@ class Llama(Model):
             scale=scale,
         )
         x = residual(x, linear(attended, block.out, ctx))
-        x = residual(x, linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "silu"), block.down, ctx))
-        return tap(x, f"layer.{i}", ctx)
+        return tap(residual(x, self.mlp(block, norm(x, block.mlp_norm), ctx)), f"layer.{i}", ctx)
+
+    def mlp(self, block: Any, x: Value, ctx: Any) -> Value:
+        """The MLP of rows [n, hidden] that are already normed."""
+        return linear(act_mul(linear(x, block.gate_up, ctx), "silu"), block.down, ctx)
 
     def head(self, x: Value) -> Value:
-        return head(norm(x, self.norm), self.output)
+        return head(norm(x, self.norm), self.output, scale=self.config.head_scale)

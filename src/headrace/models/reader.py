@@ -1,7 +1,7 @@
 """Checked reading of a model's config: every number has bounds, so a damaged or hostile file fails before any allocation."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,13 @@ class Reader:
             raise self.error(f"must have {self.prefix}{key} as a number above 0, not {_shown(value)}")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0."""
+        values = self.get(key)
+        if not isinstance(values, Sequence) or not all(isinstance(value, (int, float)) and value > 0 for value in values):
+            raise self.error(f"must have {self.prefix}{key} as a list of numbers above 0, not {_shown(values)}")
+        return tuple(map(float, values))
+
     def heads(self, key: str, kv_key: str) -> tuple[int, int]:
         """Number of query heads and of KV heads; equal if the file has no `kv_key`."""
         heads = self.size(key)
@@ -72,6 +79,23 @@ def check_rope(rope: RopeConfig, head_dim: int, error: Callable[[str], Exception
         raise error(f"turns {dim} values of heads of {head_dim}; rotary needs an even number, at most the whole head")
     if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise error("has a llama3 rotary scaling whose low_freq_factor is not below its high_freq_factor")
-    if rope.scaling == "divisors" and (len(rope.divisors) != dim // 2 or not all(d > 0 for d in rope.divisors)):
-        raise error(f"has {len(rope.divisors)} rotary divisors and needs {dim // 2}, all above 0")
+    for divisors in (rope.divisors, rope.short or rope.divisors) if rope.scaling == "divisors" else ():
+        if len(divisors) != dim // 2 or not all(d > 0 for d in divisors):
+            raise error(f"has {len(divisors)} rotary divisors and needs {dim // 2}, all above 0")
     return rope
+
+
+def turned_layers(config: ModelConfig, turns: Iterable[object]) -> ModelConfig:
+    """The config with rotary positions only in layers whose entry is true."""
+    layers = zip(config.layers, turns, strict=True)
+    return replace(config, layers=tuple(replace(layer, rope=layer.rope if turn else None) for layer, turn in layers))
+
+
+def magnitude(factor: float, multiplier: float = 1.0) -> float:
+    """YaRN's amplitude for a context that is `factor` times the original one."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def long_amplitude(factor: float, original: int) -> float:
+    """LongRoPE's amplitude for a context that is `factor` times the original one of `original` tokens."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -61,6 +61,12 @@ REFUSALS = (
         ("tp",),
     ),
     Refusal(
+        "a model that norms all queries of a row as one vector",
+        "ranks have some heads of a row: use pp",
+        lambda recipe: recipe.target.config.wide_qk_norm,
+        ("tp",),
+    ),
+    Refusal(
         "a model whose layers differ in their heads",
         "ranks need the same share of each layer: use pp",
         lambda recipe: len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in recipe.target.config.layers}) > 1,

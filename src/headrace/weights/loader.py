@@ -100,12 +100,15 @@ def read_part(part: WeightPart, source: WeightSource, dtype: torch.dtype) -> tor
 
 def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The stored tensor that consists of these parts, from their values in the parameters: the inverse of `read_part`."""
-    pieces = []
-    for part in sorted(parts, key=lambda part: part.rows or (0, 0)):
+    pieces, orders = [], []
+    for part in parts:
         piece = values(part.target)
-        piece = piece - part.shift if part.shift else piece
-        pieces.append(piece if part.row_order is None else piece[torch.tensor(tuple(part.row_order)).argsort()])
+        pieces.append(piece - part.shift if part.shift else piece)
+        first = part.rows[0] if part.rows else 0
+        orders.append(first + torch.tensor(tuple(range(len(piece)) if part.row_order is None else part.row_order)))
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    if len(pieces) > 1 or parts[0].row_order is not None:
+        whole = whole[torch.cat(orders).argsort()]
     return whole.t().contiguous() if parts[0].transpose else whole
 
 

@@ -6,6 +6,7 @@ Layouts that differ from ours:
 * rope_pairs: GGUF stores the q and k rows of llama as rotary pairs (0, d/2, 1, d/2 + 1, ...) of each head, because llama.cpp
   rotates neighbours;
 * minus_one: Hugging Face stores gemma's norm weights as w, GGUF as 1 + w;
+* by_group: InternLM2 stores q, k and v as one tensor: for each K/V head its query heads, the key head, the value head;
 * transposed: Hugging Face stores GPT-2's linear weights [in, out] (Conv1D).
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Layout = Literal["plain", "rope_pairs", "transposed", "minus_one"]
+Layout = Literal["plain", "rope_pairs", "by_group", "transposed", "minus_one"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class NameMap:
 
     def full(self, name: str) -> str:
         """A name with its prefix."""
-        return name if name.startswith("lm_head.") else self.prefix + name
+        return name if name.startswith(("lm_head.", "output.")) else self.prefix + name
 
 
 def origins(names: Mapping[str, str]) -> dict[str, Origin]:

@@ -15,7 +15,7 @@ from headrace.models.base import Model
 from headrace.models.configs import name_map
 from headrace.models.layers import ParamSpec
 from headrace.parallel.ranks.share import Share
-from headrace.weights.origins import NameMap
+from headrace.weights.origins import NameMap, Origin
 from headrace.weights.source import WeightError, WeightSource
 
 HEAD = "lm_head.weight"  # in a Hugging Face folder; a GGUF file without a head has a tied one
@@ -37,6 +37,22 @@ class Unpaired:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped:
+    """Row order of q, k or v in a tensor that holds them by K/V head: iterating yields the stored row of each row.
+
+    group, part: rows of a K/V head in the tensor, and those that belong to this part, from row `offset` on.
+    """
+
+    group: int
+    part: int
+    offset: int
+    rows: range
+
+    def __iter__(self) -> Iterator[int]:
+        return (row // self.part * self.group + self.offset + row % self.part for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPart:
     """Rows of a stored tensor that become rows of a parameter.
 
@@ -50,7 +66,7 @@ class WeightPart:
     stored: tuple[int, ...]  # shape of the whole tensor in the file
     rows: tuple[int, int] | None = None  # None: all
     columns: tuple[int, int] | None = None
-    row_order: Unpaired | tuple[int, ...] | None = None
+    row_order: Unpaired | Grouped | tuple[int, ...] | None = None
     transpose: bool = False
     shift: float = 0.0
 
@@ -83,6 +99,8 @@ def cut(part: WeightPart, spec: ParamSpec, share: Share) -> WeightPart:
     shape, rows = (len(held), *part.shape[1:]), (first + held.start, first + held.stop)
     if isinstance(order, Unpaired):  # reorders rows within a head, and heads are not cut
         order = replace(order, heads=len(held) // order.head_dim)
+    elif isinstance(order, Grouped):
+        return replace(part, shape=shape, row_order=replace(order, rows=order.rows[held.start : held.stop]))
     elif order is not None:
         return replace(part, shape=shape, row_order=order[held.start : held.stop])
     return replace(part, shape=shape, rows=rows, row_order=order)
@@ -173,11 +191,20 @@ def _part(names: NameMap, target: str, spec: ParamSpec, rows: tuple[int, int], c
         source=names.full(origin.name.format(i=layer and layer[1])),
         shape=shape,
         stored=whole[::-1] if transpose else whole,
-        rows=rows if origin.stacked else None,
-        row_order=_paired(config.layers[int(layer[1])], shape[0]) if layer and origin.layout == "rope_pairs" else None,
+        rows=rows if origin.stacked and origin.layout != "by_group" else None,
+        row_order=_row_order(origin, target, shape[0], config.layers[int(layer[1])]) if layer else None,
         transpose=transpose,
         shift=1.0 if origin.layout == "minus_one" else 0.0,
     )
+
+
+def _row_order(origin: Origin, target: str, rows: int, layer: LayerConfig) -> Unpaired | Grouped | None:
+    """Order of the `rows` rows of a part in a layer's stored tensor, None for their own."""
+    if origin.layout == "by_group":
+        dim, share = layer.head_dim, layer.heads // layer.kv_heads
+        count, first = {"q": (share, 0), "k": (1, share), "v": (1, share + 1)}[target.split(".")[-2]]
+        return Grouped((share + 2) * dim, count * dim, first * dim, range(rows))
+    return _paired(layer, rows) if origin.layout == "rope_pairs" else None
 
 
 def _paired(layer: LayerConfig, rows: int) -> Unpaired:

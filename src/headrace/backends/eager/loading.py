@@ -60,7 +60,7 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms
     narrower = "a narrower dtype (dtype='bfloat16')" if dtype.itemsize > 2 else ""
     check_weights_fit(need, free, *(each.name for each in opened.values()), narrower=narrower)
     plan = recipe.plan(kv_bytes, dtype.itemsize, free - need, recipe.scratch(pool_bytes))
-    models = {role: _model(recipe, each, dtype, device) for role, each in firsts.items()}
+    models = {role: _model(recipe, each, dtype, device, plan.max_model_len) for role, each in firsts.items()}
     heads = recipe.head_ids()
     programs: dict[str, EagerProgram] = {}
     for role, owner in owners.items():
@@ -90,8 +90,8 @@ def _bias(layer: Linear) -> np.ndarray | None:
     return bias
 
 
-def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device) -> Model:
-    """Load the weights of one model. Raises WeightError."""
+def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.device, context: int) -> Model:
+    """Load the weights of one model for contexts of at most `context` tokens. Raises WeightError."""
     source, before = opened.source, 0
 
     def tell(done: int, total: int) -> None:
@@ -101,7 +101,7 @@ def _model(recipe: Recipe, opened: Opened, dtype: torch.dtype, device: torch.dev
         recipe.progress.advance(done - before)
         before = done
 
-    model = load_model(source, dtype, device, progress=tell)
+    model = load_model(source, dtype, device, opened.config.within(context), tell)
     if (activations := recipe.activations(opened)) != "auto":
         kinds = weight_kinds(model, source)
         integers = {path: tuple(kind not in FLOATS for kind in parts) for path, parts in kinds.items()}

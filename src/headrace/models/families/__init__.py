@@ -1,8 +1,57 @@
 """The supported architectures, one file each: config keys, tensor names, and the model class."""
 
-from headrace.models.families import bert, gemma3, gpt2, llama, marian, mistral, qwen2, qwen3, t5
+from headrace.models.families import (
+    arcee,
+    bert,
+    ernie4_5,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    granite,
+    internlm2,
+    internlm3,
+    llama,
+    marian,
+    minicpm,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+    t5,
+)
 from headrace.models.family import Family
 
-FAMILIES: dict[str, Family] = {
-    each.FAMILY.architecture: each.FAMILY for each in (bert, gemma3, gpt2, llama, marian, mistral, qwen2, qwen3, t5)
-}
+MODULES = (
+    arcee,
+    bert,
+    ernie4_5,
+    exaone4,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    granite,
+    internlm2,
+    internlm3,
+    llama,
+    marian,
+    minicpm,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+    t5,
+)
+FAMILIES: dict[str, Family] = {each.FAMILY.architecture: each.FAMILY for each in MODULES}

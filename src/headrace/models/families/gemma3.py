@@ -25,8 +25,17 @@ GGUF_POST_NORMS = {
 }
 
 
-def _scaled(config: ModelConfig, attn_scale: float) -> ModelConfig:
-    return replace(config, attn_scale=attn_scale, embed_scale=config.hidden_size**0.5)
+HF = NameMap(laid_out(llama.HF_NAMES | origins(POST_NORMS), "minus_one", "norm.weight"), "model.", llama.INV_FREQ)
+GGUF = NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS)
+
+
+def scaled(config: ModelConfig, attn_scale: float) -> ModelConfig:
+    """The config with the scales and the activation of all Gemma models."""
+    return replace(config, attn_scale=attn_scale, embed_scale=config.hidden_size**0.5, activation="gelu_tanh")
+
+
+def _normed(config: ModelConfig) -> ModelConfig:
+    return replace(config, qk_norm=True)
 
 
 def _rotary(read: Reader) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -42,29 +51,22 @@ def from_hf(read: Reader) -> ModelConfig:
     config = hf.decoder(read, "gelu_pytorch_tanh", tied=True, rotary=full, theta=1000000.0)
     local = hf.rope(read, sliding, config.each_layer.head_dim, 10000.0)
     windows = hf.windows(read, lambda layer: (layer + 1) % read.size("sliding_window_pattern", PATTERN) != 0)
-    return _scaled(windowed(config, windows, local), read.number("query_pre_attn_scalar") ** -0.5)
+    return _normed(scaled(windowed(config, windows, local), read.number("query_pre_attn_scalar") ** -0.5))
 
 
 def from_gguf(read: Reader) -> ModelConfig:
     config = gguf.decoder(read)
-    layer, count = config.each_layer, config.num_layers
-    pattern = read.get("attention.sliding_window_pattern", PATTERN)
-    slides = [(i + 1) % pattern != 0 for i in range(count)] if isinstance(pattern, int) else list(pattern)
-    if len(slides) != count:
-        raise read.error(f"has attention.sliding_window_pattern of {len(slides)} entries for {count} layers")
+    layer = config.each_layer
     local = RopeConfig(theta=read.number("rope.freq_base_swa", 10000.0))
-    made = windowed(config, [layer.window if each else None for each in slides], local)
-    width = config.hidden_size // layer.heads if count == GGUF_27B_LAYERS else layer.head_dim
-    return _scaled(made, float(width) ** -0.5)
+    made = windowed(config, gguf.windows(read, config, PATTERN), local)
+    width = config.hidden_size // layer.heads if config.num_layers == GGUF_27B_LAYERS else layer.head_dim
+    return _normed(scaled(made, float(width) ** -0.5))
 
 
 FAMILY = Family(
     architecture="gemma3_text",
     shape="gemma3",
-    hf=FileFormat(
-        from_hf,
-        NameMap(laid_out(llama.HF_NAMES | origins(POST_NORMS), "minus_one", "norm.weight"), "model.", llama.INV_FREQ),
-    ),
-    gguf=FileFormat(from_gguf, NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS)),
+    hf=FileFormat(from_hf, HF),
+    gguf=FileFormat(from_gguf, GGUF),
     gguf_name="gemma3",
 )

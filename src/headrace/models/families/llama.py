@@ -47,6 +47,7 @@ DIVISORS = (r"rope_freqs\.weight",)  # no parameter: models.gguf has read it int
 HF = NameMap(HF_NAMES, "model.", INV_FREQ)
 GGUF = NameMap(GGUF_NAMES, ignored=DIVISORS)
 PAIRED = ("qkv.q.weight", "qkv.k.weight", "qkv.q.bias", "qkv.k.bias")
+GGUF_PAIRED = NameMap(laid_out(GGUF_NAMES, "rope_pairs", *PAIRED), ignored=DIVISORS)
 
 
 def from_hf(read: Reader) -> ModelConfig:
@@ -59,5 +60,5 @@ FAMILY = Family(
     architecture="llama",
     shape="llama",
     hf=FileFormat(from_hf, HF),
-    gguf=FileFormat(gguf.decoder, NameMap(laid_out(GGUF_NAMES, "rope_pairs", *PAIRED), ignored=DIVISORS)),
+    gguf=FileFormat(gguf.decoder, GGUF_PAIRED),
 )
