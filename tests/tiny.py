@@ -1,5 +1,6 @@
 """Tiny random models and engines around them: the oracles of tests that need real attention but no real weights."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +22,21 @@ from headrace.weights.loader import Allocator
 VOCAB = 97
 
 
+# Of families by numbers: fields of the model, and rotary settings for heads of a size.
+NUMBERS: dict[str, dict[str, Any]] = {
+    "granite": {"embed_scale": 5.7, "attn_scale": 0.3, "head_scale": 0.5, "norm_eps": 1e-4},
+    "olmo2": {"wide_qk_norm": True},
+    "exaone4": {"qk_norm": True},
+    "gemma2": {"embed_scale": 32**0.5, "activation": "gelu_tanh", "attn_softcap": 5.0, "logit_softcap": 7.0},
+    "glm4": {"qkv_bias": True, "activation": "silu"},
+}
+ROPES: dict[str, Callable[[int], RopeConfig]] = {
+    "glm4": lambda head_dim: RopeConfig(dim=head_dim // 2),
+    "arcee": lambda head_dim: RopeConfig(scaling="yarn", factor=4.0, original_context=64, beta_fast=2.0, amplitude=1.2),
+    "ministral3": lambda head_dim: RopeConfig(growth=0.5, original_context=8),
+}
+
+
 def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
     """Two layers, four heads over two K/V heads. `changes` are of the model, or of each of its layers; `num_layers` and, of
     gemma, which of them slide; `share`: how many neighbours read one layer's K and V."""
@@ -37,11 +53,16 @@ def tiny_config(architecture: str = "llama", **changes: Any) -> ModelConfig:
         model |= {"qk_norm": True}
     if architecture == "gemma3_text":
         layer |= {"kv_heads": 1}
-        model |= {"embed_scale": 32**0.5}
+        model |= {"embed_scale": 32**0.5, "qk_norm": True, "activation": "gelu_tanh"}
         slides = list(changes.pop("slides", (True, False)))
+    head_dim = changes.get("head_dim", layer["head_dim"])
+    model |= NUMBERS.get(architecture, {})
+    layer |= {"rope": ROPES[architecture](head_dim)} if architecture in ROPES else {}
+    slides = list(changes.pop("slides", (True, False))) if architecture in ("gemma2", "exaone4") else slides
     numbers = {field.name for field in fields(LayerConfig)}
     each = LayerConfig(**{**layer, **{name: value for name, value in changes.items() if name in numbers}})
     sliding = replace(each, window=12, rope=RopeConfig(theta=1000.0))
+    each = replace(each, rope=None) if architecture in ("smollm3", "exaone4") else each
     model |= {name: value for name, value in changes.items() if name not in numbers}
     return ModelConfig(architecture, layers=tuple(sliding if slid else each for slid in slides), **model).sharing(share)
 

@@ -45,14 +45,18 @@ def gguf_adapter(path: Path) -> Path:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "architecture": (lambda at: folder(at / "m", model_type="phi3"), "unknown architecture 'phi3'; known are bert"),
+    "architecture": (lambda at: folder(at / "m", model_type="nameless"), "unknown architecture 'nameless'; known are arcee"),
+    "missing": (
+        lambda at: folder(at / "m", model_type="jamba"),
+        "jamba is not supported, Headrace lacks layers with a state",
+    ),
     "hqq": (
         lambda at: folder(at / "m", **LLAMA, quantization_config={"quant_method": "hqq", "bits": 4}),
         "has weights quantised by 'hqq', which is not supported; take the model's own safetensors",
     ),
-    "yarn": (
-        lambda at: folder(at / "m", **LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "asks for the rotary scaling 'yarn'; known are default, linear and llama3",
+    "scaling": (
+        lambda at: folder(at / "m", **LLAMA, rope_scaling={"rope_type": "ntk", "factor": 4.0}),
+        "asks for the rotary scaling 'ntk'; known are default, linear, llama3, yarn, longrope, proportional, dynamic",
     ),
     "lora": (
         lambda at: folder(at / "m", "adapter_config.json", peft_type="LORA", base_model_name_or_path="Qwen/Qwen3-0.6B"),

@@ -32,7 +32,7 @@ TEXTS = np.random.default_rng(3).integers(0, 97, (3, 21)).tolist()
 
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "gemma2", "glm4", "olmo2", "arcee", "ministral3"])
 def test_fused_equals_unfused(architecture: str, quantize: str) -> None:
     """Bitwise: every fusion does the arithmetic of the phases it replaces."""
     model = native_model(architecture, head_dim=32)

@@ -11,6 +11,7 @@ from tests.tiny import VOCAB
 from tests.tiny_native import Feeder, native_model, native_program, packed
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gpt2")
+BY_NUMBERS = ("granite", "smollm3", "phi3", "gemma2", "glm4", "olmo2", "exaone4", "arcee", "ministral3")
 FORMS = ("", "int8", "int4")
 # Of a row's spread. Sums in float32 leave the first; a value on the edge between two int8 or bfloat16 numbers may round the
 # other way, and then the rows that see it are apart by the second at most.
@@ -36,7 +37,7 @@ def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quantize", FORMS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + BY_NUMBERS)
 def test_logits_equal_those_of_the_same_arithmetic(architecture: str, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = both(native_model(architecture, head_dim=32), quantize, prompts(1), monkeypatch)
     apart = distances(pairs)

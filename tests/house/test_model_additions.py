@@ -67,7 +67,7 @@ def test_an_architecture_by_numbers_is_one_file(backend: str, monkeypatch: pytes
 
 
 def test_an_architecture_without_a_row_is_refused() -> None:
-    with pytest.raises(WeightError, match="unknown architecture 'loud_llama'; known are bert"):
+    with pytest.raises(WeightError, match="unknown architecture 'loud_llama'; known are arcee"):
         load_model(folder(model_type="loud_llama", embedding_multiplier=4.0))
 
 

@@ -19,7 +19,24 @@ ARCHES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
+    "internlm3": gguf.MODEL_ARCH.LLAMA,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
 }
+# Architectures whose q and k rows lie as rotary pairs. Those of GLM-4 and ERNIE do so in both kinds of files.
+PAIRS = ("llama", "mistral", "granite", "smollm3", "arcee", "internlm3", "ministral3")
+# Names that the map of the `gguf` package gives to another tensor of the same layer.
+NAMES = {"glm4": {"post_attention_layernorm": "ffn_norm"}}
 
 
 def write_gguf(model: Any, path: Path, permute: bool = True) -> Path:
@@ -39,6 +56,8 @@ def write_gguf(model: Any, path: Path, permute: bool = True) -> Path:
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        for part, own in NAMES.get(config.model_type, {}).items():
+            stored = f"blk.{name.split('.')[2]}.{own}.weight" if part in name else stored
         writer.add_tensor(stored, _laid_out(name, tensor.detach().float(), config, permute))
     _rope_divisors(writer, config)
     writer.write_header_to_file()
@@ -59,16 +78,46 @@ def _settings(writer: Any, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    _rope_settings(writer, config, head_dim)
+    _multipliers(writer, config)
+    if getattr(config, "sliding_window", None) is not None:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _rope_settings(writer: Any, config: Any, head_dim: int) -> None:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if getattr(config, "sliding_window", None) is not None:
-        writer.add_sliding_window(config.sliding_window)
-    if getattr(config, "final_logit_softcapping", None):
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+    if rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def _multipliers(writer: Any, config: Any) -> None:
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def _gpt2_settings(writer: Any, config: Any) -> None:
@@ -81,10 +130,10 @@ def _gpt2_settings(writer: Any, config: Any) -> None:
 
 
 def _laid_out(name: str, tensor: torch.Tensor, config: Any, permute: bool) -> np.ndarray:
-    if config.model_type in ("llama", "mistral") and permute and (".q_proj." in name or ".k_proj." in name):
+    if config.model_type in PAIRS and permute and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
         tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-    if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+    if config.model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         tensor = tensor + 1
     if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         tensor = tensor.t()
@@ -98,8 +147,9 @@ def _rope_divisors(writer: Any, config: Any) -> None:
         return
     context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     divisors = []
-    for i in range(0, config.head_dim, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
         if wavelength < context / high:
             divisors.append(1.0)
         elif wavelength > context / low:

@@ -199,12 +199,15 @@ def test_divisors_of_another_head_size_are_refused() -> None:
         read_config(source)
 
 
+SU = {"short_factor": [1.0] * 64, "original_max_position_embeddings": 4096}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (
-            {**LLAMA31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rotary scaling 'yarn'; known are default",
+            {**LLAMA31_8B, "rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            "rotary scaling 'ntk'; known are default",
         ),
         (
             {**LLAMA31_8B, "quantization_config": {"quant_method": "gptq"}},
@@ -228,6 +231,28 @@ def test_divisors_of_another_head_size_are_refused() -> None:
             "has layers of 8 experts, which are not built; take a model without",
         ),
         ({}, "unknown architecture ''; known are"),
+        ({"model_type": "gemma3n"}, "gemma3n is not supported, Headrace lacks inputs for each layer"),
+        (
+            {"model_type": "qwen4_exp"},
+            "qwen4_exp is not supported, Headrace lacks learned sparse attention; supported are arcee",
+        ),
+        ({"model_type": "mistral3"}, "mistral3 is not supported, Headrace lacks its images; take the text model's GGUF file"),
+        ({**LLAMA31_8B, "layer_types": ["full_attention"]}, "must have layer_types for its 32 layers"),
+        ({**LLAMA31_8B, "layer_types": ["linear_attention"] * 32}, "each sliding_attention or full_attention"),
+        (
+            {**LLAMA31_8B, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "must have original_max_position_embeddings as an integer",
+        ),
+        (
+            {**LLAMA31_8B, "model_type": "phi3", "rope_scaling": {"type": "su", **SU, "long_factor": [1.0, "2"]}},
+            "must have long_factor as a list of numbers above 0",
+        ),
+        (
+            {**LLAMA31_8B, "model_type": "phi3", "rope_scaling": {"type": "su", **SU, "long_factor": [1.0] * 3}},
+            "has 3 rotary divisors and needs 64, all above 0",
+        ),
+        ({**LLAMA31_8B, "model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers as a list of 0 and 1"),
+        ({**LLAMA31_8B, "model_type": "granite", "residual_multiplier": 0}, "residual_multiplier as a number above 0, not 0"),
     ],
 )
 def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -264,14 +289,16 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, "unknown architecture 'mamba'; known are"),
+        ({"general.architecture": "nameless"}, "unknown architecture 'nameless'; known are"),
+        ({"general.architecture": "mamba"}, "mamba is not supported, Headrace lacks layers with a state"),
+        ({"general.architecture": "deepseek2"}, "deepseek2 is not supported, Headrace lacks attention with latent keys"),
         ({"general.architecture": "mistral"}, "GGUF files of Mistral say 'llama'; convert the model again"),
         ({"general.architecture": "bert"}, "BERT is read from safetensors"),
         ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
         ({"gemma3.attention.value_length": 128}, "different widths"),
         ({"gemma3.expert_count": 8}, "has layers of 8 experts, which are not built; take a model without experts"),
         ({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 128}, "has layers of 128 experts, which are not built"),
-        ({"gemma3.rope.scaling.type": "yarn"}, "rotary scaling 'yarn'; known are none, linear and llama3"),
+        ({"gemma3.rope.scaling.type": "ntk"}, "rotary scaling 'ntk'; known are none, linear, yarn, longrope, llama3"),
         ({"gemma3.rope.freq_base": "fast"}, "must have gemma3.rope.freq_base as a number above 0, not 'fast'"),
         (
             {"gemma3.attention.head_count": np.arange(100)},

@@ -18,7 +18,7 @@ from tests.models.gguf_writer import write_gguf
 from tests.models.zoo import CONFIGS, largest_gap, oracle, oracle_logits, prompts
 
 # GGUF has no key for these: a window in some layers only, and gemma's query_pre_attn_scalar.
-NOT_IN_GGUF = {"qwen2-window", "gemma3-query-scale"}
+NOT_IN_GGUF = {"qwen2-window", "gemma3-query-scale", "smollm3-window"}
 # llama.cpp does not build these: a window for llama files, biases of qwen3.
 NOT_IN_LLAMA_CPP = {"mistral-window", "qwen3-biases-tied"}
 WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]

@@ -36,7 +36,9 @@ LLAMA2_70B = like(LLAMA2_7B, 80, {"heads": 64, "kv_heads": 8, "ffn": 28672}, hid
 LLAMA31_8B = like(LLAMA2_7B, 32, {"kv_heads": 8, "ffn": 14336}, vocab_size=128256)
 OPT_13B = like(LLAMA2_7B, 40, {"heads": 40, "kv_heads": 40}, hidden_size=5120)  # its KV shape is all we use
 GEMMA3_1B = windowed(
-    like(LLAMA2_7B, 26, {"heads": 4, "kv_heads": 1, "head_dim": 256}, architecture="gemma3_text", hidden_size=1152),
+    like(
+        LLAMA2_7B, 26, {"heads": 4, "kv_heads": 1, "head_dim": 256}, architecture="gemma3_text", hidden_size=1152, qk_norm=True
+    ),
     [512 if (i + 1) % 6 else None for i in range(26)],
 )
 GIB, MIB, KIB = 2**30, 2**20, 2**10

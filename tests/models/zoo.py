@@ -1,10 +1,12 @@
 """Tiny random models of every architecture, made by `transformers` (the oracle), and ways to hand their weights to Headrace."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -14,6 +16,7 @@ from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo, WeightError
 
 VOCAB = 96
+FLOAT32 = torch.float32
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -56,6 +59,83 @@ def _gpt2(**changes: Any) -> Any:
     return transformers.GPT2Config(vocab_size=VOCAB, n_positions=256, n_embd=64, n_layer=3, n_head=4, **changes)
 
 
+THETA = {"rope_type": "default", "rope_theta": 10000.0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 2.0}
+# Of a head of 16 values, of which 12 are rotated.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.0, 1.25, 1.25, 1.5, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+}
+HYBRID = {"num_hidden_layers": 5, "sliding_window": 6}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.21875,
+    "logits_scaling": 0.5,
+}
+
+
+def _granite(**changes: Any) -> Any:
+    return transformers.GraniteConfig(**SMALL, **HEADS, **GRANITE, **changes)
+
+
+def _smollm3(**changes: Any) -> Any:
+    return transformers.SmolLM3Config(**{**SMALL, **HEADS, "num_hidden_layers": 5, **changes})
+
+
+def _phi3(**changes: Any) -> Any:
+    return transformers.Phi3Config(**{**SMALL, **HEADS, **changes})
+
+
+def _gemma2(**changes: Any) -> Any:
+    settings = {**SMALL, **HEADS, **HYBRID, "head_dim": 32, "query_pre_attn_scalar": 32}
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+    return transformers.Gemma2Config(**{**settings, **caps, **changes})
+
+
+def _olmo2(**changes: Any) -> Any:
+    return transformers.Olmo2Config(**SMALL, **HEADS, **changes)
+
+
+def _olmo3(**changes: Any) -> Any:
+    return transformers.Olmo3Config(**{**SMALL, **HEADS, **HYBRID, **changes})
+
+
+def _exaone4(**changes: Any) -> Any:
+    return transformers.Exaone4Config(**{**SMALL, **HEADS, **HYBRID, "sliding_window_pattern": 4, **changes})
+
+
+def _glm4(**changes: Any) -> Any:
+    settings = {**SMALL, **HEADS, "head_dim": 32, "attention_bias": True}
+    return transformers.Glm4Config(**{**settings, **changes})
+
+
+def _seed_oss(**changes: Any) -> Any:
+    return transformers.SeedOssConfig(**{**SMALL, **HEADS, "head_dim": 32, "attention_bias": True, **changes})
+
+
+def _ernie(**changes: Any) -> Any:
+    return transformers.Ernie4_5Config(**{**SMALL, **HEADS, "head_dim": 32, **changes})
+
+
+def _arcee(**changes: Any) -> Any:
+    return transformers.ArceeConfig(**SMALL, **HEADS, **changes)
+
+
+def _internlm3(**changes: Any) -> Any:
+    return transformers.InternLM3Config(**SMALL, **HEADS, head_dim=32, **changes)
+
+
+def _ministral3(**changes: Any) -> Any:
+    rope = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+    settings = {**SMALL, **HEADS, "head_dim": 32, "rope_parameters": rope}
+    return transformers.Ministral3Config(**{**settings, **changes})
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-mha-tied": lambda: _llama(num_key_value_heads=4, tie_word_embeddings=True),
     "llama-gqa": _llama,
@@ -76,6 +156,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3-query-scale": lambda: _gemma3(num_key_value_heads=4, query_pre_attn_scalar=20),
     "gpt2": _gpt2,
     "gpt2-narrow": lambda: _gpt2(n_inner=80),
+    "granite": _granite,
+    "granite-biases": lambda: _granite(attention_bias=True, tie_word_embeddings=True),
+    "smollm3": _smollm3,
+    "smollm3-window": lambda: _smollm3(use_sliding_window=True, sliding_window=6),
+    "phi3-window": lambda: _phi3(sliding_window=7, rope_parameters={**THETA, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": lambda: _phi3(original_max_position_embeddings=256, rope_parameters=LONGROPE, tie_word_embeddings=True),
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "exaone4": _exaone4,
+    "exaone4-full": lambda: _exaone4(
+        sliding_window=None,
+        layer_types=["full_attention"] * 5,
+        rope_parameters={**THETA, "rope_type": "linear", "factor": 4.0},
+    ),
+    "glm4": _glm4,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie,
+    "ernie4_5-biases": lambda: _ernie(use_bias=True),
+    "falcon3": lambda: _llama(head_dim=32, rope_parameters={"rope_theta": 1000042.0, "rope_type": "default"}),
+    "arcee": _arcee,
+    "arcee-yarn": lambda: _arcee(rope_parameters=YARN),
+    "internlm3": lambda: _internlm3(rope_parameters={"rope_type": "dynamic", "factor": 6.0, "rope_theta": 10000.0}),
+    "internlm3-biases": lambda: _internlm3(attention_bias=True, mlp_bias=True),
+    "ministral3": _ministral3,
+    "olmo3": _olmo3,
+    "olmo3-yarn": lambda: _olmo3(rope_parameters={"full_attention": YARN, "sliding_attention": THETA}),
 }
 
 
@@ -92,17 +198,32 @@ def oracle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     rng = torch.Generator().manual_seed(seed)
-    centre = 0.0 if name.startswith("gemma3") else 1.0
+    centre = 0.0 if name.startswith("gemma") else 1.0
     with torch.no_grad():
         for key, value in model.named_parameters():
             drawn = torch.randn(value.shape, generator=rng, dtype=torch.float64)
             if value.dim() == 1:
                 is_norm = "norm" in key or ".ln_" in key
-                drawn = drawn * 0.3 + (centre if is_norm and key.endswith("weight") else 0.0)
+                # In steps of 1 / 4096: gemma's 1 + w is exact in float32.
+                drawn = (drawn * 0.3).mul(4096).round().div(4096) + (centre if is_norm and key.endswith("weight") else 0.0)
             else:
                 drawn = drawn * (0.3 if "embed" in key or ".wte" in key or ".wpe" in key else value.shape[1] ** -0.5)
-            value.copy_(drawn)
+            value.copy_(drawn.to(FLOAT32))  # files hold float32
     return model
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """transformers computes rotary angles, norms and softmax in float32 whatever the model's dtype; here in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(FLOAT32)
 
 
 class MemorySource:

@@ -89,13 +89,19 @@ Ratios = dict[tuple[str, str, str], list[float]]  # (machine, model, cell): of a
 def test_a_readme_lists_the_supported_models_and_formats(name: str) -> None:
     rows = dict(re.findall(r"^\| \[?(Models|模型|GGUF)[^|]*\| (.*) \|$", (ROOT / name).read_text("utf-8"), re.MULTILINE))
     models, files = rows.get("Models") or rows["模型"], rows["GGUF"]
-    assert set(CALLED) == set(FAMILIES)
     assert [called for called in CALLED.values() if called not in models] == []
     kinds = [kind for kind in KINDS if kind not in NOT_GGUF]
     formats: list[str] = []
     for first, last in re.findall(r"\b(I?[FBQ]+\d\w*|MXFP4)(?:\s*(?:to|至)\s*(Q\w+))?", files):
         formats += kinds[kinds.index(first) : kinds.index(last or first) + 1]
     assert formats == kinds
+
+
+def test_the_page_of_models_lists_every_architecture() -> None:
+    rows = table_after((ROOT / "docs/en/reference/models.md").read_text("utf-8"), "## Architectures", "| `model_type`")[1:]
+    listed = [name for names, *_ in rows for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(listed) == sorted(FAMILIES)
+    assert {tested for *_, tested in rows} == {"real weights", "llama.cpp", "oracle"}
 
 
 def table_after(page: str, places: str, head: str) -> list[list[str]]:
