@@ -155,7 +155,7 @@ def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float)
         low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
         made = replace(made, scaling="llama3", factor=own.number("factor"), low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
-        made = _yarn(own, made, read.get("max_position_embeddings"))
+        made = _yarn(own, made, read.size("max_position_embeddings"))
     if kind == "longrope":
         made = _longrope(own, made, read.size("max_position_embeddings"))
     return check_rope(made, head_dim, read.error)

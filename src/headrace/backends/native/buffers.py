@@ -82,6 +82,14 @@ class Ropes:
             self._numbers[key] = self._program.rope(rope.frequencies.tolist(), self.positions, rope.interleaved, **more)
         return self._numbers[key]
 
+    def of_queries(self, rope: Any, head_dim: int) -> dict[str, int]:
+        """The table of queries that grow with the position, as an argument of attention; empty if it is that of the keys."""
+        if rope is None or not rope.growth:
+            return {}
+        if rope.dim != head_dim:
+            raise RecordError("the native core lets queries grow with the position only if rotation covers the whole head")
+        return {"q_rope": self.number(rope, grows=True)}
+
 
 class Values:
     """The place of each value by its number. A buffer is released after the last read of its values."""

@@ -265,17 +265,9 @@ class Lowering:
             source=settings["source"],
             bias=self._bias(settings["bias"], settings["softcap"] or scale),
             **self._heads(settings),
-            **self._q_rope(settings["rope"], head_dim),
+            **self.ropes.of_queries(settings["rope"], head_dim),
             **self._mark(index, "attention"),
         )
-
-    def _q_rope(self, rope: Any, head_dim: int) -> dict[str, int]:
-        """The rope of queries that grow with the position; empty if it is that of the keys."""
-        if rope is None or not rope.growth:
-            return {}
-        if rope.dim != head_dim:
-            raise RecordError("the native core lets queries grow with the position only if rotation covers the whole head")
-        return {"q_rope": self.ropes.number(rope, grows=True)}
 
     def _heads(self, settings: dict[str, Any]) -> dict[str, int]:
         """How the rank's query heads read its K/V heads; empty without ranks."""
