@@ -112,7 +112,7 @@ def table(decoders: Models, sources: Models) -> str:
         lines += [item(", ".join(titles), f"“{found}”") for found, titles in refused.items()]
         methods.setdefault("\n".join(lines), []).append(name)
     tried = wrapped(f"Tried with each method: {', '.join([*FEATURES, SOURCE])}, streaming, optional drafts.")
-    return "\n\n".join([tried, *(f"### {', '.join(names)}\n\n{lines or '* all run'}" for lines, names in methods.items())])
+    return "\n\n".join([tried, *(f"## {', '.join(names)}\n\n{lines or '* all run'}" for lines, names in methods.items())])
 
 
 def speculates(params: SamplingParams) -> bool:
