@@ -1,4 +1,4 @@
-"""Pipelines whose stages are groups of ranks: the same tokens as one process, lost processes, what is refused."""
+"""Pipelines whose stages are groups of ranks: the same tokens and bytes as one process."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from headrace import core
+from headrace.startup.fit.headers import open_shape
+from headrace.startup.fit.sizes import Layout, Load, bytes_of, stages
 from tests.parallel.engines import PROMPTS, everything, no_process_is_left, opened
 from tests.tiny_files import Sizes, write_tiny_gguf
 
@@ -53,3 +55,42 @@ def test_uneven_heads_and_a_tied_head(uneven: Path, settings: dict[str, str]) ->
         wanted = everything(llm)
     with opened(uneven, tp=2, pp=2, stages="1,2", **settings) as llm:
         assert everything(llm) == wanted
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+def planned(model: Path, monkeypatch: pytest.MonkeyPatch, **layout: int) -> tuple[int, list[int]]:
+    """Bytes of weights that the memory check counts; those of each stage's first rank, without vectors."""
+    needs: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("headrace.backends.memory.check_weights_fit", lambda need, *_, **__: needs.append(need))
+        with opened(model, **layout) as llm:
+            last: Any = llm.runner.programs[0]
+            stages = [stage.weight_bytes for stage in getattr(llm.engine.executor, "loaded", [])]
+            return needs[0], [*stages, last.weights.bytes]
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 3}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_memory_check_counts_each_process_as_fit_does(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int], tied: bool
+) -> None:
+    model = uneven if tied else write_tiny_gguf(tmp_path / "untied.gguf", layers=3, sizes=UNEVEN)
+    found, load = open_shape(str(model)), Load(256)
+    tp, pp = layout.get("tp", 1), layout.get("pp", 1)
+    by_rank = [[bytes_of(found, load, Layout(tp, pp), rank, stage).weights for rank in range(tp)] for stage in range(pp)]
+    need, firsts = planned(model, monkeypatch, **layout)
+    assert need == sum(map(sum, by_rank))
+    # The arena holds the matrices of a stage's first rank; norms are vectors next to it.
+    vectors = [len(layers) * 2 * 4 * 32 for layers in stages(found, Layout(tp, pp))]
+    vectors[-1] += 4 * 32
+    assert [ranks[0] - norms for ranks, norms in zip(by_rank, vectors, strict=True)] == firsts
+
+
+def test_a_tied_table_is_counted_twice_in_a_pipeline(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, (held,) = planned(uneven, monkeypatch)
+    twice, halves = planned(uneven, monkeypatch, pp=2)
+    table = open_shape(str(uneven)).head.nbytes
+    assert table > 0
+    assert twice - whole == sum(halves) - held == table

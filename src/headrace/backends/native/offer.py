@@ -8,7 +8,7 @@ import numpy as np
 from headrace import core, host
 from headrace.backends import memory
 from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.backends.native.weights import packed_bytes, total_packed_bytes
+from headrace.backends.native.weights import packed_bytes, packed_sizes, total_packed_bytes
 from headrace.backends.protocol import LoadedPrograms, RankGroup
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
@@ -146,22 +146,25 @@ class NativeBackend:
         return programs
 
     def _plan(self, recipe: Recipe) -> memory.MemoryPlan:
-        """The memory plan of all ranks together."""
+        """The memory plan of all ranks and stages together."""
         settings, models = recipe.settings, recipe.models
         quantize, target = settings.quantize or "", recipe.target
         described = {role: describe(models[role].config) for role in dict.fromkeys(recipe.owners.values())}
         need, narrower = total_packed_bytes([(model, models[role].source, quantize) for role, model in described.items()])
-        shares = [Share(rank, settings.tp, target.config) for rank in range(settings.tp)]
-        if settings.tp > 1:
+        shares = [Share(rank, settings.tp, target.config) for rank in range(settings.tp)] if settings.tp > 1 else [None]
+        if settings.tp * settings.pp > 1:
             whole = described[TARGET.name]
-            of_ranks = (packed_bytes(whole, target.source, quantize, share) for share in shares)
-            need += sum(of_ranks) - packed_bytes(whole, target.source, quantize)
+            held = [size for share in shares for size in packed_sizes(whole, target.source, quantize, share)]
+            need += sum(size.nbytes for size in held) - packed_bytes(whole, target.source, quantize)
+            if settings.pp > 1 and target.config.tied_head:  # the first stage embeds, the last one has the head
+                need += sum(size.nbytes for size in held if size.path == "tokens")
         free = host.free_memory()
         memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
 
         def block_bytes(config: ModelConfig) -> int:
-            held = [share.narrowed() for share in shares] if config is target.config and settings.tp > 1 else [config]
+            ranks = shares if config is target.config else [None]
+            held = [config if share is None else share.narrowed() for share in ranks]
             return sum(kv_block_bytes(each, BLOCK_SIZE, settings.kv_dtype) for each in held)
 
         return recipe.plan(block_bytes, 4, free - need, scratch)
