@@ -16,7 +16,7 @@ from headrace.engine.executor import InProcess
 from headrace.models.base import Model
 from headrace.runner.runner import Runner
 from tests.e2e.test_draft_model import Torch
-from tests.leaving import Job
+from tests.early_exits import Job
 from tests.tiny import VOCAB
 from tests.tiny_native import MAX_LEN
 

@@ -16,7 +16,7 @@ from headrace.decoding.processors import LengthNudge
 from headrace.drafting.speculation import Speculation
 from headrace.llm import LLM
 from headrace.workflows.cascade import Tier, answer
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.pages import item, wrapped
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian

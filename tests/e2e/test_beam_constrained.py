@@ -147,7 +147,7 @@ def test_a_request_fails_when_no_hypothesis_is_left(llm: LLM, monkeypatch: pytes
     assert llm.engine.blocks.used == 0
 
 
-def test_a_sampled_output_whose_grammar_fails_fails_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_failure_of_a_sampled_output_fails_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes the place of an output that was asked for."""
     failing(monkeypatch, "push", lambda call: call == 3)
     (output,) = llm.generate(PROMPT, SamplingParams(n=2, max_tokens=40, structured_outputs=CASES["regex"][0]))

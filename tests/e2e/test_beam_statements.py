@@ -77,7 +77,7 @@ class Tree:
         return Sequence(0, tokens, 1, decode=Decode(score=child.score, state=child.state))
 
 
-def test_w14_the_engines_beams_would_change_with_a_temperature_and_have_none() -> None:
+def test_w14_a_temperature_changes_beams_and_is_refused() -> None:
     assert Tree().winner(1.0) == [1, 0]
     assert Tree().winner(0.1) == [0, 0]
     with pytest.raises(ParamError, match="temperature does not go with beam search"):

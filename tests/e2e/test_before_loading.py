@@ -177,7 +177,7 @@ def test_an_output_that_cannot_be_written(shell: Shell, tiny_gguf: Path, tmp_pat
     assert not (tmp_path / "new").exists(), "it was only looked at"
 
 
-def test_an_output_that_another_model_began(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_an_output_of_another_model_is_refused(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a", "max_tokens": 2}\n{"prompt": "b", "max_tokens": 2}\n')
     assert shell("generate", tiny_gguf, "-i", source, "-o", target)[0] == 0

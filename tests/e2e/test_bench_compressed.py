@@ -73,7 +73,7 @@ def test_a_calibration_text_is_refused_for_evaluation(shell: Shell, tiny_gguf: P
         (("OUT", "--tasks", "TEXT"), "line 1 is not a question"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_invalid_arguments_are_a_one_line_error(
     shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path, arguments: tuple[str, ...], line: str
 ) -> None:
     other = write_tiny_gguf(tmp_path / "other.gguf", control="<|extra|>")

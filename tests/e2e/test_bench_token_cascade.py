@@ -14,7 +14,7 @@ from headrace.data.plan import Exited
 from headrace.llm import LLM
 from tests.cli_shell import Shell
 from tests.e2e.test_token_cascade import CASCADES, GREEDY, case_of, engine_of, rows_of
-from tests.leaving import LAYERS, collect_exits
+from tests.early_exits import LAYERS, collect_exits
 from tests.tiny_files import write_tiny_gguf
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8], [40, 41, 42]]

@@ -110,7 +110,7 @@ def test_judging_on_the_file_measured_on_is_warned_of(shell: Shell, tmp_path: Pa
         assert any("judge on another file" in line for line in report["warnings"]) == warned
 
 
-def test_a_model_is_made_smaller(shell: Shell, tmp_path: Path) -> None:
+def test_structured_cuts_shrink_a_model(shell: Shell, tmp_path: Path) -> None:
     """What went is told, and the file's numbers are those of a smaller model."""
     model, out, text = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf", tmp_path / "text.txt"
     text.write_text(" ".join(f"{number}" for number in range(1500)))
@@ -166,7 +166,9 @@ def test_a_dry_run_prints_the_bytes_and_writes_nothing(shell: Shell, tmp_path: P
         (("--dry-run", "--imatrix", "OUT"), 1, "it is not an importance matrix, or it is damaged"),
     ],
 )
-def test_mistakes_are_one_line(shell: Shell, tmp_path: Path, arguments: tuple[str, ...], code: int, line: str) -> None:
+def test_invalid_arguments_are_a_one_line_error(
+    shell: Shell, tmp_path: Path, arguments: tuple[str, ...], code: int, line: str
+) -> None:
     model, out = write_tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "out.gguf"
     out.write_bytes(b"\xff" * 64)
     found, said, err = shell("compress", model, *(str(out) if one == "OUT" else one for one in arguments))

@@ -157,7 +157,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[arguments for arguments, _ in REFUSALS])
-def test_bad_input_is_one_line(
+def test_bad_input_is_a_one_line_error(
     arguments: str, message: str, shell: Shell, config: Path, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     cut, lacks = tmp_path / "cut.gguf", tmp_path / "lacks.json"

@@ -217,7 +217,7 @@ def test_generated_ids_differ_from_given_ids(tmp_path: Path) -> None:
     assert [isinstance(one, InvalidLine) for one in found] == [False, True, False, True, False]
 
 
-def test_bad_lines_are_reported_and_stop_nothing(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+def test_bad_lines_are_reported_and_skipped(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
     source = write(
         tmp_path / "in.jsonl",
         {"id": "nan", "prompt": "a", "temperature": float("nan")},

@@ -168,7 +168,7 @@ def test_ctrl_c_keeps_a_partial_file_for_the_next_pull(headrace: Shell, server: 
     assert headrace.files() == ["tiny/.headrace.json", f"tiny/{FILE}"]
 
 
-def test_a_wrong_hash_ends_in_one_line_and_an_empty_store(headrace: Shell, server: HubServer) -> None:
+def test_a_wrong_hash_is_a_one_line_error_and_leaves_an_empty_store(headrace: Shell, server: HubServer) -> None:
     server.served_instead[FILE] = BODY[::-1]
     code, out, err = headrace("pull", "tiny")
     assert (code, out) == (1, "")
@@ -194,7 +194,7 @@ def test_a_wrong_hash_ends_in_one_line_and_an_empty_store(headrace: Shell, serve
         (("inspect", "/none.gguf"), 1, "there is no file or folder"),
     ],
 )
-def test_mistakes_are_one_line(arguments: tuple[str, ...], code: int, clue: str, headrace: Shell) -> None:
+def test_invalid_arguments_are_a_one_line_error(arguments: tuple[str, ...], code: int, clue: str, headrace: Shell) -> None:
     found, out, err = headrace(*arguments)
     assert (found, out) == (code, "")
     assert err.startswith("headrace: ")
@@ -221,13 +221,13 @@ def test_log_level(headrace: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     assert logging.getLogger("headrace").level == logging.DEBUG
 
 
-def test_debug_shows_where_an_error_came_from(headrace: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_the_traceback(headrace: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in headrace("rm", "nothing")[2]
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
     assert "Traceback" in headrace("rm", "nothing")[2]
 
 
-def test_a_bug_is_one_line_too(headrace: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_a_one_line_error(headrace: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.cli.models.Store", lambda: {}["gone"])
     code, _, err = headrace("list")
     assert code == 1

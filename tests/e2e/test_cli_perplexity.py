@@ -108,7 +108,7 @@ def test_a_wide_error_is_warned_of(shell: Shell, tiny_gguf: Path, tmp_path: Path
     assert "too wide" not in shell("perplexity", flat, text, "--window", "16", "--limit", "16", "--json")[2]
 
 
-def test_mistakes_are_one_line(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_a_one_line_error(shell: Shell, tiny_gguf: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\x00\xff\xfe")
     for arguments, code, clue in [

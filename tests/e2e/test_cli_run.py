@@ -151,7 +151,7 @@ def test_a_dry_breaker_is_the_last_token_of_a_text(
     assert tiny_llm.tokenizer.encode("a river", add_special=False)[-1] in used[0].dry_breakers
 
 
-def test_a_bad_word_does_not_come(shell: Shell, tiny_gguf: Path) -> None:
+def test_a_bad_word_is_never_generated(shell: Shell, tiny_gguf: Path) -> None:
     before = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "12", "-q", *EXACT)[1]
     word = next(word for word in before.split()[1:] if word.isalpha())
     after = shell("run", tiny_gguf, "hi", "-t", "0", "-m", "12", "-q", "--bad-word", word, *EXACT)[1]
@@ -298,7 +298,7 @@ MISTAKES: list[tuple[str, int, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "code", "clue"), MISTAKES)
-def test_mistakes_are_one_line(shell: Shell, tiny_gguf: Path, arguments: str, code: int, clue: str) -> None:
+def test_invalid_arguments_are_a_one_line_error(shell: Shell, tiny_gguf: Path, arguments: str, code: int, clue: str) -> None:
     found, out, err = shell("run", "-q", tiny_gguf, *arguments.split())
     assert (found, out) == (code, "")
     assert len(err.splitlines()) == 1, err

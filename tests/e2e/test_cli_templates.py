@@ -73,7 +73,7 @@ def test_raw_prompts_use_no_template(shell: Shell, model: Path) -> None:
     assert "--raw uses no chat template, so it takes no --system and no --chat-template" in err
 
 
-def test_a_model_without_a_default_wants_a_name(shell: Shell, tmp_path: Path, prompts: list[str]) -> None:
+def test_a_model_without_a_default_template_needs_a_name(shell: Shell, tmp_path: Path, prompts: list[str]) -> None:
     model = with_templates(tmp_path / "named.gguf", None, rag="rag", code="code")
     code, _, err = shell("run", model, "a", *GIVEN)
     assert code == 1

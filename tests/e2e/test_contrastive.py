@@ -99,7 +99,9 @@ def test_plausible_tokens_are_chosen_among_permitted_tokens(expert: Model, amate
     assert outputs(engine_of(expert, amateur), jobs) == expected
 
 
-def test_plausible_among_all_would_leave_none(expert: Model, amateur: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plausibility_over_the_full_vocabulary_leaves_no_token(
+    expert: Model, amateur: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: the best of the whole vocabulary sets the bar."""
     monkeypatch.setattr("headrace.backends.eager.step.permitted_rows", lambda fed, logits: logits)
     engine = engine_of(expert, amateur)

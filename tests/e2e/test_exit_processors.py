@@ -11,7 +11,7 @@ from headrace.data.params import SamplingParams
 from headrace.decoding.processors import History
 from headrace.llm import LLM
 from headrace.runner.early_exit import EarlyExit
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.tiny_files import write_tiny_gguf
 
 PROMPT = [5, 9, 7]

@@ -254,7 +254,7 @@ class Interrupted:
         self.program.run(step, **how)
 
 
-def test_ctrl_c_inside_a_step_leaves_a_whole_engine(tiny: Path) -> None:
+def test_ctrl_c_during_a_step_keeps_the_engine_usable(tiny: Path) -> None:
     llm = open_tiny(tiny, speculate=None)  # as many steps as tokens
     before = tokens(llm)
     target: Any = llm.runner.programs[0]

@@ -79,7 +79,7 @@ def test_two_engines_work_at_once(llm: LLM, tiny_gguf: Path) -> None:
     assert found == {0: [wanted] * 5, 1: [wanted] * 5}
 
 
-def test_python_goes_on_while_a_step_computes() -> None:
+def test_a_step_releases_the_gil() -> None:
     """Threads that may not be interrupted for an hour: another one gets its turn only where a step gives up Python's lock."""
     runner, step = native_program(native_model("llama")), core.module().Step()
     step.feed(Feeder(runner, [[1, 2, 3]]).sequences[0], 0, 3, 1)
@@ -127,7 +127,7 @@ def test_a_forked_child_raises_an_error_with_advice(llm: LLM) -> None:
     assert tokens(llm) == wanted
 
 
-def test_ctrl_c_inside_a_step_leaves_the_engine_whole(llm: LLM) -> None:
+def test_ctrl_c_during_a_step_keeps_the_engine_usable(llm: LLM) -> None:
     """Pressed again and again while requests run: they end early, and what follows is as if nothing had been."""
     wanted = tokens(llm)
 
@@ -185,7 +185,7 @@ def test_an_exception_of_a_signal_handler_reaches_the_caller(llm: LLM, monkeypat
     assert tokens(llm) == wanted
 
 
-def test_ctrl_c_again_while_requests_are_aborted_leaves_none_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_again_during_aborts_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """One inside the step, and one at each request that is aborted because of it."""
     wanted, abort, execute, pressed = tokens(llm), llm.engine.abort, llm.runner.execute, []
 
@@ -207,7 +207,7 @@ def test_ctrl_c_again_while_requests_are_aborted_leaves_none_behind(llm: LLM, mo
     assert tokens(llm) == wanted
 
 
-def test_a_signal_while_requests_are_queued_leaves_none_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_requests_are_queued_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the engine's taking a request and the caller's knowing of it."""
     wanted, add = tokens(llm), llm.engine.add
 

@@ -24,8 +24,8 @@ from headrace.runner.span import Span
 from headrace.startup import thresholds
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.e2e.test_leaving import collect_logprobs
-from tests.leaving import AFTER, DEEP, LAYERS, Job, Propagated, engine_of, expected, jobs_of, played, side_of, write_exits
+from tests.e2e.test_early_exit import collect_logprobs
+from tests.early_exits import AFTER, DEEP, LAYERS, Job, Propagated, engine_of, expected, jobs_of, played, side_of, write_exits
 from tests.tiny import finish
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_native import native_model
@@ -193,7 +193,7 @@ def test_blocks_beyond_the_mark_never_match(native: Case) -> None:
     assert requests[0].metrics.cached_tokens == 16
 
 
-def test_exact_blocks_of_others_are_not_taken_for_approximate_ones(native: Case) -> None:
+def test_exact_blocks_do_not_match_an_approximate_request(native: Case) -> None:
     """While a request waits that was preempted, another's exact K and V of the same tokens come into the cache."""
     side, _, _ = native
     prompt = list(range(5, 30))

@@ -223,7 +223,7 @@ def test_a_text_is_a_user_message(tiny_llm: LLM) -> None:
     assert len(tiny_llm.chat(["hello", talk], **greedy)) == 2
 
 
-def test_a_summary_groups_by_where_it_comes_from() -> None:
+def test_a_summary_groups_settings_by_origin() -> None:
     found = {"temperature": Setting(0.5, "name"), "top_p": Setting(0.9, "catalog", "x"), "top_k": Setting(3, "model")}
     assert summary(found) == "temperature 0.5 (name), top_p 0.9 (catalog: x), top_k 3 (the model's own)"
     assert summary({}) == "nothing is filtered"

@@ -22,7 +22,7 @@ from headrace.weights.loader import Allocator
 from tests.cli_shell import Shell
 from tests.e2e import test_equalities as equalities
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import Propagated, Reference, engine_of, expected, jobs_of, played
+from tests.early_exits import Propagated, Reference, engine_of, expected, jobs_of, played
 from tests.models.feeding import feed
 from tests.models.zoo import MemorySource
 from tests.tiny import run_alone, tiny_config, tiny_model
@@ -179,7 +179,7 @@ def test_a_student_shares_and_is_trained(shell: Shell, teacher: Path, tmp_path: 
         assert (code, words in said) == (1, True), said
 
 
-def test_attention_that_others_read_is_not_left_out() -> None:
+def test_the_span_search_keeps_attention_with_shared_kv() -> None:
     """A draft that left it out would read K and V that nobody wrote."""
     trial = object.__new__(SpanTrial)
     trial.runner = native_engine(native_model("llama", **SHARING)).executor.runner  # type: ignore[attr-defined]

@@ -280,7 +280,7 @@ def test_a_rejected_draft_leaves_no_block(prefix_caching: bool) -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_suffixes_are_learnt_with_and_without_the_prefix_cache(prefix_caching: bool) -> None:
+def test_suffixes_are_learned_with_and_without_the_prefix_cache(prefix_caching: bool) -> None:
     """What a tenant's outputs were helps the tenant's next request; another tenant does not see it."""
     engine = tiny_engine(tiny_model(), speculation=Speculation([SuffixTree()], 256, gamma=6), prefix_caching=prefix_caching)
     steps = []

@@ -83,7 +83,7 @@ print(llm.backend, thread_pool(0).size, sorted(map(sorted, masks)), outputs[0].o
 """
 
 
-def test_an_engine_stays_on_the_cpus_it_may_use(tiny_gguf: Path) -> None:
+def test_an_engine_stays_on_its_allowed_cpus(tiny_gguf: Path) -> None:
     """One CPU: one thread, and no thread of the process is allowed anywhere else; the tokens are the same."""
     cpu = max(os.sched_getaffinity(0))
     command = [sys.executable, "-c", SAY, str(tiny_gguf), str(cpu)]

@@ -22,8 +22,8 @@ from headrace.startup import thresholds
 from tests.cascading import Reference, engine_of, jobs_of, smaller
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import LAYERS, Job, assert_same_logprobs, collect_exits, collect_logprobs, played, side_of, write_exits
-from tests.leaving_controls import deciding, no_catching_up, published_too_early
+from tests.early_exit_controls import deciding, no_catching_up, published_too_early
+from tests.early_exits import LAYERS, Job, assert_same_logprobs, collect_exits, collect_logprobs, played, side_of, write_exits
 from tests.tiny import finish, run_alone
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_native import native_alone

@@ -125,7 +125,7 @@ def learnt(
     return learn(open_model(bert), texts, [0, 1, 1, 0], 2, layers, "mean", schedule, Progress(), work, None)
 
 
-def test_the_same_training_comes_to_the_same_weights(bert: Path, tmp_path: Path) -> None:
+def test_training_is_deterministic(bert: Path, tmp_path: Path) -> None:
     opened, schedule = open_model(bert), JointConfig(batch=2, rate=1e-3)
     made = [learnt(bert, tmp_path / name, schedule, layers=(1, 3)) for name in "ab"]
     assert np.array_equal(made[0].weight, made[1].weight)

@@ -16,7 +16,7 @@ from headrace.startup import classifier as classifiers
 from headrace.startup import heads, thresholds
 from headrace.startup.opening import Opened, open_model
 from tests.cli_shell import Shell
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
 from tests.tiny_files import write_tiny_gguf
 

@@ -11,7 +11,7 @@ from headrace.runner.early_exit import EarlyExit
 from headrace.runner.span import Span
 from tests.beams import add_beam
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import LAYERS, engine_of
+from tests.early_exits import LAYERS, engine_of
 from tests.tiny import finish, tokens_of
 from tests.tiny_native import native_model
 

@@ -419,7 +419,7 @@ def test_scales_that_are_nan_or_infinite_are_refused(make: Callable[[], Made], t
             load(open_folder(made.write(tmp_path)))
 
 
-def test_damaged_files_give_one_line(tmp_path: Path) -> None:
+def test_damaged_files_are_a_one_line_error(tmp_path: Path) -> None:
     """Seeded damage to header and settings of five schemes: opened and read, or refused in one line."""
     kinds: list[Callable[[], Made]] = [
         lambda: gptq(act_order=True, sym=False), sparse, fp8_blocks, lambda: load_fixture("int4-asym"),

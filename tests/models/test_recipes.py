@@ -133,7 +133,7 @@ def test_a_healed_file_is_the_healed_model(model: Path, book: Path, tmp_path: Pa
         compress(model, tmp_path / "x.gguf", pipeline(book, method=("layers", "heal"), drop_layers=1, heal_steps=1))
 
 
-def test_a_folder_that_is_cut_keeps_its_words_and_settings(book: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_cut_folder_keeps_its_tokenizer_and_settings(book: Path, tmp_path: Path) -> None:  # noqa: F811
     """Qwen2 with biases and a tied head: what stays a float has the format it had, config.json all that no size is."""
     source = write_folder(tmp_path / "folder", "qwen2-tied")
     wanted = pipeline(book, method=("kv-heads", "gptq"), kv_heads=1, format="int4-g32", tokens=512)

@@ -188,7 +188,7 @@ def test_other_folders_are_refused(pipeline: Pipeline, message: str, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "there", "tiny.gguf"]
 
 
-def test_an_error_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
 
     def fail(*_: object) -> None:

@@ -177,7 +177,7 @@ compress(model, out, Pipeline(method=("awq", "gptq"), format="Q4_0", calibrate=b
 """
 
 
-def test_killed_at_three_points_it_goes_on_to_the_same_bytes(model: Path, book: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_three_points_resumes_to_the_same_bytes(model: Path, book: Path, tmp_path: Path) -> None:
     """One after the other, each going on where the one before was killed: a layer is written, not renamed (by the system's own
     signal); its rows are there, the state is not; the file is written, not renamed."""
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
@@ -210,7 +210,7 @@ def stopped(model: Path, book: Path, out: Path) -> Path:
     return work_path(out)
 
 
-def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, tmp_path: Path) -> None:
+def test_damaged_or_foreign_work_is_a_one_line_error(model: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     work = stopped(model, book, out)
     assert WorkFolder(work).done == 1
@@ -244,9 +244,7 @@ def test_work_that_is_damaged_or_anothers_is_one_line(model: Path, book: Path, t
     refused("holds no work of compress; remove it, or name another OUT")
 
 
-def test_what_is_gone_on_with_is_what_was_left(
-    model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_work_equals_the_stopped_work(model: Path, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controls: without its sums a layer that changed on the disk is taken for what it was; and where rows were no files in
     turns, those of the next layer would be taken for those of a layer that is not done."""
     whole = tmp_path / "whole.gguf"

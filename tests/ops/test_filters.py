@@ -52,7 +52,7 @@ def test_W10_holds_wherever_the_logits_lie(offset):
     assert kept_tokens(filters.top_p(z, 0.51)) == [0, 1]
 
 
-def test_top_p_of_one_keeps_all_although_float_sums_may_fall_short():
+def test_top_p_of_one_keeps_all_despite_rounding_of_sums():
     z = random_rows(1, 5000)
     z[0, 17] = -80.0
     assert torch.equal(filters.top_p(z, 1.0), z)

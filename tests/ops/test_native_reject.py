@@ -35,7 +35,7 @@ def spec_of(params: SamplingParams, path: list[int], seed: int) -> RowSpec:
 @pytest.mark.parametrize("block", [False, True], ids=["tokens", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("count", [36, pytest.param(120, marks=pytest.mark.slow)])
-def test_it_decides_as_torch_does(count: int, name: str, block: bool) -> None:
+def test_decisions_equal_those_of_torch(count: int, name: str, block: bool) -> None:
     """Drafted tokens with their q, paths, tokens and log-probabilities: chains of 1 to 4, drawn or chosen."""
     size, rng = 300, np.random.default_rng(len(name))
     params = SETTINGS[name].replace(verification="block" if block else "rejection")

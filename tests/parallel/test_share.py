@@ -83,7 +83,7 @@ def test_ranks_hold_whole_segments(units: int, world: int) -> None:
         assert share.portion(units * UNIT).stop == ends[(share.rank + 1) * 8 // world - 1] * UNIT
 
 
-def test_the_narrowed_config_keeps_everything_but_the_widths() -> None:
+def test_the_narrowed_config_changes_only_the_widths() -> None:
     whole = config(9, 3, qk_norm=True)
     narrow = Share(1, 2, whole).narrowed()
     assert (narrow.layers[0].heads, narrow.layers[0].kv_heads, narrow.layers[0].ffn) == (5, 2, 768)
@@ -101,5 +101,5 @@ def test_the_narrowed_config_keeps_everything_but_the_widths() -> None:
         (config(9, 3), 8, ""),
     ],
 )
-def test_worlds_that_do_not_fit(whole: ModelConfig, world: int, reason: str) -> None:
+def test_unsupported_worlds_are_explained(whole: ModelConfig, world: int, reason: str) -> None:
     assert unsupported_world(whole, world) == reason

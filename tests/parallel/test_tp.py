@@ -18,7 +18,7 @@ from headrace.data.plan import RankLostError
 from headrace.parallel.ranks import lead
 from headrace.runner.heads import FEATURE
 from tests.composition import METHODS, PROPAGATED, QUERY, Models
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.tiny_files import Sizes, write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 

@@ -17,7 +17,7 @@ from headrace.startup import heads as files
 from headrace.startup.opening import open_model
 from headrace.training.head_kinds import initial_tensors
 from headrace.training.teacher import read_teacher
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.tiny_files import write_tiny_gguf
 from tests.tiny_sources import write_tiny_marian
 

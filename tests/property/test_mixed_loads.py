@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.kv.blocks import BlockManager
-from tests.leaving_controls import no_catching_up
+from tests.early_exit_controls import no_catching_up
 from tests.property.mixed_loads import KINDS, Files, make_load
 from tests.property.mixed_runs import Report, run_alone, run_together
 

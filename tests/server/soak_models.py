@@ -12,7 +12,7 @@ from headrace.runner.classifier import ExitClassifiers
 from headrace.startup.classifier import ClassifierThreshold, save
 from headrace.startup.opening import open_model
 from headrace.workflows.cascade import Tier, answer
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.server.harness import ENGINE
 from tests.tiny_bert import HIDDEN, LAYERS, write_tiny_bert
 from tests.tiny_files import write_tiny_gguf

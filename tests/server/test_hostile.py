@@ -21,7 +21,7 @@ from headrace.server.protocols.logprobs import CompletionLogprobs, joined
 from headrace.startup.encoding import SLICE
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import PATIENCE, Running, in_thread, until
-from tests.server.held import MOST_HELD, TRIES, Held, held
+from tests.server.resource_limits import MOST_HELD, TRIES, Held, held
 from tests.trap import trap
 from tests.unit.vocabularies import byte_level
 

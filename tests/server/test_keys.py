@@ -10,7 +10,7 @@ from headrace.server.access.keys import KeyRing
 from headrace.server.access.principals import Principal
 from headrace.server.settings import ServerSettings, SettingsError
 from tests.server.harness import Running, until
-from tests.server.holders import FILE, http, write
+from tests.server.key_principals import FILE, http, write
 
 
 def read(tmp_path: Path, text: str) -> dict[str, Principal]:

@@ -14,7 +14,7 @@ from headrace.server.http.limits_check import StrictStruct
 from headrace.server.page.routes import RenderRequest
 from headrace.server.protocols import fields
 from tests.server.harness import Running
-from tests.server.held import TRIES, held, peak
+from tests.server.resource_limits import TRIES, held, peak
 
 __all__ = ["held"]
 

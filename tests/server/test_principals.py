@@ -16,7 +16,7 @@ from headrace.server.protocols.sampling import priority_of
 from headrace.server.settings import Limits
 from tests.server.batching import end, lines, start
 from tests.server.harness import Running
-from tests.server.holders import ALICE, BOB, FILE, SCRAPER, client, http, write
+from tests.server.key_principals import ALICE, BOB, FILE, SCRAPER, client, http, write
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from headrace.server.storage import batch_rows, batches, files, responses, store
 from headrace.server.storage.store import Store
 from tests.server.batching import answering, ended, keep, lines, run, working, written
 from tests.server.harness import Running, in_thread, until
-from tests.server.holders import ALICE, BOB, as_, http, several, write
+from tests.server.key_principals import ALICE, BOB, as_, http, several, write
 
 
 def flood(queue: AdmissionQueue, who: Principal, tokens: int = 1) -> int:

@@ -84,7 +84,7 @@ def test_every_row(state: State, event: Event) -> None:
     assert (one.state, row.action, row.lost, one.detail) == (after, action, lost, says)
 
 
-def test_there_are_no_other_rows() -> None:
+def test_the_transition_table_is_complete() -> None:
     assert set(TABLE) == set(rows())
     with pytest.raises(KeyError):
         Supervision().on(Event.GONE)

@@ -277,7 +277,7 @@ def test_text_parts_are_joined() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "only parts"),
     ],
 )
-def test_bad_messages_are_one_clear_line(messages: Any, message: str) -> None:
+def test_bad_messages_are_a_one_line_error(messages: Any, message: str) -> None:
     with pytest.raises(TemplateError) as caught:
         ChatTemplate(CHATML).render(messages)
     assert message in str(caught.value)

@@ -175,6 +175,6 @@ def test_a_setting_that_is_not_there_names_one_that_is(typed: str, near: str) ->
     assert did_you_mean("zzz", chat.SETTINGS) == ""
 
 
-def test_the_list_of_commands_comes_with_help_and_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_help_option_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--help-al"]) == 2
     assert "--help" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def test_discarded_chain_tokens_are_read_again() -> None:
 
 
 @pytest.mark.parametrize(("kind", "call"), [("draft", 0), ("draft", 1), ("self", 0), ("self", 1), ("heads", 0)])
-def test_a_back_end_that_leaves_out_an_answer_is_a_fault(kind: str, call: int) -> None:
+def test_a_missing_answer_of_a_back_end_is_an_error(kind: str, call: int) -> None:
     """None is taken for another's."""
     made = {"draft": DraftModel(), "self": DraftModel("self", group=None), "heads": TrainedHeads(2)}
     works = [work(0, 9, 8, 2), work(1, 5, 4, 2)]

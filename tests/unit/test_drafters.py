@@ -212,7 +212,7 @@ def tips_of(draft: Draft) -> list[int]:
     return [tips[column] for column in sorted(tips)]
 
 
-def test_the_lookahead_window_is_a_tree_in_which_each_trajectory_sees_its_own_history() -> None:
+def test_lookahead_trajectories_form_a_tree_over_their_histories() -> None:
     request, seq = sequence(list(range(40)))
     drafter = Lookahead(width=4, length=4, guesses=2)
     draft = drafter.draft(request, seq, 8)
@@ -243,7 +243,7 @@ def test_lookahead_collects_ngrams_of_its_trajectories() -> None:
     assert tuple(again.tokens[:2]) == latest, "what begins with the last token is verified first"
 
 
-def test_a_narrow_window_collects_too() -> None:
+def test_a_narrow_lookahead_window_collects_ngrams() -> None:
     """Where few tokens may be drafted, or budget cuts the tree, the trajectories that had room go on; the others wait."""
     for most, answered in ((3, None), (8, 5)):
         request, seq = sequence(list(range(40)))

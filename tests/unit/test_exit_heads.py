@@ -73,7 +73,7 @@ def test_confidence_against_how_often_it_is_right() -> None:
     assert calibration_error(torch.ones(4), torch.zeros(4, dtype=torch.bool), 10) == 1.0
 
 
-def test_an_exit_that_is_given_the_last_row_agrees() -> None:
+def test_an_exit_fed_the_last_row_agrees() -> None:
     """And one that is given another text's does not: of the same tensors, the rows decide."""
     config = tiny_config()
     random, width = torch.Generator().manual_seed(2), config.hidden_size

@@ -109,7 +109,7 @@ def test_a_string_is_not_decoded_before_it_is_read(tmp_path: Path) -> None:
             read()
 
 
-def test_strings_may_hold_zeros_and_are_text_each_for_itself(tmp_path: Path) -> None:
+def test_strings_with_zero_bytes_are_decoded_separately(tmp_path: Path) -> None:
     """All are decoded in one go, with zeros between them: neither may show."""
     words = ["", "a\0", "\0", "", "\0\0b", "你" * 300, ""]
     halves = raw.text("你好".encode()[:4]) + raw.text("你好".encode()[4:])

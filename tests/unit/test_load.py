@@ -72,7 +72,7 @@ def test_token_times_equal_arrival_times() -> None:
     assert made == {"ttft": [0.25], "itl": [0.25, 0.25], "tpot": [0.25], "e2e": [0.75]}
 
 
-def test_bytes_may_be_cut_anywhere_and_come_together() -> None:
+def test_responses_are_parsed_from_pieces_of_any_size() -> None:
     stream = OK + chunk(event("a") + event("b")) + chunk(event("ä")) + chunk(USAGE) + chunk(DONE) + END
     for size in (1, 7, 1000):
         parts = [(10.0 + place, stream[place : place + size]) for place in range(0, len(stream), size)]

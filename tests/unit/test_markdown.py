@@ -75,7 +75,7 @@ def test_text_that_resembles_markdown_stays(text: str) -> None:
         assert SGR.sub("", shown(text)) == text
 
 
-def test_a_word_is_not_held_longer_than_it_is() -> None:
+def test_only_the_last_word_is_held() -> None:
     """An answer goes on while it comes: all but the last word is there."""
     form = Markdown(Wrap(80))
     assert SGR.sub("", form.write("The **Nile** is lo")) == "The Nile is "

@@ -61,7 +61,7 @@ def test_a_requested_context_that_does_not_fit_is_refused_with_working_values() 
     assert plan(2**20, max_model_len=4096, kv_cache_memory=size).max_model_len == 4096
 
 
-def test_more_than_is_free_or_known_is_refused() -> None:
+def test_sizes_beyond_free_memory_or_the_context_are_refused() -> None:
     with pytest.raises(ValueError, match="lower it to"):
         plan(2**20, kv_cache_memory="2GiB")
     with pytest.raises(ValueError, match="larger than the model.s context of 4096"):

@@ -80,7 +80,7 @@ def mutants(monkeypatch: pytest.MonkeyPatch, project: Path) -> ModuleType:
     return importlib.import_module("mutants")
 
 
-def test_a_sample_is_seeded_and_takes_decorated_functions_but_no_text_of_errors(mutants: ModuleType, project: Path) -> None:
+def test_a_sample_is_seeded_and_excludes_error_texts(mutants: ModuleType, project: Path) -> None:
     lines = lambda found: [mutant.diff.splitlines()[-1].lstrip("+ ") for mutant in found]  # noqa: E731
     everything = lines(mutants.mutants("ops.trees", 100, 1))
     assert sorted(everything) == sorted(MUTANTS)
@@ -93,7 +93,7 @@ def test_a_sample_is_seeded_and_takes_decorated_functions_but_no_text_of_errors(
     assert sorted(lines(mutants.mutants("ops.trees", 100, 1))) == sorted(MUTANTS)
 
 
-def test_tests_of_a_line_are_those_of_its_statement_in_order_of_time(mutants: ModuleType, project: Path) -> None:
+def test_tests_of_a_line_are_ordered_by_time(mutants: ModuleType, project: Path) -> None:
     name = "src/headrace/ops/trees.py"
     (project / name).write_text("LIMIT = 1\n\ndef f(a, b):\n    return (\n        a\n        + b\n    )\n")
     cover = mutants.Cover([name])

@@ -124,7 +124,7 @@ def test_rounds_alternate_and_every_variant_gets_the_same_prompts() -> None:
     assert state == MachineState([40.0, 50.0, 60.0, 70.0], [0.25] * 12)
 
 
-def test_the_warm_up_round_does_not_count_and_the_best_setting_and_engine_do() -> None:
+def test_the_warm_up_round_is_excluded_and_the_best_setting_counts() -> None:
     ours, *others = made = variants([])
     state = measure(made, CELL, 3, 100, lambda: 50.0)
     figures = judge(ours, others, CELL, state)
@@ -265,7 +265,7 @@ def test_a_worker_measures_prefill_and_decode(started: Any) -> None:
     assert prefill["peak_rss_mb"] > 1
 
 
-def test_the_share_of_others_is_one_even_within_a_tick() -> None:
+def test_the_cpu_share_of_others_is_at_most_one() -> None:
     assert others_share(0.5 * cores(), 1.0) == 0.5
     assert others_share(0.02 * cores(), 0.001) == 1  # a tick that ended just now
     assert others_share(-0.01, 0.5) == 0  # a tick of ours that was counted late

@@ -80,7 +80,7 @@ def test_a_failing_processor_is_named(value, message):
         apply_processors([Returns(value)], torch.ones(3), HISTORY)
 
 
-def test_an_object_that_is_no_processor_is_refused_before_anything_runs():
+def test_an_invalid_processor_is_refused_before_the_run():
     check_processors([Recorder(), LengthNudge(0, 5)])
     with pytest.raises(ProcessorError, match=r"object has no method apply"):
         check_processors([object()])

@@ -145,7 +145,7 @@ def assert_refused(folder: Path, message: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_damaged_files_give_one_line(single: Path) -> None:
+def test_damaged_files_are_a_one_line_error(single: Path) -> None:
     """Seeded damage to the header: opened or refused, never another exception."""
     path = single / "model.safetensors"
     whole = path.read_bytes()

@@ -51,7 +51,7 @@ def test_drafters_use_their_kv_group() -> None:
 
 
 @pytest.mark.parametrize(("most", "length"), [(None, 5), (1, 2), (3, 4), (4, 5), (16, 5)])
-def test_lookahead_is_no_deeper_than_drafts_may_be(most: int | None, length: int) -> None:
+def test_lookahead_depth_is_bounded_by_the_draft_depth(most: int | None, length: int) -> None:
     made = speculation("lookahead", True, 1000, most)
     assert made is not None
     (drafter,) = made.drafters

@@ -55,7 +55,7 @@ def selected(request: Request, seq: Sequence, *answers: Any) -> list[Child]:
 
 
 @pytest.mark.parametrize("strategy", [Sampling(), BestOf(), ContrastiveSearch(), BeamSearch(BEAMS)])
-def test_a_chunk_that_leaves_known_tokens_brings_nothing(strategy: Strategy) -> None:
+def test_a_chunk_before_the_last_known_token_wants_nothing(strategy: Strategy) -> None:
     request, seq = request_with(strategy, [1, 2], best_of=2, top_k=2)
     assert wants(request, seq, last=False) == ()
     assert len(wants(request, seq)) == 1
@@ -64,7 +64,7 @@ def test_a_chunk_that_leaves_known_tokens_brings_nothing(strategy: Strategy) -> 
 # -- sampling ------------------------------------------------------------------------------------------------------------------
 
 
-def test_mirostats_state_goes_on_from_token_to_token() -> None:
+def test_the_mirostat_state_is_carried_between_tokens() -> None:
     request, seq = request_with(Sampling(), [1, 2, 3], mirostat_tau=3.0)
     assert wants(request, seq) == (Sample(0),)
     (child,) = selected(request, seq, Drawn((5,), mus=(2.5,)))
@@ -163,7 +163,7 @@ def test_the_candidate_that_repeats_least_for_its_likelihood_is_taken() -> None:
         assert (child.path, child.token, child.state.tokens) == ((best,), None, [7 + best, 9])
 
 
-def test_ends_are_no_candidates_before_there_may_be_one() -> None:
+def test_stop_tokens_are_not_candidates_before_min_tokens() -> None:
     request, seq = request_with(ContrastiveSearch(), [1, 2], penalty_alpha=0.4, top_k=2, min_tokens=2)
     assert wants(request, seq) == (Top(2, live=True),)
     out = Ranked((9, 5, 6), (-0.1, -1.0, -2.0))

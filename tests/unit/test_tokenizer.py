@@ -169,7 +169,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), HOSTILE, ids=[entry[2] for entry in HOSTILE])
-def test_wrong_metadata_is_one_clear_line(kind: str, changes: dict[str, Any], message: str) -> None:
+def test_wrong_metadata_is_a_one_line_error(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(TokenizerError) as caught:
         make(kind, **changes)
     assert message in str(caught.value)

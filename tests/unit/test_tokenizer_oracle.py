@@ -222,7 +222,7 @@ def test_companion_files_set_special_tokens_and_templates(tmp_path: Path) -> Non
     assert Tokenizer.from_folder(tmp_path).chat_template == "d"
 
 
-def test_a_bad_folder_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_bad_folder_is_a_one_line_error(tmp_path: Path) -> None:
     assert SameError is TokenizerError
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)

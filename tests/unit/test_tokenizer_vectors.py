@@ -40,7 +40,7 @@ def test_all_of_them(name: str) -> None:
             assert tokenizer.decode(want) == text
 
 
-def test_letters_are_composed_as_the_models_own_tokenizer_does_it() -> None:
+def test_letters_are_composed_like_the_tokenizer_of_the_model() -> None:
     tokenizer, pairs = vectors("qwen35")
     with GGUFFile(data_file("tokenizer_vectors/ggml-vocab-qwen35.gguf")) as file:
         tokens = file.metadata["tokenizer.ggml.tokens"].tolist()

@@ -40,7 +40,7 @@ def test_wrapped_loses_nothing_and_no_line_is_wider(text: str, cells: int) -> No
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
-def test_wrapped_breaks_between_words() -> None:
+def test_wrapped_text_breaks_between_words() -> None:
     assert wrapped("", 5) == [""]
     assert wrapped("the mill by the river", 8) == ["the mill", "by the", "river"]
     assert wrapped("a headrace 水渠里的水", 5) == ["a", "headr", "ace", "水渠", "里的", "水"]

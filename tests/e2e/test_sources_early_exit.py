@@ -22,7 +22,7 @@ from headrace.startup.opening import open_model
 from headrace.training.teacher import read_teacher
 from headrace.training.texts import Shards
 from tests.cli_shell import Shell
-from tests.leaving import played, write_exits
+from tests.early_exits import played, write_exits
 from tests.tiny_sources import PAD, VOCAB, WORDS, loaded, oracle, source_of, write_tiny_marian
 
 AFTER = 2

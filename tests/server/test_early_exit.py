@@ -18,7 +18,7 @@ from headrace.server.engines.messages import Deltas, Loaded, Stats
 from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.startup import thresholds
 from headrace.startup.opening import open_files
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.server.browser import opened
 from tests.server.harness import Running
 from tests.tiny_files import write_tiny_gguf

@@ -10,7 +10,7 @@ from headrace.data.plan import StepOutput, StepPlan
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from tests.leaving_controls import no_catching_up, published_too_early
+from tests.early_exit_controls import no_catching_up, published_too_early
 from tests.property.drafters import Guessing
 from tests.property.staged import CascadingJob, LeavingJob, StagedJob, with_a_smaller_model, with_an_exit
 from tests.property.test_engine import run, wrong_outputs

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.data.types import Request
 from tests.e2e.test_draft_model import Native
-from tests.leaving import DEEP, Job, Propagated, Reference, engine_of, expected, jobs_of, side_of
+from tests.early_exits import DEEP, Job, Propagated, Reference, engine_of, expected, jobs_of, side_of
 from tests.tiny import tokens_of
 
 SEEDS = range(3)

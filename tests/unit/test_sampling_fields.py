@@ -77,7 +77,7 @@ def refusal(engine: Engine, strategy: Strategy, params: SamplingParams, **more: 
     return ""
 
 
-def test_every_field_is_known_here() -> None:
+def test_every_sampling_field_is_listed() -> None:
     assert set(SET) | DETAILS == set(SamplingParams.__struct_fields__)
 
 

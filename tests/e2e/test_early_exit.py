@@ -27,7 +27,8 @@ from headrace.training.early_exit_calibration import CalibrationConfig, calibrat
 from headrace.training.overlap import hashes
 from tests.cli_shell import Shell
 from tests.e2e.test_draft_model import Native, Torch
-from tests.leaving import (
+from tests.early_exit_controls import deciding, no_catching_up, published_too_early
+from tests.early_exits import (
     AFTER,
     LAYERS,
     Job,
@@ -42,7 +43,6 @@ from tests.leaving import (
     side_of,
     write_exits,
 )
-from tests.leaving_controls import deciding, no_catching_up, published_too_early
 from tests.tiny import finish
 from tests.tiny_files import write_tiny_gguf
 
