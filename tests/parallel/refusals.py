@@ -19,7 +19,7 @@ from headrace.startup import selfdraft
 from headrace.startup.loading import open_roles
 from headrace.startup.opening import Opened, open_files
 from tests.architecture import entries
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.quantized import VOCAB, gptq
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import Sizes, write_tiny_gguf
