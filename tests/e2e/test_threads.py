@@ -11,8 +11,10 @@ import torch
 
 from headrace import core
 from headrace.backends.native.program import SPIN_MICROSECONDS, spin_microseconds, thread_pool
+from headrace.cli.app import OPENMP_WAITING
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from tests.cli_shell import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,6 +76,7 @@ import os, sys
 from pathlib import Path
 os.sched_setaffinity(0, {int(sys.argv[2])})  # before the core makes threads
 from headrace.llm import LLM
+from tests.cli_shell import environment
 from headrace.backends.native.program import thread_pool
 from headrace.data.params import SamplingParams
 llm = LLM(sys.argv[1])
@@ -152,6 +155,7 @@ FORKED = """
 import os, sys
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from tests.cli_shell import environment
 
 def tokens(llm):
     return llm.generate("The mill", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
@@ -197,3 +201,16 @@ def test_the_threads_of_torch_stay_the_callers(tiny_gguf: Path, backend: str) ->
     assert set(during) == {1 if backend == "native" else 2}, "the control: a step has other threads"
     llm.close()
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_threads_of_torch_do_not_spin_in_commands(given: dict[str, str], spins: str, tmp_path: Path) -> None:
+    """Unless the user's environment chooses how they wait. OpenMP prints its settings when torch is imported."""
+    command = [sys.executable, "-m", "headrace", "train-masked", "numbers", "-o", str(tmp_path / "out"), "--steps", "1"]
+    kept = {name: value for name, value in environment().items() if name not in OPENMP_WAITING}
+    done = subprocess.run(
+        command, env={**kept, **given, "OMP_DISPLAY_ENV": "VERBOSE"}, capture_output=True, text=True, check=True
+    )
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr

@@ -108,5 +108,6 @@ def _nearest(folder: Path) -> Path:
 
 def _environment() -> list[str]:
     """Return the environment variables that change a run; possible secrets only as set."""
-    chosen = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
+    # Passive waiting is what every command sets.
+    chosen = sorted(one for one in os.environ.items() if one[0].startswith(VARIABLES) and one != ("OMP_WAIT_POLICY", "passive"))
     return [f"{name}={'(set)' if any(word in name for word in SECRET) else value}" for name, value in chosen]
