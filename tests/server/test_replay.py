@@ -20,7 +20,7 @@ from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.engines.replay import Delivered, DivergedError, Rerun
 from headrace.server.engines.replica import MOST_STARTS
 from headrace.server.engines.supervision import State
-from tests.leaving import write_exits
+from tests.early_exits import write_exits
 from tests.server.local_engine import LocalEngine, answers, local, started, submit
 from tests.tiny_files import write_tiny_gguf
 
