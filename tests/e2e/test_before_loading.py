@@ -112,7 +112,7 @@ def test_an_encoder_is_described_without_kv_and_sampling(shell: Shell, tmp_path:
     assert "settings" not in shown
     for said in (err, shown):
         assert "KV" not in said
-    refusal = "is an encoder, which generates nothing; headrace embed"
+    refusal = "is an encoder and cannot generate text; use headrace embed"
     assert refusal in refused(shell, "run", bert, "hi")
     for command in (("chat", bert), ("generate", bert, "-i", __file__, "-o", tmp_path / "out")):
         assert refusal in shell(*command)[2]

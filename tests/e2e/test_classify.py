@@ -208,8 +208,8 @@ def test_a_class_is_a_label_with_probabilities(llm: LLM) -> None:
         ({"criterion": "kl", "threshold": -1.0}, "must be 0 or more here"),
         ({"criterion": "patience", "threshold": 3.0}, "must be 1 to 2 here"),
         ({"criterion": "entropy"}, "no threshold of entropy was calibrated"),
-        ({"threshold": 0.5}, "a threshold is of a criterion"),
-        ({"criterion": "off", "threshold": 0.5}, "a threshold is of a criterion"),
+        ({"threshold": 0.5}, "threshold needs a criterion"),
+        ({"criterion": "off", "threshold": 0.5}, "threshold needs a criterion"),
         ({"criterion": "max_prob", "threshold": float("nan")}, "not nan"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_rule_that_cannot_be_is_refused(llm: LLM, given: dict[str, Any], says:
 
 
 def test_a_classifier_of_another_model_is_refused(bert: Path, folder: Path, llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(AdmissionError, match="generates nothing; ask it for embeddings or classes"):
+    with pytest.raises(AdmissionError, match="cannot generate text; request embeddings or classes"):
         llm.generate("the mill")
     with LLM(bert) as plain, pytest.raises(ValueError, match="no classifier was opened; train one"):
         plain.classify("the mill")

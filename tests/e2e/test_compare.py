@@ -96,7 +96,7 @@ def test_compare_reads_lines_as_generate_does(shell: Shell, tiny_gguf: Path, tmp
     ("line", "message"),
     [
         ({"prompt": "a", "nonsense": 1}, "line 1: unknown field 'nonsense'"),
-        ({"prompt": "a", "temperature": 0.5}, "line 1: temperature: the methods of --modes decide it"),
+        ({"prompt": "a", "temperature": 0.5}, "line 1: temperature: --modes sets this field"),
         ({"prompt": "a", "max_token": 4}, "line 1: unknown field 'max_token'; did you mean"),
         ({"prompt": 5}, "line 1: prompt must be text, not int"),
         ({"turns": []}, "line 1: turns must be a list of texts"),

@@ -262,7 +262,7 @@ def test_unsupported_exit_requests_are_refused(native: Case) -> None:
     side, _, _ = native
     with pytest.raises(AdmissionError, match="exit_threshold needs exits; open the model with exits=FOLDER"):
         engine_of(side, leaves=False).add([5], GREEDY.replace(exit_threshold=0.5))
-    with pytest.raises(AdmissionError, match="this exit stands after the first; use max_prob or margin"):
+    with pytest.raises(AdmissionError, match="this exit is after the first one; use max_prob or margin"):
         engine_of(side, upper=(1, 2)).add([5], GREEDY.replace(exit_threshold=0.5, exit_criterion="saturation"))
     with pytest.raises(AdmissionError, match="these exits have no classifier; use max_prob or margin, or train them again"):
         engine_of(side, judges=False).add([5], GREEDY.replace(exit_threshold=0.5, exit_criterion="classifier"))

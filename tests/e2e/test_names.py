@@ -113,7 +113,7 @@ def test_list_show_cp_rm(shell: Shell, mill: str, tiny_gguf: Path) -> None:
 def test_the_name_of_an_encoder_has_no_sampling_settings(shell: Shell, tmp_path: Path) -> None:
     folder = write_tiny_bert(tmp_path / "bert")
     code, _, err = shell("add", "vectors", folder)
-    assert (code, err) == (0, f"vectors: {folder}, an encoder, which generates nothing\n")
+    assert (code, err) == (0, f"vectors: {folder}, an encoder, for embeddings and classes\n")
 
 
 def test_models_in_a_folder_are_listed_with_sizes(shell: Shell, tiny_gguf: Path) -> None:

@@ -291,9 +291,9 @@ def test_invalid_source_requests_are_refused() -> None:
     engine = tiny_engine(ours)
     with pytest.raises(AdmissionError, match="the source is empty"):
         engine.add([], GREEDY)
-    with pytest.raises(AdmissionError, match="neither scores nor embeds"):
+    with pytest.raises(AdmissionError, match="cannot score or embed"):
         engine.add([5], GREEDY, strategy=Pooling("mean"))
-    with pytest.raises(AdmissionError, match="neither scores nor embeds"):
+    with pytest.raises(AdmissionError, match="cannot score or embed"):
         engine.add([5], GREEDY.replace(prompt_logprobs=0), strategy=Scoring())
     with pytest.raises(AdmissionError, match="not in the vocabulary"):
         engine.add([VOCAB], GREEDY)

@@ -179,8 +179,8 @@ def test_unsupported_heads_are_refused(folder: Path, shell: Shell, tmp_path: Pat
     file = tmp_path / "sources.txt"
     file.write_text(sources())
     for more, match in (
-        (("--kind", "exit"), "writes from sources, and cannot write these itself"),
-        (("--kind", "feature", "-i", file), "heads of an encoder-decoder are exits"),
+        (("--kind", "exit"), "cannot generate its own sources"),
+        (("--kind", "feature", "-i", file), "an encoder-decoder can have exits only"),
     ):
         code, _, said = shell("train-heads", folder, "-o", tmp_path / "out", "--texts", "34", *more)
         assert code == 1

@@ -205,7 +205,7 @@ def test_text_pairs_are_read_and_learned(tmp_path: Path, shell: Shell) -> None:
         assert made["label"] == label
         assert [one["layers"] for one in made["exits"]] == list(range(1, LAYERS + 1))
         assert made["exits"][-1] == {"layers": LAYERS, "label": label, "probability": made["probabilities"][label]}
-    assert "--pairs wants two texts" in shell("classify", bert, "-c", folder, "--pairs", "the wheel")[2]
+    assert "--pairs: a line must be two texts" in shell("classify", bert, "-c", folder, "--pairs", "the wheel")[2]
     assert (
         "--pooling takes first, mean or both"
         in shell("train-classifier", bert, "-d", data, "-o", folder, "--pooling", "all")[2]

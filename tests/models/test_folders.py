@@ -175,7 +175,7 @@ def test_invalid_options_are_a_one_line_error(changes: dict[str, Any], line: str
     with pytest.raises(ValueError, match=line) as found:
         compress(model, tmp_path / "out", Pipeline(**{"format": "int4-g32", **changes}))
     assert "\n" not in str(found.value)
-    with pytest.raises(ValueError, match="layouts are of folders"):
+    with pytest.raises(ValueError, match="--layout applies to folders"):
         compress(model, tmp_path / "out.gguf", Pipeline(format="Q4_0", layout="gptq"))
     assert not list(tmp_path.iterdir())
 

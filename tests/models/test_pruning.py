@@ -75,7 +75,7 @@ def test_wanda_by_an_imatrix(tmp_path: Path) -> None:
     assert not np.array_equal(mask, keep_mask(magnitude(old), parse_sparsity("2:4")))
     del measured[name]
     lacking = Pipeline(format="F32", method=("wanda",), sparsity="2:4", imatrix=write_dat(tmp_path / "j.dat", measured))
-    with pytest.raises(WeightError, match=f"{name} has no importance in the imatrix, which wanda needs"):
+    with pytest.raises(WeightError, match=f"{name} is missing from the imatrix, which wanda needs"):
         compress(model, tmp_path / "out.gguf", lacking)
 
 

@@ -127,7 +127,7 @@ CHATS = [
     ("top_logprobs", 3, "goes with logprobs: true"),
     ("max_completion_tokens", 9, "differ; give one"),
     ("messages", [{"role": "assistant", "content": "", "function_call": 3}], "needs a function with a name"),
-    ("messages", [{"role": "assistant", "content": "", "audio": {"id": "a"}}], "reads text alone"),
+    ("messages", [{"role": "assistant", "content": "", "audio": {"id": "a"}}], "reads text only"),
     ("chat_template_kwargs", {"messages": []}, "may not set messages"),
     ("chat_template_kwargs", {"tools": []}, "may not set tools"),
     ("chat_template_kwargs", {"raise_exception": 1}, "may not set raise_exception"),

@@ -428,7 +428,7 @@ def test_an_invalid_table_is_a_one_line_error(tmp_path: Path, change: dict[str, 
 
 def test_a_cascade_names_models_that_are_served(files: dict[str, Path]) -> None:
     settings, chosen = ServerSettings("small", port=0), [ModelSpec("small", str(files["small"]), ENGINE)]
-    with pytest.raises(SettingsError, match="names 'large'; its models are of small"):
+    with pytest.raises(SettingsError, match="names 'large'; choose from small"):
         open_models(chosen, settings, None, [CascadeSettings("auto", ("small", "large"), (0.5,))])
     twice = CascadeSettings("small", ("a", "b"), (0.5,))
     with pytest.raises(SettingsError, match="two models have one name"):

@@ -63,7 +63,7 @@ def test_classes_equal_those_of_the_llm(server: Running, bert: Path, folder: Pat
         ({"criterion": "best", "threshold": 0.5}, "unknown criterion 'best'"),
         ({"criterion": "max_prob", "threshold": 1.5}, "must be 0 to 1"),
         ({"criterion": "entropy"}, "no threshold of entropy was calibrated"),
-        ({"threshold": 0.5}, "a threshold is of a criterion"),
+        ({"threshold": 0.5}, "threshold needs a criterion"),
         ({"input": []}, "input is empty"),
         ({"input": [[10**9]]}, "is not in the vocabulary"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
@@ -126,7 +126,7 @@ def test_a_classifier_writes_nothing(server: Running) -> None:
     ):
         answer = server.post(f"/v1/{path}", {"model": "tiny", **asked})
         assert answer.status_code == 400
-        assert "ask it for embeddings or classes" in answer.json()["error"]["message"]
+        assert "request embeddings or classes" in answer.json()["error"]["message"]
 
 
 def test_a_model_without_a_classifier_is_a_400(wide: Running) -> None:

@@ -92,7 +92,7 @@ def test_figures_count_them(server: Running) -> None:
         ({"exit_threshold": None}, "return_exits goes with exit_threshold"),
         ({"exit_threshold": 3}, "exit_threshold must be between 0 and 1.01"),
         ({"exit_criterion": "entropy"}, "exit_criterion must be one of"),
-        ({"exit_criterion": "saturation"}, "this exit stands after the first"),
+        ({"exit_criterion": "saturation"}, "this exit is after the first one"),
         ({"exit_criterion": "classifier"}, "these exits have no classifier"),
         ({"exit_threshold": None, "return_exits": False, "exit_decay": 2}, "exit_decay goes with exit_threshold"),
         ({"beam_width": 2}, "exit_threshold does not go with beam search"),

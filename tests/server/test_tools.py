@@ -126,7 +126,7 @@ def test_results_of_calls_are_rendered(server: Running) -> None:
         ({"tools": None, "tool_choice": "required"}, "there are no tools"),
         ({"extra_body": {"guided_regex": "a+"}}, "with tools, the format of an answer must be a JSON schema"),
         ({"functions": [{"name": "a"}]}, "use tools"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text only"),
         ({"messages": [{"role": "assistant", "tool_calls": [7]}]}, "needs a function"),
     ],
 )

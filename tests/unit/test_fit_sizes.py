@@ -258,7 +258,7 @@ def test_stages_are_even_and_keep_shared_kv_together(tmp_path: Path) -> None:
 
 def test_configs_that_lack_keys(tmp_path: Path) -> None:
     for keys, message in (
-        ({"model_type": "llama"}, "has no hidden_size; take the config.json of a language model"),
+        ({"model_type": "llama"}, "has no hidden_size; use the config.json of a language model"),
         ({**LLAMA2_7B, "model_type": "new", "vocab_size": "many"}, "vocab_size must be an integer"),
         ({**LLAMA2_7B, "model_type": "new", "num_key_value_heads": 5}, "32 heads for 5 KV heads"),
         ({**DEEPSEEK_V3, "num_experts_per_tok": 300}, "uses 300 of 256 experts"),

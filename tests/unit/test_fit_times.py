@@ -202,7 +202,7 @@ def test_a_machine_file(tmp_path: Path) -> None:
     assert machines.find(str(place)) == MEASURED
     lines = json.loads(place.read_text())
     for change, message in (
-        ({"bandwidth": None}, "is no machine file"),
+        ({"bandwidth": None}, "is not a machine file"),
         ({"linear": {}}, "a measured machine has linear, attention and cache"),
         ({"other": 1}, "unknown field"),
         ({"memory": 0}, "must be above 0"),

@@ -99,7 +99,7 @@ def engine(mask: int | None, budget: int = 16) -> Engine:
 
 def test_a_model_without_a_mask_is_refused() -> None:
     params = SamplingParams(refine=RefineParams(block=4))
-    with pytest.raises(AdmissionError, match=re.escape("this model has no mask token (mask_token_id in its config.json)")):
+    with pytest.raises(AdmissionError, match=re.escape("refine needs a mask token (mask_token_id in config.json)")):
         engine(None).add([1, 2], params)
     engine(3).add([1, 2], params)
 

@@ -73,11 +73,11 @@ def test_a_choice_is_stored_for_its_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert selfdraft.load(one, 3) == part
     with pytest.raises(ValueError, match=r"run: headrace bench self-draft .*other\.gguf"):
         selfdraft.load(other, 3)
-    with pytest.raises(ValueError, match=r"is of another model than one\.gguf, which has 2 layers; run"):
+    with pytest.raises(ValueError, match=r"belongs to another model than one\.gguf, which has 2 layers; run"):
         selfdraft.load(one, 2)
     for text in ('{"layers": 4, "skips": []}', '{"layers": -1, "skips": []}', '{"layers": 1, "skips": [4]}'):
         kept.write_text(text)
-        with pytest.raises(ValueError, match="is of another model"):
+        with pytest.raises(ValueError, match="belongs to another model"):
             selfdraft.load(one, 3)
     for text in ("{", '{"x": ' + "[" * 100_000):
         kept.write_text(text)

@@ -69,11 +69,11 @@ def test_ids_equal_those_of_the_vocabulary_and_texts_round_trip(tmp_path: Path) 
         ("vocab.json", b'{"</s>": 0, "<pad>": 1}', "has no <unk>"),
         ("source.spm", b"\xff" * 20, "is not a readable SentencePiece file"),
         ("source.spm", spm_bytes(pieces(), model_type=2), "is not a unigram model"),
-        ("source.spm", spm_bytes(pieces()[1:]), "one piece for what is unknown"),
+        ("source.spm", spm_bytes(pieces()[1:]), "one piece of the type UNKNOWN"),
         ("source.spm", spm_bytes([*pieces(), ("x" * 300, 0.0, 1)]), "300 characters"),
         ("source.spm", spm_bytes([*pieces(), ("x", float("nan"), 1)]), "is not finite"),
         ("source.spm", field(1, field(1, b"\xff")), "not UTF-8"),
-        ("source.spm", field(1, 7), "a number stands where"),
+        ("source.spm", field(1, 7), "a number in place of"),
         ("source.spm", spm_bytes(pieces(), charsmap=b"\xff\xff\xff\x7f"), "cannot be used"),
     ],
 )

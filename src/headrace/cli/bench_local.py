@@ -53,7 +53,7 @@ def local(
     """
     if profile:
         if cells or beside or backend not in ("auto", "native"):
-            raise ValueError("--profile has no cells, is of one build, and of the native core; leave the other options out")
+            raise ValueError("--profile measures one build on the native core, without cells; leave the other options out")
         return _profile(model, 5 if rounds is None else rounds, threads, save)
     from headrace.bench import local as bench
     from headrace.bench.competitors import fitting

@@ -110,4 +110,6 @@ def _check(options: ModelOptions, criterion: Criterion, decay: float) -> None:
             "or a smaller model: --cascade MODEL"
         )
     if options.cascade is not None and (criterion in ("saturation", "classifier") or decay):
-        raise typer.BadParameter("--criterion saturation, classifier and --decay are of exits; leave them out with --cascade")
+        raise typer.BadParameter(
+            "--criterion saturation, --criterion classifier and --decay need exits; leave them out with --cascade"
+        )

@@ -60,7 +60,7 @@ def classify(
     options.check()
     given = texts_of(texts, file)
     if pairs and (wrong := next((text for text in given if len(text.split("\t")) != 2), None)) is not None:
-        raise typer.BadParameter(f"--pairs wants two texts with one tab between them, not {wrong[:60]!r}")
+        raise typer.BadParameter(f"--pairs: a line must be two texts with one tab between them, not {wrong[:60]!r}")
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
     # On a terminal, the output lines themselves show the progress.

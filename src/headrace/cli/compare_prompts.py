@@ -78,4 +78,4 @@ def _check(request: BatchRequest) -> None:
     """Raise LineError for a field that the compared methods set themselves."""
     decided = sorted({*request.params, *(["tools"] if request.tools is not None else []), *request.ignored} - {"max_tokens"})
     if decided:
-        raise LineError(f"{decided[0]}: the methods of --modes decide it, or compare has no use for it; remove it")
+        raise LineError(f"{decided[0]}: --modes sets this field, or compare does not use it; remove it")

@@ -125,7 +125,7 @@ def _cells(
     if names is None:
         return cells_record(predicted)
     if shape.config is None or shape.origin.startswith(("keys", "the catalog")):
-        raise ValueError(f"--check runs the model, and {model} has no files that Headrace runs; leave it out")
+        raise ValueError(f"--check runs the model, and {model} has no files that Headrace runs; leave --check out")
     if layout.ranks > 1:
         raise ValueError(f"--check runs one process, and the layout is {layout}; leave one of them out")
     from headrace.bench.fit_check import ROUNDS, check

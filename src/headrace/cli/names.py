@@ -101,5 +101,5 @@ def _keep(name: Name) -> None:
     except Exception:
         names.remove(name.name) if before is None else names.save(before)
         raise
-    settings = "an encoder, which generates nothing" if opened.config.encoder else summary(opened.defaults)
+    settings = "an encoder, for embeddings and classes" if opened.config.encoder else summary(opened.defaults)
     say(f"{name.name}: {opened.path}, {settings}")

@@ -63,7 +63,7 @@ def open_llm(
 
     check_arguments(settings, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
-        raise ValueError(f"{model} is an encoder, which generates nothing; headrace embed makes vectors of texts with it")
+        raise ValueError(f"{model} is an encoder and cannot generate text; use headrace embed")
     if chat_template is not None and opened is not None:
         opened.template.choose(chat_template)
     if sampling is not None and not quiet and opened is not None:

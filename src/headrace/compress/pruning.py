@@ -52,7 +52,7 @@ def pruning_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.nda
     if method == "magnitude":
         scores = magnitude(rows)
     elif importance is None:
-        raise ValueError("has no importance in the imatrix, which wanda needs; is it another model's?")
+        raise ValueError("is missing from the imatrix, which wanda needs; use an imatrix of this model")
     else:
         scores = wanda(rows, np.sqrt(importance.astype(np.float32)))
     return keep_mask(scores, sparsity)

@@ -191,7 +191,7 @@ def _check_space(path: Path, needed: int) -> None:
     """Raise ValueError if the disk has fewer bytes free."""
     free = shutil.disk_usage(path.parent).free
     if needed > free:
-        raise ValueError(f"{path} takes {human_size(needed)} and {human_size(free)} are free in {path.parent}")
+        raise ValueError(f"{path} needs {human_size(needed)} and {human_size(free)} are free in {path.parent}")
 
 
 def work_path(out: Path) -> Path:

@@ -210,7 +210,7 @@ def unit_vector(values: Sequence[float], dimensions: int | None = None) -> list[
     kept = list(values[:dimensions])
     length = math.hypot(*kept)
     if not 0 < length < math.inf:
-        raise ValueError("the model's hidden states are broken: an embedding has no length; check the weights")
+        raise ValueError("the embedding has length 0 or is not finite; check the model's weights")
     return [value / length for value in kept]
 
 

@@ -118,9 +118,7 @@ class BeamSearchParams(
         if self.groups < 1 or self.beam_width % self.groups:
             raise ParamError("beam_groups", f"groups ({self.groups}) must divide beam_width ({self.beam_width})")
         if self.diversity_penalty and self.groups == 1:
-            raise ParamError(
-                "diversity_penalty", "diversity_penalty needs groups above 1; one group has no other group to differ from"
-            )
+            raise ParamError("diversity_penalty", "diversity_penalty needs groups above 1")
         if not (self.early_stopping is True or self.early_stopping is False or self.early_stopping == "never"):
             raise ParamError("early_stopping", f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
         if self.coverage_penalty != 0:

@@ -139,12 +139,12 @@ class Cost:
         """Raises ConstraintError if a server must not compile this grammar."""
         if self.seconds > MOST_SECONDS:
             raise ConstraintError(
-                f"the constraint takes {self.seconds:.1f} s to compile and {MOST_SECONDS:g} s is the most; make it smaller"
+                f"the constraint takes {self.seconds:.1f} s to compile, at most {MOST_SECONDS:g} s is allowed; make it smaller"
             )
         if self.bytes > MOST_BYTES:
             took, most = self.bytes / 2**20, MOST_BYTES >> 20
             raise ConstraintError(
-                f"the constraint takes {took:.0f} MiB when compiled and {most} MiB is the most; make it smaller"
+                f"the constraint takes {took:.0f} MiB when compiled, at most {most} MiB is allowed; make it smaller"
             )
 
 
@@ -237,6 +237,6 @@ class _Spelling:
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: list[int]) -> Any:
     """The trie of the tokens' bytes. Raises ConstraintError if the model has no end token."""
     if not eos_ids:
-        raise ConstraintError("this model has no end token, so an output cannot be held to a constraint")
+        raise ConstraintError("this model has no end token, so its output cannot be constrained")
     spelling = _Spelling(tokenizer, min(tokenizer.vocab_size, vocab_size), eos_ids)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelling), n_vocab=vocab_size, eos_token=eos_ids)

@@ -28,7 +28,7 @@ def refuse_overruns() -> Iterator[None]:
     try:
         yield
     except OverrunError:
-        raise ConstraintError("the constraint takes too much time or memory to be looked at; make it smaller") from None
+        raise ConstraintError("the constraint takes too much time or memory to check; make it smaller") from None
 
 
 def raise_on_error(answer: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,9 @@ def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logp
     z = apply_processors(request.processors, raw, History(request.prompt, seq.output), before) if request.processors else raw
     accepted, token = verify(z, specs, chain, draft.q)
     if token is None and not accepted:
-        raise ProcessorError("no token can be drawn: logits are broken, or what is allowed together rules out every one")
+        raise ProcessorError(
+            "no token can be drawn: the logits are not finite, or the constraints together exclude every token"
+        )
     tokens = chain[:accepted] if token is None else [*chain[:accepted], token]
     drawn = Drawn(tuple(tokens), tuple(range(len(tokens) - 1)))
     if logprobs is not None:

@@ -146,7 +146,7 @@ def callable_tools(request: ToolChoice) -> tuple[list[dict[str, Any]], bool]:
     tools = [_tool(number, tool) for number, tool in enumerate(request.tools)]
     names = [tool["function"]["name"] for tool in tools]
     if len(tools) > MAX_TOOLS or len(set(names)) < len(names):
-        raise ToolError(f"at most {MAX_TOOLS} tools, each with a name of its own", "tools")
+        raise ToolError(f"at most {MAX_TOOLS} tools, with different names", "tools")
     must, chosen = _choice(request.tool_choice, names)
     return [tool for tool in tools if tool["function"]["name"] in chosen], must
 

@@ -55,7 +55,7 @@ def admit(request: Request, limits: Limits) -> None:
     if isinstance(request.strategy, Refine) and limits.mask_id is None:
         raise AdmissionError(
             "refine_block",
-            "refine fills in masks, and this model has no mask token (mask_token_id in its config.json); leave refine out, or "
+            "refine needs a mask token (mask_token_id in config.json), which this model lacks; leave refine out, or "
             "open a model that was trained so, as by headrace train-masked",
         )
     _check_width(request, limits)
@@ -74,11 +74,11 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     elif isinstance(request.strategy, Classifying):
         if not limits.scheduler.whole:
             raise AdmissionError(
-                "model", "classes are of encoders (BERT, MiniLM), and this model is a decoder; open another one"
+                "model", "classification needs an encoder (BERT, MiniLM), and this model is a decoder; open another one"
             )
         _check_length(request, limits)
     elif limits.scheduler.whole:
-        raise AdmissionError("model", "this model is an encoder, which generates nothing; ask it for embeddings or classes")
+        raise AdmissionError("model", "this model is an encoder and cannot generate text; request embeddings or classes")
     elif length + _least_answer(request) > context:
         raise AdmissionError(
             PROMPT,
@@ -97,9 +97,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 def _check_source(request: Request, limits: Limits) -> None:
     """Check an encoder-decoder's source and what is requested of it."""
     if not _least_answer(request) or request.params.prompt_logprobs is not None:
-        raise AdmissionError(
-            "model", "this model writes from a source, which it neither scores nor embeds; ask it for its output alone"
-        )
+        raise AdmissionError("model", "an encoder-decoder cannot score or embed its source; request generated text only")
     _check_length(request, limits)
 
 
@@ -195,7 +193,7 @@ def _check_exits(params: SamplingParams, groups: tuple[KVGroup, ...], judges: bo
         raise AdmissionError("exit_threshold", "exit_threshold needs exits; open the model with exits=FOLDER, or leave it out")
     if params.exit_criterion == "saturation" and upper.layers[0] < 2:
         raise AdmissionError(
-            "exit_criterion", "saturation compares two layers, and this exit stands after the first; use max_prob or margin"
+            "exit_criterion", "saturation compares two layers, and this exit is after the first one; use max_prob or margin"
         )
     if params.exit_criterion == "classifier" and not judges:
         raise AdmissionError(

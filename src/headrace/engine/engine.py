@@ -297,7 +297,7 @@ class Engine:
         # Most feeds share one tuple of wants.
         if wants is not self._checked_wants:
             if not isinstance(wants, tuple) or not all(map(wanted, wants)):
-                raise ValueError(f"the strategy wants what no step gives: {wants!r}")
+                raise ValueError(f"the strategy returned unknown wants: {wants!r}")
             self._checked_wants = wants
         if last and decode.draft is not None and decode.draft.observed:
             wants = (*wants, Sample(decode.index, at=Where.NODES))

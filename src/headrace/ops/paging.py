@@ -96,7 +96,7 @@ def _tiles(ctx: Context, sight: Sight) -> Iterator[_Tile]:
 
 def _sources(ctx: Context) -> torch.Tensor:
     if ctx.source is None:
-        raise ValueError("attention: this step has no source whose K and V could be read")
+        raise ValueError("attention: this step has no source with K and V")
     return ctx.source
 
 

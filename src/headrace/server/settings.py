@@ -94,7 +94,7 @@ class CascadeSettings:
     def __post_init__(self) -> None:
         who = f"the cascade {self.name!r}"
         if not self.name or len(self.tiers) < 2 or len(set(self.tiers)) < len(self.tiers) or self.name in self.tiers:
-            raise SettingsError(f"{who} needs a name of its own and two or more different models as tiers")
+            raise SettingsError(f"{who} needs a unique name and two or more different models as tiers")
         if self.score not in TOKEN_SCORES:
             raise SettingsError(f"{who}: the score is {', '.join(TOKEN_SCORES)}, not {self.score!r}")
         if len(self.thresholds) != len(self.tiers) - 1 or not all(0 <= one <= NEVER for one in self.thresholds):

@@ -156,7 +156,7 @@ def _check(recipe: Recipe) -> None:
     if settings.exit_state not in (DEFERRED, PROPAGATE):
         raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")
     if settings.exit_state != DEFERRED and recipe.leaves is None:
-        raise ValueError("exit_state is of tokens that leave by exits; name their folder with exits, or leave it out")
+        raise ValueError("exit_state needs exits; name their folder with exits, or leave exit_state out")
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or DRAFT not in recipe.models):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
 

@@ -73,7 +73,7 @@ class Classifier:
         """Criterion and threshold of a request; None selects a calibrated one, "off" disables early exit. Raises ValueError."""
         if criterion == "off" or (criterion is None and threshold is None and not self.rules):
             if threshold is not None:
-                raise ValueError("a threshold is of a criterion; name one, or leave the threshold out")
+                raise ValueError("threshold needs a criterion; name one, or leave threshold out")
             return "", 0.0
         if threshold is None:
             found = [rule for rule in self.rules if criterion in (None, rule.criterion)]
@@ -82,7 +82,7 @@ class Classifier:
                 raise ValueError(f"no threshold of {criterion} was calibrated for this classifier; give one")
             return found[0].criterion, found[0].threshold
         if criterion is None:
-            raise ValueError("a threshold is of a criterion; name one")
+            raise ValueError("threshold needs a criterion; name one")
         self.exits.check(criterion, threshold)
         return criterion, threshold
 

@@ -63,7 +63,7 @@ async def encode_long(
     try:
         found = await shared_pool().ask(task, [task.argument, texts, add_special, parse_special, marked])
     except OverrunError:
-        raise TokenizerError("the text takes too much time or memory to be encoded; shorten it") from None
+        raise TokenizerError("the text takes too much time or memory to encode; shorten it") from None
     if isinstance(found, str):
         raise TokenizerError(found)
     return [array.array("i", ids).tolist() for ids in found]

@@ -41,5 +41,5 @@ def load(model: Path, layers: int) -> Span:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{place(model)} cannot be read ({error}); remove it") from None
     if not 0 <= saved.layers <= layers or len(saved.skips) > layers or not set(saved.skips) <= SKIPS:
-        raise ValueError(f"{place(model)} is of another model than {model.name}, which has {layers} layers; {again}")
+        raise ValueError(f"{place(model)} belongs to another model than {model.name}, which has {layers} layers; {again}")
     return Span(saved.layers, saved.skips)

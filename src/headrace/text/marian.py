@@ -71,7 +71,7 @@ def read_marian(folder: Path) -> Vocabulary:
     ids = _ids(folder / IDS)
     for name in (END, PADDING, UNKNOWN):
         if name not in ids:
-            raise TokenizerError(f"{folder / IDS} has no {name}; take the folder as the model is published")
+            raise TokenizerError(f"{folder / IDS} has no {name}; use the folder as the model was published")
     special = frozenset(ids[name] for name in (END, PADDING, UNKNOWN))
     languages = frozenset(token for text, token in ids.items() if LANGUAGE.fullmatch(text))
     backend = Backend(

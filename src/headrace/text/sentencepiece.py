@@ -76,7 +76,7 @@ def parse(data: bytes) -> Pieces:
             charsmap = bytes(_message(normalizer.get(CHARSMAP, b"")))
             dummy_prefix, trims = bool(normalizer.get(DUMMY_PREFIX, 1)), bool(normalizer.get(EXTRA_SPACES, 1))
     if sum(kind == UNKNOWN for _, _, kind in pieces) != 1:
-        raise TokenizerError("it must have one piece for what is unknown")
+        raise TokenizerError("it must have one piece of the type UNKNOWN")
     return Pieces(pieces, charsmap, dummy_prefix, trims)
 
 
@@ -117,7 +117,7 @@ def _piece(data: bytes) -> tuple[str, float, int]:
 
 def _message(value: object) -> bytes:
     if not isinstance(value, bytes):
-        raise TokenizerError("a number stands where a text or a message must be")
+        raise TokenizerError("a number in place of a text or a message")
     return value
 
 

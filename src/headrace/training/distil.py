@@ -92,7 +92,7 @@ class DistilConfig(TrainingConfig):
         if "steps" in self.losses and self.texts == SELF:
             raise ValueError("the loss steps reads a file of prompts, rationales and answers; name it with texts")
         if ("exits" in self.losses) != bool(self.exits):
-            raise ValueError("the loss exits and the layers after which they stand go together; give both or neither")
+            raise ValueError("the loss exits needs the layers of the exits; give both or neither")
         if not 0 <= self.share <= 1 or self.temperature <= 0 or self.reasons < 0 or not 8 <= self.window <= CONTEXT:
             raise ValueError(f"share is 0 to 1, temperature above 0, reasons 0 or more, a window 8 to {CONTEXT} tokens")
 

@@ -251,9 +251,11 @@ def check_sources(opened: Opened, config: HeadsConfig) -> None:
     if opened.config.source is None:
         return
     if config.kind != EXIT:
-        raise ValueError(f"heads of an encoder-decoder are exits, and {config.kind} was asked for; use --kind {EXIT}")
+        raise ValueError(f"an encoder-decoder can have exits only, not {config.kind}; use --kind {EXIT}")
     if not config.prompts:
-        raise ValueError(f"{opened.name} writes from sources, and cannot write these itself; name a file of them with --input")
+        raise ValueError(
+            f"{opened.name} is an encoder-decoder and cannot generate its own sources; name a file of them with --input"
+        )
 
 
 def answer_vocabulary(

@@ -159,7 +159,7 @@ def check_new(folder: Path, opened: Opened) -> None:
     if (folder / CONFIG).exists() and not (folder / WORK).exists():
         raise ValueError(f"{folder} holds a model; name another folder for the one that is trained")
     if not opened.path.is_dir() or "quantization_config" in opened.source.config:  # type: ignore[union-attr]
-        raise WeightError(f"{opened.name} has no float weights that could be trained; take the folder it was made of")
+        raise WeightError(f"{opened.name} has no float weights to train; use the model it was quantized from")
 
 
 def save_model(folder: Path, model: Model, opened: Opened) -> None:

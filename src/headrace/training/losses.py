@@ -35,7 +35,7 @@ def check_maps(teacher: ModelConfig, student: ModelConfig) -> None:
     if {layer.heads for layer in teacher.layers} != {layer.heads for layer in student.layers}:
         raise ValueError("attention maps are compared head by head, and the student has other heads; leave them out")
     if student.kv_share > 1:
-        raise ValueError("layers that share K and V have no maps of their own keys; leave the loss attention out")
+        raise ValueError("layers that share K and V have no own keys to compare; leave the loss attention out")
 
 
 class DistillationLoss:

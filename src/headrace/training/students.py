@@ -92,7 +92,9 @@ def narrowed(config: ModelConfig, depth: int, width: int) -> ModelConfig:
     layer = config.each_layer
     unit = config.hidden_size // math.gcd(config.hidden_size, layer.heads, layer.kv_heads)
     if depth < 1 or width < 1 or width % unit:
-        raise ValueError(f"a width is a multiple of {unit}, so that heads stay whole, a depth 1 at least; not {width}, {depth}")
+        raise ValueError(
+            f"width {width}, depth {depth}: the width must be a multiple of {unit} (whole heads), the depth at least 1"
+        )
     ffn = -(-layer.ffn * width // (config.hidden_size * FFN_MULTIPLE)) * FFN_MULTIPLE
     heads, kv_heads = (count * width // config.hidden_size for count in (layer.heads, layer.kv_heads))
     small: LayerConfig = replace(layer, heads=heads, kv_heads=kv_heads, ffn=ffn)
@@ -113,7 +115,7 @@ def shared_layers(wanted: str, config: ModelConfig) -> int:
     """Parse `share=N`: the number of neighbouring layers that share one K and V. Raises ValueError."""
     number = wanted.removeprefix("share=")
     if not number.isdecimal() or not 2 <= int(number) <= config.num_layers:
-        raise ValueError(f"share=N: 2 to {config.num_layers} layers read the K and V of the first of them, not {number!r}")
+        raise ValueError(f"share=N: the number of layers that share K and V must be 2 to {config.num_layers}, not {number!r}")
     if config.kv_share > 1:
         raise ValueError(f"layers share K and V already, {config.kv_share} at a time; begin with the original")
     return int(number)

@@ -84,7 +84,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.wheel:
             ArchivePart(self.wheel, self.member)
         elif self.member:
-            raise ValueError("member belongs to a wheel")
+            raise ValueError("member needs a wheel")
 
     @property
     def pieces(self) -> tuple[ArchivePart, ...]:

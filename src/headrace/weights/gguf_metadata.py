@@ -156,7 +156,7 @@ class Cursor:
         values = np.frombuffer(self.data, np.dtype("u1") if code == BOOL else dtype, count, self.pos)
         self.pos += count * dtype.itemsize
         if code == BOOL and count and values.max() > 1:
-            raise self.damaged(f"{what} is a truth value that is neither 0 nor 1")
+            raise self.damaged(f"{what} is a boolean that is neither 0 nor 1")
         return values.view(dtype)
 
     def strings(self, count: int, what: str) -> StringArray:

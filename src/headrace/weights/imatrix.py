@@ -40,7 +40,7 @@ def check_widths(path: Path | None, found: Mapping[str, np.ndarray], widths: Map
     """Raise WeightError if the importance of a matrix has another width than the matrix. widths: by name."""
     for name in sorted(found.keys() & widths.keys()):
         if (size := found[name].size) != (width := widths[name]):
-            raise WeightError(f"{path}: {name} importance has {size} columns and the matrix {width}; is it another model's?")
+            raise WeightError(f"{path}: {name} has {size} columns and the matrix {width}; use an imatrix of this model")
 
 
 def write_imatrix(path: Path, measured: Mapping[str, np.ndarray], tokens: int, text: str) -> None:

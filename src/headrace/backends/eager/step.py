@@ -199,7 +199,7 @@ class EagerStep:
         specs = [self._round_spec(fed, want.child, want.logprobs, chain[:at], at - 1) for at in range(len(chain) + 1)]
         accepted, token = verify(raw, specs, chain, list(fed.feed.q) or None)
         if token is None and not accepted:
-            return Failed("no token can be drawn: logits are broken, or what is allowed together rules out every one")
+            return Failed("no token can be drawn: the logits are not finite, or the constraints together exclude every token")
         tokens = (*chain[:accepted], *(() if token is None else (token,)))
         out = Drawn(tokens, tuple(range(len(tokens) - 1)))
         if want.logprobs is not None:

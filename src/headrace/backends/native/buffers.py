@@ -114,7 +114,7 @@ class Values:
         """The float rows of a value. Raises RecordError if it is not stored as rows."""
         place = self.places[value]
         if not isinstance(place, Floats):
-            raise RecordError("an op reads what the native core did not keep as rows")
+            raise RecordError("an op reads a value that the native core does not keep as rows")
         return place
 
     def fresh(self, value: int, width: int) -> Floats:

@@ -243,7 +243,7 @@ class Lowering:
         k, v = stored or (None, None)
         q_norm, k_norm = (self._head_norm(settings[name]) for name in ("q_norm", "k_norm"))
         if settings["q_norm"] and settings["k_norm"] and settings["q_norm"].eps != settings["k_norm"].eps:
-            raise RecordError("the native core takes one eps for the norms of q and k")
+            raise RecordError("the norms of q and k have different eps, which the native core does not support")
         scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
         out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
         self.program.attention(
@@ -290,7 +290,7 @@ class Lowering:
 
     def _store(self, index: int, node: Node) -> None:
         if node.settings["rope"] is not None or node.settings["k_norm"] is not None:
-            raise RecordError("the native core turns and normalises K in attention alone, of which a step may run that part")
+            raise RecordError("the native core applies rotation and norm of K only inside attention")
         k, v = self._side_by_side(index, node)
         self.program.store(node.settings["layer"] - self.first_kv, k.at, v.at, **self._mark(index, "store"))
 

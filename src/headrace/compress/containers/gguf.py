@@ -55,7 +55,7 @@ class GGUFPlan(CompressionPlan):
     @staticmethod
     def check_format(pipeline: Pipeline) -> None:
         if pipeline.layout is not None:
-            raise ValueError("layouts are of folders: leave --layout out, or give a name that does not end in .gguf")
+            raise ValueError("--layout applies to folders; leave it out, or give an output name without .gguf")
         mix_named(pipeline.format)
         if pipeline.head is not None:
             kind_named(pipeline.head)
@@ -76,9 +76,7 @@ class GGUFPlan(CompressionPlan):
         extra = extra_tensors(opened, set(stored_as(describe(final), "gguf")), pruned)
         stored = stored_as(describe(pruned), "gguf")
         if importance and not set(importance) & set(stored):
-            raise WeightError(
-                f"{pipeline.imatrix}: has the importance of none of this model's matrices; is it another model's?"
-            )
+            raise WeightError(f"{pipeline.imatrix}: has no matrix of this model; use an imatrix of this model")
         check_widths(pipeline.imatrix, importance, {name: parts[0].stored[-1] for name, parts in stored.items()})
         shapes = {name: parts[0].stored for name, parts in stored.items()}
         formats = {name: _kind(pipeline, pruned, name, shape, bool(importance)) for name, shape in shapes.items()}

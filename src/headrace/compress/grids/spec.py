@@ -107,7 +107,7 @@ def integers_named(name: str) -> IntegerFormat:
     if spec.bits not in FOLDER_BITS:
         raise ValueError(f"{spec}: folders support integers of {FOLDER_BITS[0]} to {FOLDER_BITS[-1]} bits; choose {FOLDERS}")
     if spec.group is None or spec.group % BLOCK:
-        raise ValueError(f"{spec}: a scale belongs to a row, or to a group of a multiple of {BLOCK}; choose {FOLDERS}")
+        raise ValueError(f"{spec}: a scale covers a row, or a group whose size is a multiple of {BLOCK}; choose {FOLDERS}")
     if spec.bits == 8 and not spec.symmetric:
         raise ValueError(
             f"{spec}: 8-bit integers have no zero points in folders, because they gain almost nothing; write {spec}-sym"

@@ -68,7 +68,7 @@ class Received:
         raise NotImplementedError("a pipeline has no exits")
 
     def store_tips(self, feeds: Sequence[Feed], hidden: Any) -> None:
-        raise NotImplementedError("rows of a stage are no chains")
+        raise NotImplementedError("a stage of a pipeline runs no chains")
 
 
 class StageError(RuntimeError):

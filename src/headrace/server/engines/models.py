@@ -195,7 +195,7 @@ class Models:
             tiers = ", ".join(self.cascades[name].tiers)
             raise ApiError(
                 400,
-                f"{name!r} is a cascade, for completions and chats alone; use one of its models: {tiers}",
+                f"{name!r} is a cascade and answers completions and chats only; use one of its models: {tiers}",
                 param="model",
                 code="unsupported",
             )
@@ -243,7 +243,7 @@ def _check_names(served: Collection[str], cascades: Sequence[CascadeSettings]) -
         raise SettingsError(f"two models have one name ({', '.join(names)}); give each its own")
     for one in cascades:
         if unknown := [tier for tier in one.tiers if tier not in served]:
-            raise SettingsError(f"the cascade {one.name!r} names {unknown[0]!r}; its models are of {', '.join(served)}")
+            raise SettingsError(f"the cascade {one.name!r} names {unknown[0]!r}; choose from {', '.join(served)}")
 
 
 def _measure(entry: LoadedModel) -> None:

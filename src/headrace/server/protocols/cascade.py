@@ -119,14 +119,14 @@ class Cascade:
                 raise bad(f"{name}: {what} has no score; leave {name} out, or {instead}", name)
         for name in TOKEN_FIELDS:
             if getattr(sampling, name, None):
-                raise bad(f"{name}: token ids are of one model's vocabulary; leave {name} out, or {instead}", name)
+                raise bad(f"{name}: the models of a cascade may have different token ids; leave {name} out, or {instead}", name)
         if not isinstance(request.prompt, Texts):
             return
         if request.echo:
-            raise bad(f"echo: a cascade gives an answer alone; leave echo out, or {instead}", "echo")
+            raise bad(f"echo: not supported by a cascade; leave echo out, or {instead}", "echo")
         texts = request.prompt.prompts()
         if len(texts) != 1 or not isinstance(texts[0], str):
-            raise bad(f"prompt: a cascade takes one text; send others by themselves, or {instead}", "prompt")
+            raise bad(f"prompt: a cascade takes one text; send one request for each, or {instead}", "prompt")
 
     async def _check_call_formats(self) -> None:
         """Raises ApiError if the templates of the tiers write tool calls in different formats, and what `Models.use` raises."""

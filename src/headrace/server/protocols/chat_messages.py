@@ -74,7 +74,7 @@ def check_ending(messages: list[Message], continue_final_message: bool | None, a
     if last.get("role") != "assistant":
         raise bad(f"{CONTINUE}: the last message is not the assistant's; end with one of the assistant", CONTINUE)
     if last.get("tool_calls"):
-        raise bad(f"{CONTINUE}: the last message calls tools and has no text to be continued; add their results", CONTINUE)
+        raise bad(f"{CONTINUE}: the last message calls tools and has no text to continue; add their results", CONTINUE)
 
 
 def _read_message(number: int, message: Message) -> Message:
@@ -129,7 +129,7 @@ def _transcript(number: int, audio: Any) -> str:
     audio = without_nulls(audio) if isinstance(audio, dict) else {}
     check_keys(f"the audio of message {number}", audio, AUDIO, "messages")
     if not isinstance(transcript := audio.get("transcript"), str):
-        raise bad(f"message {number} has audio without a transcript; this server reads text alone", "messages")
+        raise bad(f"message {number} has audio without a transcript; this server reads text only", "messages")
     return transcript
 
 

@@ -95,7 +95,7 @@ class Conversation:
         messages = conversation(read_messages(self.messages), tools, template.source, read_json)
         llm, mark = service.llm, ""
         if llm.opened.config.encoder:
-            raise bad("this model is an encoder, which generates nothing; ask it for embeddings or classes", "model")
+            raise bad("this model is an encoder and cannot generate text; request embeddings or classes", "model")
         if self.continue_final_message:
             mark = secrets.token_hex(16)
             messages = [*messages[:-1], _marked(messages[-1], mark)]
@@ -122,7 +122,7 @@ def _marked(message: Message, mark: str) -> Message:
         return {**message, "content": content + mark}
     if isinstance(content, list) and content and isinstance(content[-1], dict) and isinstance(content[-1].get("text"), str):
         return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + mark}]}
-    raise bad("the final message has no text to be continued; give it a content", CONTINUE)
+    raise bad("the last message has no text to continue; give it a content", CONTINUE)
 
 
 @dataclass(frozen=True, slots=True)

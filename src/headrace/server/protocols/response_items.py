@@ -53,7 +53,7 @@ def _read_part(where: str, part: Any, known: dict[str, frozenset[str]]) -> Any:
     part = without_nulls(part)
     kind = part.get("type")
     if kind not in known:
-        raise bad(f"{where} has a part of type {str(kind)[:40]!r}; this model reads text alone", "input")
+        raise bad(f"{where} has a part of type {str(kind)[:40]!r}; this model reads text only", "input")
     check_keys(f"a part of {where}", part, known[kind], "input")
     return part
 

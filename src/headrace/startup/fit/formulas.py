@@ -36,7 +36,7 @@ class Keys:
     def size(self, *names: str) -> int:
         """Like `find`, but one of the keys must be there and above 0."""
         if not (found := self.find(*names)):
-            raise WeightError(f"{self.place}: has no {names[0]}; take the config.json of a language model")
+            raise WeightError(f"{self.place}: has no {names[0]}; use the config.json of a language model")
         return found
 
 

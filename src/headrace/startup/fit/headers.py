@@ -125,7 +125,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise WeightError(f"{path}: cannot be read ({error}); take the config.json of a model") from None
     if not isinstance(values, dict):
-        raise WeightError(f"{path}: is no JSON object; take the config.json of a model")
+        raise WeightError(f"{path}: is not a JSON object; use the config.json of a model")
     return values
 
 

@@ -159,7 +159,7 @@ def read(path: Path) -> Machine:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); measure this machine: headrace fit --calibrate") from None
     except (msgspec.DecodeError, ValueError) as error:
         what = " ".join(str(error).split())
-        raise ValueError(f"{path}: is no machine file ({what}); write it again: headrace fit --calibrate") from None
+        raise ValueError(f"{path}: is not a machine file ({what}); write it again: headrace fit --calibrate") from None
 
 
 def published() -> dict[str, Machine]:
