@@ -67,7 +67,7 @@ BOTH = [
     ("beam_width", 0, "beam_width must be between 1"),
     ("length_penalty", 1.0, "length_penalty goes with beam_width"),
     ("refine_block", 65, "refine_block must be between 1 and 64"),
-    ("refine_block", 4, "this model has no mask token"),
+    ("refine_block", 4, "refine needs a mask token"),
     ("refine_passes", 2, "refine_passes goes with refine_block"),
     ("beam_groups", 2, "groups goes with beam_width"),
     ("dry_multiplier", -1.0, "dry_multiplier must be between 0"),

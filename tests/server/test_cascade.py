@@ -403,7 +403,7 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ({"threshold": 0.5, "tiers": ["small"]}, "two or more different models"),
         ({"threshold": 0.5, "tiers": ["small", "small"]}, "two or more different models"),
         ({"threshold": 0.5, "tiers": "small"}, "tiers is a list"),
-        ({"threshold": 0.5, "name": "small"}, "a name of its own"),
+        ({"threshold": 0.5, "name": "small"}, "a unique name"),
         ({"threshold": 0.5, "delta": 1}, "there is no setting 'delta'"),
         ({"calibration": "nowhere.json"}, "nowhere.json is not what bench cascade --json writes"),
         ({"calibration": "NONE"}, "found no threshold"),

@@ -117,7 +117,7 @@ def test_results_of_calls_are_rendered(server: Running) -> None:
     ("fields", "said"),
     [
         ({"tools": [{"type": "web_search"}]}, "must be a function"),
-        ({"tools": [TURN, TURN]}, "a name of its own"),
+        ({"tools": [TURN, TURN]}, "with different names"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "needs a name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/x"}}}]}, "not there"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "nothing"}}}]}, "compiled"),

@@ -269,7 +269,7 @@ def test_configs_that_lack_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--weights Q9: unknown number format; use one of Q2_K"):
         shape(tmp_path, LLAMA2_7B, "Q9")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(WeightError, match="is no JSON object"):
+    with pytest.raises(WeightError, match="is not a JSON object"):
         open_shape(str(tmp_path / "config.json"))
 
 

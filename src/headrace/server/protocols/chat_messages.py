@@ -103,7 +103,7 @@ def _read_part(number: int, part: Any) -> Any:
     if not isinstance(kind, str):
         return part  # the check of the template refuses it
     if kind not in PARTS:
-        message = f"message {number} has a part of type {kind[:40]!r}; this model reads text alone, send text parts"
+        message = f"message {number} has a part of type {kind[:40]!r}; this model reads text only, send text parts"
         raise bad(message, "messages")
     part = without_nulls(part)
     check_keys(f"a part of message {number}", part, PARTS[kind], "messages")
