@@ -83,6 +83,10 @@ def _differing(opened: Opened) -> None:
     opened.config = replace(opened.config, layers=(replace(first, heads=3), *others))
 
 
+def _norming_rows(opened: Opened) -> None:
+    opened.config = replace(opened.config, wide_qk_norm=True)
+
+
 CASES = (
     Case("sampling, `n`, beams, grammars, scores, embeddings, contrastive search"),
     Case("drafts from the text (n-gram, suffix, lookahead, Jacobi)", lambda files: {"speculate": "lookahead"}),
@@ -91,6 +95,7 @@ CASES = (
     Case("activations by split", lambda files: {"quantize": "int8", "activations": "split"}),
     Case("act-order folders (GPTQ)", model=lambda files: files.act_order()),
     Case("layers that differ in their heads", changes=_differing),
+    Case("a norm over all queries of a row (OLMo 2)", changes=_norming_rows),
     Case("a draft model", lambda files: {"draft": files.model}),
     Case("trained heads", lambda files: {"draft": files.heads(kind=HEADS)}),
     Case("trained heads with a layer of their own", lambda files: {"draft": files.heads(kind=FEATURE)}),

@@ -57,9 +57,16 @@ def test_a_refusal_is_one_line_with_the_part_and_what_to_do(files: Files, name: 
     assert "\n" not in message
 
 
-def test_layers_that_differ_in_their_heads(files: Files) -> None:
-    recipe = BY_NAME["layers that differ in their heads"].recipe(files, tp=2, pp=2)
-    assert unsupported_reason(recipe, "tp").startswith("tp=2 does not run a model whose layers differ in their heads")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("layers that differ in their heads", "a model whose layers differ in their heads"),
+        ("a norm over all queries of a row (OLMo 2)", "a model that norms all queries of a row as one vector"),
+    ],
+)
+def test_models_that_a_pipeline_alone_runs(files: Files, name: str, part: str) -> None:
+    recipe = BY_NAME[name].recipe(files, tp=2, pp=2)
+    assert unsupported_reason(recipe, "tp").startswith(f"tp=2 does not run {part} (")
     assert unsupported_reason(recipe, "pp") == ""
 
 
