@@ -58,7 +58,7 @@ def both(made: Model, world: int, **options: Any) -> tuple[list[np.ndarray], lis
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "granite", "glm4", "arcee", "ministral3"])
 def test_logits_of_architectures(architecture: str, world: int) -> None:
     assert equal(*both(model(architecture), world))
 
