@@ -192,6 +192,22 @@ def test_llama3_divisors_of_gguf_give_the_same_frequencies() -> None:
     np.testing.assert_allclose(frequencies(made, 128), scaled, rtol=1e-7)  # a file holds float32
 
 
+def test_proportional_scaling_rotates_a_share_of_the_pairs() -> None:
+    """The pairs of a whole head, of which the first quarter turn, half as fast."""
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0}
+    rope = read_config(hf({**LLAMA31_8B, "rope_scaling": scaling})).each_layer.rope
+    assert rope is not None
+    assert rope.dim is None
+    expected = frequencies(RopeConfig(500000.0), 128) / 2
+    expected[16:] = 0
+    np.testing.assert_allclose(frequencies(rope, 128), expected, rtol=1e-15)
+
+
+def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
+    scaled = read_config(hf({**LLAMA31_8B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}))
+    assert scaled == read_config(hf({**LLAMA31_8B, "rope_scaling": None}))
+
+
 def test_divisors_of_another_head_size_are_refused() -> None:
     settings = {key.replace("gemma3.", "llama."): value for key, value in GGUF_GEMMA3.items()}
     source = gguf({**settings, "general.architecture": "llama"}, rope_freqs__weight=torch.ones(3))

@@ -10,6 +10,8 @@ import torch
 import transformers
 
 from headrace import core
+from headrace.backends.native.offer import TargetSettings, load_target
+from headrace.data.plan import MAX_NODES
 from headrace.models.base import Model
 from headrace.models.registry import read_config
 from headrace.startup.fit.headers import open_shape
@@ -177,6 +179,21 @@ def test_longrope_is_chosen_by_the_context(monkeypatch: pytest.MonkeyPatch) -> N
             largest_gap(feed(model, texts, "whole", DOUBLE), expected[i]) for i, texts in enumerate((long_texts, short_texts))
         ]
         assert gaps[right] <= EXACT < SEEN < gaps[1 - right]
+
+
+@pytest.mark.skipif(not core.available(), reason=core.reason())
+def test_the_native_program_takes_the_divisors_of_its_context() -> None:
+    source = hf_source(oracle("phi3-longrope"))
+    source.config |= {"original_max_position_embeddings": 24}
+    source.config["rope_parameters"] = source.config["rope_parameters"] | {"original_max_position_embeddings": 24}
+    config = read_config(source)
+    for context, divisors in ((24, "short_factor"), (25, "long_factor")):
+        settings = TargetSettings(
+            quantize="", activations="group", kv_dtype="float32", threads=1, num_blocks=8, max_positions=context + MAX_NODES
+        )
+        rope = load_target(config, source, settings).config.layers[0].rope
+        assert rope is not None
+        assert rope.divisors == tuple(source.config["rope_parameters"][divisors])
 
 
 # One variant of each architecture in GGUF files.
