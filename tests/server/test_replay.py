@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.settings import ModelSettings
 from headrace.data.structured import StructuredOutputs
 from headrace.data.types import Delta
 from headrace.engine.engine import AdmissionError
@@ -23,6 +24,7 @@ from headrace.server.engines.supervision import State
 from tests.early_exits import write_exits
 from tests.server.local_engine import LocalEngine, answers, local, started, submit
 from tests.tiny_files import write_tiny_gguf
+from tests.tiny_sources import write_tiny_marian
 
 PROMPT = "The mill stands by the river, the mill stands by"
 TOKENS = 12
@@ -268,7 +270,7 @@ def test_the_digest_follows_the_file(tmp_path: Path) -> None:
 
     def digest(path: Path, **settings: Any) -> str:
         with LLM(path, threads=1, device="cpu", backend="native", **settings) as llm:
-            return bits_digest(llm.opened, llm.settings, llm.dtype)
+            return bits_digest(llm.opened.path, llm.settings, llm.dtype)
 
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     first = digest(path)
@@ -276,6 +278,7 @@ def test_the_digest_follows_the_file(tmp_path: Path) -> None:
     assert first != digest(path, kv_dtype="int8")
     write_tiny_gguf(path, seed=1)
     assert first != digest(path)
+    assert bits_digest(tmp_path / "none.gguf", ModelSettings(), "") == ""
 
 
 def test_engines_refuse_given_tokens_that_cannot_go_on(folder: Path) -> None:
@@ -531,3 +534,21 @@ def test_one_line_says_what_was_lost(folder: Path, caplog: pytest.LogCaptureFixt
 def test_steps_that_fail_are_not_replayed() -> None:
     """The engine's process answered: it would fail the same requests again."""
     assert State.FAILING not in engine_requests.REPLAYED
+
+
+def test_an_encoder_decoder_goes_on_after_given_tokens(tmp_path: Path) -> None:
+    """Its source is encoded again."""
+    prompt, params = [5, 9, 11, 7], SamplingParams(max_tokens=8, ignore_eos=True, seed=4)
+    with LLM(write_tiny_marian(tmp_path / "marian"), threads=1, device="cpu", backend="native") as llm:
+
+        def rest(given: list[int]) -> list[int]:
+            llm.engine.add(prompt, params, given=given)
+            tokens: list[int] = []
+            while llm.engine.busy:
+                tokens += [token for delta in llm.engine.step() for token in delta.token_ids]
+            return tokens
+
+        right = rest([])
+        assert len(right) == 8
+        for count in range(1, 8):
+            assert rest(right[:count]) == right[count:], count

@@ -75,7 +75,7 @@ KINDS: list[Callable[[Running], Any]] = [completion, several, chat_stream, schem
 
 
 def kill_under(server: Running, count: int, tokens: int = 6) -> None:
-    """Kill the engine once `count` requests have so many tokens each."""
+    """Kill the engine once `count` requests have `tokens` tokens each."""
     replica = server.llm.replica
     take, pid = replica._take, server.llm.pid
     assert pid is not None
@@ -90,7 +90,7 @@ def kill_under(server: Running, count: int, tokens: int = 6) -> None:
 
 
 def lost(server: Running, tokens: int) -> list[Any]:
-    """The answers of all kinds of requests, whose engine is killed after so many tokens of each."""
+    """The answers of all kinds of requests, whose engine is killed after `tokens` tokens of each."""
     before, replayed = server.health()["restarts"], server.figure("request_replays_total")
     count = len(KINDS) + 1  # the batch has two lines
     with server.paused():

@@ -156,7 +156,7 @@ class AsyncLLM:
         """Yield the deltas of one prompt as they arrive. Ending the loop or cancelling the task aborts the request.
 
         Raises RequestRefusedError for an impossible request, RequestFailedError if this request fails, QueueFullError if the
-        queue is full, EngineDownError if there is no engine or it ends before the request.
+        queue is full, EngineDownError if there is no engine, or if it ended and the request cannot go on in the next one.
         """
         plain = as_prompt(prompt)
         ids = await self.encode(plain) if isinstance(plain, str) else plain

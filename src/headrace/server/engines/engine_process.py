@@ -248,7 +248,7 @@ def load(message: Load, channel: Channel) -> LLM | None:
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,
             rule=rule,
-            bits=bits_digest(llm.opened, llm.settings, f"{llm.backend} {llm.dtype}") if llm.exactness == "bitwise" else "",
+            bits=bits_digest(llm.opened.path, llm.settings, f"{llm.backend} {llm.dtype}") if llm.exactness == "bitwise" else "",
         )
     )
     return llm
