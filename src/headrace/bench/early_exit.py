@@ -161,12 +161,12 @@ def _of_exit(
     bytes_ = weights.share(layers, len(heads.vocab)), weights.share(0, len(heads.vocab))
     curves: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for criterion, confidence in predictions.confidence.items():
-        found: dict[str, list[dict[str, Any]]] = {"steady": [], "falling": []}
+        groups: dict[str, list[dict[str, Any]]] = {"steady": [], "falling": []}
         for threshold in thresholds(confidence[at]):
             for name, falls in (("steady", 0.0), ("falling", decay)):
                 gone = ExitRule(criterion, threshold, falls).exits(confidence[at], predictions.position, max_tokens)
-                found[name].append(_point(threshold, gone, agree, bytes_, (layers, int(predictions.layers[-1]))))
-        curves[criterion] = found
+                groups[name].append(_point(threshold, gone, agree, bytes_, (layers, int(predictions.layers[-1]))))
+        curves[criterion] = groups
     errors = {
         criterion: calibration_error(predictions.confidence[criterion][at], agree, BINS)
         for criterion in PROBABILITIES
@@ -190,10 +190,10 @@ def thresholds(confidence: np.ndarray) -> list[float]:
 def _point(
     threshold: float, gone: np.ndarray, agree: np.ndarray, bytes_: tuple[float, float], layers: tuple[int, int]
 ) -> dict[str, Any]:
-    made = unchecked_exit(threshold, torch.from_numpy(gone), torch.from_numpy(agree), *bytes_)
-    mean = made.share * layers[0] + (1 - made.share) * layers[1]
-    agreement = made.agreement if made.share else None
-    return {"threshold": threshold, "share": made.share, "agreement": agreement, "layers": mean, "bytes": made.cost}
+    policy = unchecked_exit(threshold, torch.from_numpy(gone), torch.from_numpy(agree), *bytes_)
+    mean = policy.share * layers[0] + (1 - policy.share) * layers[1]
+    agreement = policy.agreement if policy.share else None
+    return {"threshold": threshold, "share": policy.share, "agreement": agreement, "layers": mean, "bytes": policy.cost}
 
 
 def perturbed(llm: LLM, answers: Sequence[RequestOutput], plain: SamplingParams) -> list[dict[str, float]]:

@@ -96,8 +96,8 @@ def measure(
         for batch in batches:
             groups = _groups(prompts, batch)
             for gamma in gammas:
-                made = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
-                rows.append(row := _row(llm, task, batch, gamma, groups, made, params, rounds))
+                speculation = Speculation(ours.drafters, llm.memory_plan.max_model_len, gamma or None)
+                rows.append(row := _row(llm, task, batch, gamma, groups, speculation, params, rounds))
                 say(f"{task}, batch {batch}, gamma {gamma or 'auto'}: {row.measured:.2f}x")
     return rows
 
@@ -109,7 +109,14 @@ def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
 
 
 def _row(
-    llm: LLM, task: str, batch: int, gamma: int, groups: list[Any], made: Speculation, params: SamplingParams, rounds: int
+    llm: LLM,
+    task: str,
+    batch: int,
+    gamma: int,
+    groups: list[Any],
+    speculation: Speculation,
+    params: SamplingParams,
+    rounds: int,
 ) -> SpeedUp:
     plain, drafted, ratios = [], [], []
     for group in groups:
@@ -118,7 +125,7 @@ def _row(
         timed(llm, group, params_of_group, None)
         for _ in range(rounds):
             before, expected = timed(llm, group, params_of_group, None)
-            after, got = timed(llm, group, params_of_group, made)
+            after, got = timed(llm, group, params_of_group, speculation)
             if got != expected:
                 raise RuntimeError(f"{task}: speculation changed an output; please report this")
             plain.append(before)
@@ -130,8 +137,10 @@ def _row(
     tokens = sum(run.tokens for run in drafted) / sequence_steps
     base = median(run.seconds / max(1.0, run.steps / batch) for run in plain)
     per_step = drafts / sequence_steps
-    c = made.costs.draft_seconds(batch) / base
-    v = (made.costs.step_seconds(batch + round(per_step * batch)) or base) / (made.costs.step_seconds(batch) or base)
+    c = speculation.costs.draft_seconds(batch) / base
+    v = (speculation.costs.step_seconds(batch + round(per_step * batch)) or base) / (
+        speculation.costs.step_seconds(batch) or base
+    )
     return SpeedUp(
         task,
         batch,

@@ -82,13 +82,13 @@ class MethodFigures:
 def methods(max_tokens: int, thresholds: Sequence[float] = THRESHOLDS, defer: Sequence[float] = DEFER) -> list[DecodingMethod]:
     """Greedy methods: plain, draft, cascades by token at `thresholds`, speculative cascades at `defer`. Raises ParamError."""
     plain = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
-    made = [DecodingMethod(PLAIN, None, plain, False), DecodingMethod(DRAFT, None, plain, True)]
+    cases = [DecodingMethod(PLAIN, None, plain, False), DecodingMethod(DRAFT, None, plain, True)]
     for criterion in CRITERIA:
         params = plain.replace(cascade_criterion=criterion)
-        made += [DecodingMethod(criterion, at, params.replace(cascade_threshold=at), False) for at in thresholds]
+        cases += [DecodingMethod(criterion, at, params.replace(cascade_threshold=at), False) for at in thresholds]
     for rule in RULES:
-        made += [DecodingMethod(rule, at, plain.replace(defer_rule=rule, defer_at=at), True) for at in defer]
-    return made
+        cases += [DecodingMethod(rule, at, plain.replace(defer_rule=rule, defer_at=at), True) for at in defer]
+    return cases
 
 
 def measure(

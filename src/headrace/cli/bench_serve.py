@@ -112,12 +112,12 @@ def serve(
     loads = [(name, bounds[name].apply(work), at_once) for name, work, at_once in loads]
     say(cut := describe_truncations({name: bound.cut for name, bound in bounds.items()}))
     drive.warm_up(target, WorkloadLimits(prompt=cap_input, output=cap_output).apply(steady(warmup, lengths, seed - 1)), say)
-    pids, made = [int(number) for number in _numbers(watch)], {}
+    pids, results = [int(number) for number in _numbers(watch)], {}
     for name, work, at_once in loads:
         status().start(name, len(work), unit="requests")
-        made[name] = summary.measure(target, work, at_once, pids, limits, status().advance)
+        results[name] = summary.measure(target, work, at_once, pids, limits, status().advance)
     status().finish()
-    return _report(target.model, cut, made, plots, report)
+    return _report(target.model, cut, results, plots, report)
 
 
 def _loads(
@@ -136,22 +136,22 @@ def _loads(
     return loads
 
 
-def _report(model: str, cut: str, made: dict[str, Any], plots: Path | None, report: Path | None) -> Measurement:
+def _report(model: str, cut: str, results: dict[str, Any], plots: Path | None, report: Path | None) -> Measurement:
     """The table and figures; writes the plots and the page."""
     from headrace.bench.load.report import page, pictures, table
 
-    for name, (figures, _) in made.items():
+    for name, (figures, _) in results.items():
         for error in figures["errors"]:
             say(f"{name}: {error}")
     if plots is not None:
         plots.mkdir(parents=True, exist_ok=True)
-        for name, drawn in pictures(model, made).items():
+        for name, drawn in pictures(model, results).items():
             (plots / f"{name}.svg").write_text(drawn, "utf-8")
     if report is not None:
-        report.write_text(page(model, cut, made), "utf-8")
+        report.write_text(page(model, cut, results), "utf-8")
         say(f"the report: {report}")
-    loads = {name: figures for name, (figures, _) in made.items()}
-    return Measurement({"model": model, "cut": cut, "loads": loads}, [table(made)])
+    loads = {name: figures for name, (figures, _) in results.items()}
+    return Measurement({"model": model, "cut": cut, "loads": loads}, [table(results)])
 
 
 def latency(

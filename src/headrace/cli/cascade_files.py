@@ -26,15 +26,15 @@ def read_cascade(table: Mapping[str, Any]) -> CascadeSettings:
         raise SettingsError(f"{who} needs either threshold or calibration (what bench cascade --json wrote)")
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in thresholds):
         raise SettingsError(f"{who}: threshold is a number, or a list of one for each tier but the last")
-    found = [_calibrated(who, one, score) for one in files]
-    if len(apart := {scored for _, scored, _ in found}) > 1:
+    calibrations = [_calibrated(who, one, score) for one in files]
+    if len(apart := {scored for _, scored, _ in calibrations}) > 1:
         raise SettingsError(f"{who}: its files were calibrated with different scores ({', '.join(sorted(apart))}); use one")
     return CascadeSettings(
         name,
         tuple(tiers),
-        tuple(_as_float(one) for one in thresholds) or tuple(threshold for threshold, _, _ in found),
-        score or (found[0][1] if found else "min"),
-        "; ".join(promise for _, _, promise in found),
+        tuple(_as_float(one) for one in thresholds) or tuple(threshold for threshold, _, _ in calibrations),
+        score or (calibrations[0][1] if calibrations else "min"),
+        "; ".join(promise for _, _, promise in calibrations),
     )
 
 

@@ -108,9 +108,9 @@ def description(group: str, name: str) -> str:
     """First paragraph of a command's docstring, read from its source: the help imports no command."""
     module, function = module_of(group, name), FUNCTIONS.get(name, name.replace("-", "_"))
     source = Path(__file__).with_name(module.rpartition(".")[2] + ".py").read_text("utf-8")
-    found = re.search(rf'^def {function}\(.*?^    """(.*?)(?:\n\n|""")', source, re.DOTALL | re.MULTILINE)
-    assert found is not None, f"{module}.{function} has no docstring"
-    return " ".join(found[1].split())
+    docstring = re.search(rf'^def {function}\(.*?^    """(.*?)(?:\n\n|""")', source, re.DOTALL | re.MULTILINE)
+    assert docstring is not None, f"{module}.{function} has no docstring"
+    return " ".join(docstring[1].split())
 
 
 def _only_listed() -> None:

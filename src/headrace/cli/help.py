@@ -114,13 +114,13 @@ def _panel(one: Any) -> str:
 
 def _sections(formatter: Any, rows: list[tuple[str, tuple[str, str] | None]]) -> None:
     """Group rows (section, (names, description)) by section, in order; rows without a section are options."""
-    found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "": []}
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "": []}
     for section, row in rows:
         if row is not None:
-            found.setdefault(section, []).append(
+            sections.setdefault(section, []).append(
                 (re.sub(r"<list\[(\w+)\]>", lambda kind: f"<{kind[1].lower()}>", row[0]), row[1])
             )
-    for section, listed in found.items():
+    for section, listed in sections.items():
         if listed:
             with formatter.section(section or "Options"):
                 formatter.write_dl(listed)

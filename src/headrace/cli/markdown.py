@@ -73,12 +73,12 @@ class Markdown:
     def _settle(self) -> str:
         """Format the beginning of a line, now that its kind is known."""
         held, self._line, self._begun = self._line, "", True
-        if found := HEADING.match(held):
-            return self._set(BOLD) + self._inlines(held[found.end() :])
-        if found := ITEM.match(held):
-            return self._wrap.write(f"{found[1]}• ") + self._inlines(held[found.end() :])
-        if found := QUOTED.match(held):
-            return self._wrap.write("│ ") + self._set(QUOTE) + self._inlines(held[found.end() :])
+        if match := HEADING.match(held):
+            return self._set(BOLD) + self._inlines(held[match.end() :])
+        if match := ITEM.match(held):
+            return self._wrap.write(f"{match[1]}• ") + self._inlines(held[match.end() :])
+        if match := QUOTED.match(held):
+            return self._wrap.write("│ ") + self._set(QUOTE) + self._inlines(held[match.end() :])
         return self._inlines(held)
 
     def _inlines(self, text: str) -> str:

@@ -91,8 +91,8 @@ def _set_up_editing(commands: list[str]) -> None:
 
     def complete(text: str, state: int) -> str | None:
         line = readline.get_line_buffer()
-        found = [name for name in commands if line.startswith("/") and name.startswith(text)]
-        return found[state] if state < len(found) else None
+        completions = [name for name in commands if line.startswith("/") and name.startswith(text)]
+        return completions[state] if state < len(completions) else None
 
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")

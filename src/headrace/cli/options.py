@@ -95,9 +95,9 @@ def as_options(text: str, names: Iterable[str]) -> str:
     A name without an underscore may be an ordinary word, so it is replaced only before "=value".
     """
     known = "|".join(names)
-    text = re.sub(rf"\b({known})=(['\"]?)([\w.]+)\2", lambda found: f"--{found[1].replace('_', '-')} {found[3]}", text)
+    text = re.sub(rf"\b({known})=(['\"]?)([\w.]+)\2", lambda match: f"--{match[1].replace('_', '-')} {match[3]}", text)
     long = "|".join(name for name in names if "_" in name)
-    return re.sub(rf"(?<![\w./-])({long})s?(?![\w/])", lambda found: f"--{found[1].replace('_', '-')}", text)
+    return re.sub(rf"(?<![\w./-])({long})s?(?![\w/])", lambda match: f"--{match[1].replace('_', '-')}", text)
 
 
 def _sampling(help: str) -> Any:

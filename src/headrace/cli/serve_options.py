@@ -106,17 +106,17 @@ def _check_value(path: Path, name: str, value: Any) -> None:
 
 def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: typer.Context) -> ModelEntry:
     given = {name.replace("-", "_"): value for name, value in entry.items()}
-    made = ModelEntry(given.pop("model"), given.pop("name", None), given.pop("preload", False))
-    if not isinstance(made.preload, bool) or not isinstance(made.name, str | None):
-        raise typer.BadParameter(f"{path.name}: {made.model}: name is text and preload true or false")
+    model_entry = ModelEntry(given.pop("model"), given.pop("name", None), given.pop("preload", False))
+    if not isinstance(model_entry.preload, bool) or not isinstance(model_entry.name, str | None):
+        raise typer.BadParameter(f"{path.name}: {model_entry.model}: name is text and preload true or false")
     for name, value in given.items():
         if name not in MODEL_OPTIONS:
             raise typer.BadParameter(
-                f"{path.name}: {made.model}: there is no setting {name!r} of a model; {_hint(name, MODEL_OPTIONS)}"
+                f"{path.name}: {model_entry.model}: there is no setting {name!r} of a model; {_hint(name, MODEL_OPTIONS)}"
             )
         _check_value(path, name, value)
-        made.options[name] = known[name].process_value(context, value)
-    return made
+        model_entry.options[name] = known[name].process_value(context, value)
+    return model_entry
 
 
 def _server(help: str, **more: Any) -> Any:

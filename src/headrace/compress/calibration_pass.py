@@ -132,9 +132,9 @@ def start_work(
     work.begin(plan_of(opened, pipeline, mix))
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
-        made = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)
-        check_apart(passage_hashes(made), judged)
-        save_texts(work, TEXTS, made)
+        drawn = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)
+        check_apart(passage_hashes(drawn), judged)
+        save_texts(work, TEXTS, drawn)
     texts = load_texts(work, TEXTS)
     check_apart(passage_hashes(texts), judged)
     return work, texts

@@ -49,7 +49,7 @@ class AWQ:
 
     def _error(self, visit: Visit, edge: ScaleMapping, s: Tensor) -> float:
         """Squared output error over sampled outputs of all consumers, rounded to nearest after the fold."""
-        columns, found = visit.columns(edge, s), 0.0
+        columns, error = visit.columns(edge, s), 0.0
         for name in edge.consumers:
             matrix = visit.matrices[name]
             importance = (matrix.inputs.hessian.diagonal() / columns.square()).numpy()
@@ -59,8 +59,8 @@ class AWQ:
                 w = matrix.parts[part]
                 w = w[:: max(1, len(w) // ROWS)] * columns
                 change = (nearest(w, target(kind), importance, self._threads)[1] - w) / columns
-                found += float(((change @ matrix.inputs.hessian) * change).sum(dtype=torch.float64))
-        return found
+                error += float(((change @ matrix.inputs.hessian) * change).sum(dtype=torch.float64))
+        return error
 
 
 class SmoothQuant:

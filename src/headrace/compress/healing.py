@@ -55,8 +55,8 @@ def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged:
     """
     if not (work.folder / TEXTS).is_file():
         count = how.steps * BATCH if source != SELF else min(OWN, how.steps * BATCH)
-        made = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, progress, WINDOW, how.threads)
-        save_texts(work, TEXTS, made)
+        drawn = draw_texts(opened, source, max(count, 2) * WINDOW, how.seed, progress, WINDOW, how.threads)
+        save_texts(work, TEXTS, drawn)
     texts = load_texts(work, TEXTS)
     check_apart(passage_hashes(texts), judged)
     return texts

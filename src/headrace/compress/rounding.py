@@ -105,8 +105,8 @@ def output_report(
 ) -> OutputReport:
     """Errors of rounded `values` for w, next to those of `plain` (to nearest). parts: as grids.errors.outside returns them."""
 
-    def error(found: Tensor, moment: Tensor) -> float:
-        return output_error(found - w, moment) / (output_error(w, moment) or 1.0)
+    def error(rounded: Tensor, moment: Tensor) -> float:
+        return output_error(rounded - w, moment) / (output_error(w, moment) or 1.0)
 
     held = inputs.held if inputs.held_count else None
     return OutputReport(

@@ -204,14 +204,14 @@ def template_variables(given: Mapping[str, Any], reads: Callable[[str], bool]) -
 
     Raises TypeError for a keyword that is neither.
     """
-    found = {name: value for name, value in given.items() if name not in SETTINGS}
-    for name in found:
+    variables = {name: value for name, value in given.items() if name not in SETTINGS}
+    for name in variables:
         if not reads(name):
             other = did_you_mean(name, CHAT, "chat_template_kwargs passes other variables to the template")
             raise TypeError(
                 f"{name!r} is neither a setting nor a variable of the template; {did_you_mean(name, SETTINGS, other)}"
             )
-    return found
+    return variables
 
 
 def check_variables(given: Iterable[str], reads: Callable[[str], bool]) -> None:

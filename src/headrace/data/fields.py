@@ -176,9 +176,9 @@ def check(params: msgspec.Struct) -> None:
         plain = plain_value(value)
         if isinstance(plain, (list, tuple, dict)) and len(plain) > one.field.most:
             raise ParamError(one.flat, f"{one.name} may have {one.field.most} entries, not {len(plain)}; leave some out")
-        made = one.check(one, plain)
-        if made is not value:
-            msgspec.structs.force_setattr(params, one.name, made)
+        checked = one.check(one, plain)
+        if checked is not value:
+            msgspec.structs.force_setattr(params, one.name, checked)
 
 
 def fields_with_use(params: type[msgspec.Struct], use: Use) -> tuple[str, ...]:
@@ -267,10 +267,10 @@ def _id(one: Declared, value: Any) -> int:
     if type(value) is int and value >= 0:
         return value
     token = plain_value(value)
-    made = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else -1
-    if made < 0:
+    number = int(token) if isinstance(token, Integral) and not isinstance(token, bool) else -1
+    if number < 0:
         raise ParamError(one.flat, f"token ids in {one.name} must be integers of 0 or more, not {value!r}")
-    return made
+    return number
 
 
 def _id_lists(one: Declared, value: object) -> object:

@@ -27,12 +27,12 @@ def near(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     known = list(lower.values())
     if ELSEWHERE.get(name) in known:
         return [ELSEWHERE[name]]
-    if found := get_close_matches(name.lower(), lower, n=most):
-        return [lower[one] for one in found]
+    if matches := get_close_matches(name.lower(), lower, n=most):
+        return [lower[one] for one in matches]
     return [one for one in known if len(name) > 2 and name.lower() in one.lower()][:most]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """A question that offers similar names, or `otherwise` if there are none."""
-    found = near(name, known)
-    return f"did you mean {' or '.join(found)}?" if found else otherwise
+    matches = near(name, known)
+    return f"did you mean {' or '.join(matches)}?" if matches else otherwise

@@ -85,9 +85,9 @@ class Holding:
         """A copy that lists the same blocks; the block manager counts the references."""
         tables = [list(table) for table in self.tables]
         hashes = list(self.hashes)
-        made = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
-        made.left, made.source, made.encoded = list(self.left), self.source, self.encoded
-        return made
+        copy = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
+        copy.left, copy.source, copy.encoded = list(self.left), self.source, self.encoded
+        return copy
 
 
 @dataclass(eq=False, slots=True)

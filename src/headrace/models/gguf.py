@@ -57,29 +57,29 @@ def decoder(read: Reader, eps: str = "attention.layer_norm_rms_epsilon", rotary:
 
 def _rope(read: Reader, head_dim: int) -> RopeConfig:
     dim = read.size("rope.dimension_count", head_dim)
-    made = RopeConfig(read.number("rope.freq_base", 10000.0), None if dim == head_dim else dim)
+    rope = RopeConfig(read.number("rope.freq_base", 10000.0), None if dim == head_dim else dim)
     kind = read.get("rope.scaling.type", "none")
     factor = read.number("rope.scaling.factor", read.get("rope.scale_linear", 1.0))
     if kind not in SCALINGS:
         raise read.error(f"asks for the rotary scaling {kind!r}; known are {', '.join(SCALINGS)}, llama3 ({ROPE_DIVISORS})")
     if LONG_DIVISORS in read.source.names():
-        return _longrope(read, made)
+        return _longrope(read, rope)
     if kind == "yarn":
-        return _yarn(read, made, factor)
+        return _yarn(read, rope, factor)
     if kind == "none" and read.get("rope.scale_linear") is None:
         factor = 1.0
     if ROPE_DIVISORS in read.source.names():
         divisors = tuple(d * factor for d in _divisors(read, ROPE_DIVISORS))
-        return RopeConfig(made.theta, made.dim, "divisors", divisors=divisors)
-    return made if factor == 1.0 else RopeConfig(made.theta, made.dim, "linear", factor)
+        return RopeConfig(rope.theta, rope.dim, "divisors", divisors=divisors)
+    return rope if factor == 1.0 else RopeConfig(rope.theta, rope.dim, "linear", factor)
 
 
-def _yarn(read: Reader, made: RopeConfig, factor: float) -> RopeConfig:
+def _yarn(read: Reader, rope: RopeConfig, factor: float) -> RopeConfig:
     """The settings with YaRN. The amplitude is that of llama.cpp: a logarithmic multiplier of 0 is none."""
     multiplier = read.get("rope.scaling.yarn_log_multiplier")
     amplitude = magnitude(factor) / (magnitude(factor, multiplier) if multiplier else 1.0)
     return replace(
-        made,
+        rope,
         scaling="yarn",
         factor=factor,
         original_context=read.size("rope.scaling.original_context_length", read.get("context_length")),
@@ -89,14 +89,14 @@ def _yarn(read: Reader, made: RopeConfig, factor: float) -> RopeConfig:
     )
 
 
-def _longrope(read: Reader, made: RopeConfig) -> RopeConfig:
+def _longrope(read: Reader, rope: RopeConfig) -> RopeConfig:
     """The settings with LongRoPE's divisors for long and for short contexts."""
     longest = read.size("context_length")
     original = read.size("rope.scaling.original_context_length", longest)
     long, short = (tuple(_divisors(read, name)) for name in (LONG_DIVISORS, SHORT_DIVISORS))
     amplitude = read.number("rope.scaling.attn_factor", long_amplitude(longest / original, original))
-    made = replace(made, scaling="divisors", divisors=long, short=short, original_context=original, amplitude=amplitude)
-    return made if longest > original else replace(made, divisors=short)
+    rope = replace(rope, scaling="divisors", divisors=long, short=short, original_context=original, amplitude=amplitude)
+    return rope if longest > original else replace(rope, divisors=short)
 
 
 def _divisors(read: Reader, name: str) -> list[float]:
@@ -105,8 +105,8 @@ def _divisors(read: Reader, name: str) -> list[float]:
     if kind not in FLOATS:
         raise read.error(f"goes with {name} stored as {kind}; known are {' and '.join(FLOATS)}")
     stored = np.ascontiguousarray(read.source.raw(name)).reshape(-1)
-    found: list[float] = stored.view(FLOATS[kind]).astype(np.float64).tolist()
-    return found
+    divisors: list[float] = stored.view(FLOATS[kind]).astype(np.float64).tolist()
+    return divisors
 
 
 def windows(read: Reader, config: ModelConfig, period: int) -> list[int | None]:

@@ -138,37 +138,37 @@ def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float)
     kind = own.get("rope_type") or own.get("type") or "default"
     share = float(own.get("partial_rotary_factor") or read.get("partial_rotary_factor") or 1.0)
     dim = None if share == 1.0 or kind == "proportional" else int(head_dim * share)
-    made = RopeConfig(own.number("rope_theta", theta), dim)
+    config = RopeConfig(own.number("rope_theta", theta), dim)
     if kind not in SCALINGS:
         raise read.error(f"asks for the rotary scaling {kind!r}; known are {', '.join(SCALINGS)}")
     if kind == "linear":
-        made = replace(made, scaling="linear", factor=own.number("factor"))
+        config = replace(config, scaling="linear", factor=own.number("factor"))
     if kind == "proportional":
         turned, factor = int(share * head_dim // 2), own.number("factor", 1.0)
-        made = replace(made, scaling="divisors", divisors=(factor,) * turned + (math.inf,) * (head_dim // 2 - turned))
+        config = replace(config, scaling="divisors", divisors=(factor,) * turned + (math.inf,) * (head_dim // 2 - turned))
     if kind in ("llama3", "yarn", "longrope"):
         # YaRN's files may leave out the original context, which is then the model's.
         longest = read.get("max_position_embeddings") if kind == "yarn" else None
         original = read.get("original_max_position_embeddings", longest)
-        made = replace(made, original_context=own.size("original_max_position_embeddings", original))
+        config = replace(config, original_context=own.size("original_max_position_embeddings", original))
     if kind == "llama3":
         low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
-        made = replace(made, scaling="llama3", factor=own.number("factor"), low_freq_factor=low, high_freq_factor=high)
+        config = replace(config, scaling="llama3", factor=own.number("factor"), low_freq_factor=low, high_freq_factor=high)
     if kind == "yarn":
-        made = _yarn(own, made, read.size("max_position_embeddings"))
+        config = _yarn(own, config, read.size("max_position_embeddings"))
     if kind == "longrope":
-        made = _longrope(own, made, read.size("max_position_embeddings"))
-    return check_rope(made, head_dim, read.error)
+        config = _longrope(own, config, read.size("max_position_embeddings"))
+    return check_rope(config, head_dim, read.error)
 
 
-def _yarn(own: Reader, made: RopeConfig, longest: int) -> RopeConfig:
+def _yarn(own: Reader, config: RopeConfig, longest: int) -> RopeConfig:
     """The settings with YaRN. longest: the model's context."""
-    factor = own.number("factor", longest / made.original_context)
+    factor = own.number("factor", longest / config.original_context)
     amplitude = magnitude(factor)
     if own.get("mscale") and own.get("mscale_all_dim"):
         amplitude = magnitude(factor, own.number("mscale")) / magnitude(factor, own.number("mscale_all_dim"))
     return replace(
-        made,
+        config,
         scaling="yarn",
         factor=factor,
         beta_fast=own.number("beta_fast", 32.0),
@@ -178,16 +178,16 @@ def _yarn(own: Reader, made: RopeConfig, longest: int) -> RopeConfig:
     )
 
 
-def _longrope(own: Reader, made: RopeConfig, longest: int) -> RopeConfig:
+def _longrope(own: Reader, config: RopeConfig, longest: int) -> RopeConfig:
     """The settings with LongRoPE: divisors for long contexts, and `short` ones. longest: the model's context.
 
     Source: Ding et al., "LongRoPE", arXiv 2402.13753.
     """
     short, long = own.numbers("short_factor"), own.numbers("long_factor")
-    factor, original = own.number("factor", longest / made.original_context), made.original_context
+    factor, original = own.number("factor", longest / config.original_context), config.original_context
     amplitude = own.number("attention_factor", long_amplitude(factor, original))
-    made = replace(made, scaling="divisors", divisors=long, short=short, amplitude=amplitude)
-    return made if longest > original else replace(made, divisors=short)
+    config = replace(config, scaling="divisors", divisors=long, short=short, amplitude=amplitude)
+    return config if longest > original else replace(config, divisors=short)
 
 
 def _optional(read: Reader, key: str) -> float | None:

@@ -295,8 +295,8 @@ class Rotary(Holder):
 def rotaries(config: ModelConfig) -> list[Rotary | None]:
     """The Rotary of each layer, None without rotation. Layers with equal settings share one object."""
     kinds = [(layer.rope, layer.head_dim) for layer in config.layers]
-    made = {(rope, head_dim): Rotary(rope, head_dim) if rope else None for rope, head_dim in set(kinds)}
-    return [made[kind] for kind in kinds]
+    by_kind = {(rope, head_dim): Rotary(rope, head_dim) if rope else None for rope, head_dim in set(kinds)}
+    return [by_kind[kind] for kind in kinds]
 
 
 def frequencies(config: RopeConfig, dim: int) -> np.ndarray:

@@ -68,8 +68,8 @@ def _shown(value: object) -> str:
 def windowed(config: ModelConfig, windows: Iterable[int | None], rope: RopeConfig | None = None) -> ModelConfig:
     """The config with a window for each layer (None: all tokens). Layers with a window use `rope`, if given."""
     layers = zip(config.layers, windows, strict=True)
-    made = (replace(layer, window=window, rope=rope if rope and window else layer.rope) for layer, window in layers)
-    return replace(config, layers=tuple(made))
+    windowed_layers = (replace(layer, window=window, rope=rope if rope and window else layer.rope) for layer, window in layers)
+    return replace(config, layers=tuple(windowed_layers))
 
 
 def check_rope(rope: RopeConfig, head_dim: int, error: Callable[[str], Exception]) -> RopeConfig:

@@ -143,8 +143,8 @@ def angles(ctx: Context, rope: RopeWeights, dtype: torch.dtype) -> tuple[torch.T
     if key not in ctx.memo:
         phase = ctx.positions.to(torch.float64)[:, None, None] * rope.inv_freq
         ctx.memo[key] = (rope.amplitude * phase.cos()).to(dtype), (rope.amplitude * phase.sin()).to(dtype)
-    made: tuple[torch.Tensor, torch.Tensor] = ctx.memo[key]
-    return made
+    tables: tuple[torch.Tensor, torch.Tensor] = ctx.memo[key]
+    return tables
 
 
 def rotate(x: torch.Tensor, rope: RopeWeights, ctx: Context) -> torch.Tensor:
@@ -173,8 +173,8 @@ def bias_of(ctx: Context, group: TileGroup, w: RelativeWeights | None, dtype: to
         assert group.distance is not None
         at = buckets(group.distance, w.weight.shape[0], w.distance, w.both)
         ctx.memo[key] = w.weight.to(dtype)[at].permute(0, 3, 1, 2)
-    made: torch.Tensor = ctx.memo[key]
-    return made
+    bias: torch.Tensor = ctx.memo[key]
+    return bias
 
 
 def buckets(distance: torch.Tensor, count: int, most: int, both: bool) -> torch.Tensor:

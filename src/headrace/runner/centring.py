@@ -62,10 +62,10 @@ def k_shifts(model: Model, biases: Biases) -> np.ndarray | None:
                 shifts[node.settings["layer"]] = shift
     if not shifts:
         return None
-    made = np.zeros((sum(not layer.shares for layer in model.config.layers), len(next(iter(shifts.values())))), np.float32)
+    result = np.zeros((sum(not layer.shares for layer in model.config.layers), len(next(iter(shifts.values())))), np.float32)
     for layer, shift in shifts.items():
-        made[layer] = shift
-    return made
+        result[layer] = shift
+    return result
 
 
 def _bias(segment: Segment, value: int, biases: Biases) -> np.ndarray | None:

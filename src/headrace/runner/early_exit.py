@@ -159,9 +159,9 @@ class EarlyExit:
         if not past:
             return {}
         tips = [places[at].stop - 1 for at in past]
-        found = self.exit.judge([_last(feeds[at]) for at in past], [lives[at] for at in past], rows[tips])
+        judgements = self.exit.judge([_last(feeds[at]) for at in past], [lives[at] for at in past], rows[tips])
         verdicts = {}
-        for at, tip, (top, *answers) in zip(past, tips, found, strict=True):
+        for at, tip, (top, *answers) in zip(past, tips, judgements, strict=True):
             live = lives[at]
             by = live.params.sure_by
             if by == "saturation":

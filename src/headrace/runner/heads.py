@@ -105,25 +105,25 @@ def heads_config(kind: str, target: ModelConfig) -> ModelConfig:
 def shapes(kind: str, count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of such heads, without the vocabulary."""
     width = target.hidden_size
-    made: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
+    result: dict[str, tuple[int, ...]] = {"norm.weight": (width,)}
     if kind == HEADS:
-        return made | {f"heads.{i}.{name}.weight": (width, width) for i in range(count) for name in ("up", "down")}
+        return result | {f"heads.{i}.{name}.weight": (width, width) for i in range(count) for name in ("up", "down")}
     if kind == EXIT:
         weights: dict[str, tuple[int, ...]] = {f"exits.{i}.weight": (width, width) for i in range(count)}
-        return made | weights | {f"exits.{i}.bias": (width,) for i in range(count)}
+        return result | weights | {f"exits.{i}.bias": (width,) for i in range(count)}
     (layer,) = heads_config(kind, target).layers
     attention = {name: (rows, width) for name, rows in layer.qkv.items()} | {"o": (width, layer.q_size)}
     mlp = {"gate": (layer.ffn, width), "up": (layer.ffn, width), "down": (width, layer.ffn)}
-    made |= {"embed.weight": (width,), "hidden.weight": (width, width)}
-    made |= {f"{LAYER}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    made |= {f"{LAYER}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
-    return made | {f"{LAYER}mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
+    result |= {"embed.weight": (width,), "hidden.weight": (width, width)}
+    result |= {f"{LAYER}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    result |= {f"{LAYER}self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+    return result | {f"{LAYER}mlp.{name}_proj.weight": shape for name, shape in mlp.items()}
 
 
 def classifier_shapes(count: int, target: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the exit classifiers' tensors."""
-    made: dict[str, tuple[int, ...]] = {f"sure.{i}.weight": (target.hidden_size,) for i in range(count)}
-    return made | {f"sure.{i}.bias": (1,) for i in range(count)}
+    result: dict[str, tuple[int, ...]] = {f"sure.{i}.weight": (target.hidden_size,) for i in range(count)}
+    return result | {f"sure.{i}.bias": (1,) for i in range(count)}
 
 
 def unit(x: torch.Tensor, eps: float = UNIT_EPS) -> torch.Tensor:
@@ -209,8 +209,8 @@ class HeadInputs:
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         counts = [1 + len(feed.nodes) for feed in feeds]
         hidden = torch.cat([self._before(slots[feed.slot], feed, 1, features) for feed in feeds])
-        made = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
-        return torch.cat([torch.stack([made[head][at] for head in range(count)]) for at, count in enumerate(counts)])
+        predictions = [predict(self.tensors, head, hidden, self.product) for head in range(max(counts))]
+        return torch.cat([torch.stack([predictions[head][at] for head in range(count)]) for at, count in enumerate(counts)])
 
     def at_exit(self, exit: int, hidden: Any) -> Any:
         """Rows [n, hidden] of an exit, from the rows after its layers."""

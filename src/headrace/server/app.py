@@ -152,8 +152,8 @@ def _document_route(api: Api) -> Route:
 def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> None:
     @api.get("/v1/models", MODELS)
     async def listed(call: Call) -> Any:
-        found = [*map(_model, models.services), *(cascade.model() for cascade in cascades.values())]
-        return {"object": "list", "data": found}
+        entries = [*map(_model, models.services), *(cascade.model() for cascade in cascades.values())]
+        return {"object": "list", "data": entries}
 
     @api.get("/v1/models/{name:path}", MODEL)
     async def model(call: Call) -> Any:
@@ -271,8 +271,8 @@ def _add_errors(app: Starlette) -> None:
 def _methods(app: Starlette, request: Request, path: str) -> set[str]:
     """The methods of the routes at a path."""
     scope = {**request.scope, "path": path}
-    found = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
-    return {method for route in found for method in route.methods or ()}
+    routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
 
 
 def _error(error: ApiError) -> Response:

@@ -145,8 +145,8 @@ def _defaults(
         if config.source is not None:
             own = {"temperature": 0.0, **own}
     called = [path.name, *(name for name in titles if isinstance(name, str))]
-    found = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
-    return found if named is None else {**found, **from_name(named.sampling)}
+    defaults = defaults_of(entry, model, own, family_of(catalog.families(), config.architecture, called))
+    return defaults if named is None else {**defaults, **from_name(named.sampling)}
 
 
 def _load_text_processing(opened: Opened) -> TextProcessing:

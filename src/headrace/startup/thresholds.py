@@ -89,10 +89,10 @@ def save(folder: Path, rule: CalibratedThreshold) -> None:
         return one.criterion, one.decay, one.loss, one.state, one.fits
 
     others = [one for one in load(folder) if kind(one) != kind(rule)]
-    made = msgspec.json.encode([rule, *others])
+    data = msgspec.json.encode([rule, *others])
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(folder / CALIBRATION) as part:
-        part.write_bytes(msgspec.json.format(made, indent=2) + b"\n")
+        part.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
 
 
 def load(folder: str | Path, state: str = "") -> tuple[CalibratedThreshold, ...]:
@@ -116,10 +116,10 @@ def load_for(model: Opened, settings: ModelSettings, smaller: Path | None) -> tu
     """
     if settings.exits is None:
         return () if smaller is None or find_home() is None else load(cascade_folder(model.path, smaller), settings.exit_state)
-    if not (found := load(settings.exits, settings.exit_state)):
+    if not (rules := load(settings.exits, settings.exit_state)):
         return ()
     sign = exits_fingerprint(model, settings.exits)
-    if not (own := tuple(rule for rule in found if rule.fits == sign)):
+    if not (own := tuple(rule for rule in rules if rule.fits == sign)):
         place = Path(settings.exits) / CALIBRATION
         log.warning("%s is of another model or of other exits and is not used; run headrace calibrate", place)
     return own

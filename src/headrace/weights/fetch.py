@@ -32,10 +32,10 @@ def look_up(repo: str, path: str, revision: str) -> HubFile:
 
     def ask() -> HubFile:
         url = hf_hub_url(repo, path, revision=revision, endpoint=_endpoint())
-        found = get_hf_file_metadata(url, timeout=_patience(), endpoint=_endpoint())
-        etag = found.etag or ""
+        metadata = get_hf_file_metadata(url, timeout=_patience(), endpoint=_endpoint())
+        etag = metadata.etag or ""
         sha256, blob = (etag if re.fullmatch(f"[0-9a-f]{{{digits}}}", etag) else None for digits in (64, 40))
-        return HubFile(repo, path, found.commit_hash or revision, found.size, sha256, blob)
+        return HubFile(repo, path, metadata.commit_hash or revision, metadata.size, sha256, blob)
 
     return _ask_hub(ask, repo, path)
 

@@ -201,11 +201,11 @@ def _from_source(entry: Entry, source: Source, progress: Progress, folder: Path)
         files = _folder_files(source.hub, fetch.listing(source.hub, source.revision))
         stored = _fetch_all(files, progress, folder)
         return Record(entry.name, stored, "", source.label, files[0].revision, entry.licence)
-    found = fetch.look_up(source.hub, source.file or entry.file, source.revision)
-    fetched = fetch.fetch_hub(found, folder, entry.sha256, progress)
+    remote = fetch.look_up(source.hub, source.file or entry.file, source.revision)
+    fetched = fetch.fetch_hub(remote, folder, entry.sha256, progress)
     (folder / fetched.name).rename(folder / entry.file)
     hub_file = StoredFile(entry.file, fetched.size, fetched.sha256)
-    return Record(entry.name, (hub_file,), entry.file, source.label, found.revision, entry.licence)
+    return Record(entry.name, (hub_file,), entry.file, source.label, remote.revision, entry.licence)
 
 
 def _pull_repo(model: str, store: Store, progress: Progress) -> Record:

@@ -43,13 +43,13 @@ class NameMap:
 
 def origins(names: Mapping[str, str]) -> dict[str, Origin]:
     """Plain origins by tensor name; entries without a field stand for weight and bias."""
-    made = {}
+    result = {}
     for target, origin in names.items():
         if target.endswith((".weight", ".bias")):
-            made[target] = Origin(origin)
+            result[target] = Origin(origin)
         else:
-            made |= {f"{target}.{field}": Origin(f"{origin}.{field}") for field in ("weight", "bias")}
-    return made
+            result |= {f"{target}.{field}": Origin(f"{origin}.{field}") for field in ("weight", "bias")}
+    return result
 
 
 def laid_out(names: Mapping[str, Origin], layout: Layout, *endings: str) -> dict[str, Origin]:

@@ -220,10 +220,10 @@ def unpaired(heads: int, head_dim: int, rotary: int) -> tuple[int, ...]:
 
 
 def _check_shape(part: WeightPart, source: WeightSource) -> None:
-    found = tuple(source.info(part.source).shape)
-    if found != part.stored:
+    shape = tuple(source.info(part.source).shape)
+    if shape != part.stored:
         raise WeightError(
-            f"{source.path}: tensor {part.source!r} is {_sizes(found)} and must be {_sizes(part.stored)} "
+            f"{source.path}: tensor {part.source!r} is {_sizes(shape)} and must be {_sizes(part.stored)} "
             "by the file's own settings; the file is damaged"
         )
 

@@ -126,9 +126,9 @@ class SafetensorsFolder:
             if isinstance(error, SafetensorError) and is_lfs_pointer(path):
                 raise WeightError(f"{path}: {LFS_POINTER}") from None
             raise WeightError(f"{path}: cannot be read ({_one_line(error)}); download it again") from None
-        found = {info.name for info in infos}
-        if expected is not None and found != expected:
-            name = min(found ^ expected)
+        names = {info.name for info in infos}
+        if expected is not None and names != expected:
+            name = min(names ^ expected)
             verb = "lacks" if name in expected else "holds"
             raise WeightError(f"{path}: {verb} tensor {name!r}, against {INDEX}; download the folder again")
         for info in infos:

@@ -71,8 +71,8 @@ class Store:
 
     def installed(self) -> list[Record]:
         """Every complete model, by name."""
-        found = [self._load(path) for path in sorted(self.root.glob(f"*/{RECORD}")) if not path.parent.name.startswith(".")]
-        return sorted((record for record in found if record), key=lambda record: record.name)
+        records = [self._load(path) for path in sorted(self.root.glob(f"*/{RECORD}")) if not path.parent.name.startswith(".")]
+        return sorted((record for record in records if record), key=lambda record: record.name)
 
     def find(self, name: str) -> Record | None:
         """The record of a model; None if it is missing or incomplete (a file is missing or has another size)."""

@@ -160,7 +160,7 @@ class EagerProgram:
     @cached_property
     def _fills(self) -> list[tuple[Segment, list[int]]]:
         """The operations of each layer that compute K and V."""
-        return [(made, [0] * len(made.nodes)) for made in (kv_only(segment) for segment, _ in self._recorded)]
+        return [(filled, [0] * len(filled.nodes)) for filled in (kv_only(segment) for segment, _ in self._recorded)]
 
     def _all_but(self, head_ids: np.ndarray) -> torch.Tensor:
         """Tokens without logits, [vocabulary] bool."""

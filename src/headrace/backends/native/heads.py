@@ -44,16 +44,16 @@ class PackedInputs(HeadInputs):
     def product(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(core.module().linear(self._packed[name], x.contiguous().numpy(), self._pool))
 
-    def lower(self, made: Lowered, ropes: Ropes, buffers: Buffers) -> None:
+    def lower(self, lowered: Lowered, ropes: Ropes, buffers: Buffers) -> None:
         """Add the phases before the first layer: combine the target's hidden rows with the embeddings of the tokens."""
         config, weights = self.target.config, self.target.weights
         width = config.hidden_size
         before, product = buffers.take("a8", width, local=True), (buffers.take("float", width), 0)
-        made.program.quantize((HIDDEN, 0), before, _scaled(np.ones(width, np.float32)), name="before")
-        made.program.linear(self._packed["hidden.weight"], before, "store", product, name="before")
-        Lowering(made, record(self.target.model).embed, weights, config, ropes, buffers, FUSIONS).run(HIDDEN)
+        lowered.program.quantize((HIDDEN, 0), before, _scaled(np.ones(width, np.float32)), name="before")
+        lowered.program.linear(self._packed["hidden.weight"], before, "store", product, name="before")
+        Lowering(lowered, record(self.target.model).embed, weights, config, ropes, buffers, FUSIONS).run(HIDDEN)
         embedded = _scaled(self.tensors["embed.weight"].numpy())
-        made.program.residual(product, (HIDDEN, 0), (HIDDEN, 0), width, embedded, name="enter")
+        lowered.program.residual(product, (HIDDEN, 0), (HIDDEN, 0), width, embedded, name="enter")
 
     def _pack(self, x: torch.Tensor) -> Any:
         rows = x.numpy().view(np.uint8)

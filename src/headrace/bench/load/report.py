@@ -10,15 +10,15 @@ TIMES = {"ttft": "Time to first token", "itl": "Time between events", "e2e": "Ti
 LoadFigures = dict[str, tuple[dict[str, Any], dict[str, list[float]]]]
 
 
-def pictures(model: str, made: LoadFigures) -> dict[str, str]:
+def pictures(model: str, results: LoadFigures) -> dict[str, str]:
     """SVG plots by name: distributions of latencies, and for several loads latencies over throughput."""
     remark = about(model)
     drawn = {
-        name: draw(title, "ms", "% of all", distribution({load: values[name] for load, (_, values) in made.items()}), remark)
+        name: draw(title, "ms", "% of all", distribution({load: values[name] for load, (_, values) in results.items()}), remark)
         for name, title in TIMES.items()
     }
     loads = sorted(
-        (summary for summary, _ in made.values() if summary["ttft"] and summary["itl"]),
+        (summary for summary, _ in results.values() if summary["ttft"] and summary["itl"]),
         key=lambda summary: summary["output_tokens_per_s"],
     )
     if len(loads) > 1:
@@ -29,21 +29,21 @@ def pictures(model: str, made: LoadFigures) -> dict[str, str]:
     return drawn
 
 
-def page(model: str, cut: str, made: LoadFigures) -> str:
+def page(model: str, cut: str, results: LoadFigures) -> str:
     """One HTML page: table, plots, and all figures as JSON."""
-    figures = {"model": model, "cut": cut, "loads": {name: summary for name, (summary, _) in made.items()}}
+    figures = {"model": model, "cut": cut, "loads": {name: summary for name, (summary, _) in results.items()}}
     return document(
         f"{model} under load",
         [about(model), cut],
-        [html_table(table(made).cells())],
-        list(pictures(model, made).values()),
+        [html_table(table(results).cells())],
+        list(pictures(model, results).values()),
         figures,
     )
 
 
-def table(made: LoadFigures) -> Table:
+def table(results: LoadFigures) -> Table:
     """One column for each load, one row for each figure."""
-    summaries = {name: figures for name, (figures, _) in made.items()}
+    summaries = {name: figures for name, (figures, _) in results.items()}
     first = next(iter(summaries.values()))
     columns = [
         Column("", "{load}"),

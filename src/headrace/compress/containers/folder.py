@@ -255,5 +255,5 @@ def _importance(imatrix: Path | None, stored: dict[str, list[WeightPart]], confi
     by_gguf_name = read_imatrix(imatrix)
     names = stored_as(describe(gguf.with_gguf_architecture(config)), "gguf")
     gguf_names = {part.target: name for name, parts in names.items() for part in parts}
-    found = {name: by_gguf_name.get(gguf_names[parts[0].target]) for name, parts in stored.items()}
-    return {name: values for name, values in found.items() if values is not None}
+    importance = {name: by_gguf_name.get(gguf_names[parts[0].target]) for name, parts in stored.items()}
+    return {name: values for name, values in importance.items() if values is not None}

@@ -43,9 +43,9 @@ def measure(w: np.ndarray, spec: NumberFormat, importance: np.ndarray | None = N
     return split(groups, grid.snap(groups), *grid.bounds(), step)
 
 
-def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> ErrorParts:
+def split(w: np.ndarray, rounded: np.ndarray, low: Ends, high: Ends, step: np.ndarray) -> ErrorParts:
     """Error of numbers w that became `made`. low, high: ends of their ranges; step: their steps. Shapes broadcast."""
-    squares = np.square(w.astype(np.float64) - made)
+    squares = np.square(w.astype(np.float64) - rounded)
     outside = (w < low) | (w > high)
     clipping = float(np.where(outside, squares, 0).mean())
     whole, energy = float(squares.mean()), float(np.square(w.astype(np.float64)).mean())
@@ -53,7 +53,7 @@ def split(w: np.ndarray, made: np.ndarray, low: Ends, high: Ends, step: np.ndarr
     return ErrorParts(whole - clipping, clipping, float(np.square(step.astype(np.float64)).mean() / 12), sqnr)
 
 
-def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
+def outside(w: np.ndarray, rounded: np.ndarray, rows: np.ndarray, to: Target) -> tuple[float, float]:
     """Sums over numbers w [n, k] that became `made`, stored as `rows`: squared errors outside the range of their block or
     group, and S²/12 of its step. Computed in slices of rows.
     """
@@ -61,7 +61,7 @@ def outside(w: np.ndarray, made: np.ndarray, rows: np.ndarray, to: Target) -> tu
     for at in range(0, len(w), SLICE):
         some = slice(at, at + SLICE)
         low, high = to.ends(rows[some])
-        error = split(w[some], made[some], low, high, _step(to, low, high))
+        error = split(w[some], rounded[some], low, high, _step(to, low, high))
         clipping, noise = clipping + error.clipping * low.size, noise + error.noise * low.size
     return clipping, noise
 

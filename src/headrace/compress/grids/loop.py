@@ -124,13 +124,13 @@ class StoredGrids:
         share = torch.where(length == 0, 0.0, (column - self._first[self._places[j]]) / length)
         return torch.bucketize(share, self._middles)
 
-    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+    def rows(self, rounded: Tensor) -> tuple[np.ndarray, Tensor]:
         """The loop's result [n, k] as stored rows, and their values: equal but for the last bits of float32."""
-        codes = torch.empty(made.shape, dtype=torch.uint8)
+        codes = torch.empty(rounded.shape, dtype=torch.uint8)
         for j, place in enumerate(self._places):
-            codes[:, place] = self._codes(j, made[:, place]).to(torch.uint8)
+            codes[:, place] = self._codes(j, rounded[:, place]).to(torch.uint8)
         rows = with_codes(self._rows, self._kind, codes.numpy())
-        return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._kind).reshape(made.shape))
+        return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._kind).reshape(rounded.shape))
 
 
 class GroupGrids:
@@ -158,10 +158,10 @@ class GroupGrids:
         if fitted is not None:
             self._take(fitted, 0)
 
-    def _take(self, found: Fitted, group: int) -> None:
-        last = group + found.scale.shape[1]
-        self._scale[group:last] = torch.from_numpy(found.scale.T.copy())
-        self._zero[group:last] = torch.from_numpy(found.zero.T.astype(np.float32))
+    def _take(self, fitted: Fitted, group: int) -> None:
+        last = group + fitted.scale.shape[1]
+        self._scale[group:last] = torch.from_numpy(fitted.scale.T.copy())
+        self._zero[group:last] = torch.from_numpy(fitted.zero.T.astype(np.float32))
 
     def at(self, j: int, w: Tensor) -> Round:
         if not self._static and j % self._size == 0:
@@ -182,10 +182,10 @@ class GroupGrids:
         steps = torch.where(scale == 0, 0.0, column / scale).round()
         return torch.minimum(torch.maximum(steps, low), high)
 
-    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+    def rows(self, rounded: Tensor) -> tuple[np.ndarray, Tensor]:
         """As StoredGrids.rows."""
-        integers = torch.empty(made.shape, dtype=torch.int8)
-        for place in range(made.shape[1]):
-            integers[:, place] = self._integers(place, made[:, place]).to(torch.int8)
+        integers = torch.empty(rounded.shape, dtype=torch.int8)
+        for place in range(rounded.shape[1]):
+            integers[:, place] = self._integers(place, rounded[:, place]).to(torch.int8)
         rows = stored(self._of, self._scale.T.numpy(), integers.numpy())
-        return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._of.kind).reshape(made.shape))
+        return rows, torch.from_numpy(dequantize_numpy(rows.reshape(-1), self._of.kind).reshape(rounded.shape))

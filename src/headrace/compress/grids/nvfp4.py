@@ -28,13 +28,13 @@ class Nvfp4:
 
     def encode(self, w: Array, importance: Array | None = None, threads: int = 1) -> Array:
         """Round to nearest: float32 as bytes, uint8 [n, 4 * k]. Raises ValueError as grids.encode does."""
-        scale, made = fit(w, unit_of(w), importance, threads), np.empty(w.shape, np.float32)
+        scale, rounded = fit(w, unit_of(w), importance, threads), np.empty(w.shape, np.float32)
         step = max(1, CHUNK // w.shape[1])
         for at in range(0, len(w), step):
             each = scale[at : at + step, :, None]
             some = w[at : at + step].reshape(*each.shape[:2], GROUP)
-            made[at : at + step] = (each * VALUES[np.searchsorted(MIDDLES, some / each)]).reshape(-1, w.shape[1])
-        return made.view(np.uint8)
+            rounded[at : at + step] = (each * VALUES[np.searchsorted(MIDDLES, some / each)]).reshape(-1, w.shape[1])
+        return rounded.view(np.uint8)
 
     def grids(
         self, w: Array, importance: Array | None, *, rows: Array | None, order: Tensor | None, threads: int
@@ -74,9 +74,9 @@ class Nvfp4Grids:
         scale = self._scale[self._places[j] // GROUP]
         return lambda column: scale * self._values[torch.bucketize(column / scale, self._middles)]
 
-    def rows(self, made: Tensor) -> tuple[Array, Tensor]:
+    def rows(self, rounded: Tensor) -> tuple[Array, Tensor]:
         """The loop's result [n, k] is stored as is."""
-        return np.ascontiguousarray(made.numpy()).view(np.uint8), made
+        return np.ascontiguousarray(rounded.numpy()).view(np.uint8), rounded
 
 
 def unit_of(w: Array) -> np.float32:

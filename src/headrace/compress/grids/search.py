@@ -45,9 +45,9 @@ def total(weight: Array | None, *factors: Array) -> Array:
     return np.asarray(product.sum(0, dtype=np.float32))
 
 
-def error(x: Array, made: Array, weight: Array | None) -> Array:
+def error(x: Array, rounded: Array, weight: Array | None) -> Array:
     """Weighted squared error of each block [blocks]."""
-    gap = x - made
+    gap = x - rounded
     return total(weight, gap, gap)
 
 

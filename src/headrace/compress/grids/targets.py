@@ -24,7 +24,7 @@ from headrace.weights.schemes.small_floats import MXFP4, NVFP4
 class RowGrids(Grids, Protocol):
     """Grids that can store the loop's result."""
 
-    def rows(self, made: Tensor) -> tuple[np.ndarray, Tensor]:
+    def rows(self, rounded: Tensor) -> tuple[np.ndarray, Tensor]:
         """Stored rows of a matrix [n, k] whose numbers are on the grids, and their values."""
         ...
 

@@ -69,19 +69,19 @@ def kept_bound(keyword: str, value: Any) -> Any:
 def kept_range(schema: dict[str, Any]) -> dict[str, Any]:
     """The same schema with bounds that hold. Between neighbouring whole numbers the compiler accepts the whole number of an
     exclusive bound, so the next decimal within it becomes the bound."""
-    made = dict(schema)
+    result = dict(schema)
     low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     tops = [value for value in (high, schema.get("maximum")) if is_number(value)]
     bottoms = [value for value in (low, schema.get("minimum")) if is_number(value)]
     if schema.get("type") == "integer" or not tops or not bottoms or min(tops) > max(bottoms) + 1:
-        return made
+        return result
     if is_number(low) and low == int(low):
-        del made["exclusiveMinimum"]
-        made["minimum"] = max(_next(low, up=True), schema.get("minimum", -math.inf))
+        del result["exclusiveMinimum"]
+        result["minimum"] = max(_next(low, up=True), schema.get("minimum", -math.inf))
     if is_number(high) and high == int(high):
-        del made["exclusiveMaximum"]
-        made["maximum"] = min(_next(high, up=False), schema.get("maximum", math.inf))
-    return made
+        del result["exclusiveMaximum"]
+        result["maximum"] = min(_next(high, up=False), schema.get("maximum", math.inf))
+    return result
 
 
 def _next(value: int | float, *, up: bool) -> float:
@@ -103,12 +103,12 @@ def with_digits(schema: dict[str, Any]) -> dict[str, Any]:
         return schema  # flags, in draft 4
     lows = [limits[keyword] for keyword in BOUNDS if keyword in limits and keyword not in UPPER]
     highs = [limits[keyword] for keyword in UPPER if keyword in limits]
-    made = dict(schema)
+    result = dict(schema)
     if not lows:
-        made["minimum"] = -LARGEST if min(highs, default=LARGEST) >= -LARGEST else -WIDEST
+        result["minimum"] = -LARGEST if min(highs, default=LARGEST) >= -LARGEST else -WIDEST
     if not highs:
-        made["maximum"] = LARGEST if max(lows, default=-LARGEST) <= LARGEST else WIDEST
-    return made
+        result["maximum"] = LARGEST if max(lows, default=-LARGEST) <= LARGEST else WIDEST
+    return result
 
 
 def check_all(schema: dict[str, Any]) -> None:

@@ -131,15 +131,15 @@ class _Rewriter:
         self.negation = Negation(self.document, self.complement, self.conditions)
 
     def run(self) -> Prepared:
-        made: dict[str, Any] = self.positive(self.document.root, 0, self.place)
+        result: dict[str, Any] = self.positive(self.document.root, 0, self.place)
         while self.todo:
             name, make = self.todo.pop()
             self.defs[name] = make()
         if "$schema" in self.document.root:
-            made = {"$schema": self.document.root["$schema"], **made}
+            result = {"$schema": self.document.root["$schema"], **result}
         if self.defs:
-            made = {**made, "$defs": self.defs}
-        return Prepared(made, tuple(sorted(self.late)))
+            result = {**result, "$defs": self.defs}
+        return Prepared(result, tuple(sorted(self.late)))
 
     # -- references ----------------------------------------------------------------------------------------------------
     def reference(self, ref: str, place: int = MERGED) -> dict[str, str]:
@@ -184,7 +184,7 @@ class _Rewriter:
         rules: list[Any] = []
         for rule in self.rules(own):
             rules.append(self.positive(rule, depth + 1, place if list(own) == ["oneOf"] else MERGED))
-        made: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, value in own.items():
             if key in REWRITTEN or (key == "format" and value not in FORMATS) or (key in VALUES and has_fraction(value)):
                 rules += [{"pattern": SPELLED[value]}] if key == "format" and value in SPELLED else []
@@ -192,13 +192,13 @@ class _Rewriter:
             if key == "pattern" and LOOKAROUND.search(str(value)):
                 self.late.add(key)
                 continue
-            made[key] = self.inside(key, value, depth + 1, place_of(key, own, place))
+            result[key] = self.inside(key, value, depth + 1, place_of(key, own, place))
         if place == ALONE and is_closable(own):
-            made["additionalProperties"] = False
-        made = kept_range(with_digits(made) if place != MERGED and not IN_PLACE & set(own) else made)
+            result["additionalProperties"] = False
+        result = kept_range(with_digits(result) if place != MERGED and not IN_PLACE & set(own) else result)
         if rules:
-            made["allOf"] = [*made.get("allOf", []), *rules]
-        return made
+            result["allOf"] = [*result.get("allOf", []), *rules]
+        return result
 
     def inside(self, key: str, value: Any, depth: int, place: int) -> Any:
         """The value of one keyword, with its schemas rewritten."""

@@ -12,8 +12,8 @@ GGUF_27B_LAYERS = 46  # the one size whose queries are scaled by hidden / heads,
 
 def from_hf(read: Reader) -> ModelConfig:
     config = hf.decoder(read, "gelu_pytorch_tanh", tied=True)
-    made = windowed(config, hf.windows(read, lambda layer: (layer + 1) % PERIOD != 0))
-    return gemma3.scaled(made, read.number("query_pre_attn_scalar") ** -0.5)
+    windowed_config = windowed(config, hf.windows(read, lambda layer: (layer + 1) % PERIOD != 0))
+    return gemma3.scaled(windowed_config, read.number("query_pre_attn_scalar") ** -0.5)
 
 
 def from_gguf(read: Reader) -> ModelConfig:

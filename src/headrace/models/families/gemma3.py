@@ -58,9 +58,9 @@ def from_gguf(read: Reader) -> ModelConfig:
     config = gguf.decoder(read)
     layer = config.each_layer
     local = RopeConfig(theta=read.number("rope.freq_base_swa", 10000.0))
-    made = windowed(config, gguf.windows(read, config, PATTERN), local)
+    windowed_config = windowed(config, gguf.windows(read, config, PATTERN), local)
     width = config.hidden_size // layer.heads if config.num_layers == GGUF_27B_LAYERS else layer.head_dim
-    return _normed(scaled(made, float(width) ** -0.5))
+    return _normed(scaled(windowed_config, float(width) ** -0.5))
 
 
 FAMILY = Family(

@@ -26,10 +26,10 @@ def _half(ours: str, theirs: str, mlp: int) -> dict[str, str]:
         "up.up": f"layer.{mlp}.DenseReluDense.wi_1",
         "down": f"layer.{mlp}.DenseReluDense.wo",
     }
-    made = {f"{ours}layers.{{i}}.{part}": f"{theirs}.block.{{i}}.{name}" for part, name in names.items()}
-    made[f"{ours}relative"] = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias"
-    made[f"{ours}norm"] = f"{theirs}.final_layer_norm"
-    return made
+    names_by_target = {f"{ours}layers.{{i}}.{part}": f"{theirs}.block.{{i}}.{name}" for part, name in names.items()}
+    names_by_target[f"{ours}relative"] = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias"
+    names_by_target[f"{ours}norm"] = f"{theirs}.final_layer_norm"
+    return names_by_target
 
 
 CROSS = {

@@ -347,9 +347,9 @@ class GrammarQueue:
         known = self._grammars.find(_spec(message))
         if known is None:
             return None
-        found: Future[Constraint] = Future()
-        found.set_result(known)
-        return found
+        future: Future[Constraint] = Future()
+        future.set_result(known)
+        return future
 
     def _may_start(self, message: Submit, busy: bool) -> bool:
         """Return whether a thread is free for this grammar, there is memory for it, and a costly one is due."""

@@ -196,13 +196,13 @@ async def stream_deltas(inflight: Sequence[InflightRequest]) -> AsyncIterator[tu
 async def collect_answer(request: InflightRequest) -> Delta:
     """Wait for the end of a request with one answer and return the answer as one delta, which `take` then returns again. Raises
     the error of the request."""
-    found = [delta async for _, delta in stream_deltas([request])]
+    deltas = [delta async for _, delta in stream_deltas([request])]
     whole = msgspec.structs.replace(
-        found[-1],
-        token_ids=[token for delta in found for token in delta.token_ids],
-        text="".join(delta.text for delta in found),
-        logprobs=tuple(entry for delta in found for entry in delta.logprobs),
-        exits=tuple(entry for delta in found for entry in delta.exits),
+        deltas[-1],
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        exits=tuple(entry for delta in deltas for entry in delta.exits),
     )
     request.give_back(whole)
     return whole

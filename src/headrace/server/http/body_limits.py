@@ -97,7 +97,7 @@ def _may_be_normalized(message: str, data: bytes) -> bool:
 
     Bodies with more than NORMALIZED values are not normalized: it would delay other requests.
     """
-    if (found := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(found["what"])) is None:
+    if (match := WRONG.fullmatch(message)) is None or (unknown := UNKNOWN.fullmatch(match["what"])) is None:
         other_spelling = "got `float`" in message
     elif len(unknown["name"]) > MOST_NAME:
         return False
@@ -167,25 +167,25 @@ def _count(data: bytes) -> np.ndarray:
     """Count opening brackets, quotes and commas outside of strings, until one count is above its limit in MOST."""
     data = b" " + (data.replace(rb"\\", b"  ") if rb"\\" in data else data)
     read = np.frombuffer(data, np.uint8)
-    found, within = np.zeros(3, np.int64), False
+    counts, within = np.zeros(3, np.int64), False
     for start in range(1, len(read), PIECE):
         piece = read[start : start + PIECE]
         quotes = (piece == QUOTE) & (read[start - 1 : start - 1 + len(piece)] != BACKSLASH)
         outside = np.bitwise_xor.accumulate(quotes) ^ (not within)
         within = not outside[-1]
-        found[0] += np.count_nonzero(((piece | OTHER_CASE) == OBJECT) & outside)
-        found[1] += np.count_nonzero(quotes)
-        found[2] += np.count_nonzero((piece == COMMA) & outside)
-        if (found > MOST).any():
+        counts[0] += np.count_nonzero(((piece | OTHER_CASE) == OBJECT) & outside)
+        counts[1] += np.count_nonzero(quotes)
+        counts[2] += np.count_nonzero((piece == COMMA) & outside)
+        if (counts > MOST).any():
             break
-    return found
+    return counts
 
 
 def _wrong_field(message: str, kind: type[StrictStruct]) -> ApiError:
     """Return the error for a message of msgspec. It repeats nothing of the body but the name of an unknown field."""
     what, place = message, ""
-    if (found := re.fullmatch(WRONG, message)) is not None:
-        what, place = found["what"], found["where"] or ""
+    if (match := re.fullmatch(WRONG, message)) is not None:
+        what, place = match["what"], match["where"] or ""
     path = [part for part in re.split(r"[.\[\]]+", place) if part]
     if (named := UNKNOWN.fullmatch(what)) is not None or (named := MISSING.fullmatch(what)) is not None:
         path.append(named["name"])
@@ -207,15 +207,15 @@ def _words(what: str, kind: type[StrictStruct], param: str | None) -> str:
         return f"must be {' or '.join(_choices(get_type_hints(kind, include_extras=True).get(param or '')))}"
     if what.endswith("out of range"):
         return "must be a number nearer to zero"
-    if (found := EXPECTED.fullmatch(what)) is None:
+    if (match := EXPECTED.fullmatch(what)) is None:
         return what[:300]
-    kinds = [KINDS.get(one, one) for one in found["kinds"].split(" | ") if one != "null"]
+    kinds = [KINDS.get(one, one) for one in match["kinds"].split(" | ") if one != "null"]
     must = "must be " + " or ".join(kinds)
-    if found["length"]:
-        must += f" of {BOUNDS[found['bound']]} {found['most']} {'characters' if kinds == ['text'] else 'entries'}"
-    elif found["bound"]:
-        must += f", {BOUNDS[found['bound']]} {found['most']}"
-    return must if found["got"] is None else f"{must}, not {KINDS.get(found['got'], found['got'])}"
+    if match["length"]:
+        must += f" of {BOUNDS[match['bound']]} {match['most']} {'characters' if kinds == ['text'] else 'entries'}"
+    elif match["bound"]:
+        must += f", {BOUNDS[match['bound']]} {match['most']}"
+    return must if match["got"] is None else f"{must}, not {KINDS.get(match['got'], match['got'])}"
 
 
 def _choices(kind: Any) -> list[str]:
@@ -283,12 +283,12 @@ def json_problem(data: bytes, what: str = "the body") -> str:
 
 
 def _cause(data: bytes, message: str) -> str:
-    found = PLACE.fullmatch(message)
-    if found is None or "surrogate" in message:  # msgspec reports some lone surrogates as cut off
+    match = PLACE.fullmatch(message)
+    if match is None or "surrogate" in message:  # msgspec reports some lone surrogates as cut off
         if lone := LONE_SURROGATE.search(data.replace(rb"\\", b"  ")):
             return f"the escape {lone[0].decode()} at byte {lone.start()} is a lone surrogate; remove it"
         return f"it ends at byte {len(data)} inside a value; send all of it"
-    at, cause = int(found["at"]), found["cause"]
+    at, cause = int(match["at"]), match["cause"]
     if "trailing comma" in cause:
         return f"there is a trailing comma before byte {at}; remove it"
     for start in (at - 1, at):  # msgspec reports -Infinity at its second byte

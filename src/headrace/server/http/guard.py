@@ -306,13 +306,13 @@ def _as_routed(scope: Message) -> Message:
     """Return a copy of the scope for the router: HEAD becomes GET (uvicorn drops the body), an absolute target becomes its
     path, and its host replaces the Host header (RFC 9112, 3.2.2)."""
     scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
-    if (found := ABSOLUTE.match(scope["path"])) is not None:
-        path = scope["path"][found.end() :] or "/"
+    if (match := ABSOLUTE.match(scope["path"])) is not None:
+        path = scope["path"][match.end() :] or "/"
         others = [one for one in scope["headers"] if one[0] != b"host"]
         scope |= {
             "path": path,
             "raw_path": path.encode(),
-            "headers": [(b"host", found[1].encode("latin-1", "replace")), *others],
+            "headers": [(b"host", match[1].encode("latin-1", "replace")), *others],
         }
     return scope
 

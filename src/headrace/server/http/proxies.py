@@ -38,11 +38,11 @@ class Proxies:
         address = parse_address(peer)
         hops = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1").split(",")
         for hop in reversed(hops):
-            found = parse_address(hop)
-            if found is None:
+            hop_address = parse_address(hop)
+            if hop_address is None:
                 break
-            address = found
-            if not self._has(found):
+            address = hop_address
+            if not self._has(hop_address):
                 break
         return str(address)
 

@@ -119,9 +119,9 @@ def _block(state: StateBlock, first: int, last: int, silent: bool) -> bool:
     text: list[str] = []
     for line in range(first, last):
         row = state.src[begin + 2 if line == first else state.bMarks[line] : state.eMarks[line]]
-        found, _, rest = row.partition(marks[1])
-        text.append(found)
-        if found != row:
+        body, _, rest = row.partition(marks[1])
+        text.append(body)
+        if body != row:
             if rest.strip() or not "".join(text).strip():
                 return False
             if not silent:
@@ -136,5 +136,5 @@ def _block(state: StateBlock, first: int, last: int, silent: bool) -> bool:
 
 def _render(renderer: Any, tokens: list[Token], place: int, *_: Any) -> str:
     token = tokens[place]
-    made = mathml(token.content, token.meta["display"])
-    return f"<p>{made}</p>\n" if token.type == "formula_block" else made
+    html = mathml(token.content, token.meta["display"])
+    return f"<p>{html}</p>\n" if token.type == "formula_block" else html

@@ -57,11 +57,11 @@ class StaticFile:
 def load() -> dict[str, StaticFile]:
     """Read all files of the page, by path."""
     folder = files(__package__) / "static"
-    found = {}
+    assets = {}
     for path, name in PATHS.items():
         data = code_css().encode() if name == CODE_CSS else (folder / name).read_bytes()
-        found[path] = StaticFile(data, KINDS[name.rpartition(".")[2]], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
-    return found
+        assets[path] = StaticFile(data, KINDS[name.rpartition(".")[2]], f'"{hashlib.sha256(data).hexdigest()[:16]}"')
+    return assets
 
 
 class RenderRequest(StrictStruct, kw_only=True):

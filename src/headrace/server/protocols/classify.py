@@ -43,5 +43,5 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
 
 
 def _entry(index: int, known: Classifier, votes: bool, ids: list[int], submitted: InflightRequest) -> dict[str, Any]:
-    found = known.classification(ids, submitted.classified)
-    return {"object": "classification", "index": index, **found.record(votes=votes)}
+    classification = known.classification(ids, submitted.classified)
+    return {"object": "classification", "index": index, **classification.record(votes=votes)}

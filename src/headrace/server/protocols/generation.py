@@ -243,11 +243,11 @@ class Writer:
 
     async def collect(self) -> Any:
         """The complete answer. Raises ApiError (422) if an answer does not have the format of the request."""
-        found: dict[int, Answer] = {}
+        by_index: dict[int, Answer] = {}
         async for event in self.generation.events():
-            answer = found.setdefault(event.index, Answer(event.index))
+            answer = by_index.setdefault(event.index, Answer(event.index))
             answer.add(event, await self.logprobs(event), self.exits(event))
-        answers = [found[index] for index in sorted(found)]
+        answers = [by_index[index] for index in sorted(by_index)]
         for answer in answers:
             if self.generation.late and answer.finish_reason == "stop" and not answer.calls:
                 assert self.generation.form is not None

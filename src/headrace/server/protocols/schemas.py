@@ -103,8 +103,8 @@ def ref(kind: type) -> dict[str, Any]:
 
 def content(schema: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
     """Content of an answer by media type: JSON with this schema and, if it may be streamed, server-sent events."""
-    made: dict[str, Any] = {"application/json": {"schema": schema}}
-    return made | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+    media: dict[str, Any] = {"application/json": {"schema": schema}}
+    return media | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
 
 
 def plain(kind: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def document(endpoints: list[Endpoint]) -> dict[str, Any]:
 
 def _operation(one: Endpoint) -> dict[str, Any]:
     error = content({"$ref": REF.format(name="Error")})
-    made: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{one.path.replace(':path', '')}").strip("_"),
         "responses": {
             "200": {"description": "The answer.", "content": one.answer},
@@ -156,10 +156,10 @@ def _operation(one: Endpoint) -> dict[str, Any]:
         },
     }
     if parameters := [*_of_path(one.path), *_of_query(one.query)]:
-        made["parameters"] = parameters
+        operation["parameters"] = parameters
     if taken := _taken(one):
-        made["requestBody"] = {"required": True, "content": taken}
-    return made
+        operation["requestBody"] = {"required": True, "content": taken}
+    return operation
 
 
 def _taken(one: Endpoint) -> Content | None:

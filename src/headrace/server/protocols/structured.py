@@ -105,12 +105,12 @@ async def prepare_schemas(service: Service, schemas: list[dict[str, Any]], *, op
             f"tools: the JSON schemas have {len(text)} characters and {MAX_SOURCE} is the limit; make them smaller", "tools"
         )
     try:
-        made = json.loads(
+        prepared = json.loads(
             (await _inspect(service, {"schemas": text, "open_objects": open_objects}, remembered=True))["prepared"]
         )
     except ConstraintError as error:
         raise bad(f"tools: {error}", "tools") from None
-    return [Prepared(one["schema"], tuple(one["late"])) for one in made]
+    return [Prepared(one["schema"], tuple(one["late"])) for one in prepared]
 
 
 async def _inspect(service: Service, question: dict[str, Any], *, remembered: bool) -> dict[str, Any]:

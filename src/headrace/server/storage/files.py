@@ -150,8 +150,8 @@ async def content(store: Store, name: str) -> tuple[int, AsyncIterator[bytes]]:
 
 async def _content(store: Store, file: StoredFile) -> AsyncIterator[bytes]:
     at = 0
-    while (found := await store.read(partial(read_piece, file=file, after=at))) is not None:
-        at, data = found
+    while (piece := await store.read(partial(read_piece, file=file, after=at))) is not None:
+        at, data = piece
         yield data
 
 
@@ -172,8 +172,8 @@ def find(db: sqlite3.Connection, name: str, owner: str, param: str | None = None
 def lines(db: sqlite3.Connection, file: StoredFile, longest: int) -> Iterator[bytes]:
     """The lines of a file. A line longer than `longest` bytes is cut to one byte more, so that it is still too long."""
     at, rest = 0, b""
-    while (found := read_piece(db, file, at)) is not None:
-        at, data = found
+    while (piece := read_piece(db, file, at)) is not None:
+        at, data = piece
         *whole, rest = (rest + data).split(b"\n")
         yield from whole
         if len(rest) > longest:

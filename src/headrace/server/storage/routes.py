@@ -110,9 +110,9 @@ def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> 
 
     @api.post("/v1/batches", content(BATCH), BatchRequest)
     async def create(call: Call) -> Any:
-        made = await batches.create(store, call.body, limits)
+        batch = await batches.create(store, call.body, limits)
         worker.wake()
-        return made
+        return batch
 
     @api.get("/v1/batches", BATCHES, BatchesQuery)
     async def listed(call: Call) -> Any:
@@ -124,9 +124,9 @@ def add_batches(api: Api, store: Store, limits: Limits, worker: BatchWorker) -> 
 
     @api.post("/v1/batches/{name}/cancel", content(BATCH))
     async def cancel(call: Call) -> Any:
-        made = await batches.cancel(store, call.name)
+        batch = await batches.cancel(store, call.name)
         worker.wake()
-        return made
+        return batch
 
 
 def add_responses(api: Api, models: Models, cascades: Mapping[str, Cascade], store: Store) -> None:

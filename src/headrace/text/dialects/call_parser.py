@@ -148,16 +148,16 @@ class CallParser:
 
     def _head(self, pieces: list[Piece]) -> bool:
         """{"name": "…", "arguments": — nothing is shown before it is complete."""
-        found = HEAD.match(self._held) if ":" in self._held else None
-        if found is None:
+        match = HEAD.match(self._held) if ":" in self._held else None
+        if match is None:
             if len(self._held) <= MAX_HEAD:
                 return False
             self._state = "text"
             return True
         self._blanks = []
-        pieces.append(Piece("", self.calls, found[1]))
+        pieces.append(Piece("", self.calls, match[1]))
         self.calls += 1
-        self._held, self._state, self._depth = self._held[found.end() :], "arguments", 0
+        self._held, self._state, self._depth = self._held[match.end() :], "arguments", 0
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:

@@ -42,9 +42,9 @@ def close_object(text: str) -> str | None:
     """The longest JSON object that a prefix of `text` with added brackets forms; None if `text` begins no object."""
     at, stack, wanted = 0, "", "value"  # next: "value", "key", "colon", or "end" (of a value: a comma or a bracket)
     safe: tuple[int, str] | None = None
-    while found := TOKEN.match(text, at):
-        token = found[0]
-        at = found.end()
+    while match := TOKEN.match(text, at):
+        token = match[0]
+        at = match.end()
         if token.isspace():
             continue
         if (step := _step(token, stack, wanted)) is None:

@@ -128,14 +128,14 @@ class CompressedTensorsReader(SchemeReader):
         stored.shape(matrix, "weight_packed", ("I32",), packed.shape)
         rows, k = (int(size) for size in stored.array(matrix, shape.name.rpartition(".")[2]))
         widths = ((bits, padded) for padded in (False, True) for bits in self._widths)
-        found = next((each for each in widths if words == _words(k, *each)), None)
-        if rows != n or k < 1 or found is None:
+        width = next((each for each in widths if words == _words(k, *each)), None)
+        if rows != n or k < 1 or width is None:
             bits = " or ".join(map(str, self._widths))
             raise stored.error(matrix, f"has {n} x {words} words for {rows} x {k} numbers of {bits} bits; the file is damaged")
-        self._bits[matrix] = found[0]
-        if found[1]:
+        self._bits[matrix] = width[0]
+        if width[1]:
             self._padded.add(matrix)
-        return self._integer_kind(matrix, found[0], n, k)
+        return self._integer_kind(matrix, width[0], n, k)
 
     def _measure_plain(self, matrix: str, kind: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, int], str]:
         n, k = shape
@@ -312,10 +312,10 @@ class CompressedTensorsWriter(IntegerWriter):
         if of.activations:
             static = {"input_scale": np.array([(largest or 1.0) / 127], "<f4")} if of.static else {}
             return {"weight_scale": scales, "weight": values, **static}
-        made = {"weight_shape": np.array(values.shape, "<i8"), "weight_packed": pack_fields(codes, of.bits)}
+        fields = {"weight_shape": np.array(values.shape, "<i8"), "weight_packed": pack_fields(codes, of.bits)}
         if not of.symmetric:
-            made["weight_zero_point"] = pack_fields(np.ascontiguousarray(zeros.T), of.bits).T
-        return {**made, "weight_scale": scales}
+            fields["weight_zero_point"] = pack_fields(np.ascontiguousarray(zeros.T), of.bits).T
+        return {**fields, "weight_scale": scales}
 
     @property
     def form(self) -> str:

@@ -94,16 +94,16 @@ def _pieces(text: str, size: int) -> Iterator[tuple[int, str]]:
             part = part[len(cut) :]
 
 
-def pack(found: Sequence[Passage], budget: int, count: Count) -> list[Passage]:
+def pack(passages: Sequence[Passage], budget: int, count: Count) -> list[Passage]:
     """Choose the best passages that fit `budget` tokens together. Returns them in the order of the documents.
 
     found: passages, the best first; a passage that does not fit is skipped. count: returns the tokens of a shown passage.
     The order does not depend on the question, so prompts with the same passages share their prefix in the cache.
     """
     kept: list[Passage] = []
-    for passage in dict.fromkeys(found):
+    for passage in dict.fromkeys(passages):
         # Counts with the longest number that the passage can get.
-        cost = count(shown(len(found), passage))
+        cost = count(shown(len(passages), passage))
         if cost <= budget:
             kept.append(passage)
             budget -= cost
