@@ -212,7 +212,7 @@ def test_a_prompt_that_is_too_long_has_the_code_of_openai(server: Running) -> No
 
 def test_more_prompts_than_the_queue_holds_are_a_400(server: Running) -> None:
     """The fixture's queue holds three; a 429 would say that they may fit later."""
-    check(server, "/v1/completions", COMPLETION | {"prompt": ["a"] * 4}, "prompt", "the queue holds 3; send fewer")
+    check(server, "/v1/completions", COMPLETION | {"prompt": ["a"] * 4}, "prompt", "the queue holds 3 (--max-queued-requests)")
 
 
 def test_a_bad_stream_is_refused_before_it_begins(server: Running) -> None:

@@ -229,7 +229,7 @@ class AsyncLLM:
                 raise _too_long(context, str(len(ids)), writes)
         if len(prompts) > (most := self.queue.max_requests):
             raise RequestRefusedError(
-                f"the prompt is a list of {len(prompts)} and the queue holds {most}; send fewer at once", PROMPT
+                f"the prompt is a list of {len(prompts)} and the queue holds {most} (--max-queued-requests); send fewer", PROMPT
             )
         own = PRINCIPAL.get().salted(salt)
         messages = [
