@@ -132,7 +132,7 @@ def test_the_pool_after_preemptions_is_the_first_runs(kind: str) -> None:
             assert np.allclose(kept, first, atol=1e-12)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "olmo2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fill_stores_the_kv_of_the_row(kind: str, architecture: str) -> None:
     """A span that only fills stores what each of its layers does that is given the row; what is not computed is not written."""
