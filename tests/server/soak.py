@@ -24,7 +24,7 @@ from tests.server.harness import ENGINE, NEVER, PATIENT, ROOT, Running, until
 LOOKS = 60  # at the memory, in the time after the warm-up
 GROWTH = 1.05  # that the memory of a process may grow by in that time
 TIDY = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}  # of glibc
-DONE = "same streamed chat leave leave_early slow bad bad_field too_big attack odd_path small health".split()
+DONE = "same streamed chat leave disconnect_midway slow bad bad_field too_big attack odd_path small health".split()
 
 
 @dataclass(frozen=True)
