@@ -24,6 +24,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/program/program.cpp
   csrc/program/seal.cpp
   csrc/program/step.cpp
+  csrc/program/streaming.cpp
   csrc/program/turns.cpp
   csrc/ranks/ranks.cpp
   csrc/sample/edits.cpp

@@ -228,7 +228,15 @@ void bind_pack(nb::module_& m) {
         .def("test_barriers", &pool_barriers, "barriers"_a, "Per thread, how often it saw another on the wrong side.");
     nb::class_<Arena>(m, "Arena")
         .def(nb::init<size_t>(), "block_bytes"_a = size_t{256} << 20)
-        .def_prop_ro("used", &Arena::used);
+        .def(
+            "__init__", [](Arena* self, size_t block_bytes, int file) { new (self) Arena(block_bytes, file); },
+            "block_bytes"_a, "file"_a, "Memory in an empty file; the descriptor may be closed afterwards.")
+        .def_prop_ro("used", &Arena::used)
+        .def_prop_ro(
+            "resident", [](const Arena& self) { return self.resident(); },
+            "Bytes of an arena in a file that are in memory.")
+        .def("write_back", &Arena::write_back, nb::call_guard<nb::gil_scoped_release>(),
+             "Write all changed pages to the file and release them.");
     nb::class_<Tensor>(m, "PackedTensor")
         .def_prop_ro("kind", [](const Tensor& t) { return std::string(packed_kind_name(t.packed.kind)); })
         .def_prop_ro("n", [](const Tensor& t) { return t.packed.n; })

@@ -316,6 +316,19 @@ void bind_program(nb::module_& m) {
                 new (self) NormWeights{norm, copied(weight), copied(bias), eps};
             },
             "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a);
+    nb::class_<Streaming>(m, "Streaming", "Weights that stay in a file while a program runs.")
+        .def_prop_ro(
+            "stats",
+            [](const Streaming& self) {
+                const Streaming::Stats stats = self.stats();
+                nb::dict made;
+                made["fetched"] = stats.fetched;
+                made["reading"] = stats.reading;
+                made["missed"] = stats.missed;
+                made["waited"] = stats.waited;
+                return made;
+            },
+            "Bytes read and their seconds, units reached while another was read, seconds that steps waited.");
     nb::class_<Program> program(m, "Program",
                                 "A model as phases that all threads run together: one call for each step.");
     program
@@ -342,6 +355,31 @@ void bind_program(nb::module_& m) {
              "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{}, "fill"_a = false,
              "Carry out a step: layers [first, last) (-1: to the end), from its ids or from `hidden`. fill: of these "
              "layers K and V alone, of `hidden` as it is.")
+        .def(
+            "weight_units",
+            [](const Program& self) {
+                std::vector<int64_t> sizes;
+                for (const Streaming::Unit& unit : self.weight_units()) {
+                    sizes.push_back(0);
+                    for (const auto& part : unit) sizes.back() += static_cast<int64_t>(part.size());
+                }
+                return sizes;
+            },
+            "Bytes of the packed weights of each unit: embed (0 if the head multiplies its table), each layer, the "
+            "head.")
+        .def(
+            "stream",
+            [](Program& self, std::shared_ptr<Arena> arena, const std::vector<bool>& held, int ahead, bool release) {
+                require(arena->in_file(), "weights are streamed from an arena in a file");
+                const auto units = self.weight_units();
+                require(held.size() == units.size(), "held has a value for each unit");
+                auto streaming = std::make_shared<Streaming>(std::move(arena), units, held, ahead, release);
+                self.stream(streaming);
+                return streaming;
+            },
+            "arena"_a, "held"_a, "ahead"_a = 1, "release"_a = true, nb::call_guard<nb::gil_scoped_release>(),
+            "Read the held units into memory, and all others while steps run: units are those of `weight_units`. Tests "
+            "pass `ahead` and `release`; see program/streaming.h.")
         .def_rw("profiling", &Program::profiling)
         .def_prop_ro("profile", &profile,
                      "What the steps since then took, a dict for each phase; see program/profile.h.")

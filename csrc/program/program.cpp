@@ -33,6 +33,21 @@ std::span<Combine> within(std::vector<Combine>& combined, int first, int last) {
             std::lower_bound(combined.begin(), combined.end(), last, before)};
 }
 
+// Sorts the parts of a unit, and joins those that overlap or are at most a cache line apart: a few long reads.
+void merge(Streaming::Unit& unit) {
+    std::sort(unit.begin(), unit.end(), [](const auto& a, const auto& b) { return a.data() < b.data(); });
+    Streaming::Unit joined;
+    for (const auto& part : unit) {
+        const uint8_t* end = part.data() + part.size();
+        if (joined.empty() || part.data() > joined.back().data() + joined.back().size() + 64) {
+            joined.push_back(part);
+        } else if (const uint8_t* begin = joined.back().data(); end > begin + joined.back().size()) {
+            joined.back() = {begin, static_cast<size_t>(end - begin)};
+        }
+    }
+    unit = std::move(joined);
+}
+
 template <class Work, class F>
 void each(const std::vector<Phase>& segment, F f) {
     for (const Phase& phase : segment) {
@@ -201,8 +216,9 @@ int Program::turns_of_step(const StepRows& rows) const {
         for (const Phase& phase : segment) count += turns_of(phase);
         return count;
     };
-    // Also: two to gather the hidden rows and one to copy them; for each chunk, to meet the ranks, gather and answer.
-    int count = of(embed_) + 3 + static_cast<int>(rows.chunks.size()) * (of(head_) + 4);
+    // Also: one for each unit of the weights; two to gather the hidden rows and one to copy them; for each chunk, to
+    // meet the ranks, gather and answer.
+    int count = of(embed_) + 4 + layers() + static_cast<int>(rows.chunks.size()) * (of(head_) + 5);
     for (const Segment& layer : layers_) count += of(layer);
     return count;
 }
@@ -244,6 +260,37 @@ void Program::plan_head(Step& step) {
         chunks_.push_back(chunk);
         items_.push_back(std::move(items));
     }
+}
+
+void Program::stream(std::shared_ptr<Streaming> streaming) {
+    const Exclusive mine(in_use);
+    require(!streaming || streaming->units() == 2 + layers(), "weights are streamed by embed, each layer and the head");
+    streaming_ = std::move(streaming);
+}
+
+std::vector<Streaming::Unit> Program::weight_units() const {
+    std::vector<Streaming::Unit> units(2 + layers_.size());
+    const auto add_tensor = [](Streaming::Unit& unit, const PackedTensor& tensor) {
+        const auto rows = static_cast<int64_t>(tensor.row_blocks());
+        const int64_t bytes = (rows - 1) * tensor.stride + row_block_bytes(tensor.kind, tensor.k);
+        unit.emplace_back(tensor.data, static_cast<size_t>(bytes));
+        if (tensor.bias)
+            unit.emplace_back(reinterpret_cast<const uint8_t*>(tensor.bias), sizeof(float) * 16 * size_t(rows));
+    };
+    const auto add_linears = [&](const Segment& segment, Streaming::Unit& unit) {
+        each<LinearPhase>(segment, [&](const LinearPhase& work) {
+            for (const PackedTensor& tensor : work.linear.parts()) add_tensor(unit, tensor);
+        });
+    };
+    for (size_t i = 0; i < layers_.size(); ++i) add_linears(layers_[i], units[1 + i]);
+    add_linears(head_, units.back());
+    each<EmbedPhase>(embed_, [&](const EmbedPhase& work) {
+        const auto tied = [&](const auto& part) { return part.data() == work.table.data; };
+        if (std::none_of(units.back().begin(), units.back().end(), tied)) add_tensor(units[0], work.table);
+        if (work.positions) add_tensor(units[0], *work.positions);
+    });
+    for (Streaming::Unit& unit : units) merge(unit);
+    return units;
 }
 
 void Program::send(const StepRows& rows) { ranks_->send(write_rows(rows, hidden_, number_, ranks_->next_message())); }
@@ -333,10 +380,12 @@ void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start
 
 void Program::work(Worker& worker, const StepRows& rows, Step* step) {
     worker.rows = rows.count();
+    if (!rows.hidden) enter(0, worker, rows);
     if (!rows.hidden) run_segment(embed_, SegmentKind::kEmbed, 0, worker);
     const int last = rows.last_layer < 0 ? layers() : rows.last_layer;
     for (int i = rows.first_layer; i < last; ++i) {
         const size_t layer = static_cast<size_t>(i);
+        enter(1 + i, worker, rows);
         const unsigned skips = layer < rows.skips.size() ? rows.skips[layer] : 0;
         run_segment(layers_[layer], SegmentKind::kLayer, skips, worker, rows.fill);
     }
@@ -361,6 +410,7 @@ void Program::work(Worker& worker, const StepRows& rows, Step* step) {
               [&] { gather_chunk(chunk, worker, rows); });
         worker.units = rows.units.subspan(static_cast<size_t>(chunk.first_unit),
                                           static_cast<size_t>(chunk.last_unit - chunk.first_unit));
+        enter(1 + layers(), worker, rows);
         run_segment(head_, SegmentKind::kHead, 0, worker);
         if (!step) continue;
         visit({"answers", nullptr, SegmentKind::kHead, worker.rows, 0, 0}, worker,
@@ -384,6 +434,12 @@ void Program::run_segment(const Segment& segment, SegmentKind kind, unsigned ski
         if (phase.sublayer & skips || (fill && !phase.fills)) continue;
         visit({nullptr, &phase, kind, worker.rows, 0, 0}, worker, [&] { run_phase(phase, worker); });
     }
+}
+
+void Program::enter(int unit, Worker& worker, const StepRows& rows) {
+    if (!streaming_) return;
+    const int layer = rows.last_layer < 0 ? layers() : rows.last_layer;
+    worker.share(1, [&](int, int) { streaming_->enter(unit, rows.chunks.empty() ? layer : 1 + layers()); });
 }
 
 // Copies the hidden rows of a chunk into the head's buffer.

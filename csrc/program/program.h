@@ -16,6 +16,7 @@
 #include "program/phases.h"
 #include "program/profile.h"
 #include "program/step.h"
+#include "program/streaming.h"
 #include "system/in_use.h"
 #include "system/threadpool.h"
 
@@ -53,6 +54,11 @@ public:
     // Steps of at least this number of rows, and without taps, split them over the ranks (Phase::by_rows); 0: no step
     // does. Throws std::invalid_argument for so few rows that an input may be local (Buffer::is_local).
     void split_from(int rows);
+
+    // Packed weights by unit (Streaming::Unit): embed without a table that the head multiplies, each layer, the head.
+    std::vector<Streaming::Unit> weight_units() const;
+    // Steps read the weights through `streaming`, whose units are `weight_units`; null: they are in memory.
+    void stream(std::shared_ptr<Streaming> streaming);
 
     // Runs a step and fills its answers. Locks the program, its KV pool and the sequences; the caller locks the step.
     // Throws, before anything is computed: std::runtime_error if another thread uses one of these, std::out_of_range or
@@ -114,6 +120,8 @@ private:
     // Calls f and, if `profiling`, records it as a visit.
     template <class F>
     void visit(Profile::Visit visit, Worker& worker, F f);
+    // The next turn: waits until a unit of the weights is in memory.
+    void enter(int unit, Worker& worker, const StepRows& rows);
     void gather_chunk(const HeadChunk& chunk, Worker& worker, const StepRows& rows);
     void answer_chunk(const HeadChunk& chunk, const Items& items, Worker& worker, Step& step);
 
@@ -153,6 +161,7 @@ private:
     int logits_width_ = 0;
     int first_unit_ = 0, last_unit_ = 0;  // blocks of the vocabulary that this rank computes
     Profile profile_;
+    std::shared_ptr<Streaming> streaming_;
     uint32_t passed_ = 0;  // number of the exchange after the step
 };
 

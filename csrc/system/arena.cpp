@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <new>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -35,8 +36,14 @@ void PageSize::took(bool small, double seconds) {
 Arena::Arena(size_t block_bytes, Pages pages)
     : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)), pages_(pages) {}
 
+Arena::Arena(size_t block_bytes, int file)
+    : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)),
+      pages_(Pages::kQuickest),
+      file_(os::duplicate(file)) {}
+
 Arena::~Arena() {
     for (const Block& block : blocks_) os::release(block.mapping, block.mapped);
+    if (in_file()) os::close(file_);
 }
 
 uint8_t* Arena::allocate(size_t bytes) {
@@ -54,10 +61,12 @@ uint8_t* Arena::allocate(size_t bytes) {
 }
 
 void Arena::provide(std::span<const uint8_t> part) {
+    if (in_file()) return;  // the system reads pages of a file when they are first written
     each_page(part, [&](Block& block, size_t page) { provide_page(block, page); });
 }
 
 void Arena::provide(ThreadPool& pool, std::span<const std::span<uint8_t>> parts) {
+    if (in_file()) return;
     std::vector<std::pair<Block*, size_t>> wanted;
     for (const std::span<uint8_t> part : parts) {
         each_page(part, [&](Block& block, size_t page) {
@@ -97,12 +106,47 @@ void Arena::provide_page(Block& block, size_t page) {
     state.store(kThere, std::memory_order_release);
 }
 
+void Arena::write_back() {
+    os::write_back(file_);
+    for (const Block& block : blocks_) os::drop(file_, block.begin, block.base, block.bytes);
+}
+
+void Arena::fetch(std::span<const uint8_t> part) const {
+    os::fetch(file_, place_in_file(part), part.data(), part.size());
+}
+
+void Arena::drop(std::span<const uint8_t> part) const {
+    os::drop(file_, place_in_file(part), part.data(), part.size());
+}
+
+size_t Arena::place_in_file(std::span<const uint8_t> part) const {
+    for (const Block& block : blocks_) {
+        if (part.data() >= block.base && part.data() < block.base + block.bytes)
+            return block.begin + static_cast<size_t>(part.data() - block.base);
+    }
+    throw std::invalid_argument("the part is of another arena");
+}
+
+size_t Arena::resident(std::span<const uint8_t> part) const {
+    if (!part.empty()) return os::resident(part.data(), part.size());
+    size_t bytes = 0;
+    for (const Block& block : blocks_) bytes += os::resident(block.base, block.bytes);
+    return bytes;
+}
+
 Arena::Block& Arena::add_block(size_t bytes) {
+    if (in_file()) {
+        os::extend_file(file_, file_bytes_, bytes);
+        auto* base = static_cast<uint8_t*>(os::map_file(file_, file_bytes_, bytes));
+        blocks_.push_back({base, bytes, 0, base, bytes, file_bytes_, nullptr});
+        file_bytes_ += bytes;
+        return blocks_.back();
+    }
     const size_t mapped = bytes + kHugePage;  // space to align the base to 2 MB
     void* mapping = os::reserve(mapped);
     auto* base = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(mapping), kHugePage));
     os::prefer(os::Pages::kLarge, base, bytes);  // the system may still use small pages
-    blocks_.push_back({base, bytes, 0, mapping, mapped, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
+    blocks_.push_back({base, bytes, 0, mapping, mapped, 0, std::make_unique<std::atomic<Page>[]>(bytes / kHugePage)});
     return blocks_.back();
 }
 

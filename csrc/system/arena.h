@@ -45,6 +45,8 @@ public:
 
     // Maps blocks of `block_bytes` bytes (rounded up to 2 MB) on demand. A page uses memory once it is written.
     explicit Arena(size_t block_bytes = size_t{256} << 20, Pages pages = Pages::kQuickest);
+    // The same with the pages of an empty file, which the arena extends. `file` may be closed afterwards.
+    Arena(size_t block_bytes, int file);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -61,6 +63,15 @@ public:
 
     size_t used() const { return used_; }
 
+    // Of an arena in a file: writes all changed pages to it and releases them. Throws std::runtime_error.
+    void write_back();
+    // Of an arena in a file: reads the pages of a part into memory, or releases them (os::fetch, os::drop).
+    void fetch(std::span<const uint8_t> part) const;
+    void drop(std::span<const uint8_t> part) const;
+    // Bytes of a part that are in memory; of all blocks if it is empty.
+    size_t resident(std::span<const uint8_t> part = {}) const;
+    bool in_file() const { return file_ >= 0; }
+
 private:
     enum Page : uint8_t { kNew, kComing, kThere };
 
@@ -70,10 +81,12 @@ private:
         size_t used;
         void* mapping;  // start of the mapping, at or before `base`
         size_t mapped;
+        size_t begin;                                // place of `base` in the file
         std::unique_ptr<std::atomic<Page>[]> pages;  // state of each 2 MB page
     };
 
     Block& add_block(size_t bytes);
+    size_t place_in_file(std::span<const uint8_t> part) const;
     // Calls f(block, page) for each 2 MB page of a part.
     template <class F>
     void each_page(std::span<const uint8_t> part, F f);
@@ -81,6 +94,8 @@ private:
 
     const size_t block_bytes_;
     const Pages pages_;
+    const int file_ = -1;    // -1: memory without a file
+    size_t file_bytes_ = 0;  // size of the file
     std::mutex lock_;
     std::vector<Block> blocks_;
     size_t used_ = 0;

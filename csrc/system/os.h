@@ -50,6 +50,20 @@ bool provide(void* memory, size_t bytes);
 // first and last page, loads them from the file again.
 void forget(const void* mapped, size_t bytes);
 
+// A file whose pages are memory. `extend_file` takes disk space for `bytes` more bytes; `map_file` maps them, readable
+// and writable. All throw std::runtime_error with the system's message.
+int duplicate(int file);
+void extend_file(int file, size_t begin, size_t bytes);
+void* map_file(int file, size_t begin, size_t bytes);
+void write_back(int file);
+// Reads the pages of a mapped file that contain these bytes, and maps them. `begin`: place of the bytes in the file.
+void fetch(int file, size_t begin, const void* mapped, size_t bytes);
+// Releases whole pages of a mapped file: those between the first and the last page border in these bytes. They are
+// removed from the system's cache, too, if they have been written back.
+void drop(int file, size_t begin, const void* mapped, size_t bytes);
+// Bytes of the pages of a mapped file that are in memory.
+size_t resident(const void* mapped, size_t bytes);
+
 // Start of the page that contains the address. On Arm, pages have 4, 16 or 64 KB.
 constexpr uintptr_t page_start(uintptr_t address, uintptr_t page_bytes) { return address / page_bytes * page_bytes; }
 

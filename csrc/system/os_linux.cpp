@@ -11,11 +11,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <memory>
 #include <new>
 #include <set>
 #include <sstream>
@@ -26,6 +28,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
 #endif
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14
+#endif
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434  // Linux 5.3
 #endif
@@ -33,7 +38,8 @@
 namespace headrace::os {
 namespace {
 
-constexpr size_t kMostMasks = 1 << 10;  // masks of 1024 CPUs each
+constexpr size_t kPiece = size_t{1} << 20;  // bytes of one read
+constexpr size_t kMostMasks = 1 << 10;      // masks of 1024 CPUs each
 
 std::string first_line(const std::string& path) {
     std::ifstream file(path);
@@ -59,6 +65,11 @@ double cfs_quota(const std::string& folder) {
 }
 
 [[noreturn]] void fail(const std::string& what) { throw std::runtime_error(what + ": " + std::strerror(errno)); }
+
+uintptr_t page_bytes() {
+    static const auto bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    return bytes;
+}
 
 // Smallest limit of a control group and all groups above it.
 double limit_on_path(const std::string& root, std::string path, double (*limit)(const std::string&)) {
@@ -149,8 +160,68 @@ bool provide(void* memory, size_t bytes) { return madvise(memory, bytes, MADV_PO
 
 void forget(const void* mapped, size_t bytes) {
     const auto start = reinterpret_cast<uintptr_t>(mapped);
-    const uintptr_t first = page_start(start, static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)));
+    const uintptr_t first = page_start(start, page_bytes());
     madvise(reinterpret_cast<void*>(first), start + bytes - first, MADV_DONTNEED);
+}
+
+int duplicate(int file) {
+    const int copy = fcntl(file, F_DUPFD_CLOEXEC, 0);
+    if (copy < 0) fail("a file cannot be used twice");
+    return copy;
+}
+
+void extend_file(int file, size_t begin, size_t bytes) {
+    if (const int problem = posix_fallocate(file, static_cast<off_t>(begin), static_cast<off_t>(bytes)); problem != 0) {
+        errno = problem;
+        fail("no disk space of " + std::to_string(bytes) + " bytes");
+    }
+}
+
+void* map_file(int file, size_t begin, size_t bytes) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(begin));
+    if (memory == MAP_FAILED) fail("the file of the weights cannot be mapped");
+    // Reads bring in what was asked for and nothing else, which no `drop` would release.
+    madvise(memory, bytes, MADV_RANDOM);
+    posix_fadvise(file, 0, 0, POSIX_FADV_RANDOM);
+    return memory;
+}
+
+void write_back(int file) {
+    if (fdatasync(file) != 0) fail("the weights cannot be written");
+}
+
+void fetch(int file, size_t begin, const void* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = page_start(start, page_bytes());
+    const size_t size = start + bytes - first, from = begin - (start - first);
+    // Hints first, so that the disk has all reads at once. The system may ignore them, so each piece is read, too.
+    for (size_t at = 0; at < size; at += kPiece)
+        posix_fadvise(file, static_cast<off_t>(from + at), kPiece, POSIX_FADV_WILLNEED);
+    const auto scratch = std::make_unique<char[]>(kPiece);
+    for (size_t at = 0; at < size; at += kPiece) {
+        if (pread(file, scratch.get(), std::min(kPiece, size - at), static_cast<off_t>(from + at)) < 0) break;
+    }
+    madvise(reinterpret_cast<void*>(first), size, MADV_POPULATE_READ);
+}
+
+void drop(int file, size_t begin, const void* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = page_start(start + page_bytes() - 1, page_bytes());
+    const uintptr_t last = page_start(start + bytes, page_bytes());
+    if (first >= last) return;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+    posix_fadvise(file, static_cast<off_t>(begin + (first - start)), static_cast<off_t>(last - first),
+                  POSIX_FADV_DONTNEED);
+}
+
+size_t resident(const void* mapped, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(mapped);
+    const uintptr_t first = page_start(start, page_bytes());
+    std::vector<unsigned char> pages((start + bytes - first + page_bytes() - 1) / page_bytes());
+    if (mincore(reinterpret_cast<void*>(first), start + bytes - first, pages.data()) != 0) return 0;
+    size_t count = 0;
+    for (const unsigned char page : pages) count += page & 1;
+    return count * page_bytes();
 }
 
 int make_shared(size_t bytes) {

@@ -35,19 +35,48 @@ def free_memory() -> int:
     return min(free, _control_group_room())
 
 
-def _control_group_room() -> int:
-    """Bytes left in the control group (v2, then v1); 2**63 without a limit."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = Path(limit).read_text().strip()
-            if text != "max":
-                return max(0, int(text) - int(Path(used).read_text()))
-        except (OSError, ValueError):
+# Below the folder of control groups: limit, usage, statistics, and the statistic of cached file pages that can be released.
+MEMORY_GROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def _control_group_room(membership: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:
+    """Bytes left in the control group and the groups above it (v2 and v1); 2**63 without a limit.
+
+    Pages of files that the system can release do not count as used.
+    """
+    try:
+        lines = Path(membership).read_text().splitlines()
+    except OSError:
+        lines = []
+    room = 2**63
+    for number, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        kind = "" if (number, controllers) == ("0", "") else "memory" if "memory" in controllers.split(",") else None
+        if kind is None:
             continue
-    return 2**63
+        limit, used, cached = MEMORY_GROUPS[kind]
+        top, place = Path(root, kind), Path(root, kind, path.lstrip("/"))
+        for folder in [place, *place.parents]:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                most = int((folder / limit).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                room = min(room, max(0, most - int((folder / used).read_text()) + int(stat[cached])))
+            if folder == top:
+                break
+    return room
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether the files of a folder are in memory (tmpfs, ramfs); False if the system does not say."""
+    try:
+        number = folder.stat().st_dev
+        lines = [line.split(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return False
+    device = f"{os.major(number)}:{os.minor(number)}"
+    return any(mount.split()[2] == device and kind.split()[0] in ("tmpfs", "ramfs") for mount, kind in lines)
 
 
 def physical_memory() -> int:

@@ -114,6 +114,7 @@ class LLM:
         exit_state: str = DEFERRED,
         cascade: str | Path | None = None,
         tp: int = 1,
+        offload: bool = False,
         parse_special: bool = False,
         progress: Progress | None = None,
     ) -> None:

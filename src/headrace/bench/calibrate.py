@@ -1,13 +1,17 @@
 """Calibration of this machine for `headrace fit`: times of the core's kernels with random weights, without a model's files."""
 
 import math
+import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from itertools import chain
+from pathlib import Path
 from statistics import median, median_low
+from tempfile import TemporaryFile
 from typing import Any
 
 import msgspec
@@ -31,6 +35,7 @@ from headrace.startup.fit.shapes import shape_of
 from headrace.weights.kinds import KINDS
 from headrace.weights.schemes.rows import POINTS
 from headrace.weights.sparse import INDICES, ZEROS
+from headrace.weights.store import home
 
 # Formats that every calibration measures.
 COMMON = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "BF16")
@@ -44,8 +49,12 @@ PROBE = "Q4_K"
 SIZES = tuple(mebibytes << 20 for mebibytes in (64, 96, 128, 160, 192, 224, 256))
 MANY_ROWS = 32
 REPEATS, SWEEPS = 2, 3
-# Rows of a long step.
-LONG = 512
+# Bytes of the file that is read from disk, and of one call.
+ON_DISK, PIECE = 256 << 20, 4 << 20
+# Rows of a long step, and from which products take longer than reading.
+LONG, PRODUCTS = 512, 16
+# Seconds for which a measured pace counts.
+FRESH = 0.15
 # Seconds that repeated passes take at least.
 SHORT = 0.012
 # Head size, query heads and KV heads of the models whose attention is measured.
@@ -57,6 +66,10 @@ LAYERS = 4
 # Heads and formats of K and V that are measured.
 MEASURED = ((HEADS[0], "bfloat16"), *((HEADS[1], kv_dtype) for kv_dtype in ("bfloat16", "int8", "int4")))
 # A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
+# Scales at the beginning of a block of random bytes with which weights have variance 1; Q4_K's second one removes the mean.
+SCALES = {"Q8_0": (1 / 74,), "Q4_K": (1 / 128, 1 / 32)}
+# Format of the weights of programs whose attention is measured.
+ATTENTION_KIND = "Q8_0"
 WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN, VOCABULARY = "Q4_K", 4, 4096, 8192
 WHOLE_STEPS = ((1, 1, 127), (4, 1, 127), (8, 1, 127), (32, 1, 127), (1, 512, 0))
 # Phases whose time depends on the numbers that they read.
@@ -68,13 +81,29 @@ Times = Iterator[tuple[Any, float]]
 
 
 class RandomSource(PlannedSource):
-    """A source whose matrices are random bfloat16 and whose vectors are ones."""
+    """A source whose vectors are ones, and whose matrices are random: of inputs with variance 1 they make outputs with about 1.
+
+    Attention needs such values. Scores of large ones underflow in the softmax, which takes up to twice the time.
+    """
 
     def raw(self, name: str) -> np.ndarray:
         info = self.info(name)
         if info.kind == "F32":
             return np.ones(info.shape, np.float32).reshape(info.rows, -1).view(np.uint8)
-        return stored(info.kind, info.rows, info.shape[-1], np.random.default_rng(0))
+        return unit_rows(info.kind, info.rows, info.shape[-1])
+
+
+def unit_rows(kind: str, n: int, k: int) -> np.ndarray:
+    """Random packed rows [n, bytes] uint8 of BF16, Q8_0 or Q4_K, of mean 0 and variance 1 / k."""
+    rng, scale = np.random.default_rng(0), k**-0.5
+    if kind == "BF16":
+        return (scale * rng.standard_normal((n, k))).astype(np.float32).view(np.uint16)[:, 1::2].copy().view(np.uint8)
+    rows = stored(kind, n, k, rng).reshape(n, -1, KINDS[kind].nbytes)
+    if kind == "Q8_0":
+        rows[:, :, 2:] = rng.integers(0, 256, rows[:, :, 2:].shape, np.uint8)
+    scales = (np.array(SCALES[kind]) * scale).astype(np.float16).view(np.uint8)
+    rows[:, :, : len(scales)] = scales
+    return rows.reshape(n, -1)
 
 
 def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lambda: None) -> Machine:
@@ -87,12 +116,13 @@ def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lamb
     probe = Layers(PROBE, *SHAPES[1], MEMORY, pool)
     with ExitStack() as stack:
         programs = {
-            (*heads, kv_dtype): stack.enter_context(closing(_program(*heads, kv_dtype, pool.size, LAYERS)))
+            (*heads, kv_dtype): stack.enter_context(closing(_program(*heads, kv_dtype, pool.size, LAYERS, kind=ATTENTION_KIND)))
             for heads, kv_dtype in MEASURED
         }
         engine, program = _engine(stack, pool.size)
         whole = stack.enter_context(closing(_program(*HEADS[1], "auto", pool.size, WHOLE_LAYERS, WHOLE_FFN)))
         samples: dict[Any, list[float]] = defaultdict(list)
+        pace = Pace(linears[WHOLE_KIND][1])
         for _ in range(SWEEPS):
             for name, seconds in chain(
                 _linear_times(linears),
@@ -101,9 +131,9 @@ def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lamb
                 _host_times(engine, program),
                 _whole_times(whole),
             ):
-                samples[name].append(seconds)
+                samples[name].append(seconds / pace.now(name))
             done()
-        times = {name: median_low(seconds) for name, seconds in samples.items()}
+        times = {name: median_low(ratios) * pace.usual(name) for name, ratios in samples.items()}
         machine = _machine(pool, times, linears, probe)
         return msgspec.structs.replace(machine, program=_factors(whole, machine, times))
 
@@ -136,7 +166,26 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
         embed=line_through(rest["embed"]),
         answers=line_through(rest["answers"]),
         host=line_through(rest["host"]),
+        disk=_disk_speed(home()),
     )
+
+
+def _disk_speed(folder: Path) -> float:
+    """Bytes/s of reading a file of this folder in large pieces; 0 if its files are in memory or it has no space."""
+    if host.in_memory(folder) or shutil.disk_usage(folder).free < 2 * ON_DISK:
+        return 0.0
+    piece = bytearray(PIECE)
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(ON_DISK // PIECE):
+            file.write(piece)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        start = time.perf_counter()
+        while file.readinto(piece):
+            pass
+        return ON_DISK / (time.perf_counter() - start)
 
 
 def _whole_times(program: NativeProgram) -> Times:
@@ -176,6 +225,43 @@ class Layers:
         # Short passes are repeated until the threads are awake and the clock is up.
         repeats = max(REPEATS, min(16, int(SHORT / once)))
         return float(median(core.module().time_linears(some, x, self.pool, repeats))) / len(some)
+
+
+class Pace:
+    """Speed of the machine while it is calibrated, as the time of one layer: with one row (reading), or with many (products).
+
+    The clock changes within a second. Each measurement is divided by the time of the layer next to it, and multiplied by the
+    layer's median time at the end, so that all figures are of the same speed.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = layers
+        self.times: dict[int, list[float]] = {1: [], LONG: []}
+        self._last: dict[int, tuple[float, float]] = {}
+
+    def now(self, name: tuple[Any, ...]) -> float:
+        """Time of the layer after the measurement `name`; 1 for measurements that are not of the cores."""
+        if not (rows := self._rows(name)):
+            return 1.0
+        at, seconds = self._last.get(rows, (0.0, 0.0))
+        if time.perf_counter() - at > FRESH:
+            seconds = self.layers.seconds(rows, CACHED if rows == 1 else FEW)
+            self.times[rows].append(seconds)
+            self._last[rows] = time.perf_counter(), seconds
+        return seconds
+
+    def usual(self, name: tuple[Any, ...]) -> float:
+        """Median time of the layer that `now` divided by."""
+        rows = self._rows(name)
+        return median(self.times[rows]) if rows else 1.0
+
+    def _rows(self, name: tuple[Any, ...]) -> int:
+        """Rows of the layer that is compared with a measurement; 0: none, for reads from memory."""
+        if name[0] == "memory":
+            return 0
+        rows = {"attention": lambda: name[2][0] * name[2][1], "whole": lambda: name[1] * name[2]}.get(name[0])
+        fed = rows() if rows else name[2] if len(name) == 3 else 1
+        return LONG if fed >= PRODUCTS else 1
 
 
 def _linear_times(linears: dict[str, list[Layers]]) -> Times:
@@ -244,11 +330,13 @@ def _plane(points: Sequence[tuple[int, float, float]]) -> tuple[float, float, fl
     return best[1]
 
 
-def _program(dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int, layers: int, ffn: int = 64) -> NativeProgram:
+def _program(
+    dim: int, heads: int, kv_heads: int, kv_dtype: str, threads: int, layers: int, ffn: int = 64, kind: str = WHOLE_KIND
+) -> NativeProgram:
     """A program of random layers with these heads; its pool holds 32 contexts of 128 tokens, or one of 4,096."""
     layer = LayerConfig(heads=heads, kv_heads=kv_heads, head_dim=dim, ffn=ffn, rope=RopeConfig())
     config = ModelConfig("llama", VOCABULARY, heads * dim, (layer,) * layers, 8192)
-    source = planned(config, WHOLE_KIND)
+    source = planned(config, kind)
     random = RandomSource(source.path, source.format, source.config, source.tensors)
     return NativeProgram(
         describe(config), random, num_blocks=512, block_size=16, max_positions=8192, kv_dtype=kv_dtype, threads=threads
@@ -259,9 +347,10 @@ def _profiled(program: NativeProgram, batch: int, rows: int, past: int, whole: b
     """Median seconds of each phase of a step, all calls together; with `whole` those of the step, without a profile."""
     module, found = core.module(), list[dict[str, float]]()
     blocks = -(-(past + rows) // 16)
+    tokens = np.random.default_rng(0).integers(0, program.config.vocab_size, (batch, past + rows)).tolist()
     sequences = []
     for number in range(batch):
-        sequence = module.Sequence([number + 1] * (past + rows), module.SampleParams())
+        sequence = module.Sequence(tokens[number], module.SampleParams())
         sequence.set_table(0, 0, list(range(number * blocks, (number + 1) * blocks)))
         sequences.append(sequence)
     first = 0 if rows > LONG else 1  # long steps need no warm-up

@@ -51,6 +51,7 @@ def fit(
     tp: Annotated[int, typer.Option(help="Ranks that share each layer: 1, 2, 4 or 8.")] = 1,
     pp: Annotated[int, typer.Option(help="Stages of whole layers.")] = 1,
     replicas: Annotated[int, typer.Option(help="Copies of the model.")] = 1,
+    offload: Annotated[bool, typer.Option("--offload", help="Weights that do not fit in memory stay on disk.")] = False,
     devices: Annotated[int, typer.Option(min=1, max=64, help="Machines or accelerators that layouts may use.")] = 1,
     tpot: Annotated[float, typer.Option(min=0, help="Most milliseconds a token: prints the largest batch.")] = 0.0,
     ttft: Annotated[float, typer.Option(min=0, help="Most milliseconds to the first token: prints the chunk.")] = 0.0,
@@ -75,6 +76,8 @@ def fit(
     room = _memory(memory, chosen, machine)
     question = report.Question(load, layout, room, devices, tpot / 1e3, ttft / 1e3)
     found = report.report(shape, question, chosen)
+    if offload:
+        found["offload"] = report.offload_record(shape, question, chosen)
     if not shape.encoder and (chosen is not None or check):
         names = [name.strip() for name in cells.split(",") if name.strip()] if check else None
         setting = {"kv_dtype": kv_dtype, "quantize": quantize or None, "threads": threads}
@@ -131,7 +134,7 @@ def _cells(
     from headrace.bench.fit_check import ROUNDS, check
 
     status().start("measuring", ROUNDS + 1, unit="rounds")
-    measured = check(model, shape, load.chunk, setting, names or NAMES, done=lambda: status().advance(1))
+    measured = check(model, shape, load.chunk, setting, names or NAMES, machine, done=lambda: status().advance(1))
     status().finish()
     return cells_record(predicted or {name: {} for name in measured}, measured)
 
@@ -152,6 +155,8 @@ def _print(found: dict[str, Any], load: Any) -> None:
     fits = "fits" if memory["fits"] else "does not fit"
     where = "" if memory["layout"] == "one process" else f" a rank ({memory['layout']})"
     fields.append(("in all", f"{human_size(memory['total'])}{where}, {human_size(memory['available'])} are free: {fits}"))
+    if "offload" in found:
+        fields.append(("offload", _offload(found["offload"])))
     fields.append(("K/V per token", f"{model['kv_bytes_per_token']:,.0f} bytes"))
     print_fields(fields)
     print()
@@ -162,6 +167,18 @@ def _print(found: dict[str, Any], load: Any) -> None:
         print("\nno times: measure this machine with --calibrate, or name one with --machine")
         return
     _print_times(found)
+
+
+def _offload(one: dict[str, Any]) -> str:
+    if not one["fits"]:
+        return f"does not fit: two layers at a time take {human_size(one['memory'])}"
+    if not one["disk"]:
+        return "not needed, all weights fit"
+    text = f"{human_size(one['memory'])} of weights in memory; each step reads {human_size(one['disk'])} from disk"
+    if "tpot_ms" not in one:
+        return f"{text}; --calibrate measures the disk"
+    limit = "reading" if one["reading_ms"] >= one["computing_ms"] else "computing"
+    return f"{text} ({one['bandwidth'] / 1e9:.2g} GB/s) and takes {one['tpot_ms']:.0f} ms, {limit} (predicted)"
 
 
 def _print_times(found: dict[str, Any]) -> None:
@@ -223,15 +240,24 @@ def _print_cells(cells: dict[str, Any]) -> None:
         rows.append(
             (
                 *(name, f"{predicted['ms']:.2f}", f"{predicted['tokens_per_s']:.1f}"),
-                *(("", "", "") if measured is None else _measured(cell)),
+                *(("", "", "", "") if measured is None else _measured(cell)),
             )
         )
-    print_table(("CELL", "MS (PREDICTED)", "TOKENS/S (PREDICTED)", "MS (MEASURED)", "TOKENS/S", "ERROR"), rows)
+    head = ("CELL", "MS (PREDICTED)", "TOKENS/S (PREDICTED)", "MS (MEASURED)", "TOKENS/S", "ERROR", "SLOWNESS")
+    print_table(head, rows)
+    if any(cell["measured"] is not None for cell in cells.values()):
+        print(
+            "SLOWNESS: time of a linear layer next to the cell, divided by its calibrated time; predicted times are multiplied "
+            "by it"
+        )
 
 
-def _measured(cell: dict[str, Any]) -> tuple[str, str, str]:
+def _measured(cell: dict[str, Any]) -> tuple[str, str, str, str]:
     measured = cell["measured"]
-    return f"{measured['ms']:.2f}", f"{measured['tokens_per_s']:.1f}", f"{cell['error']:+.1%}"
+    return (
+        *(f"{measured['ms']:.2f}", f"{measured['tokens_per_s']:.1f}", f"{cell['error']:+.1%}"),
+        f"{measured['slowness']:.2f}",
+    )
 
 
 def _plot(path: Path, found: dict[str, Any]) -> None:

@@ -110,6 +110,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             group=SettingGroup.GENERATING,
         ),
     ] = 1
+    offload: Annotated[
+        bool,
+        Setting(
+            "Keep weights that do not fit in memory on disk, and read them in each step; for trying a model, not for serving",
+            group=SettingGroup.GENERATING,
+        ),
+    ] = False
     cascade: Annotated[
         str | Path | None,
         Setting(

@@ -8,6 +8,7 @@ import msgspec
 from headrace import host
 from headrace.backends import memory
 from headrace.backends.eager.offer import EagerBackend
+from headrace.backends.native import offload
 from headrace.backends.native.offer import NativeBackend, threads_of_process
 from headrace.backends.protocol import Backend, LoadedPrograms
 from headrace.backends.recipe import EXITS, Recipe, Role
@@ -62,6 +63,8 @@ def start(recipe: Recipe) -> Started:
     recipe = _with_file_kv_dtype(recipe)
     settings = recipe.settings
     _check(recipe)
+    if settings.offload:
+        return _start_offload(recipe)
     if settings.tp != 1:
         return _start_ranks(recipe)
     asked = [offer for offer in BACKENDS if settings.backend in ("auto", offer.name)]
@@ -88,6 +91,18 @@ def _start_ranks(recipe: Recipe) -> Started:
         return _start(native, replace(recipe, start_ranks=lead))
     except RecordError as error:
         raise ValueError(f"tp={recipe.settings.tp}: {error}; leave tp out") from None
+
+
+def _start_offload(recipe: Recipe) -> Started:
+    """Load a recipe whose target may be larger than memory. Raises ValueError (also WeightError), one line."""
+    native = BACKENDS[0]
+    problem = offload.unsupported_reason(recipe) or native.unsupported_reason(recipe)
+    if not problem:
+        try:
+            return _start(native, recipe)
+        except RecordError as error:
+            problem = str(error)
+    raise ValueError(f"offload: {problem}; leave offload out")
 
 
 def _with_file_kv_dtype(recipe: Recipe) -> Recipe:

@@ -1,5 +1,7 @@
 """The native back end: loads models into the compiled core."""
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -7,18 +9,22 @@ import numpy as np
 
 from headrace import core, host
 from headrace.backends import memory
-from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes
-from headrace.backends.native.weights import packed_bytes, packed_sizes, total_packed_bytes
+from headrace.backends.native import offload
+from headrace.backends.native.program import KV_DTYPES, NativeProgram, kv_block_bytes, scratch_bytes, thread_pool
+from headrace.backends.native.weights import PackedWeights, packed_bytes, packed_sizes, total_packed_bytes
 from headrace.backends.protocol import LoadedPrograms, RankGroup
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
 from headrace.data.plan import MAX_NODES, TARGET
 from headrace.data.settings import ModelSettings
 from headrace.kv.layout import kv_shape
+from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.parallel.ranks.share import Share
 from headrace.weights.kv_settings import kv_settings
 from headrace.weights.source import WeightSource
+
+log = logging.getLogger("headrace")
 
 
 class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,17 +49,23 @@ class TargetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_target(
-    config: ModelConfig, source: WeightSource, settings: TargetSettings, group: RankGroup | None = None, **stage: Any
+    config: ModelConfig,
+    source: WeightSource,
+    settings: TargetSettings,
+    group: RankGroup | None = None,
+    on_disk: bool = False,
+    **stage: Any,
 ) -> NativeProgram:
     """The target's program, or this rank's share of it. Its weights are laid out and not packed yet.
 
-    stage: layers and input rows of a pipeline's stage.
+    on_disk: pack the weights into a file (offload). stage: layers and input rows of a pipeline's stage.
     """
     own = config if group is None else group.share.narrowed()
     model, centre = describe(own.within(settings.context)), _centre(config, source)
     if group is not None and centre is not None:
         centre = np.ascontiguousarray(centre[:, group.share.layers[0].cut("heads", "k")])
-    return NativeProgram(model, source, centre=centre, pack=False, group=group, **stage, **settings.program)
+    weights = weights_in_file(model, source, settings) if on_disk else None
+    return NativeProgram(model, source, weights=weights, centre=centre, pack=False, group=group, **stage, **settings.program)
 
 
 def target_settings(recipe: Recipe, plan: memory.MemoryPlan) -> TargetSettings:
@@ -74,6 +86,25 @@ def threads_of_process(settings: ModelSettings) -> int:
     if settings.threads is not None or processes == 1:
         return settings.threads or 0
     return max(1, core.processors() // processes)
+
+
+def weights_in_file(model: Model, source: WeightSource, settings: TargetSettings) -> PackedWeights:
+    """A model's weights, to be packed into a file on disk. Raises ValueError if the disk has no room."""
+    need = packed_bytes(model, source, settings.quantize) + offload.ROUNDING
+    with offload.weights_file(need) as file:
+        return PackedWeights(model, source, thread_pool(settings.threads), settings.quantize, file=(file.fileno(), need))
+
+
+def start_streaming(program: NativeProgram, plan: memory.MemoryPlan, least: int) -> memory.MemoryPlan:
+    """Hold what fits of a program's weights in memory. Returns the plan with a line about the rest.
+
+    plan: made with `least` bytes of weights.
+    """
+    division, bandwidth = offload.stream(program, offload.room_for_weights(plan.spare, least))
+    if not division.streamed:
+        return replace(plan, summary=f"{plan.summary}, all weights fit in memory and offload does nothing")
+    log.warning("%s", division.summary(bandwidth))
+    return plan
 
 
 def _centre(config: ModelConfig, source: WeightSource) -> np.ndarray | None:
@@ -102,13 +133,15 @@ class NativeBackend:
         return host.free_memory()
 
     def load(self, recipe: Recipe) -> LoadedPrograms:
-        plan = self._plan(recipe)
+        plan, least = self._plan(recipe)
         of_target = target_settings(recipe, plan)
         group: RankGroup | None = None if recipe.start_ranks is None else recipe.start_ranks(recipe, of_target)
         try:
             programs = self._programs(recipe, of_target, group)
             if group is not None:
                 group.ready()
+            if recipe.settings.offload:
+                plan = start_streaming(programs[TARGET.name], plan, least)
         except BaseException:
             if group is not None:
                 group.close()
@@ -119,7 +152,8 @@ class NativeBackend:
         """Load the programs of all roles. Ranks share the target; all other programs are whole, on the first rank."""
         models, owners, heads = recipe.models, recipe.owners, recipe.head_ids()
         stage = {"layers": recipe.layers, "inputs": recipe.inputs}
-        programs = {TARGET.name: load_target(recipe.target.config, recipe.target.source, settings, group, **stage)}
+        target = load_target(recipe.target.config, recipe.target.source, settings, group, recipe.settings.offload, **stage)
+        programs = {TARGET.name: target}
         for name, owner in owners.items():
             if name == TARGET.name:
                 continue
@@ -145,8 +179,8 @@ class NativeBackend:
             programs[role.name] = NativeHeads(role.heads, programs[TARGET.name], recipe.target.source, **shared_settings)
         return programs
 
-    def _plan(self, recipe: Recipe) -> memory.MemoryPlan:
-        """The memory plan of all ranks and stages together."""
+    def _plan(self, recipe: Recipe) -> tuple[memory.MemoryPlan, int]:
+        """The memory plan of all ranks and stages together, and the least bytes of the target's weights (offload)."""
         settings, models = recipe.settings, recipe.models
         quantize, target = settings.quantize or "", recipe.target
         described = {role: describe(models[role].config) for role in dict.fromkeys(recipe.owners.values())}
@@ -158,6 +192,11 @@ class NativeBackend:
             need += sum(size.nbytes for size in held) - packed_bytes(whole, target.source, quantize)
             if settings.pp > 1 and target.config.tied_head:  # the first stage embeds, the last one has the head
                 need += sum(size.nbytes for size in held if size.path == "tokens")
+        least = need
+        if settings.offload:
+            sizes = list(packed_sizes(described[TARGET.name], target.source, quantize))
+            least = offload.least_resident(offload.unit_sizes(described[TARGET.name], sizes))
+            need += least - sum(size.nbytes for size in sizes)
         free = host.free_memory()
         memory.check_weights_fit(need, free, *(each.name for each in models.values()), narrower=narrower)
         scratch = recipe.scratch(lambda encoder: scratch_bytes(encoder, BLOCK_SIZE, recipe.longest + MAX_NODES))
@@ -167,4 +206,4 @@ class NativeBackend:
             held = [config if share is None else share.narrowed() for share in ranks]
             return sum(kv_block_bytes(each, BLOCK_SIZE, settings.kv_dtype) for each in held)
 
-        return recipe.plan(block_bytes, 4, free - need, scratch)
+        return recipe.plan(block_bytes, 4, free - need, scratch), least

@@ -137,6 +137,8 @@ class NativeProgram:
             first_kv=held.start,
             group=group,
         )
+        # core.Streaming of weights in a file.
+        self.streaming: Any = None
         self.encoder: NativeEncoder | None = None
         if model.encoder is not None:
             shared = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
@@ -210,7 +212,7 @@ class NativeProgram:
         """Release the packed weights and the pool, and end the other ranks."""
         if self.group is not None:
             self.group.close()
-        del self.core, self.encoder, self.weights, self.kv
+        del self.core, self.encoder, self.weights, self.kv, self.streaming
 
 
 def _kv_layers(config: ModelConfig, layers: range | None) -> range:

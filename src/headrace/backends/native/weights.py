@@ -132,15 +132,25 @@ class PackedWeights:
     quantize: "", int8 or int4 rounds float weights with one scale per 32 columns; token tables and the head become int8. Raises
     WeightError if the file has no float weights to quantise, or values that are not finite.
     share: the part of the file's parameters to pack; `model` is then the rank's, of `share.narrowed()`.
+    file: descriptor of an empty file that takes the packed bytes instead of memory, and their number; may be closed afterwards.
     """
 
-    def __init__(self, model: Model, source: WeightSource, pool: Any, quantize: str = "", share: Share | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        source: WeightSource,
+        pool: Any,
+        quantize: str = "",
+        share: Share | None = None,
+        file: tuple[int, int] | None = None,
+    ) -> None:
         if quantize not in QUANTIZE:
             raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
         self.source = source
         self.quantize = quantize
         self.share = share
-        self.arena = core.module().Arena()
+        self.in_file = file is not None
+        self.arena = core.module().Arena() if file is None else core.module().Arena(file[1], file[0])
         self._pool = pool
         self._packer = core.module().Packer(self.arena)
         # By the packer's number.
@@ -175,7 +185,10 @@ class PackedWeights:
         while self._packer.waiting:
             bar.advance(left - self._packer.waiting)
             left = self._packer.waiting
-            for number in self._packer.run(self._pool, PACKED_AT_ONCE):
+            broken = self._packer.run(self._pool, PACKED_AT_ONCE)
+            if self.in_file:
+                self.arena.write_back()
+            for number in broken:
                 raise WeightError(
                     f"{self.source.path}: tensor {self._packed[number].source!r} has values that are NaN or infinite; "
                     "the file is damaged, download it again"

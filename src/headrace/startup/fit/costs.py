@@ -150,8 +150,17 @@ def _attention(layer: LayerShape, step: Step, tp: int, rank: int) -> Operation:
 def timed(shape: ModelShape, step: Step, machine: Machine, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> list[Timed]:
     """Times of the operations of a step on one rank."""
     every = operations(shape, step, layout, rank, stage)
-    read = sum(each.calls * each.nbytes for each in every if each.kind in (LINEAR, ATTENTION, STATE))
+    read = _read(every)
     return [_time(operation, step, machine, read) for operation in every]
+
+
+def bytes_read(shape: ModelShape, step: Step) -> float:
+    """Bytes of weights, K/V and state that a step reads."""
+    return _read(operations(shape, step))
+
+
+def _read(every: Iterable[Operation]) -> float:
+    return sum(each.calls * each.nbytes for each in every if each.kind in (LINEAR, ATTENTION, STATE))
 
 
 def _time(operation: Operation, step: Step, machine: Machine, read: float) -> Timed:
@@ -169,11 +178,16 @@ def _time(operation: Operation, step: Step, machine: Machine, read: float) -> Ti
         HOST: lambda each, *_: machine.host[0] + machine.host[1] * each.rows,
     }[operation.kind](operation, step, machine)
     if operation.kind in (LINEAR, ATTENTION):
-        share, floor = machine.memory_share(read), operation.calls * operation.nbytes * machine.from_memory
-        seconds = max(seconds, share * floor + (1 - share) * seconds)
+        seconds = from_memory(seconds, operation.calls * operation.nbytes, read, machine)
     if operation.kind != HOST:
         seconds *= machine.factor(step.tokens)
     return Timed(operation, seconds, _limit(operation, machine))
+
+
+def from_memory(seconds: float, nbytes: float, read: float, machine: Machine) -> float:
+    """Time of an operation that takes `seconds` with its `nbytes` bytes in the cache, in a step that reads `read` bytes."""
+    share = machine.memory_share(read)
+    return max(seconds, share * nbytes * machine.from_memory + (1 - share) * seconds)
 
 
 def _roofline(operation: Operation, machine: Machine) -> Timed:

@@ -91,6 +91,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embed: tuple[float, float] = (0.0, 0.0)
     answers: tuple[float, float] = (0.0, 0.0)
     host: tuple[float, float] = (0.0, 0.0)
+    # Bytes/s of the disk with the store; 0: not known.
+    disk: float = 0.0
 
     def __post_init__(self) -> None:
         if self.memory < 1 or not 0 < self.bandwidth < math.inf or self.devices < 1:

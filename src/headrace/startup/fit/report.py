@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.backends.native import offload
 from headrace.startup.fit import solve
 from headrace.startup.fit.costs import Step, decode_seconds, prefill_seconds, products_of, timed
 from headrace.startup.fit.machine import Machine
 from headrace.startup.fit.shapes import ModelShape
-from headrace.startup.fit.sizes import Bytes, Layout, Load, bytes_of, check_layout, largest_rank
+from headrace.startup.fit.sizes import Bytes, Layout, Load, bytes_of, check_layout, largest_rank, units_of
 
 # Sequences whose longest context is shown.
 BATCHES = (1, 8, 32)
@@ -82,6 +83,30 @@ def memory_record(shape: ModelShape, question: Question) -> dict[str, Any]:
     ]
     room = {"available": question.memory, "fits": largest.total <= question.memory}
     return {**_parts(largest), **room, "ranks": ranks, "layout": str(question.layout)}
+
+
+def offload_record(shape: ModelShape, question: Question, machine: Machine | None) -> dict[str, Any]:
+    """Layer offload: bytes of weights in memory and on disk, and the time of a step, which reads the latter.
+
+    A step takes the longer of computing and reading. Times are left out without a machine, or if its disk is not known.
+    """
+    load = question.load
+    if question.layout.ranks > 1 or shape.encoder:
+        raise ValueError("--offload is for one process and decoders; leave --tp, --pp and --replicas out, or --offload")
+    need, units = largest_rank(shape, load), units_of(shape)
+    room = question.memory - (need.total - sum(units))
+    division, fits = offload.divide(units, room), offload.least_resident(units) <= room
+    made: dict[str, Any] = {
+        "memory": division.resident,
+        "disk": division.streamed,
+        "fits": fits,
+        "bandwidth": None if machine is None else machine.disk or None,
+    }
+    if machine is not None and machine.disk:
+        reading = division.streamed / machine.disk
+        computing = decode_seconds(shape, load.batch, load.context, machine, load.kv_dtype)
+        made |= {"reading_ms": 1e3 * reading, "computing_ms": 1e3 * computing, "tpot_ms": 1e3 * max(reading, computing)}
+    return made
 
 
 def _parts(bytes_: Bytes) -> dict[str, int]:
@@ -161,11 +186,17 @@ def _choice(choice: solve.Choice) -> dict[str, Any]:
 def cells_record(
     predicted: dict[str, dict[str, float]], measured: dict[str, dict[str, float]] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """By cell `predicted`, `measured` (None if it was not) and `error` of the predicted time."""
+    """By cell `predicted`, `measured` (None if it was not) and `error` of the predicted time.
+
+    The predicted time of a measured cell is scaled by `slowness` of the machine next to it.
+    """
     made: dict[str, dict[str, Any]] = {}
     for name, cell in predicted.items():
         found = (measured or {}).get(name)
-        made[name] = {"predicted": cell, "measured": found, "error": found and cell["ms"] / found["ms"] - 1}
+        if found is not None and cell:
+            slowness = found.get("slowness", 1.0)
+            cell = {"ms": cell["ms"] * slowness, "tokens_per_s": cell["tokens_per_s"] / slowness}
+        made[name] = {"predicted": cell, "measured": found, "error": found and cell and cell["ms"] / found["ms"] - 1}
     return made
 
 

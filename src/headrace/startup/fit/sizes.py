@@ -214,6 +214,16 @@ def _held(shape: ModelShape, layout: Layout, rank: int, stage: int, kv_dtype: st
     return weights, page, state
 
 
+def units_of(shape: ModelShape) -> list[int]:
+    """Bytes of the packed matrices that a step reads one after the other: tables of embed, each layer, the head.
+
+    A table that the head multiplies counts as the head's, as in `backends.native.offload`.
+    """
+    layers = [sum(linear.nbytes for linear in layer.linears) for layer in shape.layers]
+    tables = sum(table.nbytes for table in shape.tables[int(shape.tied) :])
+    return [tables, *layers, shape.head.nbytes]
+
+
 @lru_cache(maxsize=1024)
 def layer_counts(shape: ModelShape, layout: Layout, stage: int) -> tuple[tuple[LayerShape, int], ...]:
     """The different layers of a stage, with their number."""
