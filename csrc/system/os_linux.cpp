@@ -196,7 +196,8 @@ void fetch(int file, size_t begin, const void* mapped, size_t bytes) {
     const size_t size = start + bytes - first, from = begin - (start - first);
     // Hints first, so that the disk has all reads at once. The system may ignore them, so each piece is read, too.
     for (size_t at = 0; at < size; at += kPiece)
-        posix_fadvise(file, static_cast<off_t>(from + at), kPiece, POSIX_FADV_WILLNEED);
+        posix_fadvise(file, static_cast<off_t>(from + at), static_cast<off_t>(std::min(kPiece, size - at)),
+                      POSIX_FADV_WILLNEED);
     const auto scratch = std::make_unique<char[]>(kPiece);
     for (size_t at = 0; at < size; at += kPiece) {
         if (pread(file, scratch.get(), std::min(kPiece, size - at), static_cast<off_t>(from + at)) < 0) break;

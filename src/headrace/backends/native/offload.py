@@ -16,6 +16,8 @@ from headrace.backends.memory import gib
 from headrace.backends.native.weights import PackedSize
 from headrace.backends.recipe import Recipe
 from headrace.data.plan import TARGET
+from headrace.models.base import Model
+from headrace.models.layers import Embedding
 from headrace.weights.store import home
 
 # Units in memory besides the held ones: the current one and the next.
@@ -70,12 +72,17 @@ def unsupported_reason(recipe: Recipe) -> str:
     return ""
 
 
-def unit_sizes(sizes: Iterable[PackedSize], layers: int) -> list[int]:
-    """Packed bytes by unit, as `divide` takes them. A table that the head multiplies counts as the head's."""
-    units = [0] * (layers + 2)
+def unit_sizes(model: Model, sizes: Iterable[PackedSize]) -> list[int]:
+    """Packed bytes of the matrices by unit, as `divide` takes them. A table that the head multiplies counts as the head's."""
+    holders, units = dict(model.holders()), [0] * (model.config.num_layers + 2)
     for size in sizes:
         place, _, rest = size.path.partition(".")
-        units[1 + int(rest.partition(".")[0]) if place == "layers" else layers + 1 if place == "head" else 0] += size.nbytes
+        if not size.columns:
+            continue
+        if place == "layers":
+            units[1 + int(rest.partition(".")[0])] += size.nbytes
+        else:
+            units[0 if isinstance(holders[size.path], Embedding) else -1] += size.nbytes
     if not units[-1]:
         units[0], units[-1] = 0, units[0]
     return units
