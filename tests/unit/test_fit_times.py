@@ -15,7 +15,7 @@ from headrace.startup.fit import report, solve
 from headrace.startup.fit.costs import ATTENTION, LINEAR, Step, decode_seconds, operations, prefill_seconds, step_seconds, timed
 from headrace.startup.fit.machine import Attention, Curve, Machine, line_through, published
 from headrace.startup.fit.shapes import ModelShape
-from headrace.startup.fit.sizes import Layout, Load, largest_rank
+from headrace.startup.fit.sizes import Layout, Load, largest_rank, units_of
 from tests.unit.test_fit_sizes import DEEPSEEK_V3, LLAMA2_7B, LLAMA2_70B, LLAMA31_8B, MAMBA, SMOLLM2, shape
 
 pytestmark = pytest.mark.skipif(not core.available(), reason="the packed sizes are the core's")
@@ -120,6 +120,25 @@ def test_measured_times_by_hand(tmp_path: Path) -> None:
     again = {each.operation.name: each.seconds for each in timed(smol, Step(1, 1, 99), slower)}
     assert again["down"] == pytest.approx(1.5 * 30 * 3e-10 * down)
     assert again["host"] == lines["host"]
+
+
+def test_offload_takes_the_longer_of_computing_and_reading(tmp_path: Path) -> None:
+    seven = shape(tmp_path, LLAMA2_7B)
+    units = units_of(seven)
+    assert len(units) == 34
+    room = largest_rank(seven, Load(1024)).total - sum(units) // 2
+    fast = msgspec.structs.replace(MEASURED, disk=1e12)
+    for machine, limit in ((MEASURED, None), (fast, "computing_ms"), (msgspec.structs.replace(fast, disk=1e9), "reading_ms")):
+        found = report.offload_record(seven, report.Question(Load(1024), Layout(), room), machine)
+        assert found["fits"]
+        assert found["memory"] <= sum(units) / 2
+        assert found["disk"] > sum(units) / 2
+        assert found.get("tpot_ms") == (None if limit is None else found[limit])
+    assert found["reading_ms"] == pytest.approx(1e3 * found["disk"] / 1e9)
+    assert report.offload_record(seven, report.Question(Load(1024), Layout(), 1 << 36), fast)["disk"] == 0
+    assert not report.offload_record(seven, report.Question(Load(1024), Layout(), 1 << 30), fast)["fits"]
+    with pytest.raises(ValueError, match="--offload is for one process and decoders"):
+        report.offload_record(seven, report.Question(Load(1024), Layout(2), room), fast)
 
 
 def test_curves_and_lines() -> None:
@@ -233,6 +252,11 @@ def test_the_report_has_a_predicted_and_a_measured_value_in_every_cell(tmp_path:
     assert cells["b1"]["error"] == pytest.approx(cells["b1"]["predicted"]["ms"] / 2 - 1)
     assert all(set(cell) == {"predicted", "measured", "error"} for cell in cells.values())
     assert cells["b4"]["measured"] is None
+    # A machine that is slower next to the cell than when it was calibrated is expected to be slower.
+    slow = report.cells_record(predicted, {"b1": {"ms": 2.0, "tokens_per_s": 500.0, "slowness": 1.5}})
+    assert slow["b1"]["error"] + 1 == pytest.approx(1.5 * (cells["b1"]["error"] + 1))
+    assert slow["b1"]["predicted"]["tokens_per_s"] == pytest.approx(predicted["b1"]["tokens_per_s"] / 1.5)
+    assert report.cells_record({"b1": {}}, {"b1": {"ms": 2.0, "tokens_per_s": 500.0}})["b1"]["error"] is None
     json.dumps(found)
     with pytest.raises(ValueError, match="--context 5000: .* has 4096 positions"):
         report.report(smol, report.Question(Load(5000), Layout(), 1), None)

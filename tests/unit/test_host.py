@@ -91,3 +91,43 @@ def test_a_thread_that_has_ended_keeps_no_other_at_its_priority(monkeypatch: pyt
         host.lower_priority(process.pid)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == host.IDLE_NICENESS
         process.kill()
+
+
+# Membership as in /proc/self/cgroup, files below the root of the cgroup file system, bytes left.
+STAT = "anon 5\ninactive_file 200\ntotal_inactive_file 300\n"
+GROUPS: dict[str, tuple[str, dict[str, str], int]] = {
+    "no limit": ("0::/box", {"box/memory.max": "max\n", "box/memory.current": "500", "box/memory.stat": STAT}, 2**63),
+    "no files": ("0::/box", {}, 2**63),
+    "its own": ("0::/box", {"box/memory.max": "1000\n", "box/memory.current": "500\n", "box/memory.stat": STAT}, 700),
+    "a container": ("0::/", {"memory.max": "1000\n", "memory.current": "1300\n", "memory.stat": STAT}, 0),
+    "a group above": ("0::/a/b", {"a/memory.max": "900\n", "a/memory.current": "500\n", "a/memory.stat": STAT}, 600),
+    "another group": ("0::/box", {"other/memory.max": "10\n", "other/memory.current": "5", "other/memory.stat": STAT}, 2**63),
+    "version 1": (
+        "3:cpu:/x\n2:memory:/docker/box\n0::/",
+        {
+            "memory/docker/box/memory.limit_in_bytes": "1000\n",
+            "memory/docker/box/memory.usage_in_bytes": "900\n",
+            "memory/docker/box/memory.stat": STAT,
+        },
+        400,
+    ),
+    "damaged": ("0::/box\nnonsense\n", {"box/memory.max": "much\n", "box/memory.current": "", "box/memory.stat": "x"}, 2**63),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_limit_of_a_control_group_bounds_free_memory(name: str, tmp_path: Path) -> None:
+    """Pages of files that the system can release count as free."""
+    membership, files, room = GROUPS[name]
+    (tmp_path / "membership").write_text(membership)
+    for path, words in files.items():
+        (tmp_path / "root" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / path).write_text(words)
+    assert host._control_group_room(str(tmp_path / "membership"), str(tmp_path / "root")) == room
+
+
+def test_folders_in_memory_are_recognised(tmp_path: Path) -> None:
+    assert not host.in_memory(Path("/proc/self"))
+    assert not host.in_memory(tmp_path / "missing")
+    if Path("/dev/shm").is_dir():
+        assert host.in_memory(Path("/dev/shm"))

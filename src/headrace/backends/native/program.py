@@ -91,6 +91,9 @@ class NativeProgram:
     Raises RecordError if the model cannot be recorded or lowered, WeightError for bad weights.
     """
 
+    # The core's Streaming, if the weights are in a file (offload).
+    streaming: Any = None
+
     def __init__(
         self,
         model: Model,
@@ -137,8 +140,6 @@ class NativeProgram:
             first_kv=held.start,
             group=group,
         )
-        # core.Streaming of weights in a file.
-        self.streaming: Any = None
         self.encoder: NativeEncoder | None = None
         if model.encoder is not None:
             shared = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
@@ -212,7 +213,8 @@ class NativeProgram:
         """Release the packed weights and the pool, and end the other ranks."""
         if self.group is not None:
             self.group.close()
-        del self.core, self.encoder, self.weights, self.kv, self.streaming
+        self.streaming = None
+        del self.core, self.encoder, self.weights, self.kv
 
 
 def _kv_layers(config: ModelConfig, layers: range | None) -> range:

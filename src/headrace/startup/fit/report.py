@@ -196,7 +196,7 @@ def cells_record(
         if found is not None and cell:
             slowness = found.get("slowness", 1.0)
             cell = {"ms": cell["ms"] * slowness, "tokens_per_s": cell["tokens_per_s"] / slowness}
-        made[name] = {"predicted": cell, "measured": found, "error": found and cell and cell["ms"] / found["ms"] - 1}
+        made[name] = {"predicted": cell, "measured": found, "error": cell["ms"] / found["ms"] - 1 if found and cell else None}
     return made
 
 
