@@ -172,6 +172,7 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
 
 def _disk_speed(folder: Path) -> float:
     """Bytes/s of reading a file of this folder in large pieces; 0 if its files are in memory or it has no space."""
+    folder.mkdir(parents=True, exist_ok=True)
     if host.in_memory(folder) or shutil.disk_usage(folder).free < 2 * ON_DISK:
         return 0.0
     piece = bytearray(PIECE)
