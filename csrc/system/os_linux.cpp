@@ -180,7 +180,7 @@ void extend_file(int file, size_t begin, size_t bytes) {
 void* map_file(int file, size_t begin, size_t bytes) {
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(begin));
     if (memory == MAP_FAILED) fail("the file of the weights cannot be mapped");
-    // Reads bring in what was asked for and nothing else, which no `drop` would release.
+    // Without readahead: `drop` would not release pages beyond a part.
     madvise(memory, bytes, MADV_RANDOM);
     posix_fadvise(file, 0, 0, POSIX_FADV_RANDOM);
     return memory;
