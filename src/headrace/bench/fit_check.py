@@ -21,10 +21,12 @@ from headrace.startup.fit.shapes import ModelShape
 ROUNDS = 5
 # Rows of the probe next to a prompt.
 PROMPT_ROWS = 512
+# Share of a step's bytes from which the memory limits it.
+HALF = 0.5
 
 
 class Probe:
-    """Linear layers of the calibration, in passes over as many bytes as a step of a cell reads."""
+    """Linear layers of the calibration, which are read from where the cell reads: the cache or memory."""
 
     def __init__(self, machine: Machine, shape: ModelShape, kv_dtype: str, threads: int) -> None:
         self.machine, self.shape, self.kv_dtype = machine, shape, kv_dtype
@@ -34,7 +36,8 @@ class Probe:
         """Time of a layer now, with the rows of a step of the cell, divided by its calibrated time."""
         rows = cell.batch if cell.new_tokens else min(cell.prompt, PROMPT_ROWS)
         step = Step(1, cell.batch, cell.prompt, kv_dtype=self.kv_dtype)
-        read = FEW if rows > MANY_ROWS else max(CACHED, min(MEMORY, int(bytes_read(self.shape, step))))
+        from_cache = self.machine.memory_share(bytes_read(self.shape, step)) < HALF
+        read = FEW if rows > MANY_ROWS else CACHED if from_cache else MEMORY
         size, curve = self.layers.size, self.machine.curve(PROBE)
         assert curve is not None
         return self.layers.seconds(rows, read) / from_memory(curve.seconds(rows, size), size, read, self.machine)
