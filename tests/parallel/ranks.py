@@ -23,6 +23,7 @@ from headrace.weights.source import WeightSource
 from tests.tiny_native import BLOCK, MAX_LEN, source_of
 
 ROWS = 4096
+TIMEOUT = 60.0  # seconds in which a rank must arrive
 
 
 class Group:
@@ -66,7 +67,7 @@ def ranked(model: Model, world: int, **options: Any) -> Iterator[NativeProgram]:
         return
     config = model.config
     region = core.module().Region(world, rows=ROWS, width=config.hidden_size, vocab=config.vocab_size)
-    groups = [Group(Share(rank, world, config), core.module().Ranks(region, rank, 60.0)) for rank in range(world)]
+    groups = [Group(Share(rank, world, config), core.module().Ranks(region, rank, TIMEOUT)) for rank in range(world)]
     programs = [make(describe(group.share.narrowed()), group) for group in groups]
     lost: list[Exception] = []
 

@@ -1,5 +1,7 @@
 """Several ranks compute the bits of one: logits of all architectures, kinds and worlds, tokens of all decoding methods."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from headrace.data.explicit import params_of
 from headrace.drafting.ngram import PromptLookup
 from headrace.drafting.speculation import Speculation
 from headrace.models.base import Model
-from headrace.parallel.ranks.share import unsupported_world
+from headrace.parallel.ranks.share import LayerShare, Share, unsupported_world
+from headrace.runner.span import ATTENTION
 from headrace.weights.kinds import KINDS
 from tests.native_blocks import INTEGER_KINDS
+from tests.parallel import ranks
 from tests.parallel.ranks import engine_of, own_pools, ranked
 from tests.parallel.test_cut_weights import kind_source
 from tests.parallel.test_cut_weights import model as kind_model
@@ -155,3 +159,56 @@ def outputs(made: Model, world: int, speculation: bool, **options: Any) -> list[
 @pytest.mark.parametrize("speculation", [False, True])
 def test_tokens_of_decoding_methods(world: int, speculation: bool) -> None:
     assert outputs(model(), world, speculation) == outputs(model(), 1, speculation)
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+def changed_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[LayerShare], LayerShare]) -> None:
+    layer = Share._layer
+    monkeypatch.setattr(Share, "_layer", lambda self, of: change(layer(self, of)))
+
+
+def test_a_rank_that_counts_the_heads_of_a_shared_kv_head_from_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranked(model(), 1) as one:
+        expected = logits(one)
+    changed_layers(monkeypatch, lambda part: replace(part, first=0))
+    with ranked(model(), 2) as program:
+        assert not equal(logits(program), expected)
+
+
+def test_a_rank_without_the_kv_head_that_it_shares_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(part: LayerShare) -> LayerShare:
+        held = part.kv_heads
+        return replace(part, kv_heads=range(held.start + (part.first > 0), held.stop), first=0)
+
+    changed_layers(monkeypatch, lacking)
+    with pytest.raises(ValueError, match="attention has a multiple of the 1 KV heads, not 5"), ranked(model(), 2):
+        pass
+
+
+def test_borders_that_are_not_those_of_the_packed_table_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Share, "borders", property(lambda self: [0, 128, self.config.vocab_size]))
+    with pytest.raises(ValueError, match="a rank's table has the rows of its part"), ranked(model(), 2):
+        pass
+
+
+def test_a_rank_that_does_not_hear_of_skipped_layers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower computes a sublayer that the first rank skips: their exchanges differ, and the group is lost."""
+    skips = [0, ATTENTION]
+
+    def skipping(program: Any) -> list[np.ndarray]:
+        return Feeder(program, TEXTS).feed((0, 0, 16), skips=skips)
+
+    with ranked(model(), 1) as one:
+        expected = skipping(one)
+    with ranked(model(), 2) as program:
+        assert equal(skipping(program), expected)
+    mark = lowering.Lowering._mark
+
+    def deaf(self: lowering.Lowering, index: int, name: str) -> dict[str, Any]:
+        assert self.share is not None
+        return {**mark(self, index, name), **({"sublayer": 0} if self.share.rank else {})}
+
+    monkeypatch.setattr(lowering.Lowering, "_mark", deaf)
+    monkeypatch.setattr(ranks, "TIMEOUT", 2.0)
+    with pytest.raises((core.module().RankLost, AssertionError)), ranked(model(), 2) as program:
+        assert equal(skipping(program), expected)

@@ -1,11 +1,18 @@
 """Pipelines whose stages are groups of ranks: the same tokens and bytes as one process."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace import core
+from headrace.backends.native.program import NativeProgram
+from headrace.data.plan import RankLostError, StepPlan
+from headrace.llm import LLM
+from headrace.parallel.ranks import lead
+from headrace.parallel.ranks.follower import Load as GroupLoad
 from headrace.startup.fit.headers import open_shape
 from headrace.startup.fit.sizes import Layout, Load, bytes_of, stages
 from tests.parallel.engines import PROMPTS, everything, no_process_is_left, opened
@@ -94,3 +101,46 @@ def test_a_tied_table_is_counted_twice_in_a_pipeline(uneven: Path, monkeypatch: 
     table = open_shape(str(uneven)).head.nbytes
     assert table > 0
     assert twice - whole == sum(halves) - held == table
+
+
+# -- controls: a broken group gives other outputs, or is lost --------------------------------------------------------------
+
+
+def followers_hold_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The followers of the last stage load the layers of the stage before."""
+    start = lead.start
+
+    def elsewhere(message: GroupLoad, *more: Any) -> lead.Follower:
+        assert message.layers is not None
+        first, last = message.layers
+        return start(msgspec.structs.replace(message, layers=(first - 1, last - 1)), *more)
+
+    monkeypatch.setattr(lead, "start", elsewhere)
+
+
+def moves_and_copies_of_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of the last stage moves and copies K/V, and the others do not hear of it."""
+
+    def rearrange(self: NativeProgram, plan: StepPlan) -> None:
+        if plan.moves:
+            self.kv.move([(source, to) for _, source, to in plan.moves])
+        if plan.copies:
+            self.kv.copy_blocks([(source, to) for _, source, to in plan.copies])
+
+    monkeypatch.setattr(NativeProgram, "rearrange", rearrange)
+
+
+def outputs_or_loss(llm: LLM) -> dict[str, Any] | str:
+    try:
+        return everything(llm, PROMPTS[:1])
+    except RankLostError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("breaks", [followers_hold_other_layers, moves_and_copies_of_the_first_rank_alone])
+def test_a_broken_group_is_noticed(uneven: Path, monkeypatch: pytest.MonkeyPatch, breaks: Callable[..., None]) -> None:
+    with opened(uneven) as llm:
+        wanted = everything(llm, PROMPTS[:1])
+    breaks(monkeypatch)
+    with opened(uneven, tp=2, pp=2, stages="1,2") as llm:
+        assert outputs_or_loss(llm) != wanted
