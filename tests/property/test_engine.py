@@ -16,7 +16,7 @@ from headrace.drafting.speculation import Speculation
 from headrace.engine.admission import blocks_needed
 from headrace.engine.engine import Engine
 from headrace.engine.feeding import Flight
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler import Scheduler, _in_prefill
 from headrace.kv.blocks import BlockManager
 
 SEEDS = range(64)
@@ -296,6 +296,13 @@ def skip_a_token_between_chunks(engine: Engine) -> None:
     feeding._add = adding  # type: ignore[method-assign]
 
 
+def feed_before_the_answer(engine: Engine) -> None:
+    """A sequence is fed again while its step is under way, before its next token is known."""
+    scheduler = engine.scheduler
+    scheduler._lane = lambda: sorted(scheduler.running, key=_in_prefill)  # type: ignore[method-assign]
+    scheduler._feed_next_chunk = scheduler._feed  # type: ignore[method-assign]
+
+
 def drop_the_needy(engine: Engine) -> None:
     """A request that ran short of blocks is not tried again while others run."""
     scheduler: Scheduler = engine.scheduler
@@ -314,6 +321,11 @@ def drop_the_needy(engine: Engine) -> None:
 )
 def test_a_broken_engine_is_caught(tamper: Callable[[Engine], None], expected: str) -> None:
     assert symptom(tamper).startswith(expected)
+
+
+def test_a_token_that_is_fed_before_its_step_has_ended_is_caught() -> None:
+    with pytest.raises((AssertionError, IndexError)):
+        assert symptom(feed_before_the_answer) == ""
 
 
 def preempted_family(tamper: Callable[[Engine], None] | None) -> tuple[Job, list[list[int]]]:
