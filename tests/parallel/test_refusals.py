@@ -42,7 +42,7 @@ def test_each_refusal_has_a_case(files: Files) -> None:
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.changes is None])
-def test_a_refusal_is_one_line_with_the_part_and_what_to_do(files: Files, name: str, layout: dict[str, int]) -> None:
+def test_a_refusal_is_one_line_with_part_and_advice(files: Files, name: str, layout: dict[str, int]) -> None:
     case = BY_NAME[name]
     # A pipeline is refused first.
     refused = [(one, mode) for mode in ("pp", "tp") if mode in layout and (one := refusal_of(case, files, mode))]
@@ -92,7 +92,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_command_line_says_it_in_one_line(
+def test_the_command_line_prints_one_line(
     files: Files, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, wanted, more = OPTIONS[name]

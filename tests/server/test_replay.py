@@ -295,7 +295,7 @@ def test_engines_refuse_given_tokens_that_cannot_go_on(folder: Path) -> None:
         assert not llm.engine.busy
 
 
-def test_a_rerun_drops_what_was_delivered() -> None:
+def test_a_rerun_drops_delivered_tokens() -> None:
     def delta(tokens: list[int], text: str, index: int = 0, end: str | None = None) -> Delta:
         return Delta("a", index, tokens, text, finish_reason=end)
 
@@ -522,7 +522,7 @@ def test_replays_are_counted_and_no_token_twice(folder: Path) -> None:
     with_llm(folder, at_step(5), work)
 
 
-def test_one_line_says_what_was_lost(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_engine_logs_the_counts_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def work(llm: AsyncLLM, link: type[LocalEngine]) -> None:
         await texts(llm, [submit(llm, "river", GREEDY), submit(llm, "mill", GREEDY)])
 
