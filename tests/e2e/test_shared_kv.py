@@ -174,7 +174,7 @@ def test_a_student_shares_and_is_trained(shell: Shell, teacher: Path, tmp_path: 
     assert "share K and V" in said
     code, _, said = shell(*args[:2], "-o", tmp_path / "no", *args[4:], "--student", "share=2", "--loss", "attention")
     assert (code, "leave the loss attention out" in said) == (1, True), said
-    for wanted, words in (("share=1", "2 to 4 layers"), ("share=9", "2 to 4 layers")):
+    for wanted, words in (("share=1", "must be 2 to 4"), ("share=9", "must be 2 to 4")):
         code, _, said = shell("distil", teacher, "-o", tmp_path / "no", "--student", wanted, "--steps", "1")
         assert (code, words in said) == (1, True), said
 
