@@ -12,7 +12,7 @@ from headrace.backends.native.program import NativeProgram
 from headrace.data.plan import RankLostError, StepPlan
 from headrace.llm import LLM
 from headrace.parallel.ranks import lead
-from headrace.parallel.ranks.follower import Load as GroupLoad
+from headrace.parallel.ranks.follower import LoadShare
 from headrace.startup.fit.headers import open_shape
 from headrace.startup.fit.sizes import Layout, Load, bytes_of, stages
 from tests.parallel.engines import PROMPTS, everything, no_process_is_left, opened
@@ -110,7 +110,7 @@ def followers_hold_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The followers of the last stage load the layers of the stage before."""
     start = lead.start
 
-    def elsewhere(message: GroupLoad, *more: Any) -> lead.Follower:
+    def elsewhere(message: LoadShare, *more: Any) -> lead.Follower:
         assert message.layers is not None
         first, last = message.layers
         return start(msgspec.structs.replace(message, layers=(first - 1, last - 1)), *more)

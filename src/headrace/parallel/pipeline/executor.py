@@ -19,7 +19,7 @@ import msgspec
 from headrace.data.plan import RankLostError, StepOutput, StepPlan
 from headrace.engine.executor import Done, PlanRunner, Ticket
 from headrace.parallel.pipeline.cut import Stage
-from headrace.parallel.pipeline.link import Closed, Loaded, RowSlots, Start, receive, send, without_wants
+from headrace.parallel.pipeline.link import Closed, RowSlots, StageLoaded, Start, receive, send, without_wants
 from headrace.parallel.pipeline.stage import Received
 from headrace.parallel.processes import ending, start_module
 
@@ -46,14 +46,14 @@ class StageProcess:
         except OSError:
             raise RankLostError(f"{self.stage} {self.ending()}") from None
 
-    def wait_until_loaded(self, stuck_after: float) -> Loaded:
+    def wait_until_loaded(self, stuck_after: float) -> StageLoaded:
         """Wait for the stage's layers. stuck_after: seconds after which a later message counts as lost.
 
         Raises ValueError with the stage's error.
         """
         self._sock.settimeout(LOADING)
         try:
-            loaded = receive(self._sock, Loaded)
+            loaded = receive(self._sock, StageLoaded)
         except (Closed, OSError):
             raise ValueError(f"{self.stage} {self.ending()} while it was loading") from None
         self._sock.settimeout(stuck_after)
@@ -101,7 +101,7 @@ class PipelineExecutor:
         self.depth = len(stages)
         self._received = received
         self._stages: list[StageProcess] = []
-        self.loaded: list[Loaded] = []  # by stages in other processes
+        self.loaded: list[StageLoaded] = []  # by stages in other processes
         self._ended = 0.0  # time at which the last step ended
         # By step, begin and end on each stage, in seconds of the monotonic clock; None: not recorded.
         self.trace: list[list[tuple[float, float]]] | None = None

@@ -42,7 +42,7 @@ class Start(msgspec.Struct):
     rows_out: int = -1
 
 
-class Loaded(msgspec.Struct):
+class StageLoaded(msgspec.Struct):
     """A stage's answer to Start. error: empty, or why it cannot be loaded. kv_bytes, weight_bytes: of its layers."""
 
     kv_bytes: int = 0

@@ -19,8 +19,8 @@ from headrace.backends.native.program import NativeProgram
 from headrace.backends.protocol import RankGroup
 from headrace.data.plan import Feed, RankLostError, StepPlan
 from headrace.models.configs import read_config
-from headrace.parallel.pipeline.link import Closed, Loaded, Ready, RowSlots, Start, receive, send
-from headrace.parallel.ranks.follower import Load
+from headrace.parallel.pipeline.link import Closed, Ready, RowSlots, StageLoaded, Start, receive, send
+from headrace.parallel.ranks.follower import LoadShare
 from headrace.parallel.ranks.lead import Lead
 from headrace.runner.runner import Slots
 from headrace.runner.span import WHOLE
@@ -118,7 +118,7 @@ def load(start: Start) -> tuple[NativeProgram, Received | None]:
         source.connect(socket.socket(fileno=start.source), rows)
     if start.tp > 1:
         layers, patience = (start.first, start.last), start.patience
-        message = Load(model=start.model, world=start.tp, settings=start.settings, patience=patience, layers=layers)
+        message = LoadShare(model=start.model, world=start.tp, settings=start.settings, patience=patience, layers=layers)
         group = Lead(message, config, start.slot, start.number, start.depth)
     program = load_target(config, weights, start.settings, group, inputs=source, layers=range(start.first, start.last))
     program.weights.pack()
@@ -134,11 +134,11 @@ def serve(control: socket.socket) -> None:
     try:
         program, source = load(start)
     except Exception as error:
-        send(control, Loaded(error=str(error)))
+        send(control, StageLoaded(error=str(error)))
         return
     rows_out = RowSlots(start.rows_out, start.depth, start.slot, program.config.hidden_size)
     runner = StageRunner(program, source)
-    send(control, Loaded(program.kv_bytes(), program.weights.bytes))
+    send(control, StageLoaded(program.kv_bytes(), program.weights.bytes))
     while True:
         plan = receive(control, StepPlan)
         done = Ready(plan.step)

@@ -25,7 +25,7 @@ from headrace.weights.schemes.folder import open_weights
 LONGEST = 1 << 16  # bytes of a message
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadShare(msgspec.Struct, frozen=True, kw_only=True):
     """First message to a follower. model: path of the files. layers: first and end of those that the group runs, None for all.
     processors: to run on, empty for any. patience: seconds without progress of another rank after which it is lost."""
 
@@ -38,7 +38,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     processors: list[int] = []
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class ShareLoaded(msgspec.Struct, frozen=True):
     """Answer of a follower that is ready, or has a problem (one line)."""
 
     problem: str = ""
@@ -71,7 +71,7 @@ def main(fd: int, region: int) -> int:
     received = leader.recv(LONGEST)
     if not received:
         return 0
-    message = msgspec.msgpack.decode(received, type=Load)
+    message = msgspec.msgpack.decode(received, type=LoadShare)
     if message.processors and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, message.processors)
     threading.Thread(target=end_with, args=(leader,), daemon=True).start()
@@ -84,9 +84,9 @@ def main(fd: int, region: int) -> int:
         program = load_target(config, source, message.settings, group, layers=layers)
         program.weights.pack()
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        leader.send(msgspec.msgpack.encode(Loaded(" ".join(str(error).split()) or type(error).__name__)))
+        leader.send(msgspec.msgpack.encode(ShareLoaded(" ".join(str(error).split()) or type(error).__name__)))
         return 1
-    leader.send(msgspec.msgpack.encode(Loaded()))
+    leader.send(msgspec.msgpack.encode(ShareLoaded()))
     try:
         core.module().follow(ranks, [program.core])
     except core.module().RankLost:

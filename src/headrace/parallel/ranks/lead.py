@@ -14,7 +14,7 @@ from headrace.backends.recipe import Recipe
 from headrace.data.config import ModelConfig, SchedulerConfig
 from headrace.data.plan import MAX_NODES, RankLostError
 from headrace.parallel.processes import ending, start_module
-from headrace.parallel.ranks.follower import LONGEST, Load, Loaded
+from headrace.parallel.ranks.follower import LONGEST, LoadShare, ShareLoaded
 from headrace.parallel.ranks.seats import seats
 from headrace.parallel.ranks.share import Share
 
@@ -35,7 +35,7 @@ class Follower:
         """Wait until it has loaded. Returns its problem, empty if it has none."""
         with contextlib.suppress(ConnectionError):
             if received := self.socket.recv(LONGEST):
-                return msgspec.msgpack.decode(received, type=Loaded).problem
+                return msgspec.msgpack.decode(received, type=ShareLoaded).problem
         return f"its process ended ({self.how_it_ended()})"
 
     def how_it_ended(self) -> str:
@@ -56,7 +56,7 @@ class Follower:
 class Lead:
     """The group of ranks as its first rank sees it (`backends.protocol.RankGroup`)."""
 
-    def __init__(self, load: Load, config: ModelConfig, rows: int, stage: int = 0, stages: int = 1) -> None:
+    def __init__(self, load: LoadShare, config: ModelConfig, rows: int, stage: int = 0, stages: int = 1) -> None:
         """Start a process for each other rank. Raises ValueError if one cannot be started.
 
         load: message to the others, without rank and processors. rows: most rows of a step. stage, stages: number of the
@@ -104,7 +104,7 @@ def lead(recipe: Recipe, settings: TargetSettings) -> Lead:
     """Start the other ranks of a recipe's target, or of a pipeline's last stage. Raises ValueError."""
     config, asked = recipe.target.config, recipe.settings
     layers = None if recipe.layers is None else (recipe.layers.start, recipe.layers.stop)
-    load = Load(model=str(recipe.target.path), world=asked.tp, settings=settings, patience=PATIENCE, layers=layers)
+    load = LoadShare(model=str(recipe.target.path), world=asked.tp, settings=settings, patience=PATIENCE, layers=layers)
     return Lead(load, config, most_rows(recipe), asked.pp - 1, asked.pp)
 
 
@@ -115,7 +115,7 @@ def most_rows(recipe: Recipe) -> int:
     return budget.max_num_batched_tokens + settings.max_num_seqs * (MAX_NODES + 1)
 
 
-def start(message: Load, region: int, new_session: bool = True) -> Follower:
+def start(message: LoadShare, region: int, new_session: bool = True) -> Follower:
     """Start a follower, in a session of its own if `new_session`. Raises ValueError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors = [theirs.fileno(), region]
