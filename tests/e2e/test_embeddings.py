@@ -119,7 +119,7 @@ def test_an_encoder_takes_whole_prompts_and_generates_nothing(bert: Path, backen
     llm.engine.check()
     with pytest.raises(AdmissionError, match=f"{CONTEXT + 1} tokens and the model takes {CONTEXT}"):
         llm.embed([[*full, 3]])
-    with pytest.raises(AdmissionError, match="ask it for embeddings"):
+    with pytest.raises(AdmissionError, match="request embeddings or classes"):
         llm.generate("the mill")
     llm.close()
 

@@ -45,9 +45,9 @@ def fail(*args: object) -> object:
 
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "want raises": ({"want": fail}, "ArithmeticError: wrong"),
-    "an unknown want": ({"want": lambda *a: (Want(),)}, "wants what no step gives"),
-    "a want that is no tuple": ({"want": lambda *a: Top(1)}, "wants what no step gives"),
-    "a want of rows that are not there": ({"want": lambda *a: (Top(1, at=Where.ALL),)}, "wants what no step gives"),
+    "an unknown want": ({"want": lambda *a: (Want(),)}, "returned unknown wants"),
+    "a want that is no tuple": ({"want": lambda *a: Top(1)}, "returned unknown wants"),
+    "a want of rows that are not there": ({"want": lambda *a: (Top(1, at=Where.ALL),)}, "returned unknown wants"),
     "observe raises": ({"observe": fail}, "ArithmeticError: wrong"),
     "select raises": ({"select": fail}, "ArithmeticError: wrong"),
     "too few children": ({"select": lambda *a: []}, "children for 0 sequences of 1"),

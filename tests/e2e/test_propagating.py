@@ -299,7 +299,7 @@ def test_invalid_exit_states_are_refused(folders: tuple[Path, Path]) -> None:
     model, exits = folders
     with pytest.raises(ValueError, match="unknown exit_state 'copied'; use deferred or propagate"):
         LLM(model, exits=exits, exit_state="copied", threads=1, device="cpu")
-    with pytest.raises(ValueError, match="name their folder with exits, or leave it out"):
+    with pytest.raises(ValueError, match="exit_state needs exits; name their folder with exits"):
         LLM(model, exit_state="propagate", threads=1, device="cpu")
 
 

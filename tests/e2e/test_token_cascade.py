@@ -386,7 +386,7 @@ def test_a_calibrated_threshold(shell: Shell, files: tuple[Path, Path]) -> None:
     assert f"calibrated: {rule.summary()}" in " ".join(shell(*ask, "--cascade", model)[2].split())
     assert rule.summary() not in " ".join(shell(*ask, "--cascade", small)[2].split())
     of_exits = (("--decay", "2"), ("--criterion", "classifier"), ("--criterion", "saturation"))
-    refused = [(("--cascade", small, *one), "are of exits") for one in of_exits]
+    refused = [(("--cascade", small, *one), "need exits; leave them out") for one in of_exits]
     for more, why in (((), "or a smaller model: --cascade MODEL"), *refused):
         code, _, err = shell(*calibrate, *more)
         assert code == 2

@@ -121,7 +121,7 @@ def test_a_want_is_answered_by_every_back_end_or_refused(make: Make, monkeypatch
     while engine.busy:
         engine.step()
     assert request.error is not None
-    assert ("wants what no step gives" in request.error) != row
+    assert ("returned unknown wants" in request.error) != row
     assert "Guess" in request.error
 
 

@@ -109,7 +109,7 @@ def test_every_value_of_every_parameter_is_filled(name: str) -> None:
     """All stored values are 1, so all parameters are (gemma's norms become 1 + 1); memory that was not filled would show."""
     source = hf_source(oracle(name))
     source.tensors = {key: torch.ones_like(value) for key, value in source.tensors.items()}
-    norm = 2.0 if name.startswith("gemma3") else 1.0
+    norm = 2.0 if name.startswith("gemma") else 1.0
     for key, value in load_model(source, torch.float64).named_parameters():
         is_norm = value.dim() == 1 and key.endswith("norm.weight")
         assert bool((value == (norm if is_norm else 1.0)).all()), key

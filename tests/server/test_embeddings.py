@@ -82,7 +82,7 @@ def test_an_encoder_is_served(tmp_path: Path) -> None:
         assert len(running.openai.embeddings.create(model="tiny", input=full).data) == 1
         with pytest.raises(openai.BadRequestError, match="shorten"):
             running.openai.embeddings.create(model="tiny", input=[*full, 3])
-        with pytest.raises(openai.BadRequestError, match="ask it for embeddings"):
+        with pytest.raises(openai.BadRequestError, match="request embeddings or classes"):
             running.complete()
 
 

@@ -113,7 +113,7 @@ def test_logprobs(server: Running) -> None:
         ({"input": []}, "input is empty"),
         ({"input": [{"role": "king", "content": "x"}]}, "one of the roles"),
         ({"input": [{"role": "user"}]}, "must have content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "text alone"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "reads text only"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "does not read"),
         ({"input": [{"type": "function_call", "call_id": 3}]}, "name as text"),
         ({"tools": [{"type": "web_search"}]}, "do not exist here"),

@@ -201,8 +201,8 @@ def test_format_names_and_refusals() -> None:
     assert integers_named("int4-g128") == IntegerFormat(4, 128, symmetric=False)
     for name, line in (
         ("int8-g32", "8-bit integers have no zero points in folders, because they gain almost nothing; write int8-g32-sym"),
-        ("int4-g48", "a group of a multiple of 32"),
-        ("int4-tensor", "a group of a multiple of 32"),
+        ("int4-g48", "a group whose size is a multiple of 32"),
+        ("int4-tensor", "a group whose size is a multiple of 32"),
         ("int2-g32", "integers of 3 to 8 bits"),
         ("nf4-g64", "nf4-g64 cannot be written to a folder"),
         ("int9", "unknown format 'int9'"),
