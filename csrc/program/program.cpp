@@ -169,8 +169,8 @@ void Program::check(const StepRows& rows) const {
 }
 
 void Program::split_from(int rows) {
-    require(rows == 0 || rows > Buffer::kLocalTiles, "rows are split from " + std::to_string(Buffer::kLocalTiles + 1) +
-                                                         " on, not from " + std::to_string(rows));
+    require(rows == 0 || rows > Buffer::kLocalTiles,
+            "rows are split from " + std::to_string(Buffer::kLocalTiles + 1) + " on, not from " + std::to_string(rows));
     split_from_ = rows;
 }
 
@@ -329,7 +329,8 @@ void Program::run(Step& step) {
     StepRows rows = step.flatten();
     require(!rows.fill || !step.hidden_out, kFillAnswersNothing);
     // A tap copies all rows, and the other ranks do not know of it.
-    const bool tapped = std::any_of(step.taps.begin(), step.taps.end(), [](const float* tap) { return tap != nullptr; });
+    const bool tapped =
+        std::any_of(step.taps.begin(), step.taps.end(), [](const float* tap) { return tap != nullptr; });
     rows.split = ranks_ && split_from_ > 0 && rows.count() >= split_from_ && !tapped;
     begin_rows(rows);
     plan_head(step);
@@ -347,11 +348,10 @@ void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start
     try {
         prepare(rows);
         prepared = std::chrono::duration<double>(Clock::now() - start).count();
-        StepRun run{kernels_,     buffers_,
-                    ropes_,       attention_,
-                    rows,         step ? std::span<float* const>(step->taps) : std::span<float* const>{},
-                    turns_,       pool_->size(),
-                    ranks_.get(), rows.split};
+        StepRun run{kernels_,   buffers_,      ropes_,
+                    attention_, rows,          step ? std::span<float* const>(step->taps) : std::span<float* const>{},
+                    turns_,     pool_->size(), ranks_.get(),
+                    rows.split};
         const auto part = [&](int thread) {
             const size_t number = static_cast<size_t>(thread);
             Worker worker{run, thread, scratch_[number].data(), pending_inputs_[number]};

@@ -347,8 +347,7 @@ private:
     void normed_input(int in, uint8_t sublayer, bool fills) {
         program->add({QuantizePhase{norm(), {0}, in}, sublayer, "", fills, true});
         // Control: the rank reads rows of the others that it has not received.
-        if (world_ > 1 && settings_.fault != Fault::kNoGather)
-            program->add({GatherPhase{in}, sublayer, "", fills});
+        if (world_ > 1 && settings_.fault != Fault::kNoGather) program->add({GatherPhase{in}, sublayer, "", fills});
     }
 
     // Float rows as an input whose scale is that of rows over all ranks.
