@@ -132,7 +132,7 @@ def chinese_search(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def replace_fixed_words(app: Any, error: Exception | None) -> None:
-    """Translate the words that templates of the theme contain as they are, after the pages were written."""
+    """Translate words that the theme's templates do not mark for translation, in the written Chinese pages."""
     for page in Path(app.outdir, "zh").rglob("*.html"):
         text = page.read_text("utf-8")
         page.write_text(FIXED_WORD.sub(lambda found: f"{found[1]}{FIXED[found[2]]}{found[3]}", text), "utf-8")

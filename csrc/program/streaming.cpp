@@ -61,12 +61,12 @@ Streaming::Stats Streaming::stats() const {
 
 // The unit to read while `unit` computes: the next streamed one of the step, else the first of the next step.
 int Streaming::next(int unit, int last) const {
-    int found = unit;
+    int candidate = unit;
     for (int left = ahead_, looked = 0; left > 0 && looked < units() * ahead_; ++looked) {
-        found = found >= last || found + 1 >= units() ? 1 : found + 1;
-        left -= streamed(found);
+        candidate = candidate >= last || candidate + 1 >= units() ? 1 : candidate + 1;
+        left -= streamed(candidate);
     }
-    return found;
+    return candidate;
 }
 
 void Streaming::read(int unit, std::unique_lock<std::mutex>& lock) {

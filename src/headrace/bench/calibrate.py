@@ -65,11 +65,11 @@ PREFILL = ((1, 512, 0), (1, 2048, 0))
 LAYERS = 4
 # Heads and formats of K and V that are measured.
 MEASURED = ((HEADS[0], "bfloat16"), *((HEADS[1], kv_dtype) for kv_dtype in ("bfloat16", "int8", "int4")))
-# A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
 # Scales at the beginning of a block of random bytes with which weights have variance 1; Q4_K's second one removes the mean.
 SCALES = {"Q8_0": (1 / 74,), "Q4_K": (1 / 128, 1 / 32)}
 # Format of the weights of programs whose attention is measured.
 ATTENTION_KIND = "Q8_0"
+# A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
 WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN, VOCABULARY = "Q4_K", 4, 4096, 8192
 WHOLE_STEPS = ((1, 1, 127), (4, 1, 127), (8, 1, 127), (32, 1, 127), (1, 512, 0))
 # Phases whose time depends on the numbers that they read.

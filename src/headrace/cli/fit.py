@@ -37,7 +37,7 @@ def fit(
         str, typer.Option(metavar="NAME", help="here, a machine file, or published: a100, h100, h200, l40s, 4090, mi300x, …")
     ] = "here",
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine (20 s) and write its machine file first.")
+        bool, typer.Option("--calibrate", help="Measure this machine (30 s) and write its machine file first.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Measure the cells with the model and print the errors.")] = False,
     cells: Annotated[str, typer.Option(help="Cells of --check, as b1,b8 (default: all).")] = "",

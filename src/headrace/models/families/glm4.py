@@ -18,17 +18,17 @@ HF_NAMES = llama.HF_NAMES | origins(POST_NORMS) | HF_GATE_UP
 GGUF_NAMES = llama.GGUF_NAMES | origins(gemma3.GGUF_POST_NORMS) | GGUF_GATE_UP
 
 
-def _made(config: ModelConfig) -> ModelConfig:
+def _glm4(config: ModelConfig) -> ModelConfig:
     return replace(config, out_bias=False, activation="silu")
 
 
 def from_hf(read: Reader) -> ModelConfig:
     share = {"partial_rotary_factor": read.get("partial_rotary_factor", 0.5)}
-    return _made(hf.decoder(read, rotary=share | dict(hf.rope_settings(read))))
+    return _glm4(hf.decoder(read, rotary=share | dict(hf.rope_settings(read))))
 
 
 def from_gguf(read: Reader) -> ModelConfig:
-    return _made(gguf.decoder(read))
+    return _glm4(gguf.decoder(read))
 
 
 # Both kinds of files have the rotary pairs of q and k as neighbours.
