@@ -10,7 +10,7 @@ export VENV PROMPT
 
 BUILD_INPUT := pyproject.toml constraints.txt CMakeLists.txt tools/install.py $(shell find csrc -type f)
 
-.PHONY: help run docs pages test test-isa test-weights test-slow test-peers test-clients soak bench lint clang arm sanitize sanitize-short format native clean
+.PHONY: help run docs pages test test-isa test-weights test-slow test-peers test-clients test-net test-ray soak bench lint clang arm sanitize sanitize-short format native clean
 
 help:
 	@echo "make run            install into $(VENV), fetch $(MODEL), answer a prompt (MODEL=..., PROMPT=...)"
@@ -25,6 +25,8 @@ help:
 	@echo "                    then the server under mixed traffic and attacks, twice 20 minutes (SOAK_SECONDS=... for another time)"
 	@echo "make test-peers     comparisons with other engines (installs them)"
 	@echo "make test-clients   other clients of the OpenAI protocol against the server (installs them below build/clients)"
+	@echo "make test-net       links between hosts, as network namespaces (root): links that go down for 5 s"
+	@echo "make test-ray       batches and deployments on Ray (installs it below build/ray; root)"
 	@echo "make clang          the C++ core and its test programs built by clang++, and run: 190 s of CPU, half that on two cores"
 	@echo "make arm            the C++ test programs built for 64-bit Arm and run under qemu-user, as $(ARM_CPUS)"
 	@echo "make sanitize       the C++ test programs under the address, undefined-behaviour and thread sanitizers"
@@ -64,6 +66,15 @@ soak: $(VENV)/.dev
 
 test-peers: $(VENV)/.peers
 	$(VENV)/bin/python -m pytest -m peers
+
+# Hosts as network namespaces, which need root.
+test-net: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -s -m net tests/net
+
+# Installs Ray (about 740 MB) into an environment of its own; its sockets are in a network namespace, which needs root.
+test-ray: $(VENV)/.dev
+	$(VENV)/bin/python tools/install_ray.py
+	unshare --net sh -c "ip link set lo up && exec build/ray/bin/python -m pytest -s -p no:cacheprovider -m ray tests/ray"
 
 # A client that cannot be installed is skipped, with the reason.
 test-clients: $(VENV)/.dev

@@ -87,6 +87,8 @@ def attacks() -> dict[str, Attack]:
         "pattern bomb": said(chat, ANY, messages=TALK, response_format=bomb),
         "hostile code": Attack("/page/render", json.dumps({"text": '```scala\n"' + "\\" * 48 + "\n```"}).encode(), ANY),
         "nested markdown": Attack("/page/render", json.dumps({"text": "> " * 20_000 + "*" * 40_000}).encode(), ANY),
+        "long markdown": Attack("/page/render", json.dumps({"text": "a *b* `c` [d](e) " * 5_800}).encode(), ANY),
+        "formulas": Attack("/page/render", json.dumps({"text": "$\\frac{a}{b}$ " * 3_000}).encode(), ANY),
         "zeros": filled(chat, '{"model":"MODEL","messages":[', "0,", "0]}"),
         "numbers": filled(text, '{"model":"MODEL","prompt":[', "1.5,", "0]}"),
         "unknown fields": Attack(text, json.dumps(unknown).encode()),

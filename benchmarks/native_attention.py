@@ -95,7 +95,7 @@ def sampler(isa: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--isa", default="", help="avx512, avx512vnni, avxvnni, avx2 or plain; default: the best")
+    parser.add_argument("--isa", default="", help="amx, avx512, avx512vnni, avxvnni, avx2 or plain; default: the best")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     for model in MODELS:

@@ -20,6 +20,7 @@ set(HEADRACE_HOST_SOURCES
   csrc/program/commands.cpp
   csrc/program/needs.cpp
   csrc/program/phases.cpp
+  csrc/program/adapters.cpp
   csrc/program/profile.cpp
   csrc/program/program.cpp
   csrc/program/seal.cpp
@@ -61,7 +62,7 @@ set(HEADRACE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
 set(HEADRACE_FLAGS_avxvnni ${HEADRACE_FLAGS_avx2} -mavxvnni)
 set(HEADRACE_FLAGS_avx512vnni ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
     -mprefer-vector-width=512)
-set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16)
+set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16 -mamx-tile -mamx-bf16)
 set(HEADRACE_FLAGS_neon -march=armv8.2-a+dotprod)
 set(HEADRACE_FLAGS_i8mm -march=armv8.2-a+dotprod+i8mm)
 

@@ -92,7 +92,8 @@ def prepare(app: Any, page: str, source: list[str]) -> None:
 def joined(text: str) -> str:
     """Chinese text without its line breaks, which browsers show as spaces. Code and tables keep theirs."""
     parts = re.split(r"(^```.*?^```)", text, flags=re.DOTALL | re.MULTILINE)
-    broken = re.compile(rf"(?<={WIDE})\n *(?={WIDE})")
+    # Full-width punctuation needs no space next to Latin letters or code; lists, quotes and tables keep their lines.
+    broken = re.compile(rf"(?<={WIDE})\n *(?={WIDE})|(?<=[，。；：、（])\n *(?=[`\[A-Za-z])|(?<=[\w`)\]])\n *(?=[（“])")
     return "".join(part if part.startswith("```") else broken.sub("", part) for part in parts)
 
 

@@ -69,7 +69,7 @@ def speculative_cascade(own: Model, amateur: Model, prompt: list[int], params: S
     for _ in range(params.max_tokens or 0):
         rows = (forward(model, tokens)[0][-1].double() for model in (own, amateur))
         spec = RowSpec(params=params, keys=[key(params.seed or 0, 0)], tokens=tokens, prompt_len=len(prompt), stop_ids=[])
-        (result,) = sample(chosen(*rows, params)[None], [spec])
+        (result,) = sample(chosen(*rows, params)[None], [spec])  # type: ignore[call-arg]
         tokens.append(result.tokens[0])
     return tokens[len(prompt) :]
 

@@ -1,6 +1,7 @@
 """Negative controls for tests of early exits and cascades by token: each breaks one rule of `runner.early_exit`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,13 +13,13 @@ from headrace.runner.early_exit import EarlyExit, Verdict
 
 
 def no_catching_up(patch: pytest.MonkeyPatch) -> None:
-    """The layers above, or the larger model, never see what others wrote."""
-    above = EarlyExit._above
+    """The layers above, or the larger model, never read the tokens that they have not seen."""
+    entering = EarlyExit._entering
 
-    def holes(self: EarlyExit, feeds: list[Feed], *more: Any) -> Any:
-        return above(self, [msgspec.structs.replace(feed, lag=0) for feed in feeds], *more)
+    def holes(self: EarlyExit, exit: int, feed: Feed, asks: bool) -> Feed:
+        return entering(self, exit, msgspec.structs.replace(feed, lags=()), asks)
 
-    patch.setattr(EarlyExit, "_above", holes)
+    patch.setattr(EarlyExit, "_entering", holes)
 
 
 def deciding(who: Callable[[Feed], bool], kind: type[EarlyExit] = EarlyExit) -> Callable[[pytest.MonkeyPatch], None]:
@@ -27,9 +28,9 @@ def deciding(who: Callable[[Feed], bool], kind: type[EarlyExit] = EarlyExit) -> 
     def patched(patch: pytest.MonkeyPatch) -> None:
         judge = kind._judge
 
-        def judged(self: EarlyExit, feeds: list[Feed], *more: Any) -> dict[int, Verdict]:
-            verdicts = judge(self, feeds, *more)
-            return {at: Verdict(one.answers, one.confidence, one.passed and who(feeds[at])) for at, one in verdicts.items()}
+        def judged(self: EarlyExit, exit: int, feeds: list[Feed], *more: Any) -> dict[int, Verdict]:
+            verdicts = judge(self, exit, feeds, *more)
+            return {at: replace(one, passed=one.passed and who(feeds[at])) for at, one in verdicts.items()}
 
         patch.setattr(kind, "_judge", judged)
 

@@ -1,7 +1,9 @@
 """Tokens that leave a tiny model early: engines with an exit on both back ends, and what must come of them, without a cache."""
 
 import random
+from collections import Counter
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +60,28 @@ def side_of(kind: type[Torch], layers: int = LAYERS) -> Torch:
 
 
 @lru_cache
-def exit_heads(layers: int = LAYERS) -> Heads:
-    """An exit that says something else than the whole model often enough, and is sure of it now and then."""
+def exit_heads(layers: int = LAYERS, after: tuple[int, ...] = (AFTER,)) -> Heads:
+    """Exits that disagree with the full model often enough, and are confident now and then. after: the layers below each."""
     model: Any = native_model(num_layers=layers)
     table, norm = model.tokens.weight.detach().bfloat16(), model.norm.weight.detach().float()
-    tensors = {name: x.bfloat16() for name, x in initial_tensors(EXIT, Teacher(model.config, table, norm, table), 1).items()}
+    teacher = Teacher(model.config, table, norm, table)
+    tensors = {name: x.bfloat16() for name, x in initial_tensors(EXIT, teacher, len(after)).items()}
     tensors["vocab"] = torch.arange(3, VOCAB, dtype=torch.int32)
-    tensors["sure.0.weight"] = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16() / 8
-    tensors["sure.0.bias"] = torch.zeros(1).bfloat16()
-    return Heads(EXIT, 1, tensors, (AFTER,), AFTER)
+    for exit in range(len(after)):
+        generator = torch.Generator().manual_seed(exit + 1)
+        tensors[f"sure.{exit}.weight"] = torch.randn(model.config.hidden_size, generator=generator).bfloat16() / 8
+        tensors[f"sure.{exit}.bias"] = torch.zeros(1).bfloat16()
+    return Heads(EXIT, len(after), tensors, after, after[0], after)
 
 
-def parts_of(side: Torch, blocks: int) -> tuple[Any, Exit]:
-    """A target, and its exit."""
+def parts_of(side: Torch, blocks: int, after: tuple[int, ...] = (AFTER,)) -> tuple[Any, tuple[Exit, ...]]:
+    """A target, and its exits."""
     target: Any = side.program(side.target, blocks)
     source, sizes = source_of(side.target), {"num_blocks": blocks, "block_size": BLOCK, "max_positions": MAX_LEN + 64}
-    heads = exit_heads(side.target.config.num_layers)
+    heads = exit_heads(side.target.config.num_layers, after)
     native = side.block == BLOCK
     head = NativeHeads(heads, target, source, threads=1, **sizes) if native else EagerHeads(heads, target, source)
-    return target, Exit(Span(AFTER), head)
+    return target, tuple(Exit(Span(layers), head, number) for number, layers in enumerate(after))
 
 
 def engine_of(
@@ -91,38 +96,44 @@ def engine_of(
     propagate: bool = False,
     judges: bool = True,
     depth: int = 1,
+    after: tuple[int, ...] = (AFTER,),
 ) -> Engine:
-    """`drafts`: for requests that do not leave; `leaves`: there is an exit at all, said to be below `upper`; `propagate`: rows
-    that leave go up as they are; `depth`: steps that are under way at once."""
-    target, exit = parts_of(side, blocks)
-    runner: Any = Runner(target, leaves=exit if leaves else None, propagate=propagate)
+    """`drafts`: for requests that do not exit; `leaves`: there are exits, after `after` layers (`upper`: above the only one);
+    `propagate`: exited rows are propagated; `depth`: steps that are under way at once."""
+    target, exits = parts_of(side, blocks, after)
+    runner: Any = Runner(target, leaves=exits if leaves else None, propagate=propagate)
     if leaves and not propagate:
         runner.reserve(UPPER)
     groups = (TARGET, KVGroup(HIDDEN, "hidden"))
-    upper = upper or tuple(range(AFTER, side.target.config.num_layers))
+    between = [upper] if upper else [tuple(range(*pair)) for pair in pairwise((*after, side.target.config.num_layers))]
+    uppers = [KVGroup(UPPER, PROPAGATED if propagate else "full", layers) for layers in between]
     return Engine(
         InProcess(runner) if depth == 1 else Deferred(runner, depth),
         EngineConfig(SchedulerConfig(seqs, budget, MAX_LEN), CacheConfig(blocks, side.block)),
         vocab_size=VOCAB,
         judges=judges,
-        groups=(*groups, KVGroup(UPPER, PROPAGATED if propagate else "full", upper)) if leaves else groups,
+        groups=(*groups, *uppers) if leaves else groups,
         speculation=Speculation([PromptLookup()], MAX_LEN, 3) if drafts else None,
     )
 
 
 class Reference:
-    """Every token from all tokens before it, computed anew: the exit is asked, then who writes is chosen."""
+    """Every token from all tokens before it, computed anew: each exit in turn, until one is confident."""
 
-    def __init__(self, side: Torch) -> None:
-        self.blocks = list(range(-(-MAX_LEN // side.block)))
-        target, exit = parts_of(side, len(self.blocks))
-        self.runner = Runner(target, [exit, Span(AFTER), Span(AFTER - 1)])
+    def __init__(self, side: Torch, after: tuple[int, ...] = (AFTER,)) -> None:
+        self.blocks, self.after = list(range(-(-MAX_LEN // side.block))), after
+        target, exits = parts_of(side, len(self.blocks), after)
+        self.runner = Runner(target, exits)
         self.program: Any = target
-        self.exited = 0
-        self.left: list[int] = []  # of the output at hand
+        self.exits: Counter[int] = Counter()  # tokens by the layers below their exit
+        self.left: dict[int, int] = {}  # of the output at hand: KV indices that exited, with the layers below
+
+    @property
+    def exited(self) -> int:
+        return self.exits.total()
 
     def output(self, prompt: list[int], params: SamplingParams, child: int) -> list[int]:
-        tokens, self.left = list(prompt), []
+        tokens, self.left = list(prompt), {}
         while len(tokens) - len(prompt) < (params.max_tokens or 0):
             tokens.append(self._next(tokens, len(prompt), params, child))
         return tokens[len(prompt) :]
@@ -130,15 +141,16 @@ class Reference:
     def _next(self, tokens: list[int], prompt_len: int, params: SamplingParams, child: int) -> int:
         self._set_up(tokens, prompt_len, params)
         start = self._before(tokens)
-        if params.exit_threshold is not None and len(tokens) > prompt_len:
-            top, drawn = self._run_feed(1, tokens, start, (Top(2), Sample(child)))
+        for exit, layers in enumerate(self.after if params.exit_threshold is not None and len(tokens) > prompt_len else ()):
+            top, drawn = self._run_feed(exit + 1, tokens, start, (Top(2), Sample(child)))
             best = np.exp(top.logprobs)
             sure = {"max_prob": best[0], "margin": best[0] - best[1]}.get(params.exit_criterion)
             if sure is None:
-                sure = self._saturation(tokens) if params.exit_criterion == "saturation" else self._classified(tokens)
-            if sure >= params.sure_at(len(tokens) - prompt_len):
-                self.exited += 1
-                self.left.append(len(tokens) - 1)
+                saturates = params.exit_criterion == "saturation"
+                sure = self._saturation(tokens, layers) if saturates else self._classified(tokens, exit)
+            if sure >= params.sure_at(len(tokens) - prompt_len, layers / self.after[-1]):
+                self.exits[layers] += 1
+                self.left[len(tokens) - 1] = layers
                 return int(drawn.tokens[0])
         (drawn,) = self._run_feed(0, tokens, start, (Sample(child),))
         assert isinstance(drawn, Drawn)
@@ -152,15 +164,16 @@ class Reference:
         plan = StepPlan(0, model, feeds=[Feed(0, start, len(tokens) - start, wants=wants)])
         return self.runner.run(plan).feeds[0]
 
-    def _saturation(self, tokens: list[int]) -> float:
-        rows = [self.program.on_host(self._run(0, len(tokens), Span(layers)))[-1] for layers in (AFTER - 1, AFTER)]
+    def _saturation(self, tokens: list[int], after: int) -> float:
+        rows = [self.program.on_host(self._run(0, len(tokens), Span(layers)))[-1] for layers in (after - 1, after)]
         return float(rows[0] @ rows[1] / np.linalg.norm(rows[0]) / np.linalg.norm(rows[1]))
 
-    def _classified(self, tokens: list[int]) -> float:
-        row = torch.from_numpy(self.program.on_host(self._run(0, len(tokens), Span(AFTER)))[-1])
-        tensors = exit_heads(self.program.config.num_layers).tensors
+    def _classified(self, tokens: list[int], exit: int) -> float:
+        row = torch.from_numpy(self.program.on_host(self._run(0, len(tokens), Span(self.after[exit])))[-1])
+        tensors = exit_heads(self.program.config.num_layers, self.after).tensors
         scaled = torch.nn.functional.rms_norm(row, row.shape, eps=1e-6)
-        return float(torch.sigmoid(scaled @ tensors["sure.0.weight"].double() + tensors["sure.0.bias"].double()))
+        weight, bias = (tensors[f"sure.{exit}.{name}"].double() for name in ("weight", "bias"))
+        return float(torch.sigmoid(scaled @ weight + bias))
 
     def _run(self, start: int, end: int, span: Span, rows: Any = None) -> Any:
         """What a span of the target leaves of tokens [start, end)."""
@@ -180,22 +193,23 @@ class Propagated(Reference):
     def _before(self, tokens: list[int]) -> int:
         start, tip = 0, len(tokens) - 1
         for end in sorted({*self.left, *(at + 1 for at in self.left), tip} - {0}):
-            rows = self._run(start, end, Span(AFTER))
-            for layer in range(AFTER, self.program.config.num_layers):
-                above = self._run(start, end, Span(layer + 1, first=layer), rows)
-                rows = rows if start in self.left else above
+            below = self.left.get(start, self.program.config.num_layers)
+            rows = self._run(start, end, Span(below))
+            for layer in range(below, self.program.config.num_layers):
+                self._run(start, end, Span(layer + 1, first=layer), rows)
             start = end
         return tip
 
 
-def write_exits(folder: Path, model: Path, after: int = 1, kind: str = EXIT, ids: range | None = None) -> Path:
-    """A folder of exits for a model file: one that reads the rows as they are. `ids`: its tokens, all if None."""
+def write_exits(folder: Path, model: Path, *after: int, kind: str = EXIT, ids: range | None = None) -> Path:
+    """A folder of exits for a model file, which read the rows unchanged. `ids`: their tokens, all if None."""
     opened = open_model(model)
     ids = range(opened.config.vocab_size) if ids is None else ids
     vocab = torch.arange(ids.start, ids.stop, dtype=torch.int32)
-    tensors = initial_tensors(kind, read_teacher(opened, vocab.long()), 1)
-    layers = (after,) if kind == EXIT else ()
-    files.save(folder, Heads(kind, 1, tensors | {"vocab": vocab}, layers, after if layers else 0), opened, {})
+    layers = (after or (1,)) if kind == EXIT else ()
+    count = len(layers) or 1
+    tensors = initial_tensors(kind, read_teacher(opened, vocab.long()), count)
+    files.save(folder, Heads(kind, count, tensors | {"vocab": vocab}, layers, layers[0] if layers else 0), opened, {})
     return folder
 
 

@@ -91,7 +91,7 @@ class EarlyMachine(Machine):
             if live.params.leaves and feed.wants and len(live) > live.prompt_len:
                 leaves = feed.lag < MOST_BEHIND and self.exits.rng.random() < self.exits.often
                 output.exited[number] = Exited(1 if leaves else 2)
-                output.unfilled += (number,) if leaves else ()
+                output.unfilled |= {number: 1} if leaves else {}
         began, share = self.clock.now, self.exits.below
         if not output.exited:
             self.clock.pass_by(step_time(plan.num_tokens))

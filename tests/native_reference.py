@@ -84,7 +84,7 @@ def centre(model: Model, number: int) -> None:
 def narrow(holder: Holder, packed: Holder, weights: PackedWeights, dtype: torch.dtype) -> None:
     """Give a linear layer, or a table, what the core multiplies in place of it: the weights packed for `packed`."""
     if isinstance(holder, Biased):
-        holder.method = Faked(next(iter(weights.form(packed.table))))
+        holder.method = Faked(next(iter(weights.form(packed.table))))  # type: ignore[attr-defined]
     if isinstance(holder, Linear | Embedding):
         rows = torch.cat([torch.from_numpy(tensor.unpack()) for tensor in _tensors(weights, packed)])
         holder.weight = rows.to(dtype)

@@ -29,6 +29,7 @@ PARTS = {
     "faults": ("en/understand/security.md", "tests.security:faults"),
     "complaints": ("en/understand/security.md", "tests.security:complaints"),
     "attacks": ("log/attacks.md", "tests.security:attacks"),
+    "papers": ("en/understand/papers.md", "tests.papers:text"),
     "sections": ("en/understand/seeds.md", "tests.seeds:sections"),
     "statements": ("en/understand/seeds.md", "tests.seeds:statements"),
     "zh-sections": ("zh/understand/seeds.md", "tests.seeds:chinese_sections"),

@@ -1,6 +1,8 @@
 """Where real models and data lie, which are not in the repository; a test that needs what is not here skips and says why."""
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,15 @@ def model_file(name: str) -> Path:
 def default_model() -> Path:
     """The weights of the model that `make run` uses."""
     return model_file(catalog.load()[catalog.DEFAULT].file)
+
+
+def peer_python(package: str) -> str:
+    """An interpreter that has an engine's package: HEADRACE_PEER_PYTHON, or this one."""
+    if named := os.environ.get("HEADRACE_PEER_PYTHON"):
+        return named
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package} here (extra `peers`) or HEADRACE_PEER_PYTHON naming a Python that has it")
+    return sys.executable
 
 
 def data_path(name: str) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from headrace.backends.eager.program import EagerProgram
+from headrace.backends.memory import window_blocks
 from headrace.data.config import CacheConfig, EngineConfig, LayerConfig, ModelConfig, RopeConfig, SchedulerConfig
 from headrace.data.params import SamplingParams
 from headrace.data.types import Request
@@ -89,18 +90,27 @@ def tiny_engine(
     block_size: int = 4,
     seqs: int = 16,
     speculation: Speculation | None = None,
+    windows: bool = True,
     **cache: bool,
 ) -> Engine:
-    """An engine without a tokenizer over a torch runner."""
+    """An engine without a tokenizer over a torch runner. windows: layers with a window have a pool of their own, if there are
+    any."""
+    window = window_sizes(model, block_size, seqs, budget, blocks) if windows else {}
     config = EngineConfig(
         SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=256),
-        CacheConfig(blocks, block_size, **cache),
+        CacheConfig(blocks, block_size, **cache, **window),
     )
     dtype = next(model.parameters()).dtype
-    pool = KVPool(model.config, blocks, block_size, dtype)
+    pool = KVPool(model.config, blocks, block_size, dtype, **window)
     executor = InProcess(Runner(EagerProgram(model, pool)))
     start = None if model.config.source is None else model.config.start
     return Engine(executor, config, vocab_size=model.config.vocab_size, speculation=speculation, start=start)
+
+
+def window_sizes(model: Model, block_size: int, seqs: int, budget: int, blocks: int) -> dict[str, int]:
+    """Window and blocks of the window layers' pool for contexts of 256 tokens, as a memory plan has them."""
+    window = model.config.shared_window(256)
+    return {"window": window, "window_blocks": min(blocks, window_blocks(window, block_size, seqs, budget))} if window else {}
 
 
 def finish(engine: Engine) -> None:
@@ -120,8 +130,8 @@ def tokens_of(request: Request) -> list[list[int]]:
 
 
 def run_alone(model: Model, prompt: list[int], params: SamplingParams, child: int = 0) -> list[int]:
-    """One request in an engine of its own, fed whole; `child` sets the noise key."""
-    engine = tiny_engine(model, budget=256, prefix_caching=False)
+    """One request in an engine of its own, fed whole, with all K and V kept; `child` sets the noise key."""
+    engine = tiny_engine(model, budget=256, prefix_caching=False, windows=False)
     request = engine.add(prompt, params.replace(n=1))
     request.seqs[0].decode.index = child
     finish(engine)

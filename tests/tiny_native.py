@@ -21,7 +21,7 @@ from headrace.models.gguf import decoder
 from headrace.runner.runner import Runner
 from headrace.weights.origins import NameMap, Origin
 from tests.models.zoo import MemorySource, written
-from tests.tiny import finish, tiny_config, tiny_model, tokens_of
+from tests.tiny import finish, tiny_config, tiny_model, tokens_of, window_sizes
 
 BLOCK = 16
 MAX_LEN = 256
@@ -80,13 +80,15 @@ def native_engine(
     quantize: str = "",
     kv_dtype: str = "auto",
     speculation: Speculation | None = None,
+    windows: bool = True,
     **cache: bool,
 ) -> Engine:
     """Like tests.tiny.tiny_engine on the native core, whose blocks are 16 tokens: as many as hold the same."""
     blocks = -(-blocks * block_size // BLOCK)
     scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=MAX_LEN)
-    config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache))
-    program = native_program(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype)
+    window = window_sizes(model, BLOCK, seqs, budget, blocks) if windows else {}
+    config = EngineConfig(scheduler, CacheConfig(blocks, BLOCK, **cache, **window))
+    program = native_program(model, blocks=blocks, quantize=quantize, kv_dtype=kv_dtype, **window)
     return Engine(InProcess(Runner(program)), config, vocab_size=model.config.vocab_size, speculation=speculation)
 
 
@@ -94,7 +96,8 @@ def native_alone(
     model: Model, prompt: list[int], params: SamplingParams, child: int = 0, quantize: str = "", kv_dtype: str = "auto"
 ) -> list[int]:
     """Like tests.tiny.run_alone, on the native core."""
-    engine = native_engine(model, budget=256, prefix_caching=False, quantize=quantize, kv_dtype=kv_dtype)
+    options: dict[str, Any] = {"prefix_caching": False, "windows": False}
+    engine = native_engine(model, budget=256, quantize=quantize, kv_dtype=kv_dtype, **options)
     request = engine.add(prompt, params.replace(n=1))
     request.seqs[0].decode.index = child
     finish(engine)

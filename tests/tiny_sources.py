@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 
 from headrace.backends.eager.program import EagerProgram
+from headrace.data.sources import Tokens
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
 from headrace.ops.context import FeedRows, build
@@ -95,7 +96,7 @@ def logits(model: Model, source: Sequence[int], ids: Sequence[int]) -> torch.Ten
     pool = KVPool(model.config, 32, BLOCK, torch.float64)
     blocks = torch.randperm(32, generator=torch.Generator().manual_seed(2)).tolist()
     own, read = blocks[:8], blocks[8 : 8 + -(-len(source) // BLOCK)]
-    EagerProgram(model, pool).encode([(source, read)])
+    EagerProgram(model, pool).encode([(Tokens(tuple(source)), read)])
     rows: torch.Tensor = model(build(pool, [FeedRows(ids, own, source=len(source), source_table=read)]))
     return rows
 

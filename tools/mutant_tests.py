@@ -28,7 +28,7 @@ TESTS = ("ops", "unit", "property", "e2e")
 # Tests that start programs, and those of what no mutant is made of.
 ELSEWHERE = "bench beside cli docs examples gguf hub imports install interrupt mutants native_build native_process".split()
 ELSEWHERE += "native_start peers progress safetensors tokenizer".split()
-MARKS = "not slow and not weights and not peers"
+MARKS = "not slow and not weights and not peers and not ray and not net"
 # Imported once, before anything is forked: this takes seconds.
 AHEAD = "torch numpy scipy.stats hypothesis jsonschema msgspec llguidance tokenizers jinja2 safetensors gguf rich".split()
 LIMIT = 60.0  # seconds for the tests of a mutant

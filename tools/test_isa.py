@@ -20,6 +20,7 @@ from headrace import core
 
 ROOT = Path(__file__).parents[1]
 PATHS = {  # and what torch calls such a CPU
+    "amx": "avx512",
     "avx512": "avx512",
     "avx512vnni": "avx512",
     "avxvnni": "avx2",
@@ -76,7 +77,7 @@ def run(path: str, tests: list[str], options: list[str], report: Path) -> tuple[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", default=",".join(PATHS), help="some of avx512,avx512vnni,avxvnni,avx2,plain")
+    parser.add_argument("--paths", default=",".join(PATHS), help="some of amx,avx512,avx512vnni,avxvnni,avx2,plain")
     args, options = parser.parse_known_args()
     wanted = args.paths.split(",")
     if unknown := sorted(set(wanted) - set(PATHS)):

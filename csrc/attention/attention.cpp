@@ -317,7 +317,8 @@ void AttentionStep::begin(const StepFeeds& step, bool apart) {
         const int first = step.row_start[f], rows = step.row_start[f + 1] - first, start = step.kv_start[f];
         check_feed(step, first, rows, start, step.known[f]);
         const size_t width = static_cast<size_t>(step.table_width);
-        const int32_t pages = add_pages(step.tables.subspan(f * width, width), start + rows);
+        const int32_t pages = add_pages(step.tables.subspan(f * width, width), start + rows,
+                                        reach_ ? std::max(0, start + 1 - reach_) : 0);
         feeds_.push_back({first, rows, start, start + step.known[f], pages});
     }
     for (size_t f = 0; f < step.sources.size(); ++f) {
@@ -329,13 +330,15 @@ void AttentionStep::begin(const StepFeeds& step, bool apart) {
     }
 }
 
-// Appends the pages of a table's first `tokens` tokens to the page table; returns the index of the first page.
-int32_t AttentionStep::add_pages(std::span<const int32_t> table, int tokens) {
+// Appends the pages of a table's first `tokens` tokens to the page table; returns the index of the first page. No row
+// sees a token before `first`, so the pages that lie wholly before it may be in no block.
+int32_t AttentionStep::add_pages(std::span<const int32_t> table, int tokens, int first) {
     const auto begin = static_cast<int32_t>(page_table_.size());
     const int per_block = pool_.pages_per_block(), pages = (tokens + kPageTokens - 1) / kPageTokens;
     if (static_cast<size_t>((pages + per_block - 1) / per_block) > table.size())
         throw std::out_of_range("a feed is longer than its table");
-    for (int page = 0; page < pages; ++page) {
+    page_table_.resize(page_table_.size() + static_cast<size_t>(first / kPageTokens), 0);
+    for (int page = first / kPageTokens; page < pages; ++page) {
         const int32_t block = table[static_cast<size_t>(page / per_block)];
         if (block < 0 || block >= pool_.num_blocks()) throw std::out_of_range("a table names a block outside the pool");
         page_table_.push_back(block * per_block + page % per_block);

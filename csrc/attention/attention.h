@@ -27,6 +27,11 @@ struct StepFeeds {
     std::span<const int32_t> sources{};        // [feeds] number of tokens of the source; empty: no feed has a source
     std::span<const int32_t> source_tables{};  // [feeds][source_width] block ids of the sources' K and V
     int source_width = 0;
+    std::span<const int32_t> window_tables{};  // [feeds][window_width] block ids in the pool of the window layers
+    int window_width = 0;
+
+    // The same feeds with `window_tables` as their tables.
+    StepFeeds in_windows() const { return {positions, masks, row_start, kv_start, known, window_tables, window_width}; }
 };
 
 // Layers with equal views share a layout.
@@ -129,7 +134,11 @@ public:
     // Begins a step and invalidates the layouts of the step before. The spans must outlive the step. `apart`: no item
     // stores K and V itself. Throws std::out_of_range if a table does not cover all tokens of its feed or source, or
     // names a block outside the pool; std::invalid_argument for more than 64 draft nodes or invalid masks.
+    // Blocks that lie wholly before `reach` are not looked at.
     void begin(const StepFeeds& step, bool apart = false);
+    // The layers see at most the last `window` tokens; 0: all tokens.
+    void set_reach(int window) { reach_ = window; }
+    int reach() const { return reach_; }
     // Highest block id in the tables of the step, plus 1.
     int blocks() const { return blocks_; }
     // The layout of a view, built at the first call in a step. Not thread-safe. Throws std::invalid_argument if the
@@ -161,11 +170,12 @@ public:
     size_t scratch_floats(int group = 1) const { return attention_scratch_floats(pool_.shape(), group); }
 
 private:
-    int32_t add_pages(std::span<const int32_t> table, int tokens);
+    int32_t add_pages(std::span<const int32_t> table, int tokens, int first = 0);
 
     const Kernels& kernels_;
     const KVPool& pool_;
     const int threads_;
+    int reach_ = 0;
     StepFeeds step_{};
     std::vector<AttentionFeed> feeds_;
     std::vector<AttentionFeed> readers_;  // the feeds for cross-attention: kv_start is the number of source tokens

@@ -1,11 +1,13 @@
 #include "attention/kv_pool.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "system/kernels.h"
+#include "system/nodes.h"
 
 namespace headrace {
 namespace {
@@ -13,8 +15,8 @@ namespace {
 constexpr int kMostDim = 1 << 16, kMostHeads = 1 << 16;  // larger sizes would not fit 32 bits
 
 KVShape checked(KVType type, int layers, int num_blocks, int block_size, int heads, int dim) {
-    if (layers < 1 || num_blocks < 1 || heads < 1 || dim < 1) {
-        throw std::invalid_argument("a KV pool has at least one layer, block, head and dimension");
+    if (layers < 0 || num_blocks < 1 || heads < 1 || dim < 1) {
+        throw std::invalid_argument("a KV pool has at least one block, head and dimension");
     }
     if (block_size < kPageTokens || block_size % kPageTokens) {
         throw std::invalid_argument("block_size must be a multiple of 16, not " + std::to_string(block_size));
@@ -32,7 +34,7 @@ KVShape checked(KVType type, int layers, int num_blocks, int block_size, int hea
                                     " KV takes heads of up to 512 dimensions, not " + std::to_string(dim));
     }
     const KVShape shape = kv_shape(type, heads, dim);
-    const int64_t most = std::numeric_limits<int64_t>::max() / shape.page_bytes / layers / heads;
+    const int64_t most = std::numeric_limits<int64_t>::max() / shape.page_bytes / std::max(layers, 1) / heads;
     const int64_t pages = int64_t{num_blocks} * (block_size / kPageTokens);
     if (pages > most || pages > std::numeric_limits<int32_t>::max() / heads) {
         throw std::invalid_argument("a KV pool of " + std::to_string(num_blocks) + " blocks of " +
@@ -58,7 +60,10 @@ KVPool::KVPool(KVType type, int layers, int num_blocks, int block_size, int head
       block_size_(block_size),
       layer_bytes_(static_cast<size_t>(shape_.page_offset(int64_t{num_blocks} * (block_size / kPageTokens), 0))),
       arena_(layer_bytes_ * static_cast<size_t>(layers) + 64 * static_cast<size_t>(layers), Arena::Pages::kLarge) {
-    for (int i = 0; i < layers; ++i) layers_.push_back(arena_.allocate(layer_bytes_));
+    for (int i = 0; i < layers; ++i) {
+        layers_.push_back(arena_.allocate(layer_bytes_));
+        os::interleave(os::nodes(), layers_.back(), layer_bytes_);
+    }
 }
 
 size_t KVPool::block_bytes(KVType type, int layers, int block_size, int heads, int dim) {
@@ -97,6 +102,36 @@ void KVPool::copy_blocks(Pairs pairs) {
         const uint8_t* from = held.data();
         for (const auto& pair : pairs)
             std::memcpy(base + static_cast<size_t>(pair.second) * size, from, size), from += size;
+    }
+}
+
+void KVPool::check_blocks(std::span<const int32_t> blocks, size_t bytes) const {
+    for (const int32_t block : blocks) {
+        if (block < 0 || block >= num_blocks_) throw std::out_of_range("block outside the pool");
+    }
+    if (bytes != blocks.size() * block_bytes()) {
+        throw std::invalid_argument(std::to_string(blocks.size()) + " blocks have " +
+                                    std::to_string(blocks.size() * block_bytes()) + " bytes, not " +
+                                    std::to_string(bytes));
+    }
+}
+
+void KVPool::read_blocks(std::span<const int32_t> blocks, std::span<uint8_t> out) const {
+    check_blocks(blocks, out.size());
+    const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
+    uint8_t* to = out.data();
+    for (const int32_t block : blocks) {
+        for (const uint8_t* base : layers_) std::memcpy(to, base + static_cast<size_t>(block) * size, size), to += size;
+    }
+}
+
+void KVPool::write_blocks(std::span<const int32_t> blocks, std::span<const uint8_t> bytes) {
+    const Exclusive mine(in_use);
+    check_blocks(blocks, bytes.size());
+    const size_t size = layer_bytes_ / static_cast<size_t>(num_blocks_);
+    const uint8_t* from = bytes.data();
+    for (const int32_t block : blocks) {
+        for (uint8_t* base : layers_) std::memcpy(base + static_cast<size_t>(block) * size, from, size), from += size;
     }
 }
 

@@ -48,6 +48,14 @@ public:
     void copy_blocks(Pairs pairs);
     void move(Pairs pairs);
 
+    // Bytes of one block in all layers, as read_blocks and write_blocks lay them out: layer after layer.
+    size_t block_bytes() const { return bytes() / static_cast<size_t>(num_blocks_); }
+    // Copies whole blocks of all layers out of the pool, in the order of `blocks`. A step may run meanwhile: the caller
+    // vouches that none of it writes these blocks. Throws std::out_of_range, std::invalid_argument for a wrong size.
+    void read_blocks(std::span<const int32_t> blocks, std::span<uint8_t> out) const;
+    // Copies blocks back into the pool. Throws as read_blocks does, or std::runtime_error while a step uses the pool.
+    void write_blocks(std::span<const int32_t> blocks, std::span<const uint8_t> bytes);
+
     // Writes or reads one token's K and V [heads][dim] of a layer, at a flat position.
     void write(const AttentionKernels& kernels, int layer, int position, const float* k, const float* v);
     void read(const AttentionKernels& kernels, int layer, int position, float* k, float* v) const;
@@ -55,6 +63,7 @@ public:
 private:
     uint8_t* page(int layer, int position, int head) const;
     void check(Pairs pairs, int limit, const char* what) const;
+    void check_blocks(std::span<const int32_t> blocks, size_t bytes) const;
 
     const KVShape shape_;
     const int num_blocks_, block_size_;

@@ -15,6 +15,7 @@ namespace headrace {
 
 using Floats = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatVector = nanobind::ndarray<const float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Bfloats = nanobind::ndarray<const uint16_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 template <class T>
 using Array = nanobind::ndarray<nanobind::numpy, T>;
 

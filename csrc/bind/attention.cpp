@@ -34,6 +34,8 @@ using Masks = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device:
 using A8Out = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bf16Out = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Pairs = std::vector<std::pair<int32_t, int32_t>>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void check_tokens(const KVPool& pool, int layer, const Int32s& positions, size_t n, size_t heads, size_t dim) {
@@ -255,6 +257,19 @@ void bind_attention(nb::module_& m) {
         .def(
             "move", [](KVPool& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a, unlocked(),
             "Copy flat positions (from, to) of all layers; every source is read before anything is written.")
+        .def(
+            "read_blocks",
+            [](const KVPool& self, const std::vector<int32_t>& blocks, const OutBytes& out) {
+                self.read_blocks(blocks, {out.data(), out.size()});
+            },
+            "blocks"_a, "out"_a.noconvert(), unlocked(),
+            "Copy whole blocks of all layers into `out`. Steps may run meanwhile that do not write these blocks.")
+        .def(
+            "write_blocks",
+            [](KVPool& self, const std::vector<int32_t>& blocks, const Bytes& bytes) {
+                self.write_blocks(blocks, {bytes.data(), bytes.size()});
+            },
+            "blocks"_a, "bytes"_a.noconvert(), unlocked(), "Copy whole blocks of all layers into the pool.")
         .def("write", &write_tokens, "layer"_a, "positions"_a, "k"_a, "v"_a,
              "Store k, v [n, heads, dim] at flat positions [n].")
         .def("read", &read_tokens, "layer"_a, "positions"_a, "k"_a.noconvert(), "v"_a.noconvert(),

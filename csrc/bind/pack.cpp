@@ -20,6 +20,7 @@
 #include "bind/bound_weights.h"
 #include "pack/pack.h"
 #include "system/in_use.h"
+#include "system/nodes.h"
 #include "system/os.h"
 
 namespace nb = nanobind;
@@ -168,7 +169,7 @@ Tensor with_bias(const Tensor& tensor, const FloatVector& bias) {
     Tensor copy = tensor;
     const size_t count = static_cast<size_t>(copy.packed.row_blocks()) * 16;
     auto* own = reinterpret_cast<float*>(copy.arena->allocate(count * sizeof(float)));
-    std::copy(bias.data(), bias.data() + bias.shape(0), own);
+    if (!copy.arena->filled()) std::copy(bias.data(), bias.data() + bias.shape(0), own);
     copy.packed.bias = own;
     return copy;
 }
@@ -187,6 +188,7 @@ nb::dict cpu_info() {
     info["cpus"] = os::allowed_cpus().size();
     info["quota"] = os::quota();
     info["threads"] = default_threads();
+    info["nodes"] = os::current_nodes().size();
     return info;
 }
 
@@ -212,7 +214,7 @@ std::vector<int> pool_barriers(ThreadPool& pool, int barriers) {
 void bind_pack(nb::module_& m) {
     nb::exception<ForkedError>(m, "ForkedError", PyExc_RuntimeError);
     nb::exception<ThreadsError>(m, "ThreadsError", PyExc_RuntimeError);
-    m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads.");
+    m.def("cpu_info", &cpu_info, "Instruction sets, the one in use, CPUs, quota, threads, memory nodes.");
     m.def("cgroup_cpus", &os::quota, "membership"_a = os::kMembership, "root"_a = os::kControlGroups);
     m.def("default_threads", &default_threads, "quota"_a,
           "What a pool of 0 threads has, where the quota is so many CPUs.");
@@ -229,8 +231,12 @@ void bind_pack(nb::module_& m) {
     nb::class_<Arena>(m, "Arena")
         .def(nb::init<size_t>(), "block_bytes"_a = size_t{256} << 20)
         .def(
-            "__init__", [](Arena* self, size_t block_bytes, int file) { new (self) Arena(block_bytes, file); },
-            "block_bytes"_a, "file"_a, "Memory in an empty file; the descriptor may be closed afterwards.")
+            "__init__",
+            [](Arena* self, size_t block_bytes, int file, bool filled) { new (self) Arena(block_bytes, file, filled); },
+            "block_bytes"_a, "file"_a, "filled"_a = false,
+            "Memory in an empty file; the descriptor may be closed afterwards. filled: read-only memory in a file that "
+            "another arena has filled by the same calls.")
+        .def_prop_ro("filled", &Arena::filled)
         .def_prop_ro("used", &Arena::used)
         .def_prop_ro(
             "resident", [](const Arena& self) { return self.resident(); },

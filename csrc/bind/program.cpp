@@ -97,12 +97,32 @@ void add_linear(Program& program, const BoundLinear& linear, int in, const std::
 
 void add_embed(Program& program, const BoundTensor& table, int out, float scale, const BoundTensor* positions,
                const std::optional<FloatVector>& offset, int sinusoids, const std::vector<int32_t>& borders,
-               const std::string& name) {
+               const std::optional<FloatVector>& second, int32_t separator, const std::string& name) {
+    require((separator >= 0) == second.has_value(), "a separator comes with the second type, and without one");
     program.keep(table.arena);
     if (positions) program.keep(positions->arena);
     program.add({EmbedPhase{table.packed, positions ? std::optional(positions->packed) : std::nullopt, scale, out,
-                            copied(offset), sinusoids, borders},
+                            copied(offset), sinusoids, borders, copied(second), separator},
                  0, name});
+}
+
+// One (down, up) or None for each adapter, by number.
+using LowRankArrays = std::pair<Bfloats, Bfloats>;
+
+void add_adapter(Program& program, At in, int in_width, At out, int out_width, int low,
+                 const std::vector<std::optional<LowRankArrays>>& adapters, uint8_t sublayer, const std::string& name,
+                 bool fills) {
+    AdapterPhase phase{{}, place(in), place(out), in_width, out_width, low};
+    for (const auto& each : adapters) {
+        LowRank& adapter = phase.adapters.emplace_back();
+        if (!each) continue;
+        const auto& [down, up] = *each;
+        require(down.shape(0) == up.shape(0), "down and up are [rank, in] and [rank, out]");
+        adapter.rank = static_cast<int>(down.shape(0));
+        adapter.down.assign(down.data(), down.data() + down.size());
+        adapter.up.assign(up.data(), up.data() + up.size());
+    }
+    program.add({std::move(phase), sublayer, name, fills});
 }
 
 // `k` and `v` are None for rows that read the K/V of a source or of an earlier layer.
@@ -110,7 +130,8 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                    float scale, int rope, const NormWeights* q_norm, const NormWeights* k_norm, int window,
                    float softcap, const std::optional<FloatVector>& sinks, bool causal,
                    const std::optional<FloatVector>& k_shift, bool source, const std::optional<FloatTable>& bias,
-                   int group, int skipped, int q_rope, uint8_t sublayer, const std::string& name, bool fills) {
+                   int group, int skipped, int q_rope, int pool, uint8_t sublayer, const std::string& name,
+                   bool fills) {
     require(k.has_value() == v.has_value() && !(source && k), "rows have K and V, or read a source or another layer's");
     const BiasLines lines = bias ? bias_lines(bias->data(), bias->shape(0), bias->shape(1)) : BiasLines{};
     program.add({AttentionPhase{layer,
@@ -128,7 +149,8 @@ void add_attention(Program& program, int layer, int heads, At q, std::optional<A
                                 copied(k_shift),
                                 lines.values,
                                 lines.most,
-                                q_rope},
+                                q_rope,
+                                pool},
                  sublayer, name, fills});
 }
 
@@ -196,9 +218,16 @@ void bind_building(nb::class_<Program>& c) {
         .def("tap", &Program::add_tap)
         .def("begin", &begin, "segment"_a, "What is added from now on belongs to embed, to a new layer, or to head.")
         .def("embed", &add_embed, "table"_a, "out"_a, "scale"_a = 1.0f, "positions"_a.none() = nb::none(),
-             "offset"_a = nb::none(), "sinusoids"_a = -1, "borders"_a = std::vector<int32_t>{}, "name"_a = "",
+             "offset"_a = nb::none(), "sinusoids"_a = -1, "borders"_a = std::vector<int32_t>{}, "second"_a = nb::none(),
+             "separator"_a = -1, "name"_a = "",
              "sinusoids: a rope whose sines and then cosines of the position are added, or -1. borders: ids between "
-             "which each rank has the rows of the table.")
+             "which each rank has the rows of the table. second: replaces offset after a text's first separator.")
+        .def("adapter", &add_adapter, "source"_a, "width"_a, "out"_a, "out_width"_a, "low"_a, "adapters"_a,
+             "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+             "out += up (down x) for rows of sequences with an adapter. adapters: by number, (down [rank, in], up "
+             "[rank, "
+             "out]) "
+             "as the bits of bfloat16, or None. low: a float buffer as wide as the largest rank.")
         .def(
             "norm",
             [](Program& self, At in, At out, int width, const NormWeights& norm, uint8_t sublayer,
@@ -287,19 +316,19 @@ void bind_building(nb::class_<Program>& c) {
             "attention", &add_attention, "layer"_a, "heads"_a, "q"_a, "k"_a.none(), "v"_a.none(), "out"_a, "scale"_a,
             "rope"_a = -1, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(), "window"_a = 0,
             "softcap"_a = 0.0f, "sinks"_a = nb::none(), "causal"_a = true, "k_shift"_a = nb::none(), "source"_a = false,
-            "bias"_a = nb::none(), "group"_a = 0, "skipped"_a = 0, "q_rope"_a = -1, "sublayer"_a = 0, "name"_a = "",
-            "fills"_a = false,
+            "bias"_a = nb::none(), "group"_a = 0, "skipped"_a = 0, "q_rope"_a = -1, "pool"_a = 0, "sublayer"_a = 0,
+            "name"_a = "", "fills"_a = false,
             "source: rows read all of their feed's source, without K and V of their own. bias [heads, 2 d + 1]: what a "
             "distance (key - row) from -d to d adds to a score before it is scaled; what is farther is as far as d. "
             "group: "
             "query heads per KV head; the first `skipped` ones of the first KV head belong to the rank before. q_rope: "
-            "rope of q, if it is not that of k.")
+            "rope of q, if it is not that of k. pool: number of the KV pool, 1 for that of window layers.")
         .def(
             "store",
-            [](Program& self, int layer, At k, At v, uint8_t sublayer, const std::string& name, bool fills) {
-                self.add({StorePhase{layer, place(k), place(v)}, sublayer, name, fills});
+            [](Program& self, int layer, At k, At v, int pool, uint8_t sublayer, const std::string& name, bool fills) {
+                self.add({StorePhase{layer, place(k), place(v), pool}, sublayer, name, fills});
             },
-            "layer"_a, "k"_a, "v"_a, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
+            "layer"_a, "k"_a, "v"_a, "pool"_a = 0, "sublayer"_a = 0, "name"_a = "", "fills"_a = false,
             "K and V into the pool; nothing is read.");
 }
 
@@ -336,20 +365,22 @@ void bind_program(nb::module_& m) {
             "__init__",
             [](Program* self, std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, int hidden, int vocab_size,
                const std::string& isa, const std::string& activations, float threshold, std::shared_ptr<Ranks> ranks,
-               int number) {
-                new (self) Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size,
-                                   rounding_named(activations), threshold, std::move(ranks), number);
+               int number, std::shared_ptr<KVPool> windows) {
+                new (self)
+                    Program(std::move(pool), std::move(kv), kernels_named(isa), hidden, vocab_size,
+                            rounding_named(activations), threshold, std::move(ranks), number, std::move(windows));
             },
             "pool"_a, "kv"_a, "hidden"_a, "vocab_size"_a, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f,
-            "ranks"_a.none() = nb::none(), "number"_a = 0)
+            "ranks"_a.none() = nb::none(), "number"_a = 0, "windows"_a.none() = nb::none(),
+            "windows: pool of the layers with a window, which are on table 2 of the sequences.")
         .def("split_from", &Program::split_from, "rows"_a,
              "Steps of at least this number of rows, and without taps, split them over the ranks; 0: no step does.")
         .def(
-            "move", [](Program& self, const Pairs& pairs) { self.move(pairs); }, "pairs"_a,
-            nb::call_guard<nb::gil_scoped_release>(), "KVPool.move on every rank.")
+            "move", [](Program& self, const Pairs& pairs, int pool) { self.move(pairs, pool); }, "pairs"_a,
+            "pool"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "KVPool.move on every rank.")
         .def(
-            "copy_blocks", [](Program& self, const Pairs& pairs) { self.copy_blocks(pairs); }, "pairs"_a,
-            nb::call_guard<nb::gil_scoped_release>(), "KVPool.copy_blocks on every rank.")
+            "copy_blocks", [](Program& self, const Pairs& pairs, int pool) { self.copy_blocks(pairs, pool); },
+            "pairs"_a, "pool"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "KVPool.copy_blocks on every rank.")
         .def("run", &run, "step"_a, "layers"_a = std::pair(0, -1), "hidden"_a = nb::none(),
              "hidden_out"_a.noconvert() = nb::none(), "skips"_a = std::vector<uint8_t>{},
              "taps"_a.noconvert() = std::vector<std::pair<int, OutTable>>{}, "fill"_a = false,

@@ -236,6 +236,8 @@ void bind_sample(nb::module_& m) {
         .def_rw("bad_words", &SampleParams::bad_words)
         .def_rw("stop_ids", &SampleParams::stop_ids)
         .def_rw("constrained", &SampleParams::constrained)
+        .def_rw("mass_from", &SampleParams::mass_from)
+        .def_rw("masked_logprobs", &SampleParams::masked_logprobs)
         .def_prop_rw(
             "allowed", [](const SampleParams& p) { return p.only_allowed ? std::optional(p.allowed) : std::nullopt; },
             [](SampleParams& p, std::optional<std::vector<int32_t>> ids) {

@@ -98,11 +98,13 @@ void bind_step(nb::module_& m) {
                          "A sequence as a runner knows it: its tokens, its blocks, how its tokens are drawn.")
         .def(
             "__init__",
-            [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params, int source) {
-                require(source >= 0, "a source has a number of tokens");
-                new (self) Sequence{History(prompt), params, {}, source};
+            [](Sequence* self, const std::vector<int32_t>& prompt, const SampleParams& params, int source,
+               int adapter) {
+                require(source >= 0 && adapter >= 0, "a source has a number of tokens, an adapter a number");
+                new (self) Sequence{History(prompt), params, {}, source, adapter};
             },
-            "prompt"_a, "params"_a, "source"_a = 0, "source: tokens of what it reads beside its own; 0: nothing.")
+            "prompt"_a, "params"_a, "source"_a = 0, "adapter"_a = 0,
+            "source: tokens of its source, 0: none. adapter: its number (Program.adapter), 0: none.")
         .def(
             "extend",
             [](Sequence& self, const std::vector<int32_t>& tokens) {
@@ -116,7 +118,8 @@ void bind_step(nb::module_& m) {
                 const Exclusive mine(self.in_use);
                 self.set_table(table, start, blocks);
             },
-            "table"_a, "start"_a, "blocks"_a, "tables[table][start:] = blocks; 0: of its tokens, 1: of its source")
+            "table"_a, "start"_a, "blocks"_a,
+            "tables[table][start:] = blocks; 0: of its tokens, 1: of its source, 2: of window layers")
         .def_prop_rw(
             "key", [](const Sequence& self) { return Key(self.key.k0, self.key.k1); },
             [](Sequence& self, Key key) {
@@ -127,6 +130,7 @@ void bind_step(nb::module_& m) {
         .def("copy", [](const Sequence& self) { return std::make_shared<Sequence>(self); })
         .def_prop_ro("table", [](const Sequence& self) { return self.tables[0]; })
         .def_prop_ro("source_table", [](const Sequence& self) { return self.tables[1]; })
+        .def_prop_ro("window_table", [](const Sequence& self) { return self.tables[2]; })
         .def("__len__", [](const Sequence& self) { return self.history.tokens().size(); });
     nb::class_<Step>(m, "Step", "What one step computes and what is asked of it; answers are read after Program.run.")
         .def(nb::init<>())

@@ -8,6 +8,8 @@
 
 namespace headrace::HEADRACE_ISA {
 
+constexpr int kEpilogueRows = 16;  // most input rows of one call
+
 HEADRACE_INLINE F32v with_bias(const PackedTensor& weight, int block, int part, F32v y) {
     return weight.bias ? y + load_f32(weight.bias + block * 16 + part * kLanes) : y;
 }
@@ -39,7 +41,7 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
     const bool pad = unit % 2 == 0 && columns + 32 * unit == n;
     if (epilogue.a8.blocks) {
         A8Block* block = epilogue.a8.blocks + (int64_t)row * epilogue.a8.tiles + unit / 2;
-        GroupScale scale[kTuning.direct_rows];
+        GroupScale scale[kEpilogueRows];
         for (int m = 0; m < rows; ++m) scale[m] = group_scale(value[m]);
         for (int m = 0; m < rows; ++m) {
             put_group(value[m], scale[m], block + (int64_t)m * epilogue.a8.tiles, unit % 2);
@@ -62,7 +64,7 @@ HEADRACE_INLINE void put_gated(const Epilogue& epilogue, int unit, int row, int 
 static void finish_gated(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
                          const float* up) {
     // All activations first, then all quantization: in both loops consecutive operations are independent.
-    alignas(64) float value[kTuning.direct_rows][32];
+    alignas(64) float value[kEpilogueRows][32];
     if (blocks < 2) __builtin_memset(value, 0, sizeof value);
     for (int b = 0; b < blocks; ++b) {
         for (int m = 0; m < rows; ++m) {

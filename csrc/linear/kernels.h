@@ -6,7 +6,7 @@
 // in order of k:
 //   acc = fma(float(integer dot) * x.scale, w.scale, acc);  with a minimum also  acc = fma(w.min, x.scaled_sum, acc)
 // The integer dot is exact: the zero point is subtracted in integers. Groups of 16 use the x.scale of their 32 columns.
-// kBf16: two chains, even and odd pairs of columns, added at the end.
+// kBf16: two chains, even and odd pairs of columns, added at the end. On AMX another order (linear/amx.inl).
 #pragma once
 
 #include "linear/quantize_act_kernels.h"

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "pack/scale_check.h"
+#include "system/nodes.h"
 #include "system/os.h"
 
 namespace headrace {
@@ -70,10 +71,24 @@ PackedKind packed_kind(SourceKind kind, std::string_view quantize) {
     return quantize == "int8" ? PackedKind::kQ8_0 : PackedKind::kQ4_0;
 }
 
+namespace {
+
+// Allocates row blocks, the first part of them on the first memory node, the next on the next.
+uint8_t* place_rows(Arena& arena, int64_t stride, int64_t blocks) {
+    uint8_t* data = arena.allocate(static_cast<size_t>(stride * blocks));
+    const std::vector<os::Node>& nodes = os::nodes();
+    const std::vector<uintptr_t> borders = node_borders(data, stride, blocks, static_cast<int>(nodes.size()));
+    for (size_t node = 0; node + 1 < borders.size(); ++node)
+        os::place_on(nodes[node], data + (borders[node] - borders[0]), borders[node + 1] - borders[node]);
+    return data;
+}
+
+}  // namespace
+
 PackedTensor Packer::add(const PackRequest& request, const Kernels& kernels) {
     check(request);
     const int64_t stride = row_block_bytes(request.kind, request.k);
-    uint8_t* data = arena_.allocate(static_cast<size_t>(stride) * ((request.n + 15) / 16));
+    uint8_t* data = place_rows(arena_, stride, (request.n + 15) / 16);
     return lay_out(request, data, stride, kernels);
 }
 
@@ -83,7 +98,7 @@ std::pair<PackedTensor, PackedTensor> Packer::add_pair(const PackRequest& gate, 
     check(up);
     if (gate.n != up.n || gate.k != up.k) throw std::invalid_argument("gate and up must have the same size");
     const int64_t gate_bytes = row_block_bytes(gate.kind, gate.k), stride = gate_bytes + row_block_bytes(up.kind, up.k);
-    uint8_t* data = arena_.allocate(static_cast<size_t>(stride) * ((gate.n + 15) / 16));
+    uint8_t* data = place_rows(arena_, stride, (gate.n + 15) / 16);
     const PackedTensor first = lay_out(gate, data, stride, kernels);
     return {first, lay_out(up, data + gate_bytes, stride, kernels)};
 }
@@ -96,6 +111,7 @@ PackedTensor Packer::lay_out(const PackRequest& request, uint8_t* data, int64_t 
 }
 
 std::vector<int> Packer::run(ThreadPool& pool, size_t bytes) {
+    if (arena_.filled()) return jobs_.clear(), std::vector<int>();
     std::vector<Piece> pieces;
     size_t jobs = 0;
     for (size_t taken = 0; jobs < jobs_.size() && taken < bytes; ++jobs) {

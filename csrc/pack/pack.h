@@ -49,7 +49,7 @@ public:
                                                    const Kernels& kernels);
 
     // Fills the next tensors on all threads of the pool, until they have at least `bytes` bytes together. Returns the
-    // numbers of tensors with NaN or infinite scales or values.
+    // numbers of tensors with NaN or infinite scales or values. Those of a filled arena have their contents.
     std::vector<int> run(ThreadPool& pool, size_t bytes = SIZE_MAX);
     int waiting() const { return static_cast<int>(jobs_.size()); }  // tensors that are not filled yet
 

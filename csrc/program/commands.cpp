@@ -18,7 +18,7 @@ size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAlign
 struct Header {
     Command kind;
     int32_t program;
-    int32_t table_width, source_width;
+    int32_t table_width, source_width, window_width, pool;
     int32_t first_layer, last_layer;
     int32_t fill, has_hidden, split;
 };
@@ -86,10 +86,10 @@ private:
 size_t write_rows(const StepRows& rows, int hidden, int number, std::span<uint8_t> message) {
     const StepFeeds& feeds = rows.feeds;
     Writer writer(message);
-    writer.put({Command::kRun, number, feeds.table_width, feeds.source_width, rows.first_layer, rows.last_layer,
-                rows.fill, rows.hidden != nullptr, rows.split});
+    writer.put({Command::kRun, number, feeds.table_width, feeds.source_width, feeds.window_width, 0, rows.first_layer,
+                rows.last_layer, rows.fill, rows.hidden != nullptr, rows.split});
     for (const auto& each : {rows.ids, feeds.positions, feeds.row_start, feeds.kv_start, feeds.known, feeds.tables,
-                             feeds.sources, feeds.source_tables, rows.head_rows, rows.units})
+                             feeds.sources, feeds.source_tables, feeds.window_tables, rows.head_rows, rows.units})
         writer.put(each);
     writer.put(feeds.masks);
     writer.put(rows.chunks);
@@ -98,9 +98,11 @@ size_t write_rows(const StepRows& rows, int hidden, int number, std::span<uint8_
     return writer.size();
 }
 
-size_t write_pairs(Command command, KVPool::Pairs pairs, int number, std::span<uint8_t> message) {
+size_t write_pairs(Command command, KVPool::Pairs pairs, int pool, int number, std::span<uint8_t> message) {
     Writer writer(message);
-    writer.put({command, number, 0, 0, 0, 0, 0, 0, 0});
+    Header header{};
+    header.kind = command, header.program = number, header.pool = pool;
+    writer.put(header);
     writer.put(pairs);
     return writer.size();
 }
@@ -111,16 +113,18 @@ ReadCommand::ReadCommand(std::span<const uint8_t> message) {
     kind = header.kind, program = header.program;
     if (kind != Command::kRun) {
         pairs = reader.values<std::pair<int32_t, int32_t>>();
+        pool = header.pool;
         return;
     }
     StepFeeds& feeds = rows.feeds;
     for (auto* each : {&rows.ids, &feeds.positions, &feeds.row_start, &feeds.kv_start, &feeds.known, &feeds.tables,
-                       &feeds.sources, &feeds.source_tables, &rows.head_rows, &rows.units})
+                       &feeds.sources, &feeds.source_tables, &feeds.window_tables, &rows.head_rows, &rows.units})
         *each = reader.values<int32_t>();
     feeds.masks = reader.values<uint64_t>();
     rows.chunks = reader.values<HeadChunk>();
     rows.skips = reader.values<uint8_t>();
     feeds.table_width = header.table_width, feeds.source_width = header.source_width;
+    feeds.window_width = header.window_width;
     rows.first_layer = header.first_layer, rows.last_layer = header.last_layer;
     rows.fill = header.fill != 0, rows.split = header.split != 0;
     if (header.has_hidden) rows.hidden = reader.values<float>().data();

@@ -19,7 +19,7 @@ enum class Command : int32_t { kRun, kMove, kCopy };
 // Write a command for program `number` to a message and return its size. Throw std::invalid_argument if the message is
 // too small. `hidden`: width of the hidden rows.
 size_t write_rows(const StepRows& rows, int hidden, int number, std::span<uint8_t> message);
-size_t write_pairs(Command command, KVPool::Pairs pairs, int number, std::span<uint8_t> message);
+size_t write_pairs(Command command, KVPool::Pairs pairs, int pool, int number, std::span<uint8_t> message);
 
 // A received command. Valid as long as the message.
 struct ReadCommand {
@@ -29,6 +29,7 @@ struct ReadCommand {
     int program;  // number
     StepRows rows{};
     KVPool::Pairs pairs{};
+    int pool = 0;  // of the pairs
 };
 
 // Carries out commands until the leader ends. `programs`: by number. Throws RankLost, or the error of a command, after

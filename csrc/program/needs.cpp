@@ -37,6 +37,8 @@ struct NeedsOf {
         check_borders(work);
         require(work.offset.empty() || work.offset.size() == static_cast<size_t>(work.table.k),
                 "what is added to every token is as wide as the table");
+        require(work.separator < 0 || work.second.size() == static_cast<size_t>(work.table.k),
+                "the second type is as wide as the table");
         check_rope(work.sinusoids, "an embedding");
         require(work.sinusoids < 0 || rope(work.sinusoids).dim == work.table.k,
                 "sines and cosines are as wide as the table, together");
@@ -106,13 +108,14 @@ struct NeedsOf {
     }
 
     Accesses operator()(const AttentionPhase& work) const {
-        const KVShape& kv = shape.kv.shape();
-        const int heads = work.view.heads;
         require(segment == SegmentKind::kLayer, "attention belongs to a layer");
-        require(work.layer >= 0 && work.layer < shape.kv.layers(), "attention names a layer that the KV pool has not");
+        const KVShape& kv = shape.kv_of(work.pool, work.layer);
+        const int heads = work.view.heads;
         require(work.view.fits(kv), "attention has a multiple of the " + std::to_string(kv.heads) + " KV heads, not " +
                                         std::to_string(heads));
         require(work.view.window >= 0, "a window is 0 (none) or more tokens");
+        require(work.pool == 0 || (work.view.window > 0 && work.view.causal && !work.view.source),
+                "the pool of window layers is for causal attention with a window");
         for (const int number : {work.rope, work.q_rope}) {
             check_rope(number, "attention");
             require(number < 0 || rope(number).dim <= kv.dim, "a rope turns more values than a head has");
@@ -143,9 +146,8 @@ struct NeedsOf {
     }
 
     Accesses operator()(const StorePhase& work) const {
-        const KVShape& kv = shape.kv.shape();
         require(segment == SegmentKind::kLayer, "K and V are stored by a layer");
-        require(work.layer >= 0 && work.layer < shape.kv.layers(), "K and V of a layer that the KV pool has not");
+        const KVShape& kv = shape.kv_of(work.pool, work.layer);
         require(shape.buffer(work.k.buffer).stride() == shape.buffer(work.v.buffer).stride(),
                 "k and v must be columns of one buffer, or of buffers of one width");
         const int64_t width = int64_t{kv.heads} * kv.dim;
@@ -186,6 +188,21 @@ struct NeedsOf {
         require(buffer.common() || segment == SegmentKind::kLayer, "the rows of a layer are gathered");
         require(buffer.rounding() != Rounding::kSplit, "rows with outliers are not gathered");
         return {};
+    }
+
+    Accesses operator()(const AdapterPhase& work) const {
+        require(segment == SegmentKind::kLayer && !shape.ranks,
+                "adapters belong to the layers of a model without ranks");
+        const int most = shape.buffer(work.low).width();
+        for (const LowRank& adapter : work.adapters) {
+            const auto rank = static_cast<size_t>(adapter.rank);
+            require(adapter.rank >= 0 && adapter.rank <= most &&
+                        adapter.down.size() == rank * static_cast<size_t>(work.in_width) &&
+                        adapter.up.size() == rank * static_cast<size_t>(work.out_width),
+                    "an adapter's matrices are as wide as its layer, and their rank fits their buffer");
+        }
+        return {reads(work.in, work.in_width), reads(work.out, work.out_width), writes({work.low, 0}, most),
+                writes(work.out, work.out_width, true)};
     }
 
     Accesses operator()(const ExtremePhase& work) const {
@@ -235,6 +252,13 @@ const Buffer& ProgramShape::buffer(int number) const {
                                                                           ": they are numbered to " +
                                                                           std::to_string(buffers.size() - 1));
     return buffers[static_cast<size_t>(number)];
+}
+
+const KVShape& ProgramShape::kv_of(int pool, int layer) const {
+    require(pool >= 0 && pool < static_cast<int>(kv.size()), "the program has no KV pool " + std::to_string(pool));
+    const KVPool& of = *kv[static_cast<size_t>(pool)]->pool;
+    require(layer >= 0 && layer < of.layers(), "the KV pool has no layer " + std::to_string(layer));
+    return of.shape();
 }
 
 std::vector<Access> needs_of(const Phase& phase, SegmentKind segment, const ProgramShape& shape) {

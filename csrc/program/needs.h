@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "attention/kv_pool.h"
 #include "program/phases.h"
 
 namespace headrace {
@@ -30,13 +29,15 @@ enum class SegmentKind { kEmbed, kLayer, kHead };
 // The parts of a program that a phase's settings are checked against.
 struct ProgramShape {
     int hidden, vocab_size, taps;
-    const KVPool& kv;
+    const KVGroups& kv;
     const std::vector<Rope>& ropes;
     const std::vector<Buffer>& buffers;
     const Ranks* ranks;  // or null
 
     // Throws std::invalid_argument if there is no such buffer.
     const Buffer& buffer(int number) const;
+    // Throws std::invalid_argument if there is no such KV pool, or the pool has no such layer.
+    const KVShape& kv_of(int pool, int layer) const;
 };
 
 // The accesses of a phase. Throws std::invalid_argument if its settings are invalid or do not fit the program.

@@ -117,12 +117,23 @@ int32_t largest_bits(const float* x, int width) {
     return largest;
 }
 
+// Whether row r comes after the first separator of its text, which begins at position 0.
+bool has_second_type(const EmbedPhase& phase, const Worker& w, int r) {
+    const auto& rows = w.run.rows;
+    for (auto at = static_cast<size_t>(r); at > 0 && rows.feeds.positions[at] > 0; --at) {
+        if (rows.ids[at - 1] == phase.separator) return true;
+    }
+    return false;
+}
+
 void embed_row(const EmbedPhase& phase, const Worker& w, int r, int32_t entry, float* row, float* position_row) {
     w.run.kernels.pack->unpack(phase.table, entry, row);
     if (phase.scale != 1.0f) {
         for (int i = 0; i < phase.table.k; ++i) row[i] *= phase.scale;
     }
-    for (size_t i = 0; i < phase.offset.size(); ++i) row[i] += phase.offset[i];
+    const bool second = phase.separator >= 0 && has_second_type(phase, w, r);
+    const std::vector<float>& offset = second ? phase.second : phase.offset;
+    for (size_t i = 0; i < offset.size(); ++i) row[i] += offset[i];
     if (phase.sinusoids >= 0) add_sinusoids(w, phase.sinusoids, r, row);
     if (!phase.positions) return;
     w.run.kernels.pack->unpack(*phase.positions, w.run.rows.feeds.positions[static_cast<size_t>(r)], position_row);
@@ -236,6 +247,8 @@ void run(const LinearPhase& phase, Worker& w) {
         linear_grain(work));
 }
 
+void run(const AdapterPhase& phase, Worker& w) { run_adapters(phase, w); }
+
 void run(const ActPhase& phase, Worker& w) {
     w.share_rows([&](int first, int last) {
         for (int r = first; r < last; ++r) {
@@ -279,7 +292,7 @@ void run(const ResidualPhase& phase, Worker& w) {
 }
 
 void run(const AttentionPhase& phase, Worker& w) {
-    AttentionStep& attention = w.run.attention;
+    AttentionStep& attention = w.run.kv[static_cast<size_t>(phase.pool)]->attention;
     AttentionLayout& layout = attention.layout(phase.view);
     const Buffer& out = w.buffer(phase.out.buffer);
     AttentionTask task{};
@@ -321,7 +334,7 @@ void run(const AttentionPhase& phase, Worker& w) {
 }
 
 void run(const StorePhase& phase, Worker& w) {
-    const AttentionStep& attention = w.run.attention;
+    const AttentionStep& attention = w.run.kv[static_cast<size_t>(phase.pool)]->attention;
     AttentionTask task{};
     attention.prepare(phase.layer, task);
     task.k = w.floats(phase.k);
@@ -447,6 +460,7 @@ int turns_of(const Phase& phase) {
     const auto* embed = std::get_if<EmbedPhase>(&phase.work);
     const bool two = std::holds_alternative<AttentionPhase>(phase.work) ||
                      std::holds_alternative<GatherPhase>(phase.work) ||
+                     std::holds_alternative<AdapterPhase>(phase.work) ||
                      std::holds_alternative<ExtremePhase>(phase.work) || (embed && !embed->borders.empty());
     return two ? 2 : 1;
 }

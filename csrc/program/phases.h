@@ -2,9 +2,11 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -39,6 +41,7 @@ struct Rope {
 };
 
 // out = table[id] * scale + offset + [sin, cos] of the position + positions[position]. All but the table are optional.
+// With a separator, `second` replaces the offset for the tokens after the first separator of a text.
 struct EmbedPhase {
     PackedTensor table;
     std::optional<PackedTensor> positions;
@@ -49,6 +52,8 @@ struct EmbedPhase {
     // [ranks + 1], or empty: the table has all rows. The table of rank r has rows [borders[r], borders[r + 1]); it
     // computes the rows of their tokens and receives the others in an exchange.
     std::vector<int32_t> borders{};
+    std::vector<float> second{};  // [width] or empty
+    int32_t separator = -1;       // token id; -1: none
 };
 
 struct NormPhase {
@@ -106,7 +111,7 @@ struct ResidualPhase {
 // Attention of one layer; the result is written in the format of the buffer of `out`. `k` and `v` are unused if the
 // rows read the K/V of a source or of an earlier layer (AttentionView::stores).
 struct AttentionPhase {
-    int layer;
+    int layer;  // of the pool
     AttentionView view;
     Place q, k, v, out;
     NormWeights q_norm, k_norm;  // kNone, or kRms with one eps
@@ -117,12 +122,14 @@ struct AttentionPhase {
     std::vector<float> bias{};   // DistanceBias::lines, or empty
     int bias_most = 0;
     int q_rope = -1;  // number of a rope for q, if it is another one
+    int pool = 0;     // number of the KV pool
 };
 
 // Stores K and V of all rows in the pool and reads nothing. Used for the cross-attention K/V of an encoder-decoder.
 struct StorePhase {
-    int layer;
+    int layer;  // of the pool
     Place k, v;
+    int pool = 0;  // number of the KV pool
 };
 
 // Copies the rows to Step::taps[tap], if that is set.
@@ -144,6 +151,22 @@ struct ScatterPhase {
 struct CopyPhase {
     Place in, out;
     int width;
+};
+
+// The matrices of an adapter for a linear layer or a part of it, bfloat16. Source: Hu et al., "LoRA", arXiv 2106.09685.
+struct LowRank {
+    std::vector<uint16_t> down;  // [rank][in]
+    std::vector<uint16_t> up;    // [rank][out], with the adapter's scale
+    int rank = 0;                // 0: the adapter leaves this layer unchanged
+};
+
+// out += up * (down * in) for the rows with an adapter (StepRows::adapters); other rows are not touched. `low` is the
+// buffer of down * in. Sums have one order, whatever the other rows are.
+struct AdapterPhase {
+    std::vector<LowRank> adapters;  // that of number n is adapters[n - 1]
+    Place in, out;
+    int in_width, out_width;
+    int low;
 };
 
 // Exchanges between ranks.
@@ -169,9 +192,9 @@ struct ExtremePhase {
     int out;
 };
 
-using PhaseWork =
-    std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
-                 AttentionPhase, StorePhase, TapPhase, CopyPhase, ScatterPhase, ReducePhase, GatherPhase, ExtremePhase>;
+using PhaseWork = std::variant<EmbedPhase, NormPhase, QuantizePhase, LinearPhase, ActPhase, ActMulPhase, ResidualPhase,
+                               AttentionPhase, StorePhase, TapPhase, CopyPhase, ScatterPhase, ReducePhase, GatherPhase,
+                               ExtremePhase, AdapterPhase>;
 
 struct Phase {
     PhaseWork work;
@@ -181,12 +204,23 @@ struct Phase {
     bool by_rows = false;  // computes the rank's rows only, if the step splits its rows over the ranks
 };
 
+// Layers that share block tables: their KV pool, and the attention of a step over it. Pool 0 is on the tables of
+// tokens and sources, pool 1 on those of window layers.
+struct KVGroup {
+    KVGroup(std::shared_ptr<KVPool> kv, const Kernels& kernels, int threads)
+        : pool(std::move(kv)), attention(kernels, *pool, threads) {}
+
+    const std::shared_ptr<KVPool> pool;
+    AttentionStep attention;
+};
+using KVGroups = std::vector<std::unique_ptr<KVGroup>>;
+
 // Shared state of the threads that run a step.
 struct StepRun {
     const Kernels& kernels;
     const std::vector<Buffer>& buffers;
     const std::vector<Rope>& ropes;
-    AttentionStep& attention;
+    const KVGroups& kv;
     const StepRows& rows;
     std::span<float* const> taps;  // Step::taps
     Turns& turns;
@@ -249,6 +283,9 @@ struct Worker {
 
 // Receives the rows of the other ranks in a buffer, in two turns.
 void gather_rows(const Buffer& buffer, Worker& worker);
+
+// Runs this thread's part of the phase of a layer's adapters (adapters.cpp).
+void run_adapters(const AdapterPhase& phase, Worker& worker);
 
 // Runs this thread's part of a phase; returns when all threads' parts are done.
 void run_phase(const Phase& phase, Worker& worker);

@@ -31,7 +31,6 @@ struct CostOf {
     int rows;
     const ProgramShape& shape;
     const Kernels& kernels;
-    AttentionStep& attention;
 
     PhaseCost operator()(const LinearPhase& work) const {
         const PackedLinear& linear = work.linear;
@@ -49,8 +48,9 @@ struct CostOf {
     }
 
     PhaseCost operator()(const AttentionPhase& work) const {
-        const auto [bytes, macs] = attention.layout(work.view).touches();
-        switch (shape.kv.shape().type) {
+        KVGroup& kv = *shape.kv[static_cast<size_t>(work.pool)];
+        const auto [bytes, macs] = kv.attention.layout(work.view).touches();
+        switch (kv.pool->shape().type) {
             case KVType::kBf16:
                 return {"attention bf16", bytes, 0, macs, Products::kBf16};
             case KVType::kInt8:  // queries and weights have two bytes, so two products for each
@@ -79,6 +79,7 @@ struct CostOf {
     PhaseCost operator()(const ReducePhase&) const { return {"reduce"}; }
     PhaseCost operator()(const GatherPhase&) const { return {"gather"}; }
     PhaseCost operator()(const ExtremePhase&) const { return {"extreme"}; }
+    PhaseCost operator()(const AdapterPhase&) const { return {"adapter"}; }
 };
 
 }  // namespace
@@ -88,9 +89,9 @@ const char* products_name(Products products) {
     return kNames[static_cast<int>(products)];
 }
 
-PhaseCost cost_of(const Phase& phase, SegmentKind segment, int rows, const ProgramShape& shape, const Kernels& kernels,
-                  AttentionStep& attention) {
-    PhaseCost cost = std::visit(CostOf{rows, shape, kernels, attention}, phase.work);
+PhaseCost cost_of(const Phase& phase, SegmentKind segment, int rows, const ProgramShape& shape,
+                  const Kernels& kernels) {
+    PhaseCost cost = std::visit(CostOf{rows, shape, kernels}, phase.work);
     for (const Access& access : needs_of(phase, segment, shape))
         cost.rows += row_bytes(access, shape.buffer(access.place.buffer)) * rows;
     return cost;
@@ -104,15 +105,14 @@ void Profile::begin(int threads, size_t visits) {
     }
 }
 
-void Profile::end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels,
-                  AttentionStep& attention) {
+void Profile::end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels) {
     const double threads = static_cast<double>(visits_.size());
     ProfileEntry& before = entries_[{rows, "prepare", ""}];
     before.calls += 1, before.seconds += prepared, before.idle += prepared * (threads - 1) / threads;
     for (size_t i = 0; i < visits_.front().size(); ++i) {
         const Visit& visit = visits_.front()[i];
         const PhaseCost cost =
-            visit.phase ? cost_of(*visit.phase, visit.segment, visit.rows, shape, kernels, attention) : PhaseCost{};
+            visit.phase ? cost_of(*visit.phase, visit.segment, visit.rows, shape, kernels) : PhaseCost{};
         ProfileEntry& entry = entries_[{rows, visit.phase ? visit.phase->name : visit.name, cost.kernel}];
         entry.calls += 1;
         entry.seconds += visit.seconds;

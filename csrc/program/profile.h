@@ -25,8 +25,7 @@ struct PhaseCost {
 };
 
 // Computed from the accesses of the phase (needs_of), its weights, and the K and V that the step reads.
-PhaseCost cost_of(const Phase& phase, SegmentKind segment, int rows, const ProgramShape& shape, const Kernels& kernels,
-                  AttentionStep& attention);
+PhaseCost cost_of(const Phase& phase, SegmentKind segment, int rows, const ProgramShape& shape, const Kernels& kernels);
 
 // Totals of one kernel under one phase name, over all steps with the same number of rows.
 struct ProfileEntry {
@@ -56,7 +55,7 @@ public:
     std::vector<Visit>& visits(int thread) { return visits_[static_cast<size_t>(thread)]; }
     // Adds the visits of a step to the totals. All threads that joined the step have the same sequence of visits.
     // `prepared`: seconds that Program::prepare took.
-    void end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels, AttentionStep& attention);
+    void end(int rows, double prepared, const ProgramShape& shape, const Kernels& kernels);
 
     void clear() { entries_.clear(); }
     const std::map<Key, ProfileEntry>& entries() const { return entries_; }

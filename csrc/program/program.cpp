@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <stdexcept>
 
@@ -25,6 +26,13 @@ public:
 private:
     std::vector<Shared> held_;
 };
+
+// Locks all pools of a program.
+std::deque<Exclusive> locked(const KVGroups& groups) {
+    std::deque<Exclusive> held;
+    for (const auto& each : groups) held.emplace_back(each->pool->in_use);
+    return held;
+}
 
 // The elements with first <= row < last; `combined` is sorted by row.
 std::span<Combine> within(std::vector<Combine>& combined, int first, int last) {
@@ -58,9 +66,9 @@ void each(const std::vector<Phase>& segment, F f) {
 }  // namespace
 
 Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
-                 int vocab_size, Rounding rounding, float threshold, std::shared_ptr<Ranks> ranks, int number)
+                 int vocab_size, Rounding rounding, float threshold, std::shared_ptr<Ranks> ranks, int number,
+                 std::shared_ptr<KVPool> windows)
     : pool_(std::move(pool)),
-      kv_(std::move(kv)),
       kernels_(kernels),
       hidden_(hidden),
       vocab_size_(vocab_size),
@@ -68,10 +76,12 @@ Program::Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, c
       threshold_(threshold),
       ranks_(std::move(ranks)),
       number_(number),
-      attention_(kernels, *kv_, pool_->size()),
       scratch_(static_cast<size_t>(pool_->size())),
       pending_inputs_(static_cast<size_t>(pool_->size())) {
     require(vocab_size > 0, "a program has at least one token");
+    for (auto& each : {std::move(kv), std::move(windows)}) {
+        if (each) kv_.push_back(std::make_unique<KVGroup>(each, kernels_, pool_->size()));
+    }
     add_buffer(BufferKind::kFloat, hidden);
     add_buffer(BufferKind::kFloat, hidden);
     of_head_[kHeadRows] = true;
@@ -182,16 +192,18 @@ void Program::begin_rows(const StepRows& rows) {
         require(row * static_cast<size_t>(rows.count()) <= static_cast<size_t>(ranks_->sizes().slot_bytes),
                 "a step of " + std::to_string(rows.count()) + " rows does not fit the ranks' region");
     }
-    attention_.begin(rows.feeds, rows.fill);
+    kv_.front()->attention.begin(rows.feeds, rows.fill);
+    if (kv_.size() > 1) kv_.back()->attention.begin(rows.feeds.in_windows(), rows.fill);
 }
 
 // Allocates memory and builds attention layouts, on one thread.
 void Program::prepare(const StepRows& rows) {
-    kv_->provide(*pool_, attention_.blocks());
+    for (const auto& each : kv_) each->pool->provide(*pool_, each->attention.blocks());
+    const auto attention = [&](int pool) -> AttentionStep& { return kv_[static_cast<size_t>(pool)]->attention; };
     for (int i = rows.first_layer; i < (rows.last_layer < 0 ? layers() : rows.last_layer); ++i) {
         const Segment& layer = layers_[static_cast<size_t>(i)];
-        each<AttentionPhase>(layer, [&](const AttentionPhase& work) { attention_.layout(work.view); });
-        each<StorePhase>(layer, [&](const StorePhase&) { attention_.list_appends(); });
+        each<AttentionPhase>(layer, [&](const AttentionPhase& work) { attention(work.pool).layout(work.view); });
+        each<StorePhase>(layer, [&](const StorePhase& work) { attention(work.pool).list_appends(); });
     }
     const int head_rows = std::min(static_cast<int>(rows.head_rows.size()), kMostHeadRows);
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].reserve(of_head_[i] ? head_rows : rows.count());
@@ -295,35 +307,42 @@ std::vector<Streaming::Unit> Program::weight_units() const {
 
 void Program::send(const StepRows& rows) { ranks_->send(write_rows(rows, hidden_, number_, ranks_->next_message())); }
 
-void Program::send(Command command, KVPool::Pairs pairs) {
+void Program::send(Command command, KVPool::Pairs pairs, int pool) {
     if (!ranks_) return;
     require(ranks_->rank() == 0, "the first rank sends the commands");
-    ranks_->send(write_pairs(command, pairs, number_, ranks_->next_message()));
+    ranks_->send(write_pairs(command, pairs, pool, number_, ranks_->next_message()));
 }
 
-void Program::move(KVPool::Pairs pairs) {
-    kv_->move(pairs);
-    send(Command::kMove, pairs);
+KVPool& Program::kv_pool(int number) const {
+    require(number >= 0 && number < static_cast<int>(kv_.size()), "no such KV pool");
+    return *kv_[static_cast<size_t>(number)]->pool;
 }
 
-void Program::copy_blocks(KVPool::Pairs pairs) {
-    kv_->copy_blocks(pairs);
-    send(Command::kCopy, pairs);
+void Program::move(KVPool::Pairs pairs, int pool) {
+    kv_pool(pool).move(pairs);
+    send(Command::kMove, pairs, pool);
+}
+
+void Program::copy_blocks(KVPool::Pairs pairs, int pool) {
+    kv_pool(pool).copy_blocks(pairs);
+    send(Command::kCopy, pairs, pool);
 }
 
 void Program::obey(std::span<const uint8_t> message) {
     const ReadCommand command(message);
-    if (command.kind == Command::kMove) return kv_->move(command.pairs);
-    if (command.kind == Command::kCopy) return kv_->copy_blocks(command.pairs);
+    if (command.kind == Command::kMove) return kv_pool(command.pool).move(command.pairs);
+    if (command.kind == Command::kCopy) return kv_pool(command.pool).copy_blocks(command.pairs);
     seal();
-    const Exclusive mine(in_use), pages(kv_->in_use);
+    const Exclusive mine(in_use);
+    const auto pages = locked(kv_);
     begin_rows(command.rows);
     run_rows(command.rows, nullptr, Clock::now());
 }
 
 void Program::run(Step& step) {
     seal();
-    const Exclusive mine(in_use), pages(kv_->in_use);
+    const Exclusive mine(in_use);
+    const auto pages = locked(kv_);
     const Readers readers(step.sequences());
     const auto start = Clock::now();
     StepRows rows = step.flatten();
@@ -348,9 +367,9 @@ void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start
     try {
         prepare(rows);
         prepared = std::chrono::duration<double>(Clock::now() - start).count();
-        StepRun run{kernels_,   buffers_,      ropes_,
-                    attention_, rows,          step ? std::span<float* const>(step->taps) : std::span<float* const>{},
-                    turns_,     pool_->size(), ranks_.get(),
+        StepRun run{kernels_,  buffers_,      ropes_,
+                    kv_,       rows,          step ? std::span<float* const>(step->taps) : std::span<float* const>{},
+                    turns_,    pool_->size(), ranks_.get(),
                     rows.split};
         const auto part = [&](int thread) {
             const size_t number = static_cast<size_t>(thread);
@@ -374,8 +393,8 @@ void Program::run_rows(const StepRows& rows, Step* step, Clock::time_point start
         ranks_->check();
     }
     if (profiling)
-        profile_.end(rows.count(), prepared, {hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_, ranks_.get()},
-                     kernels_, attention_);
+        profile_.end(rows.count(), prepared, {hidden_, vocab_size_, taps_, kv_, ropes_, buffers_, ranks_.get()},
+                     kernels_);
 }
 
 void Program::work(Worker& worker, const StepRows& rows, Step* step) {

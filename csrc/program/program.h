@@ -31,7 +31,7 @@ public:
     // `ranks`: the program holds this rank's share of the model; it is program `number` of each rank.
     Program(std::shared_ptr<ThreadPool> pool, std::shared_ptr<KVPool> kv, const Kernels& kernels, int hidden,
             int vocab_size, Rounding rounding = Rounding::kGroup, float threshold = 0.0f,
-            std::shared_ptr<Ranks> ranks = nullptr, int number = 0);
+            std::shared_ptr<Ranks> ranks = nullptr, int number = 0, std::shared_ptr<KVPool> windows = nullptr);
 
     // Building. `seal` checks the whole description and throws std::invalid_argument that names the phase; the first
     // `run` seals a program that its builder did not. Nothing can be added to a sealed program.
@@ -66,8 +66,8 @@ public:
     // ranks, the first runs the step and the others receive it. Throws RankLost if one of them is lost.
     void run(Step& step);
     // KVPool::move and copy_blocks, on every rank. Throw as they do, or RankLost.
-    void move(KVPool::Pairs pairs);
-    void copy_blocks(KVPool::Pairs pairs);
+    void move(KVPool::Pairs pairs, int pool = 0);
+    void copy_blocks(KVPool::Pairs pairs, int pool = 0);
     // Carries out a command that the leader's program sent. For the other ranks.
     void obey(std::span<const uint8_t> command);
 
@@ -77,7 +77,6 @@ public:
 
     int hidden() const { return hidden_; }
     int vocab_size() const { return vocab_size_; }
-    KVPool& kv() const { return *kv_; }
 
     // Collected by steps while `profiling` is set.
     bool profiling = false;
@@ -111,7 +110,8 @@ private:
     void prepare(const StepRows& rows);
     void plan_head(Step& step);
     void send(const StepRows& rows);
-    void send(Command command, KVPool::Pairs pairs);
+    void send(Command command, KVPool::Pairs pairs, int pool);
+    KVPool& kv_pool(int number) const;
     void run_rows(const StepRows& rows, Step* step, Clock::time_point start);
     void work(Worker& worker, const StepRows& rows, Step* step);
     int turns_of_step(const StepRows& rows) const;
@@ -126,7 +126,7 @@ private:
     void answer_chunk(const HeadChunk& chunk, const Items& items, Worker& worker, Step& step);
 
     const std::shared_ptr<ThreadPool> pool_;
-    const std::shared_ptr<KVPool> kv_;
+    KVGroups kv_;
     const Kernels& kernels_;
     const int hidden_, vocab_size_;
     const Rounding rounding_;
@@ -146,7 +146,6 @@ private:
     bool sealed_ = false;
     int taps_ = 0;
     int ids_ = std::numeric_limits<int>::max(), positions_ = ids_;  // rows of the smallest id and position table
-    AttentionStep attention_;
     size_t scratch_bytes_ = 0;
     Turns turns_;
     // One per thread:

@@ -106,7 +106,7 @@ void Program::seal() {
 }
 
 void Program::seal_segment(const Segment& segment, SegmentKind kind, const std::string& name) {
-    const ProgramShape shape{hidden_, vocab_size_, taps_, *kv_, ropes_, buffers_, ranks_.get()};
+    const ProgramShape shape{hidden_, vocab_size_, taps_, kv_, ropes_, buffers_, ranks_.get()};
     Inputs inputs(buffers_);
     for (size_t i = 0; i < segment.size(); ++i) {
         const Phase& phase = segment[i];
@@ -152,11 +152,16 @@ void Program::check_accesses(const std::vector<Access>& accesses, SegmentKind ki
 void Program::note(const Phase& phase) {
     scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes(phase));
     exchanged_bytes_ = std::max(exchanged_bytes_, exchanged_bytes(phase));
-    if (const auto* attention = std::get_if<AttentionPhase>(&phase.work))
-        scratch_bytes_ =
-            std::max(scratch_bytes_, attention_.scratch_floats(attention->view.group_of(kv_->shape())) * sizeof(float));
-    if (std::holds_alternative<StorePhase>(phase.work))
-        scratch_bytes_ = std::max(scratch_bytes_, attention_.scratch_floats() * sizeof(float));
+    const auto reserve_scratch = [&](size_t floats) {
+        scratch_bytes_ = std::max(scratch_bytes_, floats * sizeof(float));
+    };
+    if (const auto* work = std::get_if<AttentionPhase>(&phase.work)) {
+        KVGroup& kv = *kv_[static_cast<size_t>(work->pool)];
+        reserve_scratch(kv.attention.scratch_floats(work->view.group_of(kv.pool->shape())));
+        if (work->pool > 0) kv.attention.set_reach(std::max(kv.attention.reach(), work->view.window));
+    }
+    if (const auto* work = std::get_if<StorePhase>(&phase.work))
+        reserve_scratch(kv_[static_cast<size_t>(work->pool)]->attention.scratch_floats());
     if (const auto* linear = std::get_if<LinearPhase>(&phase.work); linear && linear->kind == EpilogueKind::kLogits)
         note_logits(*linear);
     if (const auto* scatter = std::get_if<ScatterPhase>(&phase.work))

@@ -20,7 +20,8 @@ void require(bool ok, const char* message) {
 }  // namespace
 
 void Sequence::set_table(size_t table, size_t start, Ids blocks) {
-    if (table >= tables.size()) throw std::out_of_range("a sequence has a table of its tokens, and one of its source");
+    if (table >= tables.size())
+        throw std::out_of_range("a sequence has tables of its tokens, its source and its window layers");
     std::vector<int32_t>& held = tables[table];
     if (start > held.size()) throw std::out_of_range("blocks would leave a gap in the table");
     held.resize(start);
@@ -28,8 +29,9 @@ void Sequence::set_table(size_t table, size_t start, Ids blocks) {
 }
 
 void Step::clear() {
-    for (auto* each : {&ids_, &positions_, &kv_start_, &known_, &tables_, &head_rows_, &nodes_, &parents_})
+    for (auto* each : {&ids_, &positions_, &kv_start_, &known_, &tables_, &head_rows_, &nodes_, &parents_, &adapters_})
         each->clear();
+    adapted_ = false;
     row_start_.assign(1, 0);
     masks_.clear();
     sequences_.clear();
@@ -71,6 +73,8 @@ void Step::feed(std::shared_ptr<const Sequence> sequence, int start, int count, 
         std::fill(masks_.end() - static_cast<ptrdiff_t>(nodes.size()), masks_.end(),
                   ~uint64_t{0} >> (64 - nodes.size()));
     }
+    adapters_.resize(static_cast<size_t>(this->rows()), sequence->adapter);
+    adapted_ = adapted_ || sequence->adapter;
     row_start_.push_back(this->rows());
     kv_start_.push_back(start);
     known_.push_back(count);
@@ -190,10 +194,16 @@ StepFeeds Step::feeds() {
         feeds.source_width = line_up(1, source_tables_);
         feeds.sources = sources_, feeds.source_tables = source_tables_;
     }
+    feeds.window_width = line_up(2, window_tables_);
+    feeds.window_tables = window_tables_;
     return feeds;
 }
 
-StepRows Step::flatten() { return {ids_, feeds(), head_rows_, {}, {}, skips, first_layer, last_layer, fill, hidden}; }
+StepRows Step::flatten() {
+    StepRows rows{ids_, feeds(), head_rows_, {}, {}, skips, first_layer, last_layer, fill, hidden};
+    if (adapted_) rows.adapters = adapters_;
+    return rows;
+}
 
 namespace {
 
@@ -325,9 +335,10 @@ std::vector<int32_t> wanted_units(std::span<const Ask> asks, int first, int last
     for (const Ask& ask : asks) {
         if (ask.row < first || ask.row >= last) continue;
         const bool draws = ask.kind == Ask::Kind::kDraw || ask.kind == Ask::Kind::kVerify;
-        const bool whole = ask.report.k >= 0 && !ask.report.processed;  // log-probabilities need all logits of the row
-        const size_t rows = 1 + ask.nodes.size(), place = static_cast<size_t>(ask.place);
         const SampleParams& params = ask.sequence->params;
+        // The log-probabilities of the model need all logits of the row.
+        const bool whole = ask.report.k >= 0 && !ask.report.processed && !params.masked_logprobs;
+        const size_t rows = 1 + ask.nodes.size(), place = static_cast<size_t>(ask.place);
         const bool masked = ask.place >= 0 && ask.allowed && ask.allowed->size() >= words * (place + rows);
         if (!draws || whole || !(masked || params.only_allowed)) return {};
         for (size_t row = 0; row < rows; ++row) {

@@ -21,8 +21,9 @@ namespace headrace {
 struct Sequence {
     History history;
     SampleParams params;
-    std::array<std::vector<int32_t>, 2> tables{};  // block ids: table 0 of its tokens, table 1 of its source
+    std::array<std::vector<int32_t>, 3> tables{};  // block ids: 0 of its tokens, 1 of its source, 2 of window layers
     int source = 0;                                // tokens of its source; 0: there is no source
+    int adapter = 0;                               // number of its adapter (AdapterPhase); 0: none
     NoiseKey key{};                                // default key of its next draw
     mutable InUse in_use{};                        // shared by steps, exclusive for the caller that changes it
 
@@ -98,12 +99,13 @@ struct StepRows {
     StepFeeds feeds;
     std::span<const int32_t> head_rows;  // ascending
     std::span<const HeadChunk> chunks{};
-    std::span<const int32_t> units{};  // blocks of the vocabulary that the chunks need, ascending within a chunk
-    std::span<const uint8_t> skips;    // Step::skips
-    int first_layer, last_layer;       // Step::first_layer
-    bool fill;                         // Step::fill
-    const float* hidden;               // Step::hidden
-    bool split = false;                // the ranks split the rows (Phase::by_rows); decided by the leader
+    std::span<const int32_t> units{};     // blocks of the vocabulary that the chunks need, ascending within a chunk
+    std::span<const uint8_t> skips;       // Step::skips
+    int first_layer, last_layer;          // Step::first_layer
+    bool fill;                            // Step::fill
+    const float* hidden;                  // Step::hidden
+    bool split = false;                   // the ranks split the rows (Phase::by_rows); decided by the leader
+    std::span<const int32_t> adapters{};  // [rows] number of each row's adapter, 0 for none; empty: no row has one
 
     int count() const { return static_cast<int>(ids.size()); }
 };
@@ -171,6 +173,9 @@ private:
 
     std::vector<int32_t> ids_, positions_, row_start_{0}, kv_start_, known_, tables_, head_rows_;
     std::vector<int32_t> sources_, source_tables_;  // of the sequences; empty if no sequence has a source
+    std::vector<int32_t> window_tables_;            // of the sequences; empty if no sequence has such a table
+    std::vector<int32_t> adapters_;                 // by row
+    bool adapted_ = false;                          // a row has an adapter
     std::vector<uint64_t> masks_;
     std::vector<std::shared_ptr<const Sequence>> sequences_;
     // State of the last feed:

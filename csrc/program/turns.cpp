@@ -21,11 +21,12 @@ void Turn::yield_before_slice_ends(Peer& peer) {
     peer.run_start = peer.last_turn = std::chrono::steady_clock::now();
 }
 
-void Turns::begin(int turns, int threads) {
+void Turns::begin(int turns, int threads, int nodes) {
     if (peers_.size() != static_cast<size_t>(threads)) peers_ = std::vector<Turn::Peer>(static_cast<size_t>(threads));
-    threads_ = threads, turns_ = turns;
-    const size_t lines =
-        static_cast<size_t>(turns + 1) * static_cast<size_t>(Turn::lines(threads));  // one more for Turn::arrive
+    threads_ = threads, nodes_ = std::min(nodes ? nodes : static_cast<int>(os::nodes().size()), threads),
+    turns_ = turns;
+    const size_t lines = static_cast<size_t>(turns + 1) *
+                         static_cast<size_t>(Turn::lines(threads, nodes_));  // one more for Turn::arrive
     if (++step_ == 0) {  // the step number wrapped: counters of old steps would look current
         lines_.clear();
         contended_until_ = 0;
@@ -33,7 +34,7 @@ void Turns::begin(int turns, int threads) {
     }
     if (lines_.size() < lines) lines_ = std::vector<Turn::Line>(lines);
     for (int turn = 0; turn < turns; ++turn) {
-        Turn::Line* line = lines_.data() + turn * Turn::lines(threads);
+        Turn::Line* line = lines_.data() + turn * Turn::lines(threads, nodes_);
         line[0].count.store(uint64_t{step_} << 32, std::memory_order_relaxed);
         line[1].count.store(uint64_t{step_} << 32, std::memory_order_relaxed);
     }

@@ -12,10 +12,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "system/nodes.h"
+
 namespace headrace {
 
 // One parallel loop over items. Each thread has its own queue; together these queues hold four fifths of the items. The
 // rest is in a queue shared by all threads. A thread that runs out of items takes items from the queues of the others.
+//
+// With several memory nodes the items are divided in order among them, as Packer places the rows of a weight matrix,
+// and each node has threads next to each other and a queue with the rest of its items. A thread takes items of another
+// node when its own node has none.
 class Turn {
 public:
     static constexpr int kLooks = 1000;   // polls, 10 to 50 microseconds
@@ -29,9 +35,29 @@ public:
     struct alignas(64) Line {
         std::atomic<uint64_t> count{0};
     };
-    // Lines of a turn: the shared queue, the number of finished items, then one queue per thread. `Turns::begin` resets
-    // the first two at each step; a thread's queue is reset by its first use.
-    static constexpr int lines(int threads) { return 2 + threads; }
+    // Lines of a turn: the shared queue, the number of finished items, one queue per thread, then the shared queues of
+    // further nodes. `Turns::begin` resets the first two at each step; other queues are reset by their first use.
+    static constexpr int lines(int threads, int nodes) { return 1 + threads + nodes; }
+
+    // The items and the threads of a node. part: items of each thread's queue; the rest follows them.
+    struct Dealt {
+        int first_thread, threads;
+        int begin, part, rest, rest_size;
+
+        int start(int thread) const { return begin + (thread - first_thread) * part; }
+    };
+    static Dealt dealt(int items, int threads, int node, int nodes) {
+        if (nodes == 1) {
+            const int part = items * 4 / 5 / threads;
+            return {0, threads, 0, part, part * threads, items - part * threads};
+        }
+        const auto first = static_cast<int>(first_of_node(threads, node, nodes));
+        const auto last = static_cast<int>(first_of_node(threads, node + 1, nodes));
+        const auto begin = static_cast<int>(int64_t{items} * first / threads);
+        const auto end = static_cast<int>(int64_t{items} * last / threads);
+        const int part = (end - begin) * 4 / 5 / (last - first), rest = begin + part * (last - first);
+        return {first, last - first, begin, part, rest, end - rest};
+    }
 
     // State of one thread, kept across turns.
     struct alignas(64) Peer {
@@ -44,11 +70,14 @@ public:
     };
 
     // contended_until: the first step in which the threads need not yield. Any thread raises it.
-    Turn(Line* lines, Peer* peers, std::atomic<uint32_t>& contended_until, int threads, uint32_t step, int number)
+    // nodes: at most `threads`.
+    Turn(Line* lines, Peer* peers, std::atomic<uint32_t>& contended_until, int threads, int nodes, uint32_t step,
+         int number)
         : lines_(lines),
           peers_(peers),
           contended_until_(contended_until),
           threads_(threads),
+          nodes_(nodes),
           step_(uint64_t{step} << 32),
           number_(number) {}
 
@@ -58,18 +87,29 @@ public:
     template <class F>
     void share(int items, int thread, F f, int grain = 1) {
         grain = std::clamp(items / (4 * threads_), 1, grain);
-        const int part = items * 4 / 5 / threads_, dealt = part * threads_;
-        const int piece = std::max(grain, part / 4), turn = std::max(grain, (items - dealt) / (8 * threads_));
+        const int home = static_cast<int>(int64_t{thread} * nodes_ / threads_);
+        const Dealt own = at_node(items, home);
+        const int part = own.part;
         arrive(thread);
         if (contended_until_.load(std::memory_order_relaxed) > step_ >> 32) yield_before_slice_ends(peers_[thread]);
-        int count = take(queue(thread), thread * part, part, piece, f);
-        count += take(rest(), dealt, items - dealt, turn, f);
+        int count = take(queue(thread), own.start(thread), part, std::max(grain, part / 4), f);
+        for (int i = 0; i < nodes_; ++i) {
+            const int node = i ? (home + i) % nodes_ : home;
+            const Dealt dealt = i ? at_node(items, node) : own;
+            const int turn = std::max(grain, dealt.rest_size / (8 * dealt.threads));
+            count += take(rest(node), dealt.rest, dealt.rest_size, turn, f);
+        }
         finish(count);
         bool absent = false;
         const auto help = [&](bool first) {
             if (first) absent = part > 0 && !all_arrived();
             int helped = 0;
-            for (int other = 0; other < threads_; ++other) helped += take(queue(other), other * part, part, piece, f);
+            for (int i = 0; i < nodes_; ++i) {
+                const Dealt dealt = at_node(items, (home + i) % nodes_);
+                const int piece = std::max(grain, dealt.part / 4);
+                for (int other = dealt.first_thread; other < dealt.first_thread + dealt.threads; ++other)
+                    helped += take(queue(other), dealt.start(other), dealt.part, piece, f);
+            }
             finish(helped);
             return helped > 0;
         };
@@ -109,7 +149,8 @@ public:
 private:
     static constexpr int kGivenUp = 1 << 30;  // above any number of items
 
-    std::atomic<uint64_t>& rest() { return lines_[0].count; }
+    Dealt at_node(int items, int node) const { return dealt(items, threads_, node, nodes_); }
+    std::atomic<uint64_t>& rest(int node) { return lines_[node ? 1 + threads_ + node : 0].count; }
     std::atomic<uint64_t>& done() { return lines_[1].count; }
     std::atomic<uint64_t>& queue(int thread) { return lines_[2 + thread].count; }
 
@@ -134,7 +175,7 @@ private:
     void arrive(int thread) {
         peers_[thread].place.store(step_ + static_cast<uint32_t>(number_), std::memory_order_relaxed);
         // Prefetch for writing: the thread's queue of the next turn.
-        __builtin_prefetch(lines_ + lines(threads_) + 2 + thread, 1);
+        __builtin_prefetch(lines_ + lines(threads_, nodes_) + 2 + thread, 1);
     }
     bool arrived(int thread) const {
         return peers_[thread].place.load(std::memory_order_relaxed) >= step_ + static_cast<uint32_t>(number_);
@@ -184,7 +225,7 @@ private:
     Line* const lines_;
     Peer* const peers_;  // [threads]
     std::atomic<uint32_t>& contended_until_;
-    const int threads_;
+    const int threads_, nodes_;
     const uint64_t step_;  // step number, in the high half
     const int number_;     // turn number within the step
 };
@@ -192,10 +233,11 @@ private:
 // The turns of a step. `begin` resets them; the threads' patience is kept across steps.
 class Turns {
 public:
-    void begin(int turns, int threads);
+    // nodes: memory nodes, 0: those of this process; not more than `threads` are used.
+    void begin(int turns, int threads, int nodes = 0);
     Turn at(int turn) {
-        return Turn(lines_.data() + turn * Turn::lines(threads_), peers_.data(), contended_until_, threads_, step_,
-                    turn);
+        return Turn(lines_.data() + turn * Turn::lines(threads_, nodes_), peers_.data(), contended_until_, threads_,
+                    nodes_, step_, turn);
     }
     // Current patience of a thread (Peer::patience). For tests.
     int waits(int thread) const { return peers_[static_cast<size_t>(thread)].patience; }
@@ -212,7 +254,7 @@ private:
     alignas(64) std::atomic<uint32_t> contended_until_{0};
     uint32_t step_ = 0;
     int turns_ = 0;
-    int threads_ = 1;
+    int threads_ = 1, nodes_ = 1;
 };
 
 }  // namespace headrace

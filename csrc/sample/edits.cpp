@@ -11,6 +11,7 @@ namespace {
 
 constexpr float kLargest = 1e30f;  // larger logits are an error; up to this size no later stage overflows
 constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr double kPoint = 0x1p40;
 
 std::vector<int32_t> joined(const SampleRow& row) {
     std::vector<int32_t> tokens = row.history->tokens();
@@ -150,7 +151,7 @@ std::string RowEdits::apply(const SampleRow& row) {
     if (!error.empty()) return error;
     const SampleParams& params = *row.params;
     const std::vector<int32_t> never = banned(row);
-    const bool masked = params.only_allowed || row.mask;
+    const bool masked = params.only_allowed || row.mask || params.mass_from >= 0;
     const bool dry = params.dry_multiplier > 0;
     if (!masked && params.bias.empty() && never.empty() && !params.penalties() && !dry) return "";
     begin();
@@ -162,6 +163,7 @@ std::string RowEdits::apply(const SampleRow& row) {
         for (const auto& [id, cost] : dry_costs(row)) set(id, z_[id] - cost);
     }
     refresh();
+    if (params.mass_from >= 0) compare_mass(std::min(params.mass_from, size_));
     return "";
 }
 
@@ -178,6 +180,10 @@ void RowEdits::begin() {
 void RowEdits::allow(const SampleRow& row) {
     masked_.resize(static_cast<size_t>(size_));
     z_ = masked_.data();
+    if (!row.mask && !row.params->only_allowed) {
+        std::copy(row_, row_ + size_, z_);
+        return;
+    }
     std::fill(maxima_.begin(), maxima_.end(), kNever);
     std::vector<bool> filled(static_cast<size_t>(blocks_));
     const auto take = [&](int32_t id) {
@@ -198,11 +204,47 @@ void RowEdits::allow(const SampleRow& row) {
         return;
     }
     for (int first = 0; first < size_; first += 32) {
+        if (first % kVocabBlock == 0 && first + kVocabBlock <= size_ &&
+            (row.mask[first / 32] & row.mask[first / 32 + 1]) == ~0u) {
+            std::copy(row_ + first, row_ + first + kVocabBlock, z_ + first);
+            maxima_[static_cast<size_t>(first / kVocabBlock)] = raw_maxima_[first / kVocabBlock];
+            first += 32;
+            continue;
+        }
         for (uint32_t word = row.mask[first / 32]; word; word &= word - 1) {
             const int id = first + __builtin_ctz(word);
             if (id < size_) take(id);
         }
     }
+}
+
+// The row is a copy (see `allow`). A block whose maximum is -inf has no values.
+void RowEdits::compare_mass(int from) {
+    const int edge = from / kVocabBlock, start = edge * kVocabBlock;
+    float text = kNever, mass = kNever;
+    for (int block = 0; block < edge; ++block) text = std::max(text, maxima_[static_cast<size_t>(block)]);
+    for (int block = edge + 1; block < blocks_; ++block) mass = std::max(mass, maxima_[static_cast<size_t>(block)]);
+    const bool mixed = edge < blocks_ && maxima_[static_cast<size_t>(edge)] > kNever;
+    for (int id = start; mixed && id < std::min(start + kVocabBlock, size_); ++id) {
+        float& best = id < from ? text : mass;
+        best = std::max(best, z_[id]);
+    }
+    if (text == kNever || mass == kNever) return;
+    if (mass <= text) {
+        double weights[kVocabBlock];
+        int64_t total = 0;
+        for (int block = edge; block < blocks_; ++block) {
+            if (maxima_[static_cast<size_t>(block)] == kNever) continue;
+            const int first = std::max(from, block * kVocabBlock), end = std::min((block + 1) * kVocabBlock, size_);
+            kernels_.weights(z_ + first, end - first, text, weights);
+            for (int i = 0; i < end - first; ++i) total += std::llrint(weights[i] * kPoint);
+        }
+        if (total <= static_cast<int64_t>(kPoint)) return;
+    }
+    std::fill(maxima_.begin(), maxima_.begin() + edge, kNever);
+    if (!mixed) return;
+    std::fill(z_ + start, z_ + from, kNever);
+    kernels_.block_maxima(z_ + start, std::min(kVocabBlock, size_ - start), &maxima_[static_cast<size_t>(edge)]);
 }
 
 float best_permitted(const SampleRow& row, int size) {

@@ -35,6 +35,8 @@ private:
 
     void begin();
     void allow(const SampleRow& row);
+    // Bans the ids below `from` if the ids from `from` on are together likelier than the likeliest id below it.
+    void compare_mass(int from);
     void penalise(const SampleRow& row);
     void set(int32_t id, float value);
     void refresh();

@@ -30,7 +30,9 @@ struct SampleParams {
     std::vector<int32_t> stop_ids;  // banned until the output has min_tokens tokens
     std::vector<int32_t> allowed;
     bool only_allowed = false;
-    bool constrained = false;  // by a grammar: a draw without its mask is an error
+    bool constrained = false;      // by a grammar: a draw without its mask is an error
+    int mass_from = -1;            // RowEdits::compare_mass; below 0: off
+    bool masked_logprobs = false;  // see Report
 
     bool greedy() const { return temperature < 0.01f; }
     bool penalties() const { return repetition != 1.0f || frequency != 0.0f || presence != 0.0f; }

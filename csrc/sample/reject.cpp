@@ -131,9 +131,7 @@ std::string Sampler::reject(const SampleRow& first, const DraftChain& chain, Row
         if (report.k < 0) continue;
         error = choose_with_coin(row_at(at), key);
         if (!error.empty()) return error;
-        if (report.processed) describe_kept(report.k, {&drawn_token, 1});
-        edits_.restore();
-        if (!report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, {&drawn_token, 1});
+        report_chosen(*first.params, report, {&drawn_token, 1});
     }
     return "";
 }

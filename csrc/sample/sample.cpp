@@ -92,7 +92,6 @@ std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, 
         const Noise noise{{keys[i].k0, keys[i].k1}, position, purpose};
         out[i].id = greedy_ ? argmax(kernels_, edits_.edited(1.0f)) : kept_.draw(noise);
     }
-    if (report.k >= 0 && report.processed) describe_kept(report.k, out);
     if (tau > 0) {
         const LogitRow edited = edits_.edited(row.params->temperature);
         for (TokenReport& drawn : out) {
@@ -100,9 +99,18 @@ std::string Sampler::draw(const SampleRow& row, std::span<const NoiseKey> keys, 
             drawn.mu = mu - row.params->mirostat_eta * (bits - tau);
         }
     }
-    edits_.restore();
-    if (report.k >= 0 && !report.processed) describe(edits_.raw(), norm_of(edits_.raw()), report.k, out);
+    report_chosen(*row.params, report, out);
     return "";
+}
+
+// Undoes the edits of the row that `choose` chose from.
+void Sampler::report_chosen(const SampleParams& params, Report report, std::span<TokenReport> out) {
+    const bool raw = !report.processed && !params.masked_logprobs;
+    const LogitRow masked = edits_.edited(1.0f);
+    if (report.k >= 0 && report.processed) describe_kept(report.k, out);
+    if (report.k >= 0 && !report.processed && !raw) describe(masked, norm_of(masked), report.k, out);
+    edits_.restore();
+    if (report.k >= 0 && raw) describe(edits_.raw(), norm_of(edits_.raw()), report.k, out);
 }
 
 // With XTC each key has its own coin, so the kept tokens differ from key to key.

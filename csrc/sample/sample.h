@@ -1,9 +1,9 @@
 // Sampler: from logits to tokens. It draws the same tokens as headrace.ops.sampling in torch.
 //
 // Stages: bias, allowed ids, mask, bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence ->
-// DRY -> (greedy: argmax) -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat ->
-// argmax of logit + noise over the kept tokens. Equal values are always in order of their ids. Probabilities are summed
-// in fixed point (2^-40), so the order of the sum does not matter.
+// DRY -> mass -> (greedy: argmax) -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC ->
+// mirostat -> argmax of logit + noise over the kept tokens. Equal values are always in order of their ids.
+// Probabilities are summed in fixed point (2^-40), so the order of the sum does not matter.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,8 @@ struct TokenReport {
 };
 
 // Report of a drawn token. k < 0: none; otherwise its log-probability, its rank and the k best tokens. They are
-// computed from the model's logits or, if `processed`, from the logits that the token was drawn from.
+// computed from the logits that the token was drawn from if `processed`, from those after masks, bans and penalties if
+// SampleParams::masked_logprobs, otherwise from the model's logits.
 struct Report {
     int k = -1;
     bool processed = false;
@@ -119,6 +120,7 @@ private:
     std::string draw_singly(const SampleRow& row, std::span<const NoiseKey> keys, Report report,
                             std::span<TokenReport> out, uint32_t purpose);
     double norm_of(const LogitRow& row) const;  // the logarithm of the sum of exp(logit)
+    void report_chosen(const SampleParams& params, Report report, std::span<TokenReport> out);
     void describe(const LogitRow& row, double norm, int k, std::span<TokenReport> out);
     void describe_kept(int k, std::span<TokenReport> out);
     float best_of(const LogitRow& row) const;

@@ -36,10 +36,11 @@ void PageSize::took(bool small, double seconds) {
 Arena::Arena(size_t block_bytes, Pages pages)
     : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)), pages_(pages) {}
 
-Arena::Arena(size_t block_bytes, int file)
+Arena::Arena(size_t block_bytes, int file, bool filled)
     : block_bytes_(round_up(block_bytes ? block_bytes : 1, kHugePage)),
       pages_(Pages::kQuickest),
-      file_(os::duplicate(file)) {}
+      file_(os::duplicate(file)),
+      filled_(filled) {}
 
 Arena::~Arena() {
     for (const Block& block : blocks_) os::release(block.mapping, block.mapped);
@@ -136,8 +137,9 @@ size_t Arena::resident(std::span<const uint8_t> part) const {
 
 Arena::Block& Arena::add_block(size_t bytes) {
     if (in_file()) {
-        os::extend_file(file_, file_bytes_, bytes);
-        auto* base = static_cast<uint8_t*>(os::map_file(file_, file_bytes_, bytes));
+        if (!filled_) os::extend_file(file_, file_bytes_, bytes);
+        auto* base = static_cast<uint8_t*>(filled_ ? os::map_file_read_only(file_, file_bytes_, bytes)
+                                                   : os::map_file(file_, file_bytes_, bytes));
         blocks_.push_back({base, bytes, 0, base, bytes, file_bytes_, nullptr});
         file_bytes_ += bytes;
         return blocks_.back();

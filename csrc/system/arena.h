@@ -46,7 +46,8 @@ public:
     // Maps blocks of `block_bytes` bytes (rounded up to 2 MB) on demand. A page uses memory once it is written.
     explicit Arena(size_t block_bytes = size_t{256} << 20, Pages pages = Pages::kQuickest);
     // The same with the pages of an empty file, which the arena extends. `file` may be closed afterwards.
-    Arena(size_t block_bytes, int file);
+    // filled: of a file that another arena has filled by the same calls. The memory is read-only and has its contents.
+    Arena(size_t block_bytes, int file, bool filled = false);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -71,6 +72,7 @@ public:
     // Bytes of a part that are in memory; of all blocks if it is empty.
     size_t resident(std::span<const uint8_t> part = {}) const;
     bool in_file() const { return file_ >= 0; }
+    bool filled() const { return filled_; }
 
 private:
     enum Page : uint8_t { kNew, kComing, kThere };
@@ -94,7 +96,8 @@ private:
 
     const size_t block_bytes_;
     const Pages pages_;
-    const int file_ = -1;    // -1: memory without a file
+    const int file_ = -1;  // -1: memory without a file
+    const bool filled_ = false;
     size_t file_bytes_ = 0;  // size of the file
     std::mutex lock_;
     std::vector<Block> blocks_;

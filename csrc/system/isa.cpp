@@ -16,7 +16,7 @@ namespace {
 #if defined(HEADRACE_ARM)
 constexpr std::string_view kKnown = "i8mm, neon or plain";
 #else
-constexpr std::string_view kKnown = "avx512, avx512vnni, avxvnni, avx2 or plain";
+constexpr std::string_view kKnown = "amx, avx512, avx512vnni, avxvnni, avx2 or plain";
 #endif
 
 #if defined(HEADRACE_X86)
@@ -57,7 +57,11 @@ std::vector<Isa> detect() {
     // F, DQ, BW, VL; VNNI
     if (!zmm || !has(seven.b, {16, 17, 30, 31}) || !has(seven.c, {11})) return found;
     found.insert(found.begin(), Isa::kAvx512Vnni);
-    if (has(more.a, {5})) found.insert(found.begin(), Isa::kAvx512);  // BF16
+    if (!has(more.a, {5})) return found;  // BF16
+    found.insert(found.begin(), Isa::kAvx512);
+    // BF16 and TILE of AMX, and the state of its tiles
+    if (has(seven.d, {22, 24}) && (saved & 0x60000) == 0x60000 && os::allow_tiles())
+        found.insert(found.begin(), Isa::kAmx);
     return found;
 }
 #elif defined(HEADRACE_ARM)
@@ -77,13 +81,13 @@ std::vector<Isa> detect() { return {Isa::kPlain}; }
 }  // namespace
 
 std::string_view isa_name(Isa isa) {
-    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512", "neon", "i8mm"};
+    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512", "amx", "neon", "i8mm"};
     return kNames[static_cast<int>(isa)];
 }
 
 Isa parse_isa(std::string_view name) {
     for (const Isa isa :
-         {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kNeon, Isa::kI8mm}) {
+         {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kAmx, Isa::kNeon, Isa::kI8mm}) {
         if (name == isa_name(isa)) return isa;
     }
     throw std::invalid_argument("unknown instruction set '" + std::string(name) + "'; use " + std::string(kKnown));

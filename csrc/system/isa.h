@@ -6,10 +6,11 @@
 
 namespace headrace {
 
-enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kNeon, kI8mm };
+enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kAmx, kNeon, kI8mm };
 
-// "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI) or "avx512" (with VNNI and BF16); on
-// Arm "neon" (with the dot product of signed bytes) or "i8mm" (with the dot product of unsigned and signed bytes).
+// "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI), "avx512" (with VNNI and BF16) or "amx"
+// (avx512 whose bfloat16 linear layers use AMX); on Arm "neon" (with the dot product of signed bytes) or "i8mm" (with
+// the dot product of unsigned and signed bytes).
 std::string_view isa_name(Isa isa);
 
 // Throws std::invalid_argument for an unknown name.

@@ -23,6 +23,9 @@ HEADRACE_DECLARE_TABLES(avx2)
 HEADRACE_DECLARE_TABLES(avxvnni)
 HEADRACE_DECLARE_TABLES(avx512vnni)
 HEADRACE_DECLARE_TABLES(avx512)
+namespace avx512 {
+extern const LinearKernels amx_linear_kernels;
+}
 #elif defined(HEADRACE_ARM)
 HEADRACE_DECLARE_TABLES(neon)
 HEADRACE_DECLARE_TABLES(i8mm)
@@ -45,6 +48,14 @@ HEADRACE_TABLE(avx2, Isa::kAvx2)
 HEADRACE_TABLE(avxvnni, Isa::kAvxVnni)
 HEADRACE_TABLE(avx512vnni, Isa::kAvx512Vnni)
 HEADRACE_TABLE(avx512, Isa::kAvx512)
+
+constexpr Kernels with_amx() {
+    Kernels table = avx512_table;
+    table.isa = Isa::kAmx;
+    table.linear = &avx512::amx_linear_kernels;
+    return table;
+}
+constexpr Kernels amx_table = with_amx();
 #elif defined(HEADRACE_ARM)
 HEADRACE_TABLE(neon, Isa::kNeon)
 HEADRACE_TABLE(i8mm, Isa::kI8mm)
@@ -66,6 +77,8 @@ const Kernels& kernels_for(Isa isa) {
     }
     switch (isa) {
 #if defined(HEADRACE_X86)
+        case Isa::kAmx:
+            return amx_table;
         case Isa::kAvx512:
             return avx512_table;
         case Isa::kAvx512Vnni:

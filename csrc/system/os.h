@@ -51,10 +51,12 @@ bool provide(void* memory, size_t bytes);
 void forget(const void* mapped, size_t bytes);
 
 // A file whose pages are memory. `extend_file` takes disk space for `bytes` more bytes; `map_file` maps them, readable
-// and writable. All throw std::runtime_error with the system's message.
+// and writable, and `map_file_read_only` maps bytes that the file has. All throw std::runtime_error with the system's
+// message.
 int duplicate(int file);
 void extend_file(int file, size_t begin, size_t bytes);
 void* map_file(int file, size_t begin, size_t bytes);
+void* map_file_read_only(int file, size_t begin, size_t bytes);
 void write_back(int file);
 // Reads the pages of a mapped file that contain these bytes, and maps them. `begin`: place of the bytes in the file.
 void fetch(int file, size_t begin, const void* mapped, size_t bytes);
@@ -90,5 +92,8 @@ struct Features {
     unsigned long first, second;
 };
 Features features();
+
+// Asks the system to let this process use the tiles of AMX (Linux 5.16). Returns false if it refuses.
+bool allow_tiles();
 
 }  // namespace headrace::os

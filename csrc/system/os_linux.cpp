@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -23,6 +24,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "system/nodes.h"
 #include "system/os.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -129,11 +131,88 @@ double quota(const std::string& membership, const std::string& root) {
     return least;
 }
 
-void pin(std::thread& thread, int cpu) {
-    std::vector<cpu_set_t> mask(static_cast<size_t>(cpu) / CPU_SETSIZE + 1);
+void pin(std::thread& thread, int cpu) { pin(thread, std::vector<int>{cpu}); }
+
+void pin(std::thread& thread, const std::vector<int>& cpus) {
+    const int highest = *std::max_element(cpus.begin(), cpus.end());
+    std::vector<cpu_set_t> mask(static_cast<size_t>(highest) / CPU_SETSIZE + 1);
     const size_t bytes = mask.size() * sizeof(cpu_set_t);
-    CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
+    for (const int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, mask.data());
     pthread_setaffinity_np(thread.native_handle(), bytes, mask.data());
+}
+
+namespace {
+
+constexpr int kMostNodes = 8;  // pretended ones
+constexpr uintptr_t kNodePage = uintptr_t{2} << 20;
+constexpr int kPreferred = 1, kInterleaved = 3;  // linux/mempolicy.h: MPOL_PREFERRED, MPOL_INTERLEAVE
+
+// Reads Linux's list of CPUs, such as "0-3,8".
+std::vector<int> cpu_list(const std::string& text) {
+    std::vector<int> cpus;
+    std::istringstream parts(text);
+    for (std::string part; std::getline(parts, part, ',');) {
+        int first = 0, last = 0;
+        const int count = std::sscanf(part.c_str(), "%d-%d", &first, &last);
+        for (int cpu = first; count > 0 && cpu <= (count > 1 ? last : first); ++cpu) cpus.push_back(cpu);
+    }
+    return cpus;
+}
+
+std::vector<Node> pretend(const std::vector<int>& allowed, int count) {
+    std::vector<Node> nodes;
+    for (int node = 0; node < count; ++node) {
+        const auto first = static_cast<size_t>(first_of_node(static_cast<int64_t>(allowed.size()), node, count));
+        const auto last = static_cast<size_t>(first_of_node(static_cast<int64_t>(allowed.size()), node + 1, count));
+        Node each{-1, {allowed.begin() + static_cast<long>(first), allowed.begin() + static_cast<long>(last)}};
+        if (each.cpus.empty()) each.cpus = allowed;  // more nodes than CPUs
+        nodes.push_back(each);
+    }
+    return nodes;
+}
+
+void set_policy(int policy, const std::vector<Node>& nodes, void* memory, size_t bytes) {
+    const auto start = reinterpret_cast<uintptr_t>(memory);
+    const uintptr_t first = page_start(start + kNodePage - 1, kNodePage), last = page_start(start + bytes, kNodePage);
+    unsigned long mask = 0;
+    for (const Node& node : nodes) {
+        if (node.number < 0 || node.number >= 64) return;
+        mask |= 1UL << node.number;
+    }
+    // A hint: if the system refuses, the pages lie on the node of the thread that writes them first.
+    if (first < last) syscall(SYS_mbind, first, last - first, policy, &mask, 65UL, 0U);
+}
+
+}  // namespace
+
+std::vector<Node> find_nodes(const std::vector<int>& allowed, int pretended, const std::string& root) {
+    if (pretended > 1) return pretend(allowed, std::min(pretended, kMostNodes));
+    std::vector<Node> found;
+    for (int number = 0; number < 64; ++number) {
+        Node node{number, {}};
+        for (const int cpu : cpu_list(first_line(root + "/node" + std::to_string(number) + "/cpulist"))) {
+            if (std::find(allowed.begin(), allowed.end(), cpu) != allowed.end()) node.cpus.push_back(cpu);
+        }
+        if (!node.cpus.empty()) found.push_back(node);
+    }
+    if (found.empty()) found.push_back({-1, allowed});
+    return found;
+}
+
+std::vector<Node> current_nodes() {
+    const char* pretended = std::getenv("HEADRACE_NODES");
+    return find_nodes(allowed_cpus(), pretended ? std::atoi(pretended) : 0);
+}
+
+const std::vector<Node>& nodes() {
+    static const std::vector<Node> found = current_nodes();
+    return found;
+}
+
+void place_on(const Node& node, void* memory, size_t bytes) { set_policy(kPreferred, {node}, memory, bytes); }
+
+void interleave(const std::vector<Node>& nodes, void* memory, size_t bytes) {
+    if (nodes.size() > 1) set_policy(kInterleaved, nodes, memory, bytes);
 }
 
 double thread_seconds() {
@@ -183,6 +262,17 @@ void* map_file(int file, size_t begin, size_t bytes) {
     // Without readahead: `drop` would not release pages beyond a part.
     madvise(memory, bytes, MADV_RANDOM);
     posix_fadvise(file, 0, 0, POSIX_FADV_RANDOM);
+    return memory;
+}
+
+void* map_file_read_only(int file, size_t begin, size_t bytes) {
+    struct stat state;
+    if (fstat(file, &state) != 0) fail("the file of the weights cannot be read");
+    if (static_cast<size_t>(state.st_size) < begin + bytes)
+        throw std::runtime_error("the file of the weights has " + std::to_string(state.st_size) + " bytes, not " +
+                                 std::to_string(begin + bytes));
+    void* memory = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file, static_cast<off_t>(begin));
+    if (memory == MAP_FAILED) fail("the file of the weights cannot be mapped");
     return memory;
 }
 
@@ -275,4 +365,29 @@ bool ended(int descriptor) {
 
 Features features() { return {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)}; }
 
+bool allow_tiles() {
+#if defined(__x86_64__)
+    constexpr int kRequestState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
 }  // namespace headrace::os
+
+namespace headrace {
+
+std::vector<uintptr_t> node_borders(const void* data, int64_t stride, int64_t blocks, int nodes) {
+    if (nodes < 2 || static_cast<size_t>(stride * blocks) < kLeastSpread) return {};
+    const auto start = reinterpret_cast<uintptr_t>(data);
+    std::vector<uintptr_t> borders{start};
+    for (int node = 1; node < nodes; ++node) {
+        const auto border = start + static_cast<uintptr_t>(stride * first_of_node(blocks, node, nodes));
+        borders.push_back(std::max(borders.back(), os::page_start(border, uintptr_t{2} << 20)));
+    }
+    borders.push_back(start + static_cast<uintptr_t>(stride * blocks));
+    return borders;
+}
+
+}  // namespace headrace

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "system/nodes.h"
 #include "system/pause.h"
 
 namespace headrace {
@@ -57,11 +58,17 @@ ThreadPool::ThreadPool(int threads, bool pin)
       slots_(threads),
       workers_(std::make_unique<std::vector<std::thread>>()) {
     const std::vector<int> cpus = pin ? os::allowed_cpus() : std::vector<int>{};
+    const std::vector<os::Node>& nodes = os::nodes();
+    const int count = std::min(static_cast<int>(nodes.size()), threads);
     workers_->reserve(threads - 1);
     try {
         for (int thread = 1; thread < threads; ++thread) {
             workers_->emplace_back([this, thread] { work(thread); });
-            if (!cpus.empty()) os::pin(workers_->back(), cpus[thread % cpus.size()]);
+            if (!cpus.empty()) {
+                os::pin(workers_->back(), cpus[thread % cpus.size()]);
+            } else if (count > 1) {  // the first threads on the first node, as Turn deals and Packer places
+                os::pin(workers_->back(), nodes[static_cast<size_t>(int64_t{thread} * count / threads)].cpus);
+            }
         }
     } catch (const std::exception& error) {  // std::system_error, or std::bad_alloc
         const size_t started = workers_->size() + 1;

@@ -17,6 +17,8 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 IDLE_NICENESS = 19
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+# linux/fcntl.h; Python has no name for it. Mappings that exist stay writable.
+SEAL_FUTURE_WRITE = 0x0010
 
 
 def user_home() -> Path | None:
@@ -170,6 +172,44 @@ def processors() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
+def processors_by_node(root: str = "/sys/devices/system/node") -> list[int]:
+    """`processors`, those of one memory node (NUMA) after those of another, so that parts of the list share a node's memory."""
+    have = processors()
+    nodes = {number: node for node, numbers in enumerate(memory_nodes(root)) for number in numbers}
+    return sorted(have, key=lambda number: (nodes.get(number, 0), number))
+
+
+def memory_nodes(root: str = "/sys/devices/system/node") -> list[list[int]]:
+    """The processors of each memory node of the machine; empty if the system does not report them."""
+    folders = [path for path in Path(root).glob("node[0-9]*") if path.name[4:].isdigit()]
+    lists = []
+    for folder in sorted(folders, key=lambda path: int(path.name[4:])):
+        with contextlib.suppress(OSError, ValueError):
+            lists.append(_processor_list((folder / "cpulist").read_text()))
+    return lists
+
+
+def _processor_list(text: str) -> list[int]:
+    """Read Linux's list of processors, such as "0-3,8". Raises ValueError."""
+    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    return [number for first, dash, last in ends for number in range(int(first), int(last if dash else first) + 1)]
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal; False after it was closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def run_on(processors: list[int]) -> None:
+    """Run this process and those that it starts on these processors alone, where the system supports it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, processors)
+
+
 def busy_seconds() -> float:
     """CPU time that all processes have used since the system started, and time stolen from it (/proc/stat)."""
     names = "user nice system idle iowait irq softirq steal".split()
@@ -240,6 +280,26 @@ def lock(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def wait_for_lock(file: int) -> None:
+    """Lock an open file, also if another process must unlock it first. Raises OSError."""
+    fcntl.lockf(file, fcntl.LOCK_EX)
+
+
+def unlock(file: int) -> None:
+    """End the lock of `wait_for_lock`."""
+    fcntl.lockf(file, fcntl.LOCK_UN)
+
+
+def sealed(file: int) -> bool:
+    """Whether a file in memory can no longer be written."""
+    return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEAL_FUTURE_WRITE)
+
+
+def seal(file: int) -> None:
+    """Forbid writing to a file in memory and resizing it. Existing mappings stay writable."""
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | SEAL_FUTURE_WRITE)
 
 
 def allow_files(needed: int) -> int | None:

@@ -1,9 +1,8 @@
 """`LLM`: the Python API. It opens a model, plans memory, owns an engine, and returns outputs of prompts."""
 
-import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,13 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from headrace.backends.recipe import BLOCK_SIZE, Recipe
-from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
+from headrace.audio.channels import sound_files
+from headrace.audio.mel import Samples
+from headrace.audio.together import Event, run_together
+from headrace.audio.transcript import Segment, Transcript
+from headrace.audio.transcription import SpeechSettings, Transcription
+from headrace.audio.wav import Sound
+from headrace.backends.recipe import Recipe
 from headrace.data.explicit import (
     Messages,
     Params,
@@ -27,8 +31,9 @@ from headrace.data.explicit import (
     template_variables,
 )
 from headrace.data.fields import ParamError
-from headrace.data.outputs import Classification, CompletionOutput, Embedding, RequestOutput, Score, unit_vector, whole
+from headrace.data.outputs import Classification, CompletionOutput, Embedding, RankedDocument, RequestOutput, Score, whole
 from headrace.data.params import SamplingParams
+from headrace.data.plan import Threshold
 from headrace.data.progress import Moving, Progress, on_terminal, waiting
 from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.data.types import Delta
@@ -40,21 +45,25 @@ from headrace.decoding.tools import ToolChoice, conversation, tooling
 from headrace.drafting.methods import speculation
 from headrace.drafting.speculation import Speculation
 from headrace.engine.engine import Engine
-from headrace.engine.executor import InProcess
 from headrace.engine.lockstep import Inbox, Lockstep
-from headrace.parallel.pipeline.opening import last_stage, pipeline_executor
+from headrace.parallel.engine import make_engine
+from headrace.parallel.pipeline.opening import last_stage
+from headrace.startup.adapters import open_adapters
 from headrace.startup.backend import start
 from headrace.startup.classifier import Pair, encode_texts, load, require_classifier
+from headrace.startup.kv_store import check_kv_store, open_kv_store
 from headrace.startup.loading import open_files, open_roles, pick_device
+from headrace.startup.speech import speech_model, voice_detector
 from headrace.text.chat import (
     ChatTemplate,
     TemplateError,
     check_continues,
-    check_template_kwargs,
     render_open,
+    split_template_kwargs,
     validate_messages,
 )
 from headrace.weights.defaults import values
+from headrace.weights.ranking import NO_RANKER
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "Score"]
 
@@ -68,13 +77,15 @@ class LLM:
     `headrace.data.settings.ModelSettings`; docs/en/reference/settings.md lists them.
     - Numbers: `dtype` (any but auto and bfloat16 runs in torch), `kv_dtype` of the KV cache, `quantize` (int8 or int4 of float
       weights at load, native back end) and `activations` (rounding of the inputs of integer weights).
-    - Memory: `kv_cache_memory` in bytes or as "2GiB", `max_model_len` in tokens.
-    - Other models of the same vocabulary: `draft` (also a folder of trained heads), `amateur`, `cascade`. Folders:
-      `classifier`, `exits`.
+    - Memory: `kv_cache_memory` in bytes or as "2GiB", `max_model_len` in tokens. `rope="yarn:4"` extends the context.
+    - Disk: `kv_store`, a folder that keeps K/V of long prompts for the next start, of at most `kv_store_size` (8GiB).
+    - Other models of the same vocabulary: `draft` (or a folder of heads), `amateur`, `cascade`. Folders: `classifier`, `exits`.
+    - LoRA: `adapter`, NAME=PATH separated by commas, used by `generate(…, adapter=NAME)`.
     - Speculation: `speculate` (auto, ngram, suffix, lookahead, jacobi, draft, heads, self, blocks, None) chooses the drafter;
       `draft_tokens` are drafted at once.
     - Several processes, with `threads` each and the same outputs: `tp` (2, 4 or 8) divides each layer; `pp` runs consecutive
-      layers in each process, as many as `stages` ("14,16") says.
+      layers in each process, as many as `stages` ("14,16") says; `stage_hosts` ("10.0.0.2:9200") and `key_file` run the first
+      ones on other hosts.
     - `parse_special`: control tokens inside messages are parsed; for trusted content only.
 
     Outputs depend on the request and its seed alone: bitwise on the native core, near-tie-exact in torch.
@@ -93,11 +104,16 @@ class LLM:
         threads: int | None = None,
         pp: int = 1,
         stages: str | None = None,
+        stage_hosts: str | None = None,
+        key_file: str | Path | None = None,
         max_model_len: int | None = None,
+        rope: str | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int | None = None,
         kv_cache_memory: int | str | None = None,
         kv_dtype: str = "auto",
+        kv_store: str | Path | None = None,
+        kv_store_size: int | str | None = None,
         quantize: str | None = None,
         activations: str = "auto",
         enable_prefix_caching: bool = True,
@@ -112,8 +128,11 @@ class LLM:
         classifier: str | Path | None = None,
         exits: str | Path | None = None,
         exit_state: str = DEFERRED,
+        exit_layers: str | None = None,
         cascade: str | Path | None = None,
         tp: int = 1,
+        adapter: str | None = None,
+        max_lora_rank: int = 64,
         offload: bool = False,
         parse_special: bool = False,
         progress: Progress | None = None,
@@ -122,21 +141,34 @@ class LLM:
         self._open(model, ModelSettings(**{name: given[name] for name in ModelSettings.__struct_fields__}), progress)
 
     @classmethod
-    def from_settings(cls, model: str | Path, settings: ModelSettings, *, progress: Progress | None = None) -> Self:
-        """Open a model with settings that are already one object. Raises ValueError."""
+    def from_settings(
+        cls,
+        model: str | Path,
+        settings: ModelSettings,
+        *,
+        progress: Progress | None = None,
+        shared_weights: int | None = None,
+    ) -> Self:
+        """Open a model with settings that are already one object. shared_weights: as in `Recipe`. Raises ValueError."""
         llm = cls.__new__(cls)
-        llm._open(model, settings, progress)
+        llm._open(model, settings, progress, shared_weights)
         return llm
 
-    def _open(self, model: str | Path, settings: ModelSettings, progress: Progress | None) -> None:
+    def _open(
+        self, model: str | Path, settings: ModelSettings, progress: Progress | None, shared_weights: int | None = None
+    ) -> None:
         self.progress = on_terminal() if progress is None else progress
         with waiting(self.progress, f"loading {Path(model).name}"):
             self.device = pick_device(settings.device)
-            self.opened = open_files(model, progress, parse_special=settings.parse_special)
+            self.opened = open_files(model, progress, parse_special=settings.parse_special, rope=settings.rope)
             self.classifier = None if settings.classifier is None else load(settings.classifier, self.opened)
+            _ = self.opened.ranker  # its head is checked before the weights are read
             self.settings = replace(settings, device=self.device)
-            recipe = Recipe(open_roles(self.opened, settings, progress), self.settings, self.progress)
-            if settings.pp != 1 or settings.stages:
+            check_kv_store(settings, self.opened.config)
+            roles = open_roles(self.opened, settings, progress)
+            adapters = open_adapters(self.opened, settings)
+            recipe = Recipe(roles, self.settings, self.progress, shared_weights=shared_weights, adapters=adapters)
+            if settings.pp != 1 or settings.stages or settings.stage_hosts:
                 recipe = last_stage(recipe)
                 self.settings = recipe.settings
             started = start(recipe)
@@ -198,7 +230,7 @@ class LLM:
         tools, tool_choice, parallel_tool_calls: as in the server; calls fit their schemas and are in an output's `tool_calls`.
         chat_template, parse_special: as in `render`. Raises ToolError, TemplateError, TypeError.
         """
-        given_to_template, name = _template_kwargs(chat_template_kwargs, chat_template)
+        given_to_template, name = split_template_kwargs(chat_template_kwargs, chat_template)
         called = bool(tools) and tool_choice != "none"
         chosen = self.opened.template.choose(name, tools=called, parse_special=parse_special)
         source, template = chosen.source, template_variables(more, chosen.reads)
@@ -212,7 +244,7 @@ class LLM:
         given = tooling(asked, source, self.tokenizer.control_id)
         if given is not None:
             each = [given.held(one) for one in each]
-            template |= {"tools": given.tools} if given.in_template else {}
+            template |= given.template_variables(source)
         talks = [conversation(self.opened.with_system(talk), given, source) for talk in talks]
         outputs = self.generate([self._rendered(chosen, talk, **template) for talk in talks], each)
         if given is not None:
@@ -261,50 +293,103 @@ class LLM:
         """Run one engine step for all queued prompts. Returns the outputs that ended in it."""
         return self.callers.step()
 
-    def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0) -> list[Score]:
+    def score(self, texts: Prompt | Sequence[Prompt], *, start: int | Sequence[int] = 0, adapter: str = "") -> list[Score]:
         """Log-probability of every token of each text, given those before it.
 
         start: score from this token on, one number for all texts or one each; earlier tokens may come from the prefix cache.
-        Raises ParamError and AdmissionError.
+        adapter: name of the adapter to use. Raises ParamError and AdmissionError.
         """
         batch = self._encode_running(texts)
         starts = [start] * len(batch) if isinstance(start, int) else list(start)
         if len(starts) != len(batch):
             raise ParamError("start", f"start has {len(starts)} numbers for {len(batch)} texts; give one, or one for each")
-        each = [SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=at) for at in starts]
+        scoring = SamplingParams(max_tokens=1, prompt_logprobs=0, adapter=adapter or None)
+        each = [scoring.replace(prompt_logprobs_start=at) for at in starts]
         return [Score.of(output) for output in whole(self._run(batch, each, (), Scoring(), Progress()))]
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, pooling: str | None = None, dimensions: int | None = None
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        adapter: str | None = None,
     ) -> list[Embedding]:
         """Embeddings of texts, vectors of length 1.
 
         pooling: mean, last, or (encoders) first; default: the model's own, last for decoders. dimensions: number of leading
-        values to keep, for models that were trained for it. Raises ValueError.
+        values to keep, for models that were trained for it. prompt_name: a prompt of the model (query, document, …) that stands
+        before each text; default: the model's own default. adapter: name of the adapter to use. Raises ValueError.
         """
-        if dimensions is not None and not 1 <= dimensions <= self.model_config.hidden_size:
-            raise ValueError(f"dimensions must be 1 to {self.model_config.hidden_size} of this model, not {dimensions}")
-        outputs = self._asked(texts, Pooling(pooling or self.opened.pooling))
-        return [Embedding(output.prompt_token_ids, unit_vector(output.pooled, dimensions)) for output in outputs]
+        sentence = self.opened.sentence
+        sentence.check_dimensions(dimensions, self.model_config.hidden_size)
+        batch, pool = sentence.with_prompt(as_batch(texts), prompt_name), pooling or sentence.pooling
+        outputs = self._pooled(batch, Pooling(pool), adapter)
+        return [sentence.embedding(output.prompt_token_ids, output.pooled, pool, dimensions) for output in outputs]
+
+    def rank(self, query: str, documents: Sequence[str], *, top_n: int | None = None) -> list[RankedDocument]:
+        """Rank documents by their relevance to a query, best first; the `top_n` best ones, or all.
+
+        For rerankers: cross-encoders with one label, and Qwen3-Reranker. Scores are those of sentence-transformers, usually
+        from 0 to 1. Raises ValueError.
+        """
+        if (ranker := self.opened.ranker) is None:
+            raise ValueError(NO_RANKER)
+        pairs = ranker.pairs(query, documents, top_n, partial(self.tokenizer.encode, add_special=False, parse_special=False))
+        pooled = [output.pooled for output in self._pooled(pairs, Pooling(ranker.pooling))]
+        return [RankedDocument(index, score, pairs[index]) for index, score in ranker.ranked(pooled, pairs, top_n)]
 
     def classify(
-        self, texts: Prompt | Sequence[Prompt | Pair], *, criterion: str | None = None, threshold: float | None = None
+        self, texts: Prompt | Sequence[Prompt | Pair], *, criterion: str | None = None, threshold: Threshold | None = None
     ) -> list[Classification]:
         """Classify texts, or pairs of texts (tuples), with early exit.
 
         The first exit whose confidence passes the threshold gives the class. criterion: max_prob, margin, entropy, kl or
-        patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: default: the
-        calibrated one of the criterion. Raises ValueError.
+        patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: a number, or one
+        for each exit but the last; default: the calibrated one of the criterion. Raises ValueError.
         """
         known = require_classifier(self.classifier)
         ids = encode_texts(lambda text: self.tokenizer.encode(text, parse_special=False), texts)
-        outputs = self._asked(ids, Classifying(*known.rule(criterion, threshold)))
+        outputs = self._pooled(ids, Classifying(*known.rule(criterion, threshold)))
         return [known.classification(output.prompt_token_ids, output.classified) for output in outputs]
 
-    def _asked(self, texts: Prompt | Sequence[Prompt], strategy: Strategy) -> list[RequestOutput]:
+    def transcribe(self, sound: Sound, *, rate: int | None = None, **settings: Any) -> Transcript:
+        """Transcribe sound with a speech model.
+
+        sound: a file (WAV; others need the extra `audio`), its bytes, or samples (int16, floats in [-1, 1]) with their `rate`.
+        settings: `channels` (mix, or split for each alone), `partial` (use a cut or damaged file up to there), and fields of
+        `headrace.audio.transcription.SpeechSettings` (language, long, vad, …). Raises AudioError, LanguageError, ValueError.
+        """
+        *_, (_, last) = self.transcribe_all([sound], rate=rate, **settings)
+        if isinstance(last, Transcript):
+            return last
+        raise last if isinstance(last, Exception) else RuntimeError("a transcription without an end: please report this fault")
+
+    def transcribe_stream(self, sound: Sound, *, rate: int | None = None, **settings: Any) -> Iterator[Segment]:
+        """Transcribe sound as `transcribe` does, and yield each segment as its window ends. Closing the iterator ends it."""
+        for _, event in self.transcribe_all([sound], rate=rate, **settings):
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Segment):
+                yield event
+
+    def transcribe_all(
+        self, sounds: Iterable[Sound], *, rate: int | None = None, together: int = 8, **settings: Any
+    ) -> Iterator[tuple[int, Event]]:
+        """Transcribe several sounds, `together` windows at a time. Yields segments with the number of their sound; the last
+        event of a sound is its Transcript, or the error that ended it. Raises ValueError, TypeError."""
+        return run_together(self.callers, sound_files(sounds, rate, self._transcription, **settings), together)
+
+    def _transcription(self, samples: Samples, settings: SpeechSettings) -> Transcription:
+        audio, speech = speech_model(self.opened)
+        detector, context = voice_detector() if settings.vad else None, self.memory_plan.max_model_len
+        return Transcription(samples, None, speech, self.tokenizer, audio, context, settings, detector)
+
+    def _pooled(self, texts: Prompt | Sequence[Prompt], strategy: Strategy, adapter: str | None = None) -> list[RequestOutput]:
         """Run texts with a strategy that generates nothing."""
         batch = self._encode_running(texts)
-        return whole(self._run(batch, [SamplingParams(max_tokens=1)] * len(batch), (), strategy, Progress()))
+        return whole(self._run(batch, [SamplingParams(max_tokens=1, adapter=adapter)] * len(batch), (), strategy, Progress()))
 
     def render(
         self,
@@ -323,9 +408,8 @@ class LLM:
         text; parse_special parses them, for trusted content only. Raises TemplateError without a template, or if the
         conversation cannot be continued; TypeError for a variable that the template does not read.
         """
-        given_to_template, name = _template_kwargs(chat_template_kwargs, chat_template)
-        tools = template.get("tools") is not None
-        chosen = self.opened.template.choose(name, tools=tools, parse_special=parse_special)
+        given_to_template, name = split_template_kwargs(chat_template_kwargs, chat_template)
+        chosen = self.opened.template.choose(name, tools=template.get("tools") is not None, parse_special=parse_special)
         check_variables(template, chosen.reads)
         return self._rendered(chosen, messages, **{**given_to_template, **template})
 
@@ -381,26 +465,13 @@ class LLM:
 
     # -- engine --------------------------------------------------------------------------------------------------------
     def _engine(self, recipe: Recipe, invariant: bool) -> Engine:
-        config, plan, settings = self.model_config, self.memory_plan, self.settings
-        limits = plan.max_model_len, settings.max_num_seqs, settings.policy, settings.max_num_batched_tokens
-        scheduler = SchedulerConfig.preset(settings.preset, *limits)
+        plan, settings = self.memory_plan, self.settings
         drafts = speculation(settings.speculate or None, invariant, plan.max_model_len, settings.draft_tokens, recipe.drafter())
         log.info("%s; %s (%s) on %s, %s", plan.summary, self.backend, self.exactness, self.device, self.dtype)
         self.runner.exits = None if self.classifier is None else self.classifier.exits
-        scheduler = dataclasses.replace(scheduler.for_encoder() if config.encoder else scheduler, longer=plan.longer)
-        executor = InProcess(self.runner) if recipe.layers is None else pipeline_executor(recipe, self.runner, plan)
-        return Engine(
-            executor,
-            EngineConfig(scheduler, CacheConfig(plan.num_blocks, BLOCK_SIZE, settings.enable_prefix_caching)),
-            vocab_size=config.vocab_size,
-            tokenizer=self.tokenizer,
-            eos_ids=self.opened.eos_ids,
-            groups=recipe.groups(),
-            speculation=drafts,
-            mask_id=config.mask_id,
-            judges=recipe.judges,
-            start=None if config.source is None else config.start,
-        )
+        engine = make_engine(recipe, self.runner, plan, drafts)
+        engine.scheduler.store = open_kv_store(recipe, self.runner, engine.blocks, f"{self.backend} {self.dtype}")
+        return engine
 
     def _run(
         self,
@@ -427,10 +498,3 @@ class LLM:
     def _encode_running(self, texts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
         """Encode texts without parsing control tokens in them."""
         return [self.tokenizer.encode(text, parse_special=False) if isinstance(text, str) else text for text in as_batch(texts)]
-
-
-def _template_kwargs(given: Mapping[str, Any] | None, chat_template: str | None) -> tuple[dict[str, Any], str | None]:
-    """The variables in chat_template_kwargs, and the name of the template, which may stand among them. Raises TemplateError."""
-    variables = dict(given or {})
-    check_template_kwargs(variables)
-    return variables, variables.pop("chat_template", chat_template)

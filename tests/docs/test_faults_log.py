@@ -1,9 +1,11 @@
-"""The tests that docs/log/faults.md names exist."""
+"""The tests that docs/log/faults.md and docs/log/compression.md name exist."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+
+import pytest
 
 from tests.docs.markdown import DOCS, ROOT
 
@@ -39,8 +41,9 @@ def absent(text: str) -> Iterator[str]:
                 yield f"{file}: fewer than {count} tests"
 
 
-def test_the_tests_of_the_faults_log_exist() -> None:
-    assert list(absent((DOCS / "log/faults.md").read_text("utf-8"))) == []
+@pytest.mark.parametrize("page", ["faults", "compression"])
+def test_the_tests_of_the_log_exist(page: str) -> None:
+    assert list(absent((DOCS / f"log/{page}.md").read_text("utf-8"))) == []
 
 
 def test_absent_tests_are_noticed() -> None:

@@ -95,8 +95,15 @@ def section_of(page: Page, number: int) -> str:
     return "\n".join(lines[start : number + 1])
 
 
+def split_marks(page: Page) -> Iterator[str]:
+    """Lines that begin with a mark that belongs to the end of the line before."""
+    for number, line in page.prose:
+        if re.match(r"\s*[、，。；：！？）》”]", line):
+            yield f"{page.name}:{number}: a line begins with {line.lstrip()[0]}"
+
+
 def faults(page: Page) -> list[str]:
-    found = [*wrong_terms(page), *unmarked(page)]
+    found = [*wrong_terms(page), *unmarked(page), *split_marks(page)]
     if (share := prose_share(page)) < SHARE:
         found.append(f"{page.name}: {share:.0%} of the prose is Chinese, at least {SHARE:.0%}")
     return found
@@ -111,7 +118,7 @@ def test_a_chinese_page_without_a_twin_is_chinese_and_uses_the_terms(page: Page)
 
 def test_bad_pages_are_rejected() -> None:
     found = faults(bad("chinese.md", "docs/zh/use/bad.md"))
-    for part in ("投机解码: write 推测解码", "beam search without 束搜索", "without （英文）"):
+    for part in ("投机解码: write 推测解码", "beam search without 束搜索", "without （英文）", "a line begins with ，"):
         assert [one for one in found if part in one], part
     assert [one for one in faults(bad("english.md", "docs/zh/use/bad.md")) if "of the prose is Chinese" in one]
     twin = bad("chinese.md", "docs/zh/use/bad.md")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,13 @@ def test_pages_are_in_the_language_of_their_folder(site: Path) -> None:
         pages = "".join(page.read_text("utf-8") for page in (site / name).rglob("*.html"))
         assert (f'placeholder="{texts[0]}"' in pages, f"<span>{texts[1]}</span>" in pages) == (True, True)
         assert (f'placeholder="{others[0]}"' in pages, f"<span>{others[1]}</span>" in pages) == (False, False)
+
+
+def test_line_breaks_leave_no_space_next_to_full_width_marks() -> None:
+    joined = runpy.run_path(str(DOCS / "conf.py"))["joined"]
+    assert joined("装得下\n吗，\n`fit` 读 torch\n（几 GB），\nLLM") == "装得下吗，`fit` 读 torch（几 GB），LLM"
+    lists = "写法：\n* 名字\n1. 路径\n> 引文\n| 表 |\n```\n码，\nx\n```\n两个 GB\nLLM"
+    assert joined(lists) == lists
 
 
 NAMES = {"Headrace", "Furo", "Copyright © the Headrace authors"}

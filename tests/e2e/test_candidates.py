@@ -51,7 +51,7 @@ def ends(rng: random.Random, count: int) -> frozenset[int]:
 
 def everything(monkeypatch: pytest.MonkeyPatch, strategy: type) -> None:
     """Have every token offered."""
-    want = strategy.want
+    want = strategy.want  # type: ignore[attr-defined]
 
     def unbounded(self: Any, *seen: Any) -> tuple[Want, ...]:
         return tuple(msgspec.structs.replace(asked, k=VOCAB, live=False) for asked in want(self, *seen))

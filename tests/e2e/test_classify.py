@@ -85,7 +85,7 @@ def test_pooling_both_concatenates_the_first_row_and_the_mean() -> None:
 
 
 def logits(llm: LLM, texts: list[str], rule: tuple[str, float]) -> list[np.ndarray]:
-    return [np.array(one.classified) for one in llm._asked(texts, Classifying(*rule))]
+    return [np.array(one.classified) for one in llm._pooled(texts, Classifying(*rule))]
 
 
 def middling(llm: LLM, criterion: str) -> tuple[str, float]:
@@ -211,11 +211,33 @@ def test_a_class_is_a_label_with_probabilities(llm: LLM) -> None:
         ({"threshold": 0.5}, "threshold needs a criterion"),
         ({"criterion": "off", "threshold": 0.5}, "threshold needs a criterion"),
         ({"criterion": "max_prob", "threshold": float("nan")}, "not nan"),
+        ({"criterion": "max_prob", "threshold": (0.5, 1.5)}, "must be 0 to 1 here, not 1.5"),
+        ({"criterion": "max_prob", "threshold": (0.5,)}, "give one threshold, or 2: one for each exit but the last, not 1"),
+        ({"criterion": "patience", "threshold": (1.0, 1.0, 1.0)}, "give one threshold, or 2: .* not 3"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(llm: LLM, given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         llm.classify(TEXTS, **given)
+
+
+def test_each_exit_may_have_its_threshold(llm: LLM) -> None:
+    """Equal thresholds are one threshold; 1 at the first exit and 0 at the second stops every text at the second."""
+    _, at = middling(llm, "max_prob")
+    one = [each.layers for each in llm.classify(TEXTS, criterion="max_prob", threshold=at)]
+    assert [each.layers for each in llm.classify(TEXTS, criterion="max_prob", threshold=(at, at))] == one
+    assert len(set(one)) > 1
+    assert {each.layers for each in llm.classify(TEXTS, criterion="max_prob", threshold=[1.0, 0.0])} == {2}
+    assert {each.layers for each in llm.classify(TEXTS, criterion="max_prob", threshold=(1.0, 1.0))} == {3}
+
+
+def test_the_command_takes_a_threshold_for_each_exit(bert: Path, folder: Path, shell: Shell) -> None:
+    rule = ("--criterion", "entropy", "--threshold")
+    code, said, _ = shell("classify", bert, "-c", folder, *TEXTS[:2], *rule, "0,1.09")
+    assert (code, [json.loads(line)["layers"] for line in said.splitlines()]) == (0, [2, 2])
+    code, _, err = shell("classify", bert, "-c", folder, TEXTS[0], *rule, "0,x")
+    assert code != 0
+    assert "--threshold: give a number, or several with commas, not '0,x'" in err
 
 
 def test_a_classifier_of_another_model_is_refused(bert: Path, folder: Path, llm: LLM, tmp_path: Path) -> None:

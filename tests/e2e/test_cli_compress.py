@@ -9,7 +9,8 @@ import pytest
 
 from headrace.cli.options import writable, writable_output
 from tests.cli_shell import SECONDS, Shell
-from tests.tiny_files import write_tiny_gguf
+from tests.killed import killed_at
+from tests.tiny_files import Sizes, write_tiny_gguf
 
 
 @pytest.fixture
@@ -74,6 +75,41 @@ write.judge = lambda *texts: os.kill(os.getpid(), signal.SIGKILL)
     assert "judged:          KL " in said
     assert not out.with_name(f"{name}.work").exists()
     assert "exists; give another name" in shell(*start, "--judge", "self")[2]
+
+
+def test_a_command_killed_at_every_stage_continues(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut, scales, rounding, OUT, and the report: killed at the first file of each name, one after the other, the same
+    command continues to the same bytes."""
+    model, text = write_tiny_gguf(tmp_path / "tiny.gguf", sizes=Sizes(ffn=128)), tmp_path / "text.txt"
+    text.write_text(" ".join(f"{number}" for number in range(700)))
+    names: list[str] = []
+    right = os.replace
+
+    def replace(old: Path, new: Path) -> None:
+        names.append(Path(new).name)
+        right(old, new)
+
+    def ask(folder: str) -> tuple[int, str, str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        more = ("--keep-neurons", "0.5", "--calibrate", text, "--tokens", 256, "--judge", "self", "--threads", 1)
+        out = tmp_path / folder / "out.gguf"
+        return shell("compress", model, "-o", out, "-f", "q4_0", "--method", "neurons,awq,gptq", *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        code, _, err = ask("whole")
+    assert code == 0, err
+    stages = list(dict.fromkeys(names))
+    assert {"texts.json", "0-neurons.gguf", "state.json", "out.gguf", "out.gguf.report.json"} <= set(stages)
+    for name in stages:
+        killed_at(name, 1, lambda: ask("again"))
+    code, _, err = ask("again")
+    assert code == 0, err
+    made, whole = (tmp_path / folder / "out.gguf" for folder in ("again", "whole"))
+    assert made.read_bytes() == whole.read_bytes()
+    reports = [json.loads(out.with_name("out.gguf.report.json").read_text()) for out in (made, whole)]
+    assert reports[0]["judged"] == reports[1]["judged"]
+    assert not made.with_name("out.gguf.work").exists()
 
 
 def test_an_out_that_exists_is_not_replaced(shell: Shell, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_an_unknown_format_of_compress_is_refused_without_torch(out: str, shell:
 def test_serve_takes_its_model_from_the_command_line_or_a_file(shell: Shell) -> None:
     code, out, err = shell("serve")
     assert (code, out) == (2, "")
-    assert "there is no model; give MODEL, or --config with a model" in err
+    assert "there is no model; give MODEL, --models-dir, or --config with a model" in err
     assert "[MODEL]" in shell("serve", "--help")[1]
     empty = shell.folder / "empty.toml"
     empty.write_text("port = 0\n")

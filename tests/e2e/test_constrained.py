@@ -15,6 +15,7 @@ from headrace.data.params import ParamError, SamplingParams, StructuredOutputs
 from headrace.decoding.constrained import Constraint
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.speculation import Speculation
+from headrace.engine import engine
 from headrace.engine.engine import AdmissionError
 from headrace.llm import LLM
 from headrace.runner.span import Span
@@ -219,7 +220,7 @@ def test_fails_closed(llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: type[Cons
     """A matcher that dies ends its request with an error, and no other."""
     made = llm.engine.grammars.constraint(StructuredOutputs(regex="[a-z]{20}"))  # type: ignore[union-attr]
     broken = kind(made._matcher, made._words)
-    monkeypatch.setattr(llm.engine, "_constraint", lambda asked: broken if asked.structured_outputs else None)
+    monkeypatch.setattr(engine, "constraint_of", lambda asked, *_: broken if asked.structured_outputs else None)
     bad, good = llm.generate(["The mill"] * 2, [params({"regex": "[a-z]{20}"}), SamplingParams(max_tokens=8, temperature=0)])
     assert said in (bad.error or "")
     assert bad.outputs[0].finish_reason == "error"

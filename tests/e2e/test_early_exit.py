@@ -347,6 +347,36 @@ def test_a_calibrated_threshold(folders: tuple[Path, Path]) -> None:
     (exits / thresholds.CALIBRATION).unlink()
 
 
+def test_risk_is_measured_against_references(folders: tuple[Path, Path], shell: Shell, tmp_path: Path) -> None:
+    """Answers may differ from the full model's for nothing, as long as references are met as well; the control: references that
+    are the full model's answers make it the loss of texts."""
+    model, exits = folders
+    prompts = [[5 + number, 9, 30 + number] for number in range(30)]
+    lost: dict[str, list[float]] = {}
+    with LLM(model, exits=exits, threads=1, device="cpu", backend="native") as llm:
+        whole = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY.replace(max_tokens=8))]
+        never = [[1, 2, 3]] * len(prompts)
+        cases = {"text": (None, "text"), "same": (whole, "risk"), "other": (never, "risk")}
+        for name, (references, loss) in cases.items():
+            config = CalibrationConfig(max_tokens=8, delta=0.9, loss=loss)
+            means: list[float] = lost.setdefault(name, [])
+            calibrate_threshold(llm, prompts, config, lambda _, mean, to=means: to.append(mean), (0.9, 0.0), references)  # type: ignore[misc]
+        with pytest.raises(ValueError, match="some prompts have none"):
+            calibrate_threshold(llm, prompts, CalibrationConfig(loss="risk"), lambda *_: None)
+    assert lost["same"] == pytest.approx(lost["text"])
+    assert lost["text"][-1] > 0.1
+    assert lost["other"][-1] < 0.5 * lost["text"][-1]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(json.dumps({"prompt": f"line {at}", "reference": "the mill"}) for at in range(6)))
+    ask = ("calibrate", model, "--exits", exits, "-i", source, "-m", "4", "--threads", "1", "--delta", "0.9", "--loss", "risk")
+    code, _, err = shell(*ask)
+    assert code == 0, err
+    assert thresholds.load(exits)[0].loss == "risk"
+    (exits / thresholds.CALIBRATION).unlink()
+    source.write_text(json.dumps({"prompt": "line"}))
+    assert 'line 1: has no text in "reference"' in shell(*ask)[2]
+
+
 def test_rouge_l_of_answers() -> None:
     assert rouge_l([1, 2, 3], [1, 2, 3]) == 1
     assert rouge_l([1, 2, 3], [4, 5, 6]) == 0
@@ -426,7 +456,7 @@ def test_prompts_that_trained_the_exits_do_not_calibrate_them(
     assert code == 1
     assert "all 8 prompts trained the exits" in err
     monkeypatch.setattr(
-        "headrace.training.early_exit_calibration.calibrate_threshold.__defaults__", ((1.01,),)
+        "headrace.training.early_exit_calibration.calibrate_threshold.__defaults__", ((1.01,), None)
     )  # a confidence that no token has
     assert f"no token exited early: all took {LAYERS} of {LAYERS} layers, so this rule saves nothing" in calibrate([])[1]
 

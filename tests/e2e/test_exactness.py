@@ -112,7 +112,7 @@ def check(play: Play, ways: dict[str, Callable[[], list[Drafter]]], length: int,
             tokens, metrics = play(params, make(), None if way in AUTO else 6)
             assert tokens == plain, f"{way}, {setting}: prompts {[i for i, one in enumerate(tokens) if one != plain[i]]}"
             sums = (sum(getattr(each, name) for each in metrics) for name in ("drafted", "accepted", "steps"))
-            told.append(Told(way, setting, sum(map(len, tokens)), *sums, time.monotonic() - began))
+            told.append(Told(way, setting, sum(map(len, tokens)), *sums, time.monotonic() - began))  # type: ignore[call-arg]
             print(told[-1], flush=True)
     for way in ways.keys() - AUTO.keys():
         drafted, accepted = (sum(getattr(one, name) for one in told if one.way == way) for name in ("drafted", "accepted"))
@@ -152,7 +152,7 @@ def exits() -> Heads:
     for prompt in prompts_of(24, model.config.vocab_size):
         tokens = prompt + run_alone(model, prompt, SamplingParams(temperature=0.8, seed=len(prompt), max_tokens=40))
         texts.append(Text(torch.tensor(tokens), len(prompt), hidden_rows(runner, tokens, layers)))
-    norm, table = model.norm.weight.float(), model.tokens.weight.bfloat16()
+    norm, table = model.norm.weight.float(), model.tokens.weight.bfloat16()  # type: ignore[attr-defined]
     teacher = Teacher(model.config, table, norm, table)
     tensors = initial_tensors(EXIT, teacher, len(layers))
     KINDS[EXIT].fit(tensors, teacher, texts)

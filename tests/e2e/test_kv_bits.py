@@ -36,7 +36,7 @@ TEXTS = np.random.default_rng(3).integers(0, 97, (3, 40)).tolist()
 def offset() -> Model:
     """Keys have much in common: a large bias where the rotation hardly turns them."""
     model = tiny_model(tiny_config("qwen2", head_dim=32))
-    still = model.ropes[0].inv_freq * 40 < 0.5
+    still = model.ropes[0].inv_freq * 40 < 0.5  # type: ignore[attr-defined]
     for layer in model.layers:
         _, k, _ = layer.qkv.bias.split(layer.qkv.sizes)
         k.view(-1, 32).mul_(torch.where(still, 60.0, 1.0).repeat(2))
@@ -142,7 +142,7 @@ def test_torch_and_the_core_subtract_the_same_common_bias(tmp_path: Path) -> Non
     assert less < 0.9 * plain
     for name, has in (("qwen2-tied", True), ("llama-gqa", False)):
         llm = LLM(write_folder(tmp_path / name, name), backend="torch", kv_dtype="int4", max_model_len=64)
-        assert (llm.runner.programs[0].pool._rounding._centre is not None) == has
+        assert (llm.runner.programs[0].pool._rounding._centre is not None) == has  # type: ignore[attr-defined]
         assert llm.generate(["the water"], SamplingParams(max_tokens=2, temperature=0.0))[0].error is None
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.cli import run as run_module
 from headrace.cli.help import complete_model
-from headrace.cli.serve import served_name
+from headrace.cli.serve_models import served_name
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
 from headrace.startup.opening import open_model

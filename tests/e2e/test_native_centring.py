@@ -21,7 +21,7 @@ TEXTS = np.random.default_rng(5).integers(0, 97, (3, 40)).tolist()
 def biased() -> Model:
     """Qwen2-like: K's bias is up to some hundreds where the rotation hardly turns, and small elsewhere."""
     model = tiny_model(tiny_config("qwen2", head_dim=32))
-    still = model.ropes[0].inv_freq * 512 < 0.5
+    still = model.ropes[0].inv_freq * 512 < 0.5  # type: ignore[attr-defined]
     for layer in model.layers:
         _, k, _ = layer.qkv.bias.split(layer.qkv.sizes)
         k.view(-1, 32).mul_(torch.where(still, 500.0, 1.0).repeat(2))

@@ -268,7 +268,7 @@ class Odd(Model):
     def layer(self, i: int, x: Any, ctx: Any) -> Any:
         block = self.layers[i]
         h = norm(x, block.attn_norm)
-        attended = attention(*(linear(h, each, ctx) for each in (block.q, block.k, block.v)), ctx, i)
+        attended = attention(*(linear(h, each, ctx) for each in (block.q, block.k, block.v)), ctx, i)  # type: ignore[call-arg]
         gated = act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), "gelu")
         made = linear(act(linear(gated, block.middle, ctx), "relu"), block.down, ctx)
         return tap(residual(residual(x, linear(attended, block.out, ctx)), made), "after", ctx)

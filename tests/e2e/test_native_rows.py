@@ -126,7 +126,7 @@ class Swayed(Rows):
         super().__init__(program, sequences)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Lowering, "_segment_unit", lambda self, node: 0)
-            other = native_program(program.model, quantize=self.quantize, fuse=FUSIONS, blocks=program.kv.num_blocks)
+            other = native_program(program.model, quantize=self.quantize, fuse=FUSIONS, blocks=program.kv.num_blocks)  # type: ignore[attr-defined]
         self.other = SOUND(other, sequences)
 
     def feed(self, *feeds: tuple[int, int, int], **more: Any) -> list[np.ndarray]:

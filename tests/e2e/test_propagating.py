@@ -165,9 +165,9 @@ def test_a_fill_stores_the_kv_of_the_row(kind: str, architecture: str) -> None:
 )
 def test_a_feed_has_one_depth(left: list[int], start: int, end: int) -> None:
     """Of ten tokens, four of them the prompt's, the last is decided anew and fed alone."""
-    seq = Sequence(0, list(range(10)), 4, Holding(left=left), Wire())
+    seq = Sequence(0, list(range(10)), 4, Holding(left=left, depths=[2] * len(left)), Wire())
     assert feeding.end_of_depth(seq, start) == end
-    assert feeding.was_propagated(seq, start) == (start in left)
+    assert feeding.depth_of(seq, start) == 2 * (start in left)
     assert feeding.end_of_depth(Sequence(0, [1, 2, 3, 4], 4, Holding(), Wire()), 0) == 4, "a prompt is fed with its last token"
 
 
@@ -241,7 +241,7 @@ def copied(self: PropagatingExit, feeds: list[Feed], lives: list[Any]) -> None:
 
 def anew(patch: pytest.MonkeyPatch) -> None:
     """What is computed again goes through all layers."""
-    patch.setattr(feeding, "was_propagated", lambda seq, index: False)
+    patch.setattr(feeding, "depth_of", lambda seq, index: 0)
 
 
 CONTROLS = {"holes": filling(lambda *_: None), "copied": filling(copied), "replay decided anew": anew}

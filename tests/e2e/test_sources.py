@@ -11,9 +11,9 @@ import torch
 
 from headrace.backends.eager.live import EagerLive
 from headrace.backends.eager.program import EagerProgram
+from headrace.data import sources as sources_module
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.decoding.prompts import Pooling, Scoring
-from headrace.engine import engine as engine_module
 from headrace.engine.engine import AdmissionError, Engine
 from headrace.llm import LLM
 from headrace.models.base import Model
@@ -265,7 +265,7 @@ def test_a_source_left_out_of_the_hash_is_caught(monkeypatch: pytest.MonkeyPatch
     right = [run_alone(ours, source, params) for source in batch]
     assert right[0] != right[1]
     assert [one for (one,) in written(tiny_engine(ours), batch, params)] == right
-    monkeypatch.setattr(engine_module, "sha256", Nothing)
+    monkeypatch.setattr(sources_module, "sha256", Nothing)
     assert [one for (one,) in written(tiny_engine(ours), batch, params)] != right
 
 

@@ -13,6 +13,7 @@ import torch
 from headrace.backends.eager.program import EagerProgram
 from headrace.backends.native.encoder import NativeEncoder
 from headrace.data.params import SamplingParams
+from headrace.data.sources import Tokens
 from headrace.kv.pool import KVPool
 from headrace.llm import LLM
 from headrace.ops.context import FeedRows, build
@@ -78,7 +79,7 @@ class Reference:
     def _rows(self, source: list[int], ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The last token's row after all layers, and at the exit."""
         pool = KVPool(self.model.config, 16, 8, torch.float64)
-        EagerProgram(self.model, pool).encode([(source, range(8, 16))])
+        EagerProgram(self.model, pool).encode([(Tokens(tuple(source)), range(8, 16))])
         ctx = build(pool, [FeedRows(ids, range(8), source=len(source), source_table=range(8, 16))])
         x, left = self.model.embed(ctx), None
         for layer in range(self.model.config.num_layers):

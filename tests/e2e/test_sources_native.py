@@ -11,12 +11,13 @@ import torch
 
 from headrace import core
 from headrace.backends.native import lowering
+from headrace.backends.native.distances import bias_by_distance, buckets
 from headrace.backends.native.encoder import NativeEncoder
 from headrace.backends.native.live import NativeLive
-from headrace.backends.native.lowering import buckets
 from headrace.backends.native.program import NativeProgram
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace.data.params import BeamSearchParams, SamplingParams
+from headrace.data.sources import Tokens
 from headrace.engine.engine import Engine
 from headrace.engine.executor import InProcess
 from headrace.llm import LLM
@@ -81,7 +82,9 @@ class Reader(Feeder):
             at += count
         if encode:
             assert program.encoder is not None
-            program.encoder.encode([(source, one.source_table) for (source, _), one in zip(pairs, self.sequences, strict=True)])
+            program.encoder.encode(
+                [(Tokens(tuple(source)), one.source_table) for (source, _), one in zip(pairs, self.sequences, strict=True)]
+            )
 
 
 def apart(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray], never: int | None) -> list[np.ndarray]:
@@ -109,7 +112,7 @@ def test_the_memory_plan_includes_the_encoder_scratch(tmp_path: Path, settings: 
     """As much as the pools take, of the model and of one that drafts for it; in torch one source at a time."""
     folder = write_tiny_marian(tmp_path)
     with LLM(folder, device="cpu", threads=1, draft=folder, **settings) as llm:
-        encoders = [made.encoder for made in llm.runner.programs]
+        encoders = [made.encoder for made in llm.runner.programs]  # type: ignore[attr-defined]
         assert llm.memory_plan.scratch == sum(encoder.scratch_bytes for encoder in encoders)
         assert llm.memory_plan.scratch == 2 * 2 * 2 * 1024 * 4 * 16 * 4  # models, layers, K and V, tokens, heads of 16, float32
     with LLM(folder, device="cpu", threads=1, backend="torch", **settings) as llm:
@@ -141,7 +144,7 @@ def not_clamped(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
     return np.pad(right, ((0, 0), (9, 9)), mode="wrap")
 
 
-lowering_by_distance = lowering.bias_by_distance
+lowering_by_distance = bias_by_distance
 
 
 def both_ways(weight: np.ndarray, most: int, both: bool) -> np.ndarray:

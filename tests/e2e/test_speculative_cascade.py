@@ -86,7 +86,7 @@ def test_the_native_core_equals_the_reference(rule: str, monkeypatch: pytest.Mon
     jobs = [(prompt, params) for prompt in prompts(1, 2, 9, 30)]
     with bfloat16_attention(monkeypatch):
         references = [reference_of(model, packed(model)) for model in (large, small)]
-        expected = [speculative_cascade(*references, *job) for job in jobs]
+        expected = [speculative_cascade(*references, *job) for job in jobs]  # type: ignore[call-arg]
     found = outputs(native_engine_of(large, small, budget=9), jobs)
     assert found == expected
     ends = [[(prompt, one.replace(defer_at=at)) for prompt, one in jobs] for at in (-1.0, 1.0)]
@@ -157,7 +157,7 @@ def truth(params: SamplingParams) -> torch.Tensor:
         tokens = [*PROMPT, *path]
         rows = [forward(model, tokens)[0][-1].double() for model in models()]
         spec = RowSpec(params, [(0, 0)], tokens, len(PROMPT))
-        return torch.softmax(process(chosen(*rows, params)[None].float(), [spec]).double(), -1)[0]
+        return torch.softmax(process(chosen(*rows, params)[None].float(), [spec]).double(), -1)[0]  # type: ignore[call-arg]
 
     return jointly(after)
 

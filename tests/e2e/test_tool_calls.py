@@ -12,7 +12,7 @@ from headrace.decoding.constrained import Grammars
 from headrace.decoding.tools import tooling
 from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
-from headrace.text.dialects.call_parser import HERMES
+from headrace.text.dialects.call_formats import HERMES
 from headrace.text.tokenizer import Tokenizer
 from tests.places import data_path, default_model
 from tests.tiny_files import write_tiny_gguf

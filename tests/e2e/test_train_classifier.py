@@ -12,6 +12,7 @@ from headrace.bench.classifier import Predictions, calibration_errors, confusion
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, ExitClassifiers, first_exit
 from headrace.startup.classifier import CALIBRATION, INFO
+from headrace.stats.calibration import minimum_n
 from headrace.training.classifier import LabelledTexts, calibrated, fit, grid_of, read_labelled
 from headrace.training.overlap import split
 from tests.cli_shell import Shell
@@ -114,6 +115,29 @@ def test_training_that_cannot_be_is_refused(tmp_path: Path, shell: Shell, option
     assert says in err
 
 
+def test_the_entropy_gets_a_threshold_for_each_exit(tmp_path: Path, shell: Shell) -> None:
+    """Only with the option; the rule opens again, and classifies as its own thresholds given by hand."""
+    bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 300, 1)
+    train = ("train-classifier", bert, "-d", data, "--delta", "0.2", "--threads", "1")
+    assert shell(*train, "-o", tmp_path / "one")[0] == 0
+    code, said, err = shell(*train, "-o", tmp_path / "each", "--each-exit")
+    assert code == 0, err
+    rules = [
+        {one["criterion"]: one["threshold"] for one in json.loads((tmp_path / name / CALIBRATION).read_text())}
+        for name in ("one", "each")
+    ]
+    assert isinstance(rules[0]["entropy"], float)
+    assert len(rules[1]["entropy"]) == LAYERS - 1
+    assert {name for name in rules[1] if rules[1][name] != rules[0][name]} == {"entropy"}
+    assert ",".join(f"{one:.4g}" for one in rules[1]["entropy"]) in said
+    texts = read_labelled(data).texts[:40]
+    with LLM(bert, threads=1, classifier=tmp_path / "each") as llm:
+        calibrated = [one.layers for one in llm.classify(texts, criterion="entropy")]
+        by_hand = [one.layers for one in llm.classify(texts, criterion="entropy", threshold=tuple(rules[1]["entropy"]))]
+    assert calibrated == by_hand
+    assert min(calibrated) < LAYERS
+
+
 def test_texts_that_trained_do_not_calibrate(tmp_path: Path, shell: Shell) -> None:
     """Any overlap counts, not only that of a whole file: 299 of 300 texts that trained would show what they like."""
     bert, data = write_tiny_bert(tmp_path / "bert"), write_texts(tmp_path / "train.jsonl", 300, 1)
@@ -123,11 +147,16 @@ def test_texts_that_trained_do_not_calibrate(tmp_path: Path, shell: Shell) -> No
     check = tmp_path / "check.jsonl"
     again = [line.replace('"text": "', '"text": "  ') for line in data.read_text().splitlines()]
     check.write_text("\n".join([*again, *fresh]) + "\n")
-    more = ("-o", tmp_path / "out", "--delta", "0.5", "--threads", "1")
+    more = ("-o", tmp_path / "out", "--delta", "0.7", "--threads", "1")
     code, _, err = shell("train-classifier", bert, "-d", data, "--check", check, *more)
     assert code == 0, err
     assert f"300 of {300 + len(fresh)} texts of --check are also in --data and were left out" in err
     assert {one["n"] for one in json.loads((tmp_path / "out" / CALIBRATION).read_text())} == {len(fresh)}
+    # The choice among five criteria is paid for: 5 texts show a loss below 0.5 at epsilon 0.05, and not at a fifth of it.
+    few = ("-o", tmp_path / "few", "--delta", "0.5", "--threads", "1")
+    assert minimum_n(0.5, 0.05) <= len(fresh) < minimum_n(0.5, 0.01)
+    assert shell("train-classifier", bert, "-d", data, "--check", check, *few)[0] == 0
+    assert json.loads((tmp_path / "few" / CALIBRATION).read_text()) == []
 
 
 def test_a_split_keeps_phrases_with_their_sentence(tmp_path: Path) -> None:

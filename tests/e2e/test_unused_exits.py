@@ -66,18 +66,18 @@ def test_an_unused_exit_changes_nothing(kind: str, architecture: str) -> None:
 
 def skipping(patch: pytest.MonkeyPatch) -> None:
     """The layers above begin one too late."""
-    above = EarlyExit._above
+    finish = EarlyExit._finish
 
-    def skipped(self: EarlyExit, feeds: Any, lives: Any, rows: Any, said: Any, unfilled: Any, rest: Any) -> Any:
-        return above(self, feeds, lives, rows, said, unfilled, lambda a, b, span, x: rest(a, b, Span(first=span.first + 1), x))
+    def skipped(self: EarlyExit, climb: Any, rest: Any) -> Any:
+        return finish(self, climb, lambda a, b, span, x: rest(a, b, Span(first=span.first + 1), x))
 
-    patch.setattr(EarlyExit, "_above", skipped)
+    patch.setattr(EarlyExit, "_finish", skipped)
 
 
 def rows_of_another_layer(patch: pytest.MonkeyPatch) -> None:
     """All layers run, and the rows that are handed on are those of the layer below the exit."""
 
-    def below(self: EarlyExit, feeds: Any, lives: Any) -> Any:
+    def below(self: EarlyExit, exit: int, feeds: Any, lives: Any, rows: Any) -> Any:
         before = self._run(feeds, lives, Span(self.depth - 1), None)
         self._run(feeds, lives, Span(self.depth, first=self.depth - 1), before)
         return before, None

@@ -13,7 +13,7 @@ from headrace.server.protocols.prompts import Texts
 from headrace.server.protocols.sampling import check_stream_options
 
 
-class LinesRequest(Sampling, kw_only=True):
+class LinesRequest(Sampling, kw_only=True):  # type: ignore[call-arg]
     """POST /v1/lines."""
 
     prompt: Annotated[str, Meta(max_length=10_000)]

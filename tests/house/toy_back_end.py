@@ -21,5 +21,5 @@ class Toy(EagerBackend):
 
     def load(self, recipe: Recipe) -> LoadedPrograms:
         loaded = super().load(recipe)
-        programs = {role: Counting(made.model, made.pool) for role, made in loaded.programs.items()}
+        programs = {role: Counting(made.model, made.pool) for role, made in loaded.programs.items()}  # type: ignore[attr-defined]
         return LoadedPrograms(programs, loaded.plan, loaded.dtype)

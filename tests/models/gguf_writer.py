@@ -5,6 +5,7 @@ The layout rules are those of GGUF: llama's q and k rows as rotary neighbours, g
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +33,49 @@ ARCHES = {
     "arcee": gguf.MODEL_ARCH.ARCEE,
     "internlm3": gguf.MODEL_ARCH.LLAMA,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "bert": gguf.MODEL_ARCH.BERT,
+    "xlm-roberta": gguf.MODEL_ARCH.BERT,
+    "modernbert": gguf.MODEL_ARCH.MODERN_BERT,
 }
 # Architectures whose q and k rows lie as rotary pairs. Those of GLM-4 and ERNIE do so in both kinds of files.
 PAIRS = ("llama", "mistral", "granite", "smollm3", "arcee", "internlm3", "ministral3")
+ENCODERS = ("bert", "xlm-roberta", "modernbert")
 # Names that the map of the `gguf` package gives to another tensor of the same layer.
 NAMES = {"glm4": {"post_attention_layernorm": "ffn_norm"}}
 
 
-def write_gguf(model: Any, path: Path, permute: bool = True) -> Path:
-    """`permute=False` leaves out the reordering of llama's q and k: a wrong file, for negative controls."""
+def write_gguf(
+    model: Any,
+    path: Path,
+    permute: bool = True,
+    part_tensors: int = 0,
+    more: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
+    """`permute=False` leaves out the reordering of llama's q and k: a wrong file, for negative controls.
+
+    part_tensors: write several files of this many tensors each, and return the path of the first. more: adds metadata and
+    tensors; without it the file has no vocabulary.
+    """
     config = model.config
-    arch = ARCHES[config.model_type]
-    writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch])
+    both_ways = getattr(config, "use_bidirectional_attention", False)
+    arch = gguf.MODEL_ARCH.GEMMA_EMBEDDING if both_ways else ARCHES[config.model_type]
+    writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part_tensors)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if more is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        more(writer)
     if config.model_type == "gpt2":
         _gpt2_settings(writer, config)
+    elif config.model_type in ENCODERS:
+        _encoder_settings(writer, config)
     else:
         _settings(writer, config)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or "pooler." in name:
             continue
+        name = _without_prefix(name, config)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         for part, own in NAMES.get(config.model_type, {}).items():
@@ -64,7 +86,32 @@ def write_gguf(model: Any, path: Path, permute: bool = True) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-*-of-*.gguf")) if part_tensors else path
+
+
+def _without_prefix(name: str, config: Any) -> str:
+    """The name as llama.cpp's converter looks it up: encoders without their prefix, the last matrix of a head by one name."""
+    if config.model_type not in ENCODERS:
+        return name
+    name = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model.")
+    return name.replace("classifier.", "classifier.out_proj.") if name in ("classifier.weight", "classifier.bias") else name
+
+
+def _encoder_settings(writer: Any, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_causal_attention(False)
+    if config.model_type == "modernbert":
+        writer.add_layer_norm_eps(config.norm_eps)
+        writer.add_sliding_window(config.local_attention)
+        writer.add_sliding_window_pattern(3)
+        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
 
 
 def _settings(writer: Any, config: Any) -> None:
@@ -81,7 +128,8 @@ def _settings(writer: Any, config: Any) -> None:
     _rope_settings(writer, config, head_dim)
     _multipliers(writer, config)
     if getattr(config, "sliding_window", None) is not None:
-        writer.add_sliding_window(config.sliding_window)
+        # The window of a config that sees both ways is half of the file's.
+        writer.add_sliding_window(config.to_dict()["sliding_window"])
     if config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if getattr(config, "attn_logit_softcapping", None):
@@ -135,6 +183,8 @@ def _laid_out(name: str, tensor: torch.Tensor, config: Any, permute: bool) -> np
         tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
     if config.model_type in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         tensor = tensor + 1
+    if config.model_type == "xlm-roberta" and "position_embeddings" in name:
+        tensor = tensor[config.pad_token_id + 1 :]
     if config.model_type == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         tensor = tensor.t()
     return np.ascontiguousarray(tensor.numpy())

@@ -1,6 +1,7 @@
 """Run by an interpreter that has llama-cpp-python: logits of every token of every prompt, for each GGUF file named.
 
-usage: llama_cpp_logits.py PROMPTS.json FILE.gguf...   writes FILE.npz with one array [tokens, vocabulary] per prompt
+usage: llama_cpp_logits.py PROMPTS.json FILE.gguf...   writes FILE.npz with one array [tokens, vocabulary] per prompt; none for
+a file that llama.cpp does not open
 """
 
 import json
@@ -29,7 +30,11 @@ def main() -> None:
     prompts = json.loads(Path(sys.argv[1]).read_text())
     for name in sys.argv[2:]:
         path = Path(name)
-        made = logits(path, prompts)
+        try:
+            made = logits(path, prompts)
+        except ValueError as error:
+            print(f"{path.name}: {error}", flush=True)
+            continue
         np.savez(path.with_suffix(".npz"), **{str(i): rows for i, rows in enumerate(made)})
 
 

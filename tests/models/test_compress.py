@@ -40,9 +40,9 @@ from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.source import WeightError
 from tests.models.feeding import feed
 from tests.models.gguf_writer import write_gguf
-from tests.models.test_gguf_models import _peer_python, llama_cpp_tolerance
+from tests.models.test_gguf_models import llama_cpp_tolerance
 from tests.models.zoo import CONFIGS, largest_gap
-from tests.places import model_file
+from tests.places import model_file, peer_python
 from tests.tiny_bert import write_tiny_bert
 from tests.tiny_files import TEMPLATE, write_tiny_gguf
 from tests.unit.vocabularies import TEXTS, trained_byte_level
@@ -414,7 +414,7 @@ def test_format_costs_predict_size_and_error(tmp_path: Path) -> None:
 def test_llama_cpp_computes_the_same_logits(tmp_path: Path) -> None:
     """Of folders, in F32. Real weights in other kinds: test_written_in_llama_cpp."""
     try:
-        python = _peer_python()
+        python = peer_python("llama_cpp")
     except PackageNotFoundError:
         pytest.skip("needs llama-cpp-python")
     names = ["llama-rope-llama3", "llama-biases", "qwen2-tied", "qwen3"]

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,34 @@ def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
     assert scaled == read_config(hf({**LLAMA31_8B, "rope_scaling": None}))
 
 
+def test_a_given_scaling_is_that_of_a_config_that_has_it() -> None:
+    """Qwen's card tells users to write this yarn setting into config.json; without it the config is plain."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    stated = read_config(hf({**QWEN25_05B, "rope_scaling": yarn}))
+    assert read_config(hf(QWEN25_05B), "yarn:4") == replace(stated, max_position=131072)
+    assert read_config(hf(QWEN25_05B), "yarn:3") != replace(stated, max_position=98304)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    stated = read_config(hf({**MISTRAL_7B, "rope_scaling": linear}))
+    assert read_config(hf(MISTRAL_7B), "linear:2") == replace(stated, max_position=262144)
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "message"),
+    [
+        (QWEN25_05B, "yarn", "rope 'yarn': give a kind \\(linear or yarn\\) and a factor above 1"),
+        (QWEN25_05B, "ntk:4", "rope 'ntk:4': give a kind"),
+        (QWEN25_05B, "yarn:1", "a factor above 1 and up to 64"),
+        (QWEN25_05B, "yarn:nan", "a factor above 1 and up to 64"),
+        (QWEN25_05B, "yarn:65", "a factor above 1 and up to 64"),
+        (LLAMA31_8B, "yarn:4", "rope yarn:4: the model's files give it a scaling \\(llama3\\); leave rope out"),
+        (GPT2, "yarn:4", "rope yarn:4: a gpt2 model has no rotary positions; leave rope out"),
+    ],
+)
+def test_a_scaling_that_cannot_be_used_is_refused(config: dict[str, Any], value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(hf(config), value)
+
+
 def test_divisors_of_another_head_size_are_refused() -> None:
     settings = {key.replace("gemma3.", "llama."): value for key, value in GGUF_GEMMA3.items()}
     source = gguf({**settings, "general.architecture": "llama"}, rope_freqs__weight=torch.ones(3))
@@ -239,7 +268,7 @@ SU = {"short_factor": [1.0] * 64, "original_max_position_embeddings": 4096}
         ({**LLAMA31_8B, "rope_scaling": {**LLAMA31_8B["rope_scaling"], "low_freq_factor": 4.0}}, "not below its high_freq"),
         ({**LLAMA31_8B, "num_key_value_heads": 5}, "has 32 heads for 5 KV heads"),
         ({**LLAMA31_8B, "sliding_window": 4096}, "is it a mistral?"),
-        ({**GEMMA3_1B, "use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
+        ({**LLAMA31_8B, "use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
         ({**QWEN25_05B, "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types for its 24 layers"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "asks for scale_attn_by_inverse_layer_idx"),
         (
@@ -266,6 +295,14 @@ SU = {"short_factor": [1.0] * 64, "original_max_position_embeddings": 4096}
         (
             {**LLAMA31_8B, "model_type": "phi3", "rope_scaling": {"type": "su", **SU, "long_factor": [1.0] * 3}},
             "has 3 rotary divisors and needs 64, all above 0",
+        ),
+        (
+            {**LLAMA31_8B, "model_type": "phi3", "rope_scaling": {"type": "su", **SU, "original_max_position_embeddings": 1}},
+            "must have original_max_position_embeddings as an integer from 2 to 2147483647, not 1",
+        ),
+        (
+            {**LLAMA31_8B, "rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "has a yarn rotary scaling, whose base must be above 1, not 1",
         ),
         ({**LLAMA31_8B, "model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers as a list of 0 and 1"),
         ({**LLAMA31_8B, "model_type": "granite", "residual_multiplier": 0}, "residual_multiplier as a number above 0, not 0"),
@@ -309,7 +346,7 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
         ({"general.architecture": "mamba"}, "mamba is not supported, Headrace lacks layers with a state"),
         ({"general.architecture": "deepseek2"}, "deepseek2 is not supported, Headrace lacks attention with latent keys"),
         ({"general.architecture": "mistral"}, "GGUF files of Mistral say 'llama'; convert the model again"),
-        ({"general.architecture": "bert"}, "BERT is read from safetensors"),
+        ({"general.architecture": "mpnet"}, "MPNet is read from safetensors"),
         ({"gemma3.block_count": None}, "must have gemma3.block_count as an integer from 1 to 1024, not None"),
         ({"gemma3.attention.value_length": 128}, "different widths"),
         ({"gemma3.expert_count": 8}, "has layers of 8 experts, which are not built; take a model without experts"),

@@ -40,7 +40,7 @@ class Layer:
         rng = torch.Generator().manual_seed(5)
         for _, holder in self.model.holders():
             if getattr(holder, "bias", None) is not None:
-                holder.bias.copy_(torch.randn(holder.bias.shape, generator=rng, dtype=torch.float64))
+                holder.bias.copy_(torch.randn(holder.bias.shape, generator=rng, dtype=torch.float64))  # type: ignore[attr-defined]
         edit(self.model)
         self.texts = [torch.randn(70, 32, generator=rng, dtype=torch.float64) for _ in range(3)]
         self.before = {name: value.clone() for name, value in pieces(self.model).items()}

@@ -163,7 +163,7 @@ def test_attention_maps_reproduce_attention(architecture: str) -> None:
     pool = FreshPool(model.config, 2, 16, DOUBLE)
     ctx = build(pool, [FeedRows(TEXT, [0, 1])])
     q, k, v = (drawn(len(TEXT), size, seed=at) for at, size in enumerate((layer.q_size, layer.kv_size, layer.kv_size)))
-    how = {"rope": model.ropes[0], "window": layer.window, "scale": 0.4}
+    how = {"rope": model.ropes[0], "window": layer.window, "scale": 0.4}  # type: ignore[attr-defined]
     made = attention(q, k, v, ctx, 0, **how).view(len(TEXT), 4, 8)
     values = v.view(len(TEXT), -1, 8).repeat_interleave(4 // layer.kv_heads, 1)
     assert torch.allclose(torch.einsum("hqk,khd->qhd", attention_map(q, k, ctx, **how).exp(), values), made, atol=1e-12)
@@ -298,7 +298,7 @@ def test_students_of_a_teacher(tmp_path: Path) -> None:
     assert made.pairs == [1, 2, 4]
     for mine, its in zip(made.model.layers, (0, 2, 3), strict=True):
         assert torch.equal(mine.qkv.weight, teacher.layers[its].qkv.weight)
-    assert torch.equal(made.model.tokens.weight, teacher.tokens.weight)
+    assert torch.equal(made.model.tokens.weight, teacher.tokens.weight)  # type: ignore[attr-defined]
     shared = student_of("share=2", opened).model.layers
     assert torch.equal(shared[1].qkv.weight, teacher.layers[1].qkv.weight[:32])  # q alone
     assert spread(3, 5) == [0, 2, 4]

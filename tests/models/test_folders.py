@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 
 from headrace import core
 from headrace.compress import plan
@@ -22,6 +23,7 @@ from headrace.compress.work_folder import WorkFolder
 from headrace.compress.write import compress, prepare, work_path
 from headrace.data.params import SamplingParams
 from headrace.llm import LLM
+from headrace.training.sequence_forward import run_sequence
 from headrace.weights.decode import dequantize_numpy, read_floats
 from headrace.weights.describe import describe
 from headrace.weights.imatrix import read_imatrix
@@ -203,7 +205,7 @@ def test_compressed_tensors_decompresses_it_alike(
     tmp_path: Path,
 ) -> None:
     """Its own code, by its own reading of config.json, in float32."""
-    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra peers)")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra dev)")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -221,6 +223,37 @@ def test_compressed_tensors_decompresses_it_alike(
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
         theirs = compressor.decompress(fields, scheme)["weight"].float()
         assert np.array_equal(theirs.numpy(), read_floats(ours, name)), name
+
+
+@pytest.mark.parametrize(("number_format", "method"), [("int4-g32-sym", "gptq"), ("int8", "rtn"), ("w8a8", "awq")])
+def test_transformers_opens_the_folder_as_a_whole(
+    number_format: str,
+    method: str,
+    model: Path,  # noqa: F811
+    book: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """By `from_pretrained` alone: its config, names and integers give our reader's logits. The control: one other scale."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (extra dev)")
+    out, text = tmp_path / "out", list(range(5, 200, 7))
+    compress(model, out, pipeline(book, method=(method,), format=number_format, tokens=256))
+    if number_format == "w8a8":  # compare weights alone: inputs are rounded in other orders of sums
+        config = json.loads((out / "config.json").read_text())
+        config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+        (out / "config.json").write_text(json.dumps(config))
+    ours = load_model(open_folder(out))
+
+    def gap() -> float:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            expected, found = theirs(torch.tensor([text])).logits[0], ours.head(run_sequence(ours, text).rows)
+        return float((found - expected).abs().max() / expected.std())
+
+    assert gap() < 1e-4
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_scale"] *= 1.5
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert gap() > 1e-2
 
 
 @pytest.mark.parametrize(("number_format", "head"), [("int4-g32", "int8"), ("nvfp4", "mxfp4")])
@@ -266,3 +299,43 @@ def test_a_large_head_takes_its_numbers_and_its_rows(chunk: int, monkeypatch: py
     assert len(rows) == 4096
     assert lost < 1e-6 * energy
     assert (peak < rows.nbytes + 2 * values.size) == (chunk < values.size)
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("number_format", "layout"),
+    [("int4-g32", "awq"), ("int4-g32-sym", "gptq"), ("int4-g32", "gptq"), ("int3-g32", "gptq"), ("int8", "gptq")],
+)
+def test_auto_round_reads_the_layouts_gptq_and_awq_alike(
+    number_format: str,
+    layout: str,
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Its own linear layer (GPTQ) and dequantization (AWQ), in float32. The control: one changed word of packed integers."""
+    pytest.importorskip("auto_round", reason="auto-round is not installed")
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch.qlinear_torch import QuantLinear
+
+    def read(fields: dict[str, torch.Tensor]) -> np.ndarray:
+        scales = fields["scales"].float()
+        if layout == "awq":
+            width = len(fields["qweight"])
+            return dequantize_gemm(fields["qweight"], fields["qzeros"], scales, 4, width // len(scales)).numpy().T
+        bits = 8 if number_format == "int8" else int(number_format[3])
+        width = len(fields["qweight"]) * 32 // bits
+        layer = QuantLinear(bits, width // len(scales), width, scales.shape[1], False)
+        # Groups are static, so `g_idx` counts them in order, and the layer does without.
+        assert fields["g_idx"].tolist() == [at * len(scales) // width for at in range(width)]
+        layer.qweight, layer.qzeros, layer.scales = fields["qweight"], fields["qzeros"], scales
+        return layer(torch.eye(width)).numpy().T
+
+    compress(model, tmp_path / "out", Pipeline(format=number_format, layout=layout, threads=1))
+    ours, tensors = opened(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    assert ours.scheme.matrices
+    for name in ours.scheme.matrices:
+        matrix = name.removesuffix("weight")
+        fields = {key.removeprefix(matrix): value for key, value in tensors.items() if key.startswith(matrix)}
+        assert np.array_equal(read(fields), read_floats(ours, name)), name
+        fields["qweight"] = fields["qweight"] ^ 1
+        assert not np.array_equal(read(fields), read_floats(ours, name)), name

@@ -1,10 +1,8 @@
 """The same tiny models written as GGUF load to the same logits, and give llama.cpp's: the check of name maps and layouts."""
 
 import json
-import os
+import re
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +14,15 @@ from headrace.weights.loader import load_model
 from tests.models.feeding import feed
 from tests.models.gguf_writer import write_gguf
 from tests.models.zoo import CONFIGS, largest_gap, oracle, oracle_logits, prompts
+from tests.places import peer_python
 
 # GGUF has no key for these: a window in some layers only, and gemma's query_pre_attn_scalar.
 NOT_IN_GGUF = {"qwen2-window", "gemma3-query-scale", "smollm3-window"}
-# llama.cpp does not build these: a window for llama files, biases of qwen3.
-NOT_IN_LLAMA_CPP = {"mistral-window", "qwen3-biases-tied"}
+# llama.cpp does not build these: a window for llama files, biases of qwen3, of ERNIE and of Seed-OSS's attention output.
+NOT_IN_LLAMA_CPP = {"mistral-window", "qwen3-biases-tied", "seed_oss-out-bias", "ernie4_5-biases"}
+# llama.cpp computes these otherwise than transformers, which ours equal: the windows of Phi-3 and of EXAONE 4 with five layers,
+# YaRN with beta_fast of 2.
+NOT_IN_LLAMA_CPP |= {"phi3-window", "exaone4", "arcee-yarn", "olmo3-yarn"}
 WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]
 
 
@@ -32,6 +34,19 @@ def test_gguf_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> Non
     assert largest_gap(feed(model, batch, "chunks"), oracle_logits(theirs, batch)) <= 1e-4
 
 
+def test_a_split_model_gives_the_logits_of_the_whole(tmp_path: Path) -> None:
+    theirs = oracle("llama-gqa")
+    whole = load_model(GGUFFile(write_gguf(theirs, tmp_path / "model.gguf")))
+    (tmp_path / "parts").mkdir()
+    first = write_gguf(theirs, tmp_path / "parts" / "model.gguf", part_tensors=7)
+    paths = sorted(first.parent.iterdir())
+    assert len(paths) > 2
+    batch = prompts(3)
+    expected = feed(whole, batch, "chunks")
+    for path in (first, paths[-1]):  # any part names the model
+        assert all(map(torch.equal, feed(load_model(GGUFFile(path)), batch, "chunks"), expected))
+
+
 def test_rows_without_the_permutation_are_seen(tmp_path: Path) -> None:
     """Negative control: a llama file whose q and k were never reordered loads, and gives other logits."""
     theirs = oracle("llama-gqa")
@@ -40,19 +55,10 @@ def test_rows_without_the_permutation_are_seen(tmp_path: Path) -> None:
     assert largest_gap(feed(model, batch, "whole"), oracle_logits(theirs, batch)) > 1e-2
 
 
-def _peer_python() -> str:
-    """An interpreter that has llama-cpp-python: HEADRACE_PEER_PYTHON, or this one."""
-    if named := os.environ.get("HEADRACE_PEER_PYTHON"):
-        return named
-    if find_spec("llama_cpp") is None:
-        pytest.skip("needs llama-cpp-python here (extra `peers`) or HEADRACE_PEER_PYTHON naming a Python that has it")
-    return sys.executable
-
-
 @pytest.mark.peers
 def test_gguf_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
     """All variants in one llama.cpp process, with a float32 KV cache."""
-    python = _peer_python()
+    python = peer_python("llama_cpp")
     batch = prompts(4)
     names = [name for name in WRITTEN if name not in NOT_IN_LLAMA_CPP]
     for name in names:
@@ -61,16 +67,37 @@ def test_gguf_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
     script = Path(__file__).with_name("llama_cpp_logits.py")
     files = [str(tmp_path / f"{name}.gguf") for name in names]
     subprocess.run([python, str(script), str(tmp_path / "prompts.json"), *files], check=True, timeout=1800)
-    gaps = {}
+    gaps, unopened = {}, []
     for name in names:
+        if not (tmp_path / f"{name}.npz").exists():
+            unopened.append(name)
+            continue
         ours = feed(load_model(GGUFFile(tmp_path / f"{name}.gguf")), batch, "whole")
         with np.load(tmp_path / f"{name}.npz") as stored:
             theirs = [torch.from_numpy(stored[str(i)]) for i in range(len(batch))]
         gaps[name] = largest_gap(ours, theirs)
     print({name: f"{gap:.1e}" for name, gap in gaps.items()})
+    assert unopened == []
     assert {name: gap for name, gap in gaps.items() if gap > llama_cpp_tolerance(name)} == {}
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "en" / "reference" / "models.md"
+
+
+def test_the_page_says_what_each_decoder_was_compared_with() -> None:
+    """The last column: real weights, or the oracle and llama.cpp where its test has the architecture."""
+    compared = {CONFIGS[name]().model_type for name in WRITTEN if name not in NOT_IN_LLAMA_CPP}
+    rows = {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4:
+            rows |= dict.fromkeys(re.findall(r"`([\w-]+)`", cells[0]), cells[3])
+    found = {kind: rows[kind] for kind in {CONFIGS[name]().model_type for name in CONFIGS} if kind in rows}
+    assert len(found) > 15
+    expected = {kind: "oracle + llama.cpp" if kind in compared else "oracle" for kind in found}
+    assert {kind: mark for kind, mark in found.items() if mark not in ("real weights", expected[kind])} == {}
 
 
 def llama_cpp_tolerance(name: str) -> float:
     """llama.cpp looks GELU up in a table of float16, so models that use it agree to three digits only."""
-    return 1e-2 if name.startswith(("gemma3", "gpt2")) else 1e-4
+    return 1e-2 if name.startswith(("gemma", "gpt2")) else 1e-4

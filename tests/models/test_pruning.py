@@ -33,6 +33,32 @@ def test_magnitude_prunes_the_smallest_weights_of_each_row(sparsity: str, tmp_pa
     assert after.metadata["headrace.compress"] == f"magnitude {sparsity} F32"
 
 
+def test_a_global_share_takes_the_smallest_weights_of_the_model(tmp_path: Path) -> None:
+    """One size for all matrices, so a matrix of small weights loses most of its own; by matrix each loses half."""
+
+    def small(tensors: dict[str, np.ndarray]) -> None:
+        tensors["blk.0.ffn_up.weight"] /= 8
+
+    model = write_tiny_gguf(tmp_path / "tiny.gguf", edit=small)
+    shares = {}
+    for sparsity in ("global:0.5", "layer:0.5"):
+        out = tmp_path / f"{sparsity[:5]}.gguf"
+        report = compress(model, out, Pipeline(format="F32", method=("magnitude",), sparsity=sparsity))
+        assert report.zeros == pytest.approx(0.5, abs=0.001)
+        shares[sparsity] = {name: one.zeros for name, one in report.matrices.items() if one.zeros is not None}
+        if sparsity == "global:0.5":
+            before, after = (
+                np.concatenate([read_tensor(GGUFFile(path), name).numpy().ravel() for name in shares[sparsity]])
+                for path in (model, out)
+            )
+            assert np.abs(before[after == 0]).max() < np.abs(after[after != 0]).min()
+            np.testing.assert_array_equal(after[after != 0], before[after != 0])
+    assert shares["global:0.5"]["blk.0.ffn_up.weight"] > 0.9
+    assert all(share == pytest.approx(0.5) for share in shares["layer:0.5"].values())
+    with pytest.raises(ValueError, match=r"global:0.5 needs the method magnitude, without texts; use layer:0.5"):
+        predict(model, Pipeline(format="Q8_0", method=("sparsegpt",), sparsity="global:0.5"))
+
+
 def test_zeros_stay_zeros_when_the_others_are_rounded(tmp_path: Path) -> None:
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
     name = "blk.1.ffn_up.weight"

@@ -48,7 +48,7 @@ def test_a_smaller_model_as_a_folder_is_that_of_two_commands(model: Path, book: 
     assert [(cut.before, cut.after) for cut in report.cuts] == [(64, 32), (2, 1), (2, 1)]
     assert not work_path(tmp_path / "out").exists()
     compress(model, tmp_path / "cut.gguf", pipeline(book, method=SMALLER, format="F32", **CUTS))
-    compress(tmp_path / "cut.gguf", tmp_path / "two", pipeline(book, method=("rtn",), format="int4-g32"))
+    compress(tmp_path / "cut.gguf", tmp_path / "two", pipeline(book, method=("rtn",), format="int4-g32", calibrate=None))
     one, two = (tmp_path / name / "model.safetensors" for name in ("out", "two"))
     assert one.read_bytes() == two.read_bytes()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -185,7 +185,7 @@ def test_scales_zeros_and_the_loop_in_one_walk(model: Path, book: Path, tmp_path
 def test_a_head_of_integers(name: str, tmp_path: Path) -> None:
     """Of a tied head the table of tokens: each number the nearest, named in config.json; the others are as without it."""
     source = write_folder(tmp_path / "folder", name)
-    plain, wanted = (pipeline(source, method=("rtn",), format="int4-g32", head=head) for head in (None, "int8"))
+    plain, wanted = (pipeline(source, method=("rtn",), format="int4-g32", head=head, calibrate=None) for head in (None, "int8"))
     compress(source, tmp_path / "plain", plain)
     report = compress(source, tmp_path / "out", wanted)
     table = "lm_head" if name == "llama-gqa" else "model.embed_tokens"
@@ -206,7 +206,7 @@ def test_bytes_go_where_they_take_most_error_away(model: Path, book: Path, tmp_p
     """More bytes, less error; no more than was allowed; and a budget for everything gives 8 bits to all."""
     found, sizes = [], []
     for name in ("int4-g32", "int8"):
-        predicted = prepare(model, pipeline(book, format=name, method=("rtn",)), FolderPlan).report
+        predicted = prepare(model, pipeline(book, format=name, method=("rtn",), calibrate=None), FolderPlan).report
         sizes.append(sum(one.nbytes for one in predicted.matrices.values()))
     for budget in (sizes[0], sum(sizes) // 2, sizes[1] + 999):
         out = tmp_path / str(budget)

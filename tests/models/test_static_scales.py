@@ -54,7 +54,7 @@ def with_scales(folder: Path, texts: list[list[int]]) -> Path:
     watched = {path: Largest() for path, holder in model.holders() if isinstance(holder, Linear)}
     for path, holder in model.holders():
         if path in watched:
-            holder.method = watched[path]
+            holder.method = watched[path]  # type: ignore[attr-defined]
     feed(model, texts, "whole")
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -117,7 +117,7 @@ def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> flo
     kinds = weight_kinds(model, source)
     for path, holder in model.holders():
         if set(kinds.get(path, ())) == {"Q8_0"}:
-            holder.method = Static(scales.get(path, 0.0) * times)
+            holder.method = Static(scales.get(path, 0.0) * times)  # type: ignore[attr-defined]
         elif isinstance(holder, Embedding | Linear):
             holder.weight, holder.method = rounded(holder.weight), Faked("bf16")
     (ours,) = Feeder(program_of(source, activations="tensor"), [JUDGED[0]]).whole()

@@ -61,7 +61,7 @@ def passes(model: Model, texts: list[list[int]]) -> list[SequenceOutput]:
 @torch.no_grad()
 def fitted(model: Model, learned: list[list[int]], fresh: list[list[int]]) -> float:
     """The same of an exit that was fitted to a model which stays as it is."""
-    table = model.tokens.weight
+    table = model.tokens.weight  # type: ignore[attr-defined]
     teacher = Teacher(model.config, table, model.norm.weight, table)
     tensors = initial_tensors(EXIT, teacher, 1)
     rows = [torch.cat((passed.after[0], passed.rows), 1) for passed in passes(model, learned)]

@@ -86,13 +86,15 @@ def test_w29_kv_heads_count_not_query_heads() -> None:
 
 
 def test_w29_sliding_layers_need_their_window_only() -> None:
-    """Gemma 3 1B at 4,096 tokens: 4 full layers need all of them, 22 need 512. The pool holds all of them for all."""
+    """Gemma 3 1B at 4,096 tokens: 4 full layers need all of them, 22 need 512. Pools of their own hold that and no more."""
     reached = sum(
         kv_shape(replace(GEMMA3_1B, layers=(layer,))).block_bytes(layer.window or 4096, 2) for layer in GEMMA3_1B.layers
     )
     assert reached == 2 * 256 * 2 * (4 * 4096 + 22 * 512)
     pool = KVPool(GEMMA3_1B, num_blocks=256, block_size=16, dtype=torch.bfloat16, device="meta")
     assert pool.bytes == 4096 * kv_shape(GEMMA3_1B).block_bytes(1, 2) > 2 * reached
+    pool = KVPool(GEMMA3_1B, 256, 16, torch.bfloat16, "meta", window=512, window_blocks=512 // 16)
+    assert pool.bytes == reached
 
 
 def _attention_weights(hidden: int, heads: int, kv_heads: int) -> tuple[ModelConfig, Linear, Linear]:

@@ -172,6 +172,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "glm4": _glm4,
     "seed_oss": _seed_oss,
+    "seed_oss-out-bias": lambda: _seed_oss(attention_out_bias=True),
     "ernie4_5": _ernie,
     "ernie4_5-biases": lambda: _ernie(use_bias=True),
     "falcon3": lambda: _llama(head_dim=32, rope_parameters={"rope_theta": 1000042.0, "rope_type": "default"}),
@@ -197,19 +198,23 @@ def oracle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     config = CONFIGS[name]()
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    draw_weights(model, 0.0 if name.startswith("gemma") else 1.0, seed)
+    return model
+
+
+def draw_weights(model: Any, centre: float = 1.0, seed: int = 0) -> None:
+    """Fill a model of transformers. centre: of the norms' weights."""
     rng = torch.Generator().manual_seed(seed)
-    centre = 0.0 if name.startswith("gemma") else 1.0
     with torch.no_grad():
         for key, value in model.named_parameters():
             drawn = torch.randn(value.shape, generator=rng, dtype=torch.float64)
             if value.dim() == 1:
-                is_norm = "norm" in key or ".ln_" in key
+                is_norm = "norm" in key.lower() or ".ln_" in key
                 # In steps of 1 / 4096: gemma's 1 + w is exact in float32.
                 drawn = (drawn * 0.3).mul(4096).round().div(4096) + (centre if is_norm and key.endswith("weight") else 0.0)
             else:
                 drawn = drawn * (0.3 if "embed" in key or ".wte" in key or ".wpe" in key else value.shape[1] ** -0.5)
             value.copy_(drawn.to(FLOAT32))  # files hold float32
-    return model
 
 
 @contextmanager

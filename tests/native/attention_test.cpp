@@ -349,7 +349,7 @@ std::string rounding_of(Isa isa) {
 #ifndef __aarch64__
     if (isa == Isa::kPlain) return "attention-twice";
 #endif
-    return isa_name(isa) == "avx512" ? "attention-avx512" : "attention-once";
+    return isa == Isa::kAvx512 || isa == Isa::kAmx ? "attention-avx512" : "attention-once";
 }
 
 // Hash of the results of 300 rows fed in two steps.

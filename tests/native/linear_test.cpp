@@ -4,6 +4,8 @@
 #include "linear/linear.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <memory>
 
 #include "bits.h"
@@ -209,12 +211,13 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
     const std::vector<uint8_t> rows = some_rows(which, rng);
     const std::vector<float> bias = normal_floats(rng, static_cast<size_t>(which.n));
     const std::vector<float> x = normal_floats(rng, static_cast<size_t>(kMost * which.k));
-    std::unique_ptr<Results> wanted;
+    std::unique_ptr<Results> same, amx;  // of AMX: its own order of sums in bfloat16
     for (const Isa isa : supported_isas()) {
         const Kernels& kernels = kernels_for(isa);
         Arena arena(size_t{1} << 21);
         const Layer layer(which, rows, bias, kernels, arena, pool);
-        for (const int m : {kMost, 1, 2, 3, 6, 7, 16, 17}) {
+        std::unique_ptr<Results>& wanted = isa == Isa::kAmx && layer.plain.bf16() ? amx : same;
+        for (const int m : {kMost, 1, 2, 3, 6, 7, 16, 17, 32, 33}) {
             // The rows in their own memory, so that the sanitizers find a read past the last row.
             const std::vector<float> some(x.begin(), x.begin() + static_cast<ptrdiff_t>(m) * which.k);
             for (const int direct_rows : {1 << 30, -1}) {
@@ -245,12 +248,71 @@ uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool
 void check_bits(ThreadPool& pool) {
     Bits bits;
     for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
-        bits.compare("linear", kind,
-                     [&](Isa isa) { return fingerprint(static_cast<SourceKind>(kind), kernels_for(isa), pool); });
+        const SourceKind source = static_cast<SourceKind>(kind);
+        for (const Isa isa : supported_isas()) {
+            const bool amx = isa == Isa::kAmx && packed_kind(source) == PackedKind::kBf16;
+            bits.compare(amx ? "amx" : "linear", kind, isa, fingerprint(source, kernels_for(isa), pool));
+        }
     }
     bits.finish();
     const uint64_t other = fingerprint(SourceKind::kF32, kernels(), pool);
     require(!bits.holds("linear", 0, other), "the control: another kind has the same bits");
+}
+
+float to_float(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+std::vector<float> bf16_floats(std::mt19937& rng, size_t count) {
+    std::vector<float> values = normal_floats(rng, count);
+    for (float& value : values) {
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof value);
+        value = to_float(static_cast<uint16_t>(bits >> 16));
+    }
+    return values;
+}
+
+// A bfloat16 sum in AMX's order (Intel's description of TDPBF16PS), or, for the control, in one chain.
+float amx_sum(const float* x, const float* w, int k, bool chain) {
+    float total = 0.0f;
+    for (int begin = 0; begin < k; begin += 32) {
+        float even = chain ? total : 0.0f, odd = 0.0f;
+        for (int i = begin; i < std::min(begin + 32, k); ++i) {
+            float& sum = chain || i % 2 == 0 ? even : odd;
+            sum = std::fma(x[i], w[i], sum);
+        }
+        total = chain ? even : total + (even + odd);
+    }
+    return total;
+}
+
+void check_amx_order(ThreadPool& pool) {
+    const std::vector<Isa>& isas = supported_isas();
+    if (std::find(isas.begin(), isas.end(), Isa::kAmx) == isas.end()) return;
+    constexpr int n = 130, k = 1000, m = 33;
+    std::mt19937 rng(6);
+    const std::vector<float> w = bf16_floats(rng, n * k), x = bf16_floats(rng, m * k);
+    std::vector<uint8_t> rows(w.size() * sizeof(float));
+    std::memcpy(rows.data(), w.data(), rows.size());
+    const std::vector<float> bias(n, 0.0f);
+    Arena arena(size_t{1} << 21);
+    const Kernels& kernels = kernels_for(Isa::kAmx);
+    const Results got =
+        results(Layer({SourceKind::kF32, n, k}, rows, bias, kernels, arena, pool), x.data(), m, 1 << 30, kernels, pool);
+    int others = 0;
+    for (int i = 0; i < m; ++i) {
+        for (int j = 0; j < n; ++j) {
+            const float stored = got.stored[static_cast<size_t>(i * n + j)];
+            require(stored == amx_sum(&x[static_cast<size_t>(i * k)], &w[static_cast<size_t>(j * k)], k, false),
+                    "AMX sums in another order than the one described");
+            others += stored != amx_sum(&x[static_cast<size_t>(i * k)], &w[static_cast<size_t>(j * k)], k, true);
+        }
+    }
+    require(others > 0, "the control: one chain of sums has the same bits");
 }
 
 }  // namespace
@@ -259,6 +321,7 @@ int main() {
     std::mt19937 rng(5);
     ThreadPool pool(3);
     check_bits(pool);
+    check_amx_order(pool);
     for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
         const SourceKind source = static_cast<SourceKind>(kind);
         const bool wide = throws([&] { source_row_bytes(source, 32); });   // blocks of 256

@@ -81,6 +81,8 @@ public:
                                  maxima}});
     }
 
+    KVPool& pool() { return *kv_; }
+
 private:
     void read_source(int layer, int in, int qkv, int attended) {
         const auto linear = [&](int n, int k) { return PackedLinear({weight(n, k)}, false); };
@@ -356,7 +358,7 @@ void without_memory(Program& program) {
 }
 
 // While a step runs, another step of the same program and changes of its inputs are refused.
-void busy(Program& program) {
+void busy(Program& program, KVPool& kv) {
     const auto tokens = sequence({1, 2, 3}, 0);
     Step step;
     step.feed(tokens, 0, 3, {}, {}, 1);
@@ -368,7 +370,7 @@ void busy(Program& program) {
         require(throws([&] { program.run(step); }), "two steps at once");
     }
     {
-        const Exclusive other(program.kv().in_use);
+        const Exclusive other(kv.in_use);
         require(throws([&] { program.run(step); }), "a step while the pool is written");
     }
     {
@@ -379,7 +381,7 @@ void busy(Program& program) {
         const Shared reader(tokens->in_use), another(tokens->in_use);
         program.run(step);
         require(throws([&] { const Exclusive writer(tokens->in_use); }), "a sequence grows while it is read");
-        require(throws([&] { program.kv().copy_blocks(std::vector<std::pair<int32_t, int32_t>>{{0, kBlocks}}); }),
+        require(throws([&] { kv.copy_blocks(std::vector<std::pair<int32_t, int32_t>>{{0, kBlocks}}); }),
                 "a block that is not there");
     }
     program.run(step);
@@ -419,7 +421,7 @@ int main() {
             parts(one.program);
             limited(one.program);
             without_memory(one.program);
-            busy(one.program);
+            busy(one.program, one.pool());
             std::thread other([&] { check(two.program, 2); });
             check(one.program, 3);
             other.join();

@@ -593,6 +593,69 @@ void models() {
     require(caught > 0, "the control: a query head that reads another KV head changes nothing");
 }
 
+// -- skipped layers
+
+// Two steps, the second of which skips sublayers; returns its logits, or none if a rank is lost.
+std::vector<float> skipping_steps(Program& program) {
+    std::mt19937 rng(5);
+    const auto text = sequence(rng, 20, 0);
+    std::vector<float> logits;
+    try {
+        for (const bool skipping : {false, true}) {
+            Step step;
+            step.feed(text, 0, 20, {}, {}, 1);
+            step.logits(0);
+            if (skipping) step.skips = {0, 2};
+            program.run(step);
+            logits = step.answers().front().logits;
+        }
+    } catch (const RankLost&) {
+        return {};
+    }
+    return logits;
+}
+
+// As follow(), with the skips of the step before.
+void follow_late(Ranks& ranks, Program& program) {
+    std::vector<uint8_t> last, changed;
+    try {
+        for (std::span<const uint8_t> message; !(message = ranks.receive()).empty(); ranks.finish()) {
+            ReadCommand command(message);
+            std::vector<uint8_t> skips(command.rows.skips.begin(), command.rows.skips.end());
+            last.swap(skips);
+            command.rows.skips = skips;
+            changed.resize(message.size() + 64);
+            program.obey(std::span(changed).first(write_rows(command.rows, kHidden, command.program, changed)));
+        }
+    } catch (const RankLost&) {
+    }
+}
+
+void late_skips() {
+    const Weights weights({9, 3, 64, 544}, 1);
+    const Model::Settings settings{supported_isas().front(), KVType::kBf16};
+    Model whole(weights, settings);
+    const std::vector<float> wanted = skipping_steps(*whole.program);
+    const auto ranked = [&](bool late, std::chrono::milliseconds timeout) {
+        std::vector<float> logits;
+        on_ranks(
+            sizes_for(2),
+            [&](const std::shared_ptr<Ranks>& ranks) {
+                Model model(weights, settings, ranks);
+                Program* const programs[] = {model.program.get()};
+                if (ranks->rank() > 0) return late ? follow_late(*ranks, *model.program) : follow(*ranks, programs);
+                logits = skipping_steps(*model.program);
+                ranks->end();
+            },
+            timeout);
+        return logits;
+    };
+    require(!wanted.empty() && same_bits(ranked(false, kTimeout), wanted), "ranks skip other layers");
+#if !defined(__SANITIZE_THREAD__)  // ranks that disagree about their exchanges race for them
+    require(!same_bits(ranked(true, 2s), wanted), "the control: the skips of the step before change nothing");
+#endif
+}
+
 // -- lost ranks
 
 // A rank that is silent, gives up, or whose process ends: the others stop within the time.
@@ -666,6 +729,7 @@ int main() {
     controls();
     cut_linears();
     models();
+    late_skips();
     failures();
     std::puts("ranks: ok");
     return 0;

@@ -1,8 +1,10 @@
 // Tests of thread pools and the turns of a step, also run under the sanitizers.
 #include <pthread.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -18,6 +20,7 @@
 #include "check.h"
 #include "missing_memory.h"
 #include "program/turns.h"
+#include "system/nodes.h"
 #include "system/os.h"
 #include "system/threadpool.h"
 
@@ -45,7 +48,7 @@ void barriers(int threads) {
 }
 
 // Turns run each item once. The next turn sees the results, also on a thread that joined late.
-void turns(int threads, bool late) {
+void turns(int threads, bool late, int nodes = 0) {
     ThreadPool pool(threads);
     Turns turns;
     std::mt19937 rng(9);
@@ -55,7 +58,7 @@ void turns(int threads, bool late) {
         std::vector<std::vector<int>> times;
         for (const int size : sizes) times.emplace_back(size, 0);
         std::atomic<int> wrong{0};
-        turns.begin(static_cast<int>(sizes.size()), threads);
+        turns.begin(static_cast<int>(sizes.size()), threads, nodes);
         pool.run([&](int thread) {
             if (late && thread == step % threads) std::this_thread::sleep_for(std::chrono::microseconds(200));
             for (size_t i = 0; i < sizes.size(); ++i) {
@@ -297,6 +300,96 @@ void large_machines() {
             "a page does not start at a multiple of its size");
 }
 
+// Nodes divide items in order and threads in groups. Every item is in one queue, each queue has items of one node, and
+// the part of a node is the one that Packer places there, within a row block.
+void dealing() {
+    for (int threads = 1; threads <= 16; ++threads) {
+        for (int nodes = 1; nodes <= std::min(threads, 4); ++nodes) {
+            for (const int items : {0, 1, 7, 100, 4096, 75969}) {
+                int item = 0, thread = 0;
+                for (int node = 0; node < nodes; ++node) {
+                    const Turn::Dealt dealt = Turn::dealt(items, threads, node, nodes);
+                    require(dealt.begin == item && dealt.first_thread == thread, "a node does not follow the last one");
+                    require(dealt.part >= 0 && dealt.rest_size >= 0, "a queue has a negative size");
+                    require(dealt.rest == dealt.start(thread + dealt.threads), "the rest does not follow the queues");
+                    if (threads % nodes == 0) {
+                        const auto first = static_cast<int>(first_of_node(items, node, nodes));
+                        require(std::abs(dealt.begin - first) <= 1, "threads and memory do not agree");
+                    }
+                    thread += dealt.threads;
+                    item = dealt.rest + dealt.rest_size;
+                }
+                require(item == items && thread == threads, "items or threads are left over");
+            }
+        }
+    }
+}
+
+// The items that thread 0 of 4 takes, in order, while no other thread runs.
+std::vector<int> order_of_a_lone_thread(int items, int nodes) {
+    Turns turns;
+    turns.begin(1, 4, nodes);
+    std::vector<int> order;
+    turns.at(0).share(items, 0, [&](int first, int last) {
+        for (int item = first; item < last; ++item) order.push_back(item);
+    });
+    return order;
+}
+
+// A thread takes items of another node when its own node has none that wait in the shared queue. Control: with one node
+// it takes items of the second half earlier.
+void own_node_first() {
+    constexpr int kItems = 200;
+    const auto switches = [](const std::vector<int>& order) {
+        const Turn::Dealt dealt = Turn::dealt(kItems, 4, 0, 2);
+        int own = 0;
+        while (own < kItems && order[static_cast<size_t>(own)] < kItems / 2) ++own;
+        return own >= dealt.part + dealt.rest_size;
+    };
+    for (const int nodes : {1, 2, 4}) {
+        std::vector<int> order = order_of_a_lone_thread(kItems, nodes);
+        if (nodes < 4) require(switches(order) == (nodes == 2), "a thread does not take the items of its node first");
+        std::sort(order.begin(), order.end());
+        for (int item = 0; item < kItems; ++item)
+            require(order[static_cast<size_t>(item)] == item, "an item was not done once");
+    }
+}
+
+// Nodes as the system reports them, cut by the affinity mask, or pretended; borders of a tensor on whole pages.
+void memory_nodes() {
+    char folder[] = "/tmp/nodesXXXXXX";
+    require(mkdtemp(folder) != nullptr, "no folder");
+    const std::string root = folder;
+    const char* const lists[] = {"0-2,8", "3-5", "6"};
+    for (int node = 0; node < 3; ++node) {
+        mkdir((root + "/node" + std::to_string(node)).c_str(), 0700);
+        std::ofstream(root + "/node" + std::to_string(node) + "/cpulist") << lists[node] << "\n";
+    }
+    const auto found = os::find_nodes({1, 2, 4, 8}, 0, root);
+    require(found.size() == 2 && found[0].number == 0 && found[1].number == 1, "not the nodes with allowed CPUs");
+    require(found[0].cpus == std::vector<int>{1, 2, 8} && found[1].cpus == std::vector<int>{4}, "not their CPUs");
+    require(os::find_nodes({1, 2}, 0, root + "/missing").size() == 1, "a system without nodes has one");
+    const auto pretended = os::find_nodes({1, 2, 4}, 2, root);
+    require(pretended.size() == 2 && pretended[0].cpus.size() + pretended[1].cpus.size() == 3, "not two equal parts");
+    require(pretended[0].number == -1, "a pretended node has memory");
+    require(os::find_nodes({1}, 2, root)[1].cpus == std::vector<int>{1}, "a node has no CPU");
+    for (int node = 0; node < 3; ++node) {
+        std::remove((root + "/node" + std::to_string(node) + "/cpulist").c_str());
+        rmdir((root + "/node" + std::to_string(node)).c_str());
+    }
+    rmdir(folder);
+
+    const auto* data = reinterpret_cast<const uint8_t*>(uintptr_t{5} << 20);
+    require(node_borders(data, 1000, 1000, 2).empty() && node_borders(data, 1 << 20, 64, 1).empty(), "a part moves");
+    const auto borders = node_borders(data, 1 << 20, 64, 4);
+    require(borders.size() == 5 && borders.front() == uintptr_t{5} << 20 && borders.back() == uintptr_t{69} << 20,
+            "the parts are not the tensor");
+    for (size_t node = 1; node < 4; ++node) {
+        require(borders[node] % (2 << 20) == 0 && borders[node] > borders[node - 1], "a border is not one of pages");
+        require((uintptr_t{5 + 16 * node} << 20) - borders[node] < 2 << 20, "a border is not near its row block");
+    }
+}
+
 // Pinned workers run on allowed CPUs; default_threads respects the affinity mask and the quota.
 void limits() {
     const std::vector<int> allowed = os::allowed_cpus();
@@ -326,6 +419,7 @@ int main() {
         barriers(threads);
         turns(threads, false);
         turns(threads, true);
+        for (const int nodes : {2, 3}) turns(threads, true, nodes);
         failures(threads);
         abandoned(threads);
     }
@@ -334,6 +428,9 @@ int main() {
     yields_while_contended();
     without_memory();
     large_machines();
+    dealing();
+    own_node_first();
+    memory_nodes();
 #ifndef __SANITIZE_THREAD__
     without_a_worker();
 #endif

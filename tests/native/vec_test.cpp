@@ -20,6 +20,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numer
 const VecShim& shim_of(Isa isa) {
     switch (isa) {
 #if defined(HEADRACE_X86)
+        case Isa::kAmx:
         case Isa::kAvx512:
             return avx512::vec_shim;
         case Isa::kAvx512Vnni:

@@ -34,7 +34,7 @@ def both(isa: str, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         pool = KVPool(config, blocks, 16, torch.float64, rounding=Rounded(kind) if kind else None)
         step = [FeedRows([0] * feed.known, feed.table, 0, [0] * len(feed.parents), feed.parents) for feed in feeds]
         parts = (torch.from_numpy(part.copy()).double() for part in SHAPE.split(x))
-        found.append(attention(*parts, build(pool, step), 0).numpy())
+        found.append(attention(*parts, build(pool, step), 0).numpy())  # type: ignore[call-arg]
     return stepper.run(feeds, x), *found
 
 

@@ -179,15 +179,15 @@ def test_the_pool_stores_the_rounded_k_and_v(isa):
         held_k, held_v = stepper.stored(feed, 37)
         if dtype == "int8":
             for held, given in ((held_k, k), (held_v, v)):
-                assert ((held - given).abs() <= given.abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+                assert ((held - given).abs() <= given.abs().amax(-1, keepdim=True) / 254 * 1.001).all()  # type: ignore[attr-defined]
         elif dtype == "int4":
             for held, given, wanted in ((held_k, k, to_int4(k, 2)), (held_v, v, to_int4(v))):
-                assert (held - given).abs().max() < 0.04 * (given.amax(-1) - given.amin(-1)).max()
+                assert (held - given).abs().max() < 0.04 * (given.amax(-1) - given.amin(-1)).max()  # type: ignore[attr-defined]
                 assert torch.isclose(held, wanted, rtol=0, atol=1e-5).double().mean() > 0.999  # but for ties
         elif dtype == "bf16":
-            assert torch.equal(held_v, v.bfloat16().double())
+            assert torch.equal(held_v, v.bfloat16().double())  # type: ignore[attr-defined]
             assert torch.equal(held_k, held_k.bfloat16().double())
-            assert ((held_k - k).abs() <= k.abs() / 256).all()
+            assert ((held_k - k).abs() <= k.abs() / 256).all()  # type: ignore[attr-defined]
         else:
             assert torch.equal(held_v, v)
             assert torch.allclose(held_k, k, rtol=0, atol=1e-6)
@@ -539,7 +539,7 @@ def test_the_same_as_the_torch_op(isa, window):
     x = rows(sum(feed.rows for feed in feeds), shape, 1)
     pool = KVPool(config, blocks, 16, torch.float64)
     ctx = build(pool, [FeedRows([0] * feed.known, feed.table, 0, [0] * len(feed.parents), feed.parents) for feed in feeds])
-    wanted = attention(*(torch.from_numpy(part.copy()).double() for part in shape.split(x)), ctx, 0, window=window or None)
+    wanted = attention(*(torch.from_numpy(part.copy()).double() for part in shape.split(x)), ctx, 0, window=window or None)  # type: ignore[call-arg]
     out = Stepper(shape, blocks, "f32", isa, THREADS[2]).run(feeds, x)
     assert (torch.from_numpy(out).double() - wanted).abs().max() < 1e-5
 

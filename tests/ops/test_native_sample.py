@@ -115,7 +115,7 @@ def random_spec(rng: random.Random, vocab: int) -> sampling.RowSpec:
         allowed_token_ids=maybe(tuple(some[4:]), None, 0.15),
         min_tokens=maybe(10, 0),
         logprobs=maybe(rng.choice([0, 3, 20]), None),
-        logprobs_mode=rng.choice(["raw", "processed"]),
+        logprobs_mode=rng.choice(["raw", "masked", "processed"]),
         max_tokens=None,
     )
     return sampling.RowSpec(

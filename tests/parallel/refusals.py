@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.backends.recipe import Recipe
@@ -16,6 +18,7 @@ from headrace.parallel.refusals import REFUSALS, unsupported_reason
 from headrace.runner.heads import FEATURE, HEADS
 from headrace.runner.span import Span
 from headrace.startup import selfdraft
+from headrace.startup.adapters import open_adapters
 from headrace.startup.loading import open_roles
 from headrace.startup.opening import Opened, open_files
 from tests.architecture import entries
@@ -55,6 +58,17 @@ class Files:
         backend.save(str(folder / "tokenizer.json"))
         return folder
 
+    def lora(self) -> str:
+        """An adapter of the first layer's queries."""
+        folder, config = self.folder / "lora", open_files(self.model).config
+        folder.mkdir(exist_ok=True)
+        sizes = {"A": (2, config.hidden_size), "B": (config.layers[0].q_size, 2)}
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+        tensors = {name.format(side): np.zeros(size, np.float32) for side, size in sizes.items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+        return str(folder)
+
     def self_drafting(self) -> str:
         selfdraft.save(self.model, Span(layers=1))
         return "self"
@@ -75,7 +89,7 @@ class Case:
         opened = open_files(self.model(files))
         if self.changes is not None:
             self.changes(opened)
-        return Recipe(open_roles(opened, settings, None), settings)
+        return Recipe(open_roles(opened, settings, None), settings, adapters=open_adapters(opened, settings))
 
 
 def _differing(opened: Opened) -> None:
@@ -102,6 +116,7 @@ CASES = (
     Case("self-drafts that skip layers", lambda files: {"speculate": files.self_drafting()}),
     Case("drafts of whole blocks", lambda files: {"speculate": "blocks"}),
     Case("an amateur model", lambda files: {"amateur": files.model}),
+    Case("adapters (LoRA)", lambda files: {"adapter": files.lora()}),
     Case("early exits", lambda files: {"exits": files.heads()}),
     Case("a cascade by token", lambda files: {"cascade": files.model}),
     Case("encoders and their classifiers", model=lambda files: write_tiny_bert(files.folder / "bert")),

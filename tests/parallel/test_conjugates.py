@@ -239,7 +239,7 @@ def ranked(architecture: str, summed: bool) -> torch.Tensor:
     model = describe(share.narrowed())
     for (path, ours), (_, theirs) in zip(model.holders(), whole.holders(), strict=True):
         if getattr(ours, "columns", None) is not None and summed:
-            ours.method = conjugates.RowParallel()
+            ours.method = conjugates.RowParallel()  # type: ignore[attr-defined]
         ours.create(Allocator(torch.float64))
         for field, spec in theirs.params().items():
             values, pieces = getattr(theirs, field), []

@@ -76,7 +76,7 @@ def matrices(narrow: Model, weights: PackedWeights) -> dict[str, np.ndarray]:
 
     weights._packed_linear = unshared  # type: ignore[method-assign]
     made = {name: weights.linear(getattr(layer, name))[0] for name in ("qkv", "gate_up", "out", "down")}
-    made["head"] = weights.head(narrow.output)
+    made["head"] = weights.head(narrow.output)  # type: ignore[attr-defined]
     weights.pack()
     widths = {"out": layer.out.n_in, "down": layer.down.n_in}
     found = {name: product(part.linear) for name, part in made.items()}

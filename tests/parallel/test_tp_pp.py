@@ -55,7 +55,7 @@ def test_every_factorisation_of_eight_ranks(eight: Path, wanted: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "settings", [{"kv_dtype": "int8"}, {"speculate": "lookahead", "activations": "token", "quantize": "int8"}]
+    "settings", [{"kv_dtype": "int8", "rope": "yarn:4"}, {"speculate": "lookahead", "activations": "token", "quantize": "int8"}]
 )
 def test_uneven_heads_and_a_tied_head(uneven: Path, settings: dict[str, str]) -> None:
     with opened(uneven, **settings) as llm:

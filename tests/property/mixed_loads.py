@@ -77,6 +77,11 @@ class Files:
         return write_exits(self.place / "exits", self.decoder, 2)
 
     @cached_property
+    def several_exits(self) -> Path:
+        """Exits after each layer but the last."""
+        return write_exits(self.place / "several_exits", self.decoder, 1, 2, 3)
+
+    @cached_property
     def exits_of_some(self) -> Path:
         """Exits that choose from a part of the vocabulary."""
         return write_exits(self.place / "exits_of_some", self.decoder, 3, ids=IDS)
@@ -104,7 +109,13 @@ def _chosen(*names: str, **settings: Any) -> Callable[[Files], dict[str, Any]]:
 
 
 Settings = Callable[[Files], dict[str, Any]]
-EXITS, AMATEUR, CASCADE, DRAFT = "exits=exits", "amateur=smaller", "cascade=smaller", "draft=smaller"
+SEVERAL, EXITS, AMATEUR, CASCADE, DRAFT = (
+    "exits=several_exits",
+    "exits=exits",
+    "amateur=smaller",
+    "cascade=smaller",
+    "draft=smaller",
+)
 KINDS: dict[str, Settings] = {
     "exits": _chosen(EXITS, AMATEUR),
     "exits, auto": _chosen(EXITS, AMATEUR, speculate="auto"),
@@ -112,6 +123,10 @@ KINDS: dict[str, Settings] = {
     "exits, lookahead": _chosen(EXITS, AMATEUR, speculate="lookahead", draft_tokens=5),
     "exits, blocks": _chosen(EXITS, AMATEUR, speculate="blocks", draft_tokens=4),
     "exits of some tokens, suffix": _chosen("exits=exits_of_some", AMATEUR, speculate="suffix", draft_tokens=4),
+    "several exits": _chosen(SEVERAL, AMATEUR, exit_layers="all"),
+    "several exits, draft": _chosen(SEVERAL, DRAFT, exit_layers="all", speculate="draft", draft_tokens=4),
+    "two exits, ngram": _chosen(SEVERAL, exit_layers="1,3", speculate="ngram", draft_tokens=3),
+    "several exits, propagated": _chosen(SEVERAL, exit_layers="all", exit_state="propagate"),
     "propagated": _chosen(EXITS, AMATEUR, exit_state="propagate"),
     "propagated, ngram": _chosen(EXITS, exit_state="propagate", speculate="ngram", draft_tokens=3),
     "propagated, draft": _chosen(EXITS, DRAFT, exit_state="propagate", speculate="draft", draft_tokens=4),
@@ -218,6 +233,8 @@ def _early(rng: random.Random, load: Load) -> dict[str, Any]:
         criterion = rng.choice(["max_prob", "margin", "saturation", "max_prob"])
         thresholds = [0.5, 0.8, 0.9, 0.95] if criterion == "saturation" else [0.0, 0.01, 0.02, 0.03, 0.05, 1.01]
         more = {"exit_decay": 3.0} if rng.random() < 0.2 else {}
+        if "exit_layers" in load.settings and rng.random() < 0.3:
+            more["exit_slope"] = 1.0
         return {"exit_threshold": rng.choice(thresholds), "exit_criterion": criterion, "exit_audit": rng.random() < 0.2, **more}
     if "cascade" in load.settings:
         criterion = rng.choice(["max_prob", "margin"])

@@ -17,7 +17,14 @@ from tests.property.mixed_loads import KINDS, Files, make_load
 from tests.property.mixed_runs import Report, run_alone, run_together
 
 ALL = tuple(KINDS)
-SHORT = {"exits, auto": 1, "cascade, draft": 2, "propagated, ngram": 3, "amateur, heads": 4, "source, ngram": 5}
+SHORT = {
+    "exits, auto": 1,
+    "cascade, draft": 2,
+    "propagated, ngram": 3,
+    "several exits, draft": 6,
+    "amateur, heads": 4,
+    "source, ngram": 5,
+}
 FIRST, LAST = map(int, os.environ.get("MIXED_LOADS", "0:60").split(":"))
 
 
@@ -73,6 +80,7 @@ def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
 
 CONTROLS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "no catching up": (no_catching_up, "exits, auto"),
+    "no catching up of several exits": (no_catching_up, "several exits"),
     "no copy on write": (no_copy_on_write, "amateur, draft"),
 }
 

@@ -21,13 +21,11 @@ def terms() -> list[dict[str, Any]]:
 
 
 def text() -> str:
-    """Terms by subject, the same from English, and other translations with the word used here."""
+    """Terms by subject, and other translations with the word used here."""
     parts = []
     for group in groups():
         pairs = [(term["zh"], english(term)) for term in group["terms"]]
         parts.append(f"## {group['zh']}\n\n{table(('中文', 'English'), pairs)}")
-    reverse = sorted(((term["en"], term["zh"]) for term in terms()), key=lambda pair: pair[0].lower())
-    parts.append(f"## 从英文查\n\n{table(('English', '中文'), reverse)}")
     others = [(f"“{word}”", term["zh"]) for term in terms() for word in term.get("not", ())]
     parts.append(f"## 别处的译法\n\n这些词在别处常见，本文档不用。\n\n{table(('别处', '本文档'), others)}")
     return "\n\n".join(parts)

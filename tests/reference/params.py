@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from headrace.data.fields import BIASES, ID_LISTS, IDS, TEXTS, Declared, declared
-from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, StructuredOutputs
+from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, StructuredOutputs, TimestampParams
 from headrace.data.settings import ModelSettings, Setting, SettingGroup
 from tests.pages import item
 
@@ -41,6 +41,7 @@ def values(one: Declared) -> str:
         int: field.bounds if field.bounds != "a finite number" else "a whole number",
         float: field.bounds,
         bool: "true, false",
+        str: "a name",
         TEXTS: f"{field.most} texts",
         IDS: f"{field.most} token ids",
         ID_LISTS: f"{field.most} lists of {field.each} token ids",
@@ -48,6 +49,7 @@ def values(one: Declared) -> str:
         StructuredOutputs: "`StructuredOutputs`",
         BeamSearchParams: "`BeamSearchParams`",
         RefineParams: "`RefineParams`",
+        TimestampParams: "`TimestampParams`",
     }
     if one.kind in known:
         return known[one.kind]

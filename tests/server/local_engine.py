@@ -1,6 +1,7 @@
 """An engine in the test's event loop that is lost where a test wants it: one step a message, no process, no time."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,13 @@ class LocalEngine:
         self._inbox: deque[ToEngine] = deque()
         self._outbox: deque[FromEngine] = deque()
         self._news = asyncio.Event()
+        self.bell: int | None = None
         llm = load(message, self)  # type: ignore[arg-type]
         assert llm is not None
         self.llm: LLM = llm
         self.loop = EngineLoop(llm, self, 1.0)  # type: ignore[arg-type]
+        if self.bell is not None:
+            asyncio.get_running_loop().add_reader(self.bell, self._rung)
 
     @property
     def submitted(self) -> list[Submit]:
@@ -69,9 +73,15 @@ class LocalEngine:
             elif self.loop.compiling:
                 await asyncio.sleep(0.001)
             elif not self._outbox:
+                self.loop._stats(fed=0)  # an idle engine lends blocks
                 self._news.clear()
                 await self._news.wait()
         return self._outbox.popleft()
+
+    def _rung(self) -> None:
+        assert self.bell is not None
+        os.read(self.bell, 4096)
+        self._news.set()
 
     def _step(self) -> Deltas:
         message = self.loop._step()
@@ -83,6 +93,8 @@ class LocalEngine:
         return message
 
     async def kill(self) -> None:
+        if self.bell is not None:
+            asyncio.get_running_loop().remove_reader(self.bell)
         if self.loop.compiling is not None:
             self.loop.compiling.close()
         self.llm.close()
@@ -96,8 +108,9 @@ def local(loses: Loses) -> type[LocalEngine]:
 
 async def started(model: Any, link: type[LocalEngine], **settings: Any) -> AsyncLLM:
     llm = AsyncLLM(model, stuck_after=3600.0, **{**SETTINGS, **settings})
-    llm.replica.link = link  # type: ignore[assignment]
-    llm.replica.supervision.pauses = (0.0,)
+    for engine in llm.replicas.engines:
+        engine.replica.link = link  # type: ignore[assignment]
+        engine.replica.supervision.pauses = (0.0,)
     await llm.start()
     return llm
 

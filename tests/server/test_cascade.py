@@ -384,7 +384,7 @@ def test_a_file_of_settings_has_cascades(tmp_path: Path, monkeypatch: pytest.Mon
         ),
     }
     for lines, right in expected.items():
-        code, ((*_, cascades),) = served(monkeypatch, tmp_path / "a.toml", FILE + lines, files)
+        code, ((*_, cascades, _),) = served(monkeypatch, tmp_path / "a.toml", FILE + lines, files)
         assert (code, cascades) == (0, [right])
 
 

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from headrace.cli.app import main
-from headrace.cli.serve import served_name
+from headrace.cli.serve_models import served_name
 from headrace.host import end_with
 from tests.server.harness import PATIENCE, ROOT, Paused, next_match, until
 

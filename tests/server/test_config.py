@@ -79,7 +79,7 @@ def test_a_file_holds_every_option(
     file.write_text(text.replace("MODEL", str(tiny)).replace("OTHER", str(other)))
     monkeypatch.setenv("MY_KEY", KEY)
     assert main(["serve", "--config", str(file), "--port", "9000"]) == 0
-    ((settings, entries, queue, memory, cascades),) = started
+    ((settings, entries, queue, memory, cascades, idle),) = started
     assert (settings.port, settings.key, settings.limits.n, settings.limits.deadline) == (9000, KEY, 4, 30)  # flags win
     assert [str(one) for one in settings.proxies.networks] == ["10.0.0.1/32", "10.1.0.0/16"]
     assert "MY_KEY" not in os.environ, "a child process must not see the key"
@@ -88,13 +88,13 @@ def test_a_file_holds_every_option(
         ("small", True, 64),
         ("bert", False, None),
     ]
-    assert cascades == []
+    assert (cascades, idle) == ([], None)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("prot = 1", "no setting 'prot'; did you mean port?"),
+        ("prot = 1", "no setting 'prot'; did you mean port or route?"),
         ("config = 'x'", "no setting 'config'"),
         ("[limits]\nm = 3", "no setting 'limit_m'"),
         ("host = ", "cannot be read"),
@@ -165,9 +165,9 @@ def test_models_beyond_the_memory_are_refused_before_the_server_listens(
 
 def test_a_model_that_would_never_be_loaded_is_refused(tiny: Path) -> None:
     settings = ServerSettings("tiny", port=0)
-    open_models([ModelSpec("tiny", str(tiny), ENGINE)], settings, 1000)  # it is loaded at the start, and may take less
-    with pytest.raises(ValueError, match="so it would never be loaded; raise model_memory"):
-        open_models([ModelSpec("tiny", str(tiny), ENGINE, preload=False)], settings, 1000)
+    for preload in (False, True):
+        with pytest.raises(ValueError, match="so it would never be loaded; raise model_memory"):
+            open_models([ModelSpec("tiny", str(tiny), ENGINE, preload=preload)], settings, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def two(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runnin
     with Running.of(models, settings) as running:
         first, second = models._entries.values()
         second.size = first.size  # which was measured; the second is of the same shape
-        models.budget = first.size * 3 // 2
+        models.loader.budget = first.size * 3 // 2
         yield running
 
 
@@ -209,16 +209,17 @@ def test_models_are_loaded_on_request_and_unload_others(two: Running) -> None:
 
 
 def test_a_model_that_is_answering_is_not_unloaded(two: Running) -> None:
+    """A request for another model waits until it has answered."""
     two.complete()
     with two.paused_of("tiny"):
         answer = in_thread(lambda: two.complete(**LONG))
         until(lambda: two.models.open == 1)
-        with pytest.raises(openai.InternalServerError, match="in use by others") as caught:
-            two.complete(model="other")
-        assert caught.value.status_code == 503
-        assert int(caught.value.response.headers["retry-after"]) > 0
+        other = in_thread(lambda: two.complete(model="other"))
+        until(lambda: listed(two)["other"]["waiting"] == 1)
+        assert other.running
+        assert states(two) == {"tiny": "ready", "other": "closed"}
     assert answer.result().choices[0].finish_reason == "length"
-    assert two.complete(model="other").choices[0].finish_reason == "length"
+    assert other.result().choices[0].finish_reason == "length"
 
 
 def test_a_model_with_an_undelivered_answer_is_not_unloaded(two: Running) -> None:
@@ -227,10 +228,16 @@ def test_a_model_with_an_undelivered_answer_is_not_unloaded(two: Running) -> Non
     llm = two.models.services[0].llm
     llm._undelivered.add("a stream")
     assert not llm.inflight
-    with pytest.raises(openai.InternalServerError, match="in use by others"):
-        two.complete(model="other")
+    other = in_thread(lambda: two.complete(model="other"))
+    until(lambda: listed(two)["other"]["waiting"] == 1)
+    assert states(two) == {"tiny": "ready", "other": "closed"}
     llm._undelivered.discard("a stream")
-    assert two.complete(model="other").choices[0].finish_reason == "length"
+    assert other.result().choices[0].finish_reason == "length"
+
+
+def listed(server: Running) -> dict[str, dict[str, Any]]:
+    """The models as the operator sees them."""
+    return {one["id"]: one for one in server.http.get("/models").json()["data"]}
 
 
 def test_requests_during_loading_get_a_503_with_retry_after(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,14 +103,14 @@ class Watched:
         self.logged: list[Any] = []
         running.server.config.timeout_keep_alive = 0  # so that each connection ends with its last answer
         guard: Any = running.server.config.app
-        refuse = self.protocol.refuse
+        refuse = self.protocol.refuse  # type: ignore[attr-defined]
 
         def watched(*arguments: Any) -> bytes | None:
             answer = refuse(*arguments) if early else None
             self.early += answer is not None
             return answer  # type: ignore[no-any-return]
 
-        self.protocol.refuse = staticmethod(watched)
+        self.protocol.refuse = staticmethod(watched)  # type: ignore[attr-defined]
         guard._count = lambda status, principal: self.counted.append((status, principal))
         guard._refused.add = lambda client, detail: self.logged.append((client, detail))
 

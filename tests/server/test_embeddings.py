@@ -32,7 +32,7 @@ def test_embeddings_of_a_decoder_equal_embed(server: Running, offline: LLM) -> N
     by_ids = server.openai.embeddings.create(model="tiny", input=tokens, extra_body={"pooling": "mean"})
     assert by_ids.data[2].embedding == made.data[2].embedding
     one = server.openai.embeddings.create(model="tiny", input=tokens[0], dimensions=4, user="me")
-    assert rounded_once(one.data[0].embedding, offline.embed(TEXTS[0], dimensions=4)[0].values)
+    assert rounded_once(one.data[0].embedding, offline.embed(TEXTS[0], dimensions=4)[0].values)  # type: ignore[attr-defined]
     many = server.openai.embeddings.create(model="tiny", input=["water"] * 70)
     assert len({tuple(one.embedding) for one in many.data}) == 1
     assert server.figure("kv_cache_usage_perc") == 0

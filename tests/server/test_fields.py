@@ -131,7 +131,7 @@ def test_a_field_is_taken_or_named(server: Running, path: str) -> None:
 @pytest.mark.parametrize("path", QUERIES)
 def test_a_parameter_is_taken_or_named(server: Running, path: str) -> None:
     kept = server.post("/v1/responses", {"model": "tiny", "input": "hi", "max_output_tokens": 1}).json()["id"]
-    for name, value in QUERIES[path].items():
+    for name, value in QUERIES[path].items():  # type: ignore[attr-defined]
         answer = server.http.get(f"/v1{path.format(response_id=kept)}", params={name: value or "x"})
         assert answer.status_code == (400 if value is None else 200), (name, answer.text)
         assert value is not None or answer.json()["error"]["param"] == name

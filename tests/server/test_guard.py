@@ -26,7 +26,8 @@ from tests.server.harness import PATIENCE, Running, until
 KEY = "a-long-enough-key"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/tiny"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/embeddings"), ("POST", "/v1/classify"),
+    ("POST", "/v1/embeddings"), ("POST", "/v1/classify"), ("POST", "/v1/rerank"),
+    ("POST", "/v1/audio/transcriptions"), ("POST", "/v1/audio/translations"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"),
     ("POST", "/v1/responses/input_tokens"), ("POST", "/v1/responses/tiny/cancel"),
     ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/no/such/path"),
@@ -35,6 +36,7 @@ ROUTES = [
     ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/tiny"), ("DELETE", "/v1/files/tiny"),
     ("GET", "/v1/files/tiny/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/tiny"),
     ("POST", "/v1/batches/tiny/cancel"), ("POST", "/v1/responses"), ("GET", "/v1/responses/tiny"), ("GET", "/version"),
+    ("GET", "/models"), ("POST", "/models/load"), ("POST", "/models/unload"), ("POST", "/models/mode"),
     ("DELETE", "/v1/responses/tiny"), ("GET", "/v1/responses/tiny/input_items"),
 ]  # fmt: skip
 
@@ -278,7 +280,7 @@ async def written(headers: list[tuple[bytes, bytes]], short_way: bool) -> bytes:
 
     config = uvicorn.Config(app, http=make_protocol(), log_config=None, server_header=False, date_header=False)
     config.load()
-    made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
+    made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[call-arg, operator]
     wire = Wire()
     made.connection_made(wire)
     for _ in range(1 if headers[1:] else 2):

@@ -138,7 +138,7 @@ def record(kind: type[BaseModel]) -> dict[str, Any]:
 def dumps(kind: type[BaseModel], value: dict[str, Any]) -> list[dict[str, Any]]:
     """What callers send back of an answer that the client has parsed."""
     made = kind.model_validate(value)
-    return [value, made.model_dump(), made.model_dump(by_alias=True), made.model_dump(exclude_none=True), made.to_dict()]
+    return [value, made.model_dump(), made.model_dump(by_alias=True), made.model_dump(exclude_none=True), made.to_dict()]  # type: ignore[attr-defined]
 
 
 MESSAGES: list[type[BaseModel]] = [ChatCompletionMessage, chat.ParsedChatCompletionMessage]

@@ -32,7 +32,10 @@ from headrace.server.engines.messages import (
     PREFIX,
     Abort,
     Deltas,
+    Draining,
+    Ended,
     FrameError,
+    Join,
     Load,
     Loaded,
     NotLoaded,
@@ -54,11 +57,14 @@ TO_ENGINE: list[Any] = [
     Load("model", {"dtype": "float32", "threads": None}, 30, 1.0),
     Submit("a-1", [1, 2, 3], SamplingParams(n=2, stop=("x",), logit_bias={4: -1.5}, bad_words=((1, 2),)), b"salt"),
     Abort("a-1"),
+    Join("0.1.0", "digest"),
 ]
 FROM_ENGINE: list[Any] = [
     Loaded(256, 32, 402, 512, 16, "note"),
     NotLoaded("no such file"),
     Refused("a-1", "too long"),
+    Draining(),
+    Ended("was stopped", "silent"),
     Deltas(
         [Delta("a-1", 1, [5], "é", (SCORED,), "stop", "x", finished=True)],
         {"a-1": RequestMetrics(arrival=1.5, cached_tokens=16)},
@@ -102,7 +108,9 @@ def test_the_server_neither_unpickles_nor_opens_other_listeners() -> None:
     for name, source in sources.items():
         assert not imported(source) & UNSAFE, name
         assert re.search(r"(?<!\w)(?:eval|exec)\(", source) is None, name
-    assert [name for name, source in sources.items() if "create_server" in source] == ["serving.py"]
+    listening = re.compile(r"create_server|start_server|Listener\(")
+    listeners = ["engine_port.py", "kv_peers.py", "serving.py"]
+    assert sorted(name for name, source in sources.items() if listening.search(source)) == listeners
     assert imported("import pickle\nfrom multiprocessing.connection import Listener") == {"pickle", "multiprocessing"}
 
 

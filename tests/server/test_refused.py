@@ -36,7 +36,7 @@ def test_a_disconnect_during_a_refusal_logs_no_error(gone: bool, caplog: pytest.
     async def main() -> Leaving:
         config = uvicorn.Config(app, http=make_protocol(), log_config=None)
         config.load()
-        made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[operator]
+        made: Any = config.http_protocol_class(config=config, server_state=ServerState(), app_state={})  # type: ignore[call-arg, operator]
         wire = Leaving(gone)
         made.connection_made(wire)
         made.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\na")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace import core
 from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.settings import ModelSettings
 from headrace.data.structured import StructuredOutputs
@@ -21,6 +22,7 @@ from headrace.server.engines.metrics import ModelMetrics, ServerMetrics
 from headrace.server.engines.replay import Delivered, DivergedError, Rerun
 from headrace.server.engines.replica import MOST_STARTS
 from headrace.server.engines.supervision import State
+from headrace.startup.bits import bits_digest, portable_bits
 from tests.early_exits import write_exits
 from tests.server.local_engine import LocalEngine, answers, local, started, submit
 from tests.tiny_files import write_tiny_gguf
@@ -265,9 +267,15 @@ def test_a_begun_answer_needs_the_same_bits(folder: Path, bits: str, monkeypatch
     assert answer.tokens[0]
 
 
-def test_the_digest_follows_the_file(tmp_path: Path) -> None:
-    from headrace.startup.bits import bits_digest
+def test_the_digests_follow_the_order_of_sums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: set[str] = set()
+    for order in ("common", "amx"):
+        monkeypatch.setattr(core, "order_of_sums", lambda order=order: order)
+        found |= {bits_digest(folder, ModelSettings(), "native"), portable_bits("files", ModelSettings(), "native")}
+    assert len(found) == 4
 
+
+def test_the_digest_follows_the_file(tmp_path: Path) -> None:
     def digest(path: Path, **settings: Any) -> str:
         with LLM(path, threads=1, device="cpu", backend="native", **settings) as llm:
             return bits_digest(llm.opened.path, llm.settings, llm.dtype)
@@ -279,6 +287,20 @@ def test_the_digest_follows_the_file(tmp_path: Path) -> None:
     write_tiny_gguf(path, seed=1)
     assert first != digest(path)
     assert bits_digest(tmp_path / "none.gguf", ModelSettings(), "") == ""
+
+
+def test_the_digests_follow_the_files_of_adapters(folder: Path, tmp_path: Path) -> None:
+    """Another adapter under the same name has other bits; on another host the same one may lie elsewhere."""
+    files = {name: tmp_path / name for name in ("here.gguf", "there.gguf")}
+    for file in files.values():
+        file.write_bytes(b"one")
+    here, there = (ModelSettings(adapter=f"mine={file}") for file in files.values())
+    before = bits_digest(folder, here, ""), portable_bits("", here, "")
+    assert before[1] == portable_bits("", there, "") != portable_bits("", ModelSettings(), "")
+    files["here.gguf"].write_bytes(b"other")
+    after = bits_digest(folder, here, ""), portable_bits("", here, "")
+    assert before[0] != after[0]
+    assert before[1] != after[1]
 
 
 def test_engines_refuse_given_tokens_that_cannot_go_on(folder: Path) -> None:
@@ -503,7 +525,7 @@ def test_parts_of_a_begun_api_request_wait_for_the_engine(folder: Path) -> None:
 def test_replays_are_counted_and_no_token_twice(folder: Path) -> None:
     async def work(llm: AsyncLLM, link: type[LocalEngine]) -> None:
         figures = ServerMetrics()
-        llm.requests.observer = ModelMetrics(figures, "tiny")
+        llm.replicas.observe(ModelMetrics(figures, "tiny"))
         requests = [submit(llm, "river", GREEDY), submit(llm, "mill", GREEDY.replace(n=2, temperature=1))]
         await texts(llm, requests)
 

@@ -16,7 +16,8 @@ from headrace.decoding.tools import ToolError, conversation, tooling
 from headrace.llm import LLM
 from headrace.server.protocols.fields import ChatRequest
 from headrace.text.chat import ChatTemplate, TemplateError
-from headrace.text.dialects.call_parser import HERMES, LLAMA3, MISTRAL, CallFormat, CallParser, format_of
+from headrace.text.dialects.call_formats import HERMES, LLAMA3, MISTRAL, CallFormat, format_of
+from headrace.text.dialects.call_parser import CallParser
 from headrace.text.tokenizer import Tokenizer
 from tests.server.harness import ENGINE, Running
 from tests.tiny_files import write_tiny_gguf

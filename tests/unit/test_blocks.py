@@ -144,9 +144,9 @@ def test_inexact_blocks_are_not_published(blocks: BlockManager) -> None:
 def test_approximate_blocks_do_not_match_exact_ones(blocks: BlockManager) -> None:
     computed(blocks, sequence(list(range(12))))
     seq, twin = sequence(list(range(12)), 1), sequence(list(range(12)), 2)
-    blocks.leave(seq, 6)
+    blocks.leave(seq, 6, 1)
     blocks.fork(seq, twin)
-    blocks.leave(seq, 9)
+    blocks.leave(seq, 9, 2)
     assert (seq.kv.exact_until, seq.kv.left) == (6, [6, 9])
     assert (twin.kv.exact_until, twin.kv.left) == (6, [6])
     assert [blocks.match(one) for one in (seq, twin, sequence(list(range(12)), 3))] == [4, 4, 8]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.stats.calibration import Calibration, calibrate, minimum_n, p_value
+from headrace.stats.calibration import Calibration, calibrate, minimum_n, p_value, redraw
 
 GRID = tuple(1 - 0.05 * i for i in range(21))
 
@@ -124,3 +124,15 @@ def test_few_inputs_show_nothing_by_hoeffding() -> None:
     found = {bound: calibrate(lambda threshold: np.zeros(436), GRID, delta=0.05, bound=bound) for bound in ("hb", "hoeffding")}  # type: ignore[arg-type]
     assert found["hb"].threshold == GRID[-1]
     assert found["hoeffding"].threshold is None
+
+
+def test_a_redraw_is_judged_on_other_inputs() -> None:
+    """Of 1,200 inputs 400 calibrate and 800 judge. Control: the naive choice loses more than delta on these far more often."""
+    scores, lost = world(np.random.default_rng(3), 1200)
+    losses = {threshold: ((scores >= threshold) & lost).astype(float) for threshold in GRID}
+    found = redraw(losses, 400, delta=0.1)
+    assert found.tested <= 0.05
+    assert found.naive > 0.15
+    assert 0 < found.risk < 0.1
+    same = redraw({threshold: np.zeros(50) for threshold in GRID}, 40, delta=0.1)
+    assert (same.tested, same.naive, same.risk) == (0, 0, 0)

@@ -35,8 +35,11 @@ def test_shipped_models_have_a_description_licence_and_size() -> None:
     for entry in shipped.values():
         assert entry.description
         assert entry.licence != "unknown"
-        assert entry.file.endswith(".gguf")
-        assert entry.size
+        if entry.file:
+            assert entry.file.endswith(".gguf") or entry.name == "silero-vad"
+            assert entry.size
+        else:
+            assert entry.config["model_type"] == "whisper", "a folder with safetensors"
         assert entry.params().max_tokens is None
         assert not any(source.parts for source in entry.sources), "carriers in parts belong into benchmarks/catalog.toml"
 
@@ -44,8 +47,8 @@ def test_shipped_models_have_a_description_licence_and_size() -> None:
 def test_sampling_values_of_the_shipped_catalog_name_their_source() -> None:
     described = [*catalog.read(catalog.SHIPPED).values(), *catalog.families()]
     for one in described:
-        if one.sampling:
-            assert one.sampling_source.startswith(("generation_config.json of ", "the example")), one.name
+        if one.sampling:  # type: ignore[attr-defined]
+            assert one.sampling_source.startswith(("generation_config.json of ", "the example")), one.name  # type: ignore[attr-defined]
     shipped = catalog.read(catalog.SHIPPED)
     assert "repetition_penalty" not in shipped["smollm2-135m"].sampling  # no vendor gives one
     assert "repetition_penalty" not in shipped["qwen2.5-coder-0.5b"].sampling  # not confirmed

@@ -53,5 +53,5 @@ def test_a_fork_shares_blocks_and_copies_lists() -> None:
     assert (twin.root, twin.groups, twin.exact_until, twin.published) == (b"s", 0b11, 2, 1)
     assert (twin.tables, twin.computed, twin.hashes) == ([[6], [7]], [2, 2], [b"h"])
     for growing in (*twin.tables, twin.computed, twin.hashes):
-        growing.append(0)
+        growing.append(0)  # type: ignore[attr-defined]
     assert (kv.tables, kv.computed, kv.hashes) == ([[6], [7]], [2, 2], [b"h"])

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answer, Answers, AnyWant, Drawn, Each, Failed, Feed, Sample, TokenLogprob, Where
+from headrace.data.sources import Tokens
 from headrace.data.types import Draft, Holding, Request, Sequence, Wire
 from headrace.drafting.draft_model import DraftModel
 from headrace.drafting.heads import TrainedHeads
@@ -60,7 +61,7 @@ def sure(*tokens: int) -> list[tuple[int, float]]:
 def test_a_source_that_is_not_encoded_gets_no_draft() -> None:
     """It comes with the step that would verify the draft; another's chain is drawn all the same."""
     bringing, other = work(0, known=1, seen=0, room=2), work(1, known=1, seen=0, room=2)
-    bringing.feed.source = (5, 6, 7)
+    bringing.feed.source = Tokens((5, 6, 7))
     run = Script({11: sure(4, 5)})
     DraftModel(least=0.7).propose_tokens([bringing, other], run, ignored)
     assert bringing.seq.decode.draft is None

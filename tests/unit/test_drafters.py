@@ -459,7 +459,7 @@ def test_the_memory_plan_counts_automata(tmp_path: Path) -> None:
 
     def blocks(speculate: str, free: int, **more: Any) -> int:
         recipe = Recipe((Role("target", target),), ModelSettings(speculate=speculate, **more))
-        return recipe.plan(lambda config: 10_000, 4, free).num_blocks
+        return recipe.plan(lambda config, window: [10_000], 4, free).num_blocks
 
     assert blocks("ngram", 10**9, kv_cache_memory=10**6) == 100
     assert blocks("suffix", 10**9, kv_cache_memory=10**6) == 10**6 // (10_000 + 16 * TOKEN_BYTES)

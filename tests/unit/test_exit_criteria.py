@@ -7,8 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from headrace.data.plan import Threshold
 from headrace.runner import classifier as exits
 from headrace.runner.classifier import CRITERIA, Criterion, first_exit, passes
+from headrace.stats.calibration import calibrate
+from headrace.training.classifier import exit_families, grid_of
 
 CLASSES = 3
 
@@ -220,3 +223,74 @@ def test_an_exit_of_many_labels_takes_little_memory() -> None:
     tracemalloc.stop()
     assert peak < 32 << 20, "all at once they are 96 MiB"
     np.testing.assert_array_equal(found, (pooled[:, None] * weight[0]).sum(-1) + 1)
+
+
+# -- a threshold for each exit (BranchyNet) ----------------------------------------------------------------------------
+
+
+DELTA = 0.024  # below the loss of some thresholds by little
+
+
+def two_kinds(texts: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two classes and three exits: the first is as sure as the second and often wrong, the second and the last are right."""
+    rng = np.random.default_rng(seed)
+    classes = rng.integers(0, 2, texts)
+    sure = rng.uniform(0.5, 1.0, (3, texts))
+    right = rng.random((3, texts)) < np.stack([0.5 + 0.15 * sure[0], 0.9 + 0.1 * sure[1], np.full(texts, 0.98)])
+    chosen = np.where(right, classes, 1 - classes)
+    probs = np.where(chosen[..., None] == np.arange(2), sure[..., None], 1 - sure[..., None])
+    return probs, classes
+
+
+def lost(probs: np.ndarray, classes: np.ndarray, rule: Threshold) -> np.ndarray:
+    predicted, at = probs.argmax(-1), first_exit("entropy", rule, probs)
+    wrong: np.ndarray = (predicted[at, np.arange(len(at))] != classes) & (predicted[-1] == classes)
+    return wrong.astype(float)
+
+
+def test_thresholds_by_exit_by_hand() -> None:
+    """Entropies of two exits: the first text passes at the first, the second at the second, the third at none."""
+    sure, doubtful = [0.99, 0.01], [0.6, 0.4]  # 0.056 and 0.673 nats
+    probs = np.array([[sure, doubtful, doubtful], [sure, sure, doubtful], [doubtful] * 3])
+    assert first_exit("entropy", (0.1, 0.1), probs).tolist() == [0, 1, 2]
+    assert first_exit("entropy", (0.0, 0.1), probs).tolist() == [1, 1, 2]
+    assert first_exit("entropy", (0.7, 0.0), probs).tolist() == [0, 0, 0]
+    assert first_exit("entropy", (0.0, 0.0), probs).tolist() == [2, 2, 2]
+
+
+def test_a_cap_on_layers_holds_whatever_the_texts() -> None:
+    """The largest threshold at an exit stops every text there: inputs made to look doubtful cost no more layers."""
+    doubtful = np.full((5, 50, CLASSES), 1 / CLASSES)
+    most = float(np.log(CLASSES)) + 1e-12
+    assert first_exit("entropy", (0.1, 0.1, most, 0.0), doubtful).max() == 2
+    assert first_exit("entropy", 0.1, doubtful).min() == 4  # the control: without a cap all layers run
+
+
+def test_an_exit_that_errs_gets_a_stricter_threshold() -> None:
+    """At equal loss on fresh texts the thresholds by exit use fewer layers than one threshold for all."""
+    families = exit_families(*two_kinds(4000, 1))["entropy"]
+    assert all(np.all(np.array(after) >= before) for before, after in pairwise(families))
+    probs, classes = two_kinds(4000, 2)
+    layers = {}
+    for name, grid in (("each", families), ("one", grid_of("entropy", 2, 3))):
+        rules = [rule for rule in grid if lost(probs, classes, rule).mean() <= 0.05]
+        layers[name] = min(float(first_exit("entropy", rule, probs).mean()) for rule in rules)
+    assert layers["each"] < layers["one"] - 0.3
+
+
+def test_calibrated_thresholds_by_exit_keep_the_guarantee() -> None:
+    """200 redraws: with at most a share epsilon of them above delta on fresh texts; the control takes the last threshold whose
+    mean is at most delta."""
+    families = exit_families(*two_kinds(2000, 3))["entropy"]
+    fresh = two_kinds(40_000, 4)
+    risks = [lost(*fresh, rule).mean() for rule in families]
+    tested = naive = 0
+    for seed in range(200):
+        probs, classes = two_kinds(300, 100 + seed)
+        means = [lost(probs, classes, rule) for rule in families]
+        found = calibrate(lambda at: means[int(at)], range(len(families)), delta=DELTA)  # noqa: B023
+        tested += found.threshold is not None and risks[int(found.threshold)] > DELTA
+        low = [at for at, mean in enumerate(means) if mean.mean() <= DELTA]
+        naive += risks[low[-1]] > DELTA
+    assert tested <= 0.05 * 200
+    assert naive > 0.05 * 200

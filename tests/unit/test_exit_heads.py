@@ -105,7 +105,11 @@ def test_a_classifier_knows_when_its_exit_is_right(tmp_path: Path) -> None:
 
     def judged(learned: torch.Tensor) -> float:
         text = Text(torch.zeros(len(learned), dtype=torch.int64), 1, learned)
-        made = TrainedHeads(Heads(EXIT, 1, initial_tensors(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [text], [])
+        # Texts that are not fitted on: those that trained the exits, and those that the report judges by.
+        wrong = Text(text.tokens, 1, learned.flip(0).roll(7, 1))
+        made = TrainedHeads(
+            Heads(EXIT, 1, initial_tensors(EXIT, teacher, 1), (1,), 1), opened, teacher, {}, [], [wrong], [wrong, text]
+        )
         inputs = HeadInputs(Heads(EXIT, 1, train_classifiers(made), (1,), 1))
         fresh, right = rows(100)
         sure = torch.tensor([inputs.confidence(0, row.double().numpy()) for row in fresh[:, :width]])

@@ -120,6 +120,12 @@ def test_measured_times_by_hand(tmp_path: Path) -> None:
     again = {each.operation.name: each.seconds for each in timed(smol, Step(1, 1, 99), slower)}
     assert again["down"] == pytest.approx(1.5 * 30 * 3e-10 * down)
     assert again["host"] == lines["host"]
+    # With four rows multiplying takes longer than reading; a third of the shorter time is added to the longer.
+    apart = msgspec.structs.replace(slower, apart=Curve((1, 4), (0.0, 1 / 3), (0.0, 0.0)))
+    again = {each.operation.name: each.seconds for each in timed(smol, Step(1, 4, 99), apart)}
+    multiplying = MEASURED.curve("Q8_0").seconds(4, down)  # type: ignore[union-attr]
+    assert multiplying > 3e-10 * down
+    assert again["down"] == pytest.approx(1.5 * 30 * (multiplying + 3e-10 * down / 3))
 
 
 def test_offload_takes_the_longer_of_computing_and_reading(tmp_path: Path) -> None:

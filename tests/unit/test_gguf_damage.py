@@ -63,7 +63,10 @@ HOSTILE = {
     "alignment 24": (gguf([key("general.alignment", UINT32, U32(24))]), "power of two"),
     "alignment text": (gguf([key("general.alignment", STRING, text("32"))]), "power of two"),
     "alignment true": (gguf([key("general.alignment", BOOL, b"\1")]), "power of two"),
-    "one part of several": (gguf([key("split.count", UINT32, U32(3))]), "one part of a split model"),
+    "one part of several": (
+        gguf([key("split.count", UINT32, U32(3))]),
+        "one part of a split model of 3, and the others are found by their names",
+    ),
     "no dimensions": (gguf([], [tensor("t", [])], bytes(4)), "has 0 dimensions"),
     "five dimensions": (gguf([], [tensor("t", [1] * 5)], bytes(4)), "has 5 dimensions"),
     "huge number of dimensions": (gguf([], [text("t") + U32(2**32 - 1)]), "has 4294967295 dimensions"),

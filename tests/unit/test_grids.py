@@ -12,6 +12,8 @@ from headrace.compress.grids.codes import CODES
 from headrace.compress.grids.errors import measure, split
 from headrace.compress.grids.grid import Table, Uniform, fit, grouped
 from headrace.compress.grids.spec import NumberFormat, parse
+from headrace.compress.grids.targets import target
+from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import KINDS
 
 NAMES = "int4 int8-tensor-sym int3-g64 nf4-g64 e4m3-tensor e5m2 e2m1-g32 mxfp4 nvfp4 pow4-g64 lloyd4 Q4_K Q8_0 BF16".split()
@@ -106,10 +108,14 @@ def test_w52_uniform_grids_are_evenly_spaced_and_others_are_not() -> None:
     )
 
 
+def square(w: np.ndarray, name: str) -> float:
+    """Mean squared error of the grid that spans each group's range, without a search of scales."""
+    groups = grouped(w, parse(name).group)
+    return float(np.square(groups - fit(groups, parse(name)).snap(groups)).mean())
+
+
 def test_w52_which_grid_suits_depends_on_the_numbers() -> None:
-    errors = {
-        (name, w is NORMAL): measure(w, parse(name)).square for name in ("nf4-g64", "int4-g64-sym") for w in (NORMAL, EVEN)
-    }
+    errors = {(name, w is NORMAL): square(w, name) for name in ("nf4-g64", "int4-g64-sym") for w in (NORMAL, EVEN)}
     assert errors["nf4-g64", True] < errors["int4-g64-sym", True]
     assert errors["nf4-g64", False] > errors["int4-g64-sym", False]
     assert measure(NORMAL, parse("lloyd4")).square < measure(NORMAL, parse("nf4")).square
@@ -121,7 +127,21 @@ def test_signs_matter_where_numbers_lie_on_one_side() -> None:
     assert isinstance(grid, Uniform)
     assert grid.codes(np.zeros((1, 1))).item() == 0
     relu = np.maximum(NORMAL, 0)
-    assert measure(relu, parse("int4-g64")).square < 0.3 * measure(relu, parse("int4-g64-sym")).square
+    assert square(relu, "int4-g64") < 0.3 * square(relu, "int4-g64-sym")
+
+
+def test_a_written_format_is_measured_as_compress_writes_it() -> None:
+    """With searched scales, which lose less than the range over the steps."""
+    w = NORMAL[:, :128]
+    for name in ("int4-g128", "int4-g64-sym", "int3-g32", "int8-sym", "mxfp4", "nvfp4", "Q4_K"):
+        k = 256 if name == "Q4_K" else 128
+        to = target(name)
+        rows = to.encode(NORMAL[:, :k])
+        values = dequantize_numpy(rows.reshape(-1), to.kind).reshape(len(NORMAL), k)
+        written = np.square(NORMAL[:, :k].astype(np.float64) - values).mean()
+        assert measure(NORMAL[:, :k], parse(name)).square == pytest.approx(written, rel=1e-6), name
+    plain = fit(grouped(w, 128), parse("int4-g128"))
+    assert measure(w, parse("int4-g128")).square < 0.98 * np.square(grouped(w, 128) - plain.snap(grouped(w, 128))).mean()
 
 
 def test_w53_the_integer_zero_in_both_conventions() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace import host
+from headrace.parallel.ranks.seats import seats
 
 ROOT = Path(__file__).parents[2]
 # What another system has not, or has otherwise.
@@ -36,7 +37,8 @@ def test_only_the_host_knows_the_system() -> None:
 
 def test_only_one_file_of_the_core_knows_the_system() -> None:
     files = sources("csrc", "*.cpp", "*.h", "*.inl")
-    files.pop("system/os.h")  # names the folders that its tests may change
+    for header in ("os.h", "nodes.h"):  # name the folders that their tests may change
+        files.pop(f"system/{header}")
     assert strays({"os_linux.cpp": files.pop("system/os_linux.cpp")}, CPP)
     assert strays(files, CPP) == []
     assert strays({"arena.cpp": "#include <sys/mman.h>"}, CPP) == ["arena.cpp: #include <sys/"]
@@ -131,3 +133,34 @@ def test_folders_in_memory_are_recognised(tmp_path: Path) -> None:
     assert not host.in_memory(tmp_path / "missing")
     if Path("/dev/shm").is_dir():
         assert host.in_memory(Path("/dev/shm"))
+
+
+def fake_nodes(folder: Path, *lists: str) -> str:
+    for number, text in enumerate(lists):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(text + "\n")
+    (folder / "node_list").mkdir()
+    return str(folder)
+
+
+def test_processors_are_ordered_by_memory_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two nodes whose processors alternate; this process may not run on all of them."""
+    root = fake_nodes(tmp_path, "0,2,4,6,16-17", "1,3,5,7")
+    assert host.memory_nodes(root) == [[0, 2, 4, 6, 16, 17], [1, 3, 5, 7]]
+    monkeypatch.setattr(host, "processors", lambda: [0, 1, 2, 3, 4, 5, 16])
+    assert host.processors_by_node(root) == [0, 2, 4, 16, 1, 3, 5]
+
+
+@pytest.mark.parametrize("lists", [(), ("0-6",), ("",), ("none",)])
+def test_without_several_nodes_the_order_is_that_of_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(host, "processors", lambda: [0, 1, 5, 6])
+    assert host.processors_by_node(fake_nodes(tmp_path, *lists)) == [0, 1, 5, 6]
+
+
+def test_parts_of_processors_have_one_node_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = fake_nodes(tmp_path, "0,2,4,6", "1,3,5,7")
+    monkeypatch.setattr(host, "processors", lambda: list(range(8)))
+    assert seats(2, 4, host.processors_by_node(root)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert seats(2, 4, host.processors()) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # control: each has both nodes

@@ -31,6 +31,7 @@ ROOMS = {
     "parallel.ranks.share": "data",  # sizes alone
     "parallel.pipeline.cut": "models data",
     "parallel.processes": "",
+    "parallel.hosts": "",
     "kv.pool": "kv data",  # the tensors; the loop knows none
     "ops": "kv.pool data",
     "models.layers": "data",
@@ -38,9 +39,10 @@ ROOMS = {
     "weights.parts": "parallel.ranks.share models models.layers weights data",
     "weights.loader": "weights.parts models weights data",
     "text": "confined",
+    "audio": "confined text data",
     "decoding": "text ops confined host data",
     "drafting": "ops data",
-    "runner": "weights.loader weights.parts models models.layers ops kv.pool weights data",
+    "runner": "weights.loader weights.parts models models.layers ops kv.pool kv weights data",
     "startup.opening": "text models weights data",
     "backends": "parallel.ranks.share startup.opening drafting runner text data",
     "backends.eager": "backends startup.opening runner models models.layers weights.loader ops kv.pool kv weights host data",
@@ -48,38 +50,39 @@ ROOMS = {
     "parallel.ranks": "parallel.processes parallel.ranks.share backends.native backends models weights core host data",
     "parallel.refusals": "parallel.ranks.share backends models weights.parts data",
     "engine": "drafting decoding text kv data",
-    "startup": "parallel.ranks parallel.refusals parallel.pipeline.cut backends.eager backends.native backends startup.opening "
-    "runner drafting decoding "
+    "startup": "audio parallel.ranks parallel.refusals parallel.pipeline.cut backends.eager backends.native backends "
+    "startup.opening runner drafting decoding "
     "text weights.parts models kv weights confined core host data",
-    "parallel": "parallel.pipeline.cut parallel.processes parallel.ranks parallel.refusals engine backends backends.native "
-    "runner models weights data",
-    "llm": "parallel startup engine drafting decoding text backends weights data",
+    "parallel": "parallel.hosts parallel.pipeline.cut parallel.processes parallel.ranks parallel.refusals engine backends "
+    "backends.native runner models weights host data",
+    "llm": "audio parallel startup engine drafting decoding text backends weights data",
     "training": "compress llm startup startup.opening backends.eager runner drafting decoding text backends weights.loader "
     "weights.parts models models.layers ops kv.pool weights core stats data",
     "compress": "llm startup.opening backends.native runner text weights.loader weights.parts models models.layers ops kv "
     "compress.grids weights core data",
     "workflows": "server.protocols server.http server.http.api_error server.settings llm decoding text weights stats host data",
-    "bench": "bench.workers.ours workflows training compress llm parallel startup engine backends.native runner drafting "
-    "decoding models ops kv weights core host stats data",
+    "bench": "bench.workers.ours server.engines.router workflows training compress compress.grids llm parallel startup engine "
+    "backends.native runner drafting decoding text models ops kv weights core host stats data",
     "bench.workers.ours": "drafting",  # all by public names: they also run in other builds
     "server.logs": "",
     "server.http.proxies": "",
     "server.http.api_error": "",
     "server.settings": "server.http.proxies stats data",
     "server.access": "server.settings",
-    "server.engines": "parallel.processes server.access server.settings server.http.api_error server.logs llm "
-    "startup startup.opening engine "
-    "decoding weights confined host data",
+    "server.engines.router": "kv data",
+    "server.engines": "server.engines.router parallel.hosts parallel.processes server.access server.settings "
+    "server.http.api_error server.logs audio llm startup startup.opening backends engine "
+    "decoding kv weights confined host data",
     "server.http": "server.engines server.access server.settings server.http.api_error server.http.proxies "
     "server.logs decoding text confined data",
     "server.protocols": "server.http server.engines server.access server.settings server.http.api_error "
-    "startup decoding text stats weights confined data",
+    "startup audio decoding text stats weights confined data",
     "server.page": "server.protocols server.http confined",
     "server.storage": "server.protocols server.http server.engines server.access server.settings server.http.api_error "
     "confined",
     "server": "server.storage server.page server.protocols server.http server.engines server.access server.settings "
-    "server.http.api_error server.logs startup backends decoding text weights confined host data",
-    "cli": "server server.settings server.http.proxies server.logs "
+    "server.http.api_error server.logs parallel.hosts startup startup.opening decoding text weights confined host data",
+    "cli": "audio parallel parallel.hosts server server.settings server.http.proxies server.logs "
     "bench workflows compress training llm startup startup.opening decoding "
     "backends weights core host stats data",
     "__main__": "cli",
@@ -88,17 +91,17 @@ ROOMS = {
 # Imports go down. On one floor only these do, and those within a room's family (`startup` -> `startup.memory`).
 STOREYS = (
     "data host stats",
-    "kv kv.pool weights core confined compress.grids parallel.ranks.share parallel.processes",
+    "kv kv.pool weights core confined compress.grids parallel.ranks.share parallel.processes parallel.hosts",
     "ops models.layers models",
     "weights.loader weights.parts text parallel.pipeline.cut",
     "decoding drafting runner startup.opening",
-    "backends backends.eager backends.native",
+    "audio backends backends.eager backends.native",
     "parallel.ranks parallel.refusals",
     "engine startup",
     "parallel",
     "llm",
     "training compress",
-    "server server.logs server.settings server.access server.engines server.http server.http.proxies "
+    "server server.logs server.settings server.access server.engines server.engines.router server.http server.http.proxies "
     "server.http.api_error server.protocols server.page server.storage",
     "workflows",
     "bench bench.workers.ours",
@@ -115,6 +118,7 @@ ARROWS = {
 # What stands at the top of the package: another entry is a decision.
 TOP = {"__init__", "__main__", "host", "llm"} | {
     *(
+        "audio",
         "backends",
         "bench",
         "cli",
@@ -134,7 +138,7 @@ TOP = {"__init__", "__main__", "host", "llm"} | {
     *("compress", "startup", "stats", "text", "training", "weights", "workflows"),
 }
 # May be imported inside any function: modules that not every installation has.
-OPTIONAL = {"bm25s"}
+OPTIONAL = {"bm25s", "ray"}
 # Packages that may import inside functions: commands, so that --help is instant.
 LATE = {"cli"}
 # Never in the product: what runs code out of a file, and the libraries that tests take their expectations from.

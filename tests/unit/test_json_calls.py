@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.decoding.tools import CallReader, ToolChoice, gathered_calls, tooling
-from headrace.text.dialects.call_parser import HERMES, LLAMA3, MISTRAL, CallFormat
+from headrace.text.dialects.call_formats import HERMES, LLAMA3, MISTRAL, CallFormat
 from headrace.text.dialects.json_calls import JsonCallFilter
 
 CALL = '{"name": "turn", "arguments": {"turns": 3}}'

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.backends import memory
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import kv_places, kv_shape, kv_shapes
 from tests.tiny import tiny_config
 
 GIB = 2**30
@@ -109,3 +109,36 @@ def test_hidden_states_are_bounded_by_spare_memory() -> None:
     memory.check_hidden_fits(smaller, smaller.kv_bytes, GIB)
     with pytest.raises(ValueError, match="leave penalty_alpha out"):
         memory.check_hidden_fits(smaller, smaller.kv_bytes, 2**10)  # what is free now bounds it too
+
+
+def test_window_layers_take_blocks_of_their_own() -> None:
+    """Full layers of 128 bytes a token, window layers of 512: their pool has what sequences and a step need, at most as many
+    blocks as the other."""
+    assert memory.window_blocks(512, 16, 4, 500) == 4 * (36 + 2) + 32
+    pool = memory.WindowPool(512, 16 * 512, memory.window_blocks(512, 16, 4, 500))
+    large = plan(GIB, window=pool)
+    assert (large.num_blocks, large.window, large.window_blocks) == (4 * 128, 512, 184)
+    assert large.kv_bytes == 4 * 2048 * 128 + 184 * 16 * 512
+    assert large.summary == (
+        "KV cache of at most 2.4 MiB for 8,192 tokens, context 4,096 (1.0 MiB of layers that see all tokens, 1.4 MiB of layers "
+        "that see 512)"
+    )
+    for budget in (2**20, 3 * 2**20, 2**22):
+        tight = plan(GIB, window=pool, kv_cache_memory=budget, max_model_len=1024)
+        assert budget - 16 * 640 < tight.kv_bytes <= budget
+        assert tight.window_blocks == min(tight.num_blocks, 184)
+    short = plan(2**20, window=pool)  # the context is shortened to less than the window
+    assert (short.max_model_len, short.window, short.window_blocks) == (short.num_blocks * 16, 0, 0)
+    whole = plan(GIB, window=pool, block_bytes=0)  # no layer sees all tokens
+    assert (whole.num_blocks, whole.kv_bytes) == (4 * 128, 184 * 16 * 512)
+
+
+def test_pools_of_a_config() -> None:
+    layers = [replace(tiny_config().layers[0], window=window) for window in (12, None, 40, 600)]
+    config = replace(tiny_config(), layers=tuple(layers))
+    assert config.shared_window(500) == 40
+    assert [tuple(place) for place in kv_places(config, 40)] == [(1, 0), (0, 0), (1, 1), (0, 1)]
+    assert [shape.layers for shape in kv_shapes(config, 40)] == [2, 2]
+    assert config.shared_window(30) == 12
+    assert config.shared_window(12) == replace(config, encoder=True).shared_window(500) == 0
+    assert config.sharing(2).shared_window(500) == 0

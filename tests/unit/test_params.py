@@ -60,7 +60,7 @@ def test_min_tokens_above_max_tokens_names_both():
 
 def test_an_unknown_parameter_is_refused_by_name():
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=0.5)
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(msgspec.ValidationError, match="temprature"):
         msgspec.convert({"temprature": 0.5}, SamplingParams)
 
@@ -152,6 +152,7 @@ def test_every_default_is_a_valid_value() -> None:
 ALONE = {
     "exit_criterion": "margin",
     "exit_decay": 2.0,
+    "exit_slope": 1.0,
     "exit_audit": True,
     "cascade_criterion": "margin",
     "cascade_audit": True,

@@ -55,6 +55,21 @@ def test_weights_compete_within_a_row() -> None:
     assert by_layer.sum() == by_row.sum()
 
 
+def test_sparsegpt_removes_a_share_of_a_block_over_all_rows() -> None:
+    """With layer:0.5, as its authors do; control: with 0.5 each row loses as many."""
+    w, upper = torch.from_numpy(matrix()) + 0.1, torch.eye(48)
+    w[:6] /= 100
+    for text, per_row in (("layer:0.5", {0, 24}), ("0.5", {12})):
+        blocks = KeptBlocks(parse_sparsity(text), block=24)
+        mask = torch.stack([blocks.at(j, w, upper) for j in range(24)], 1)
+        assert int(mask.sum()) == 12 * 12
+        assert set(mask.sum(1).tolist()) == per_row, text
+    assert str(parse_sparsity("layer:0.5")) == "layer:0.5"
+    for wrong in ("layer:2:4", "layer:1", "row:0.5", "layer:"):
+        with pytest.raises(ValueError, match="is not a sparsity"):
+            parse_sparsity(wrong)
+
+
 def test_wanda() -> None:
     """Equal norms are magnitude; a diagonal Hessian makes OBS the same order; columns in another order, the same choice."""
     rng = np.random.default_rng(1)

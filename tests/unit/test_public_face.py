@@ -34,7 +34,7 @@ def test_types_reach_a_users_type_checker() -> None:
     assert (PACKAGE / "py.typed").exists()
     stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
     found = {node.names[0].asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom)}
-    assert found == headrace._HOME
+    assert found == headrace._HOME  # type: ignore[attr-defined]
     (names,) = [node.value for node in stub.body if isinstance(node, ast.Assign)]
     assert ast.literal_eval(names) == headrace.__all__
 
@@ -48,7 +48,7 @@ def test_docstrings_have_no_shorthand() -> None:
     assert shorthand("(W12: T = 0)") == ["(W12: T = 0)"]
     found = {str(path): shorthand(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {path: lines for path, lines in found.items() if lines} == {}
-    assert all(inspect.getdoc(getattr(headrace, name)) for name in headrace._HOME)
+    assert all(inspect.getdoc(getattr(headrace, name)) for name in headrace._HOME)  # type: ignore[attr-defined]
 
 
 def test_a_model_is_a_context_manager_with_a_repr(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from headrace.decoding.tools import gathered_calls
-from headrace.text.dialects.call_parser import HERMES, LLAMA3, CallFormat, CallParser, RepeatFilter
+from headrace.text.dialects.call_formats import HERMES, LLAMA3, CallFormat
+from headrace.text.dialects.call_parser import CallParser, RepeatFilter
 
 
 def text_of(form: CallFormat, *calls: tuple[str, str]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.fake_model import VOCAB, Deferred, FakeRunner
 from headrace.data.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams
+from headrace.data.params import BeamSearchParams, RefineParams, SamplingParams, TimestampParams
 from headrace.data.plan import AnyWant, Drawn, Feed, Sample
 from headrace.data.types import Child, Request, Sequence
 from headrace.decoding.base import COMMON, DRAWN, Outputs, Strategy
@@ -53,10 +53,11 @@ SET: dict[str, Any] = {
     "min_tokens": 1, "max_tokens": 5, "stop": ("a",), "stop_token_ids": (1,), "include_stop_str_in_output": True,
     "ignore_eos": True, "seed": 1, "logprobs": 0, "prompt_logprobs": 0, "verification": "block",
     "skip_special_tokens": False, "priority": 1, "beam": BeamSearchParams(), "refine": RefineParams(),
+    "timestamps": TimestampParams(first=9, end=5), "adapter": "mine",
 }  # fmt: skip
 DETAILS = {
     "xtc_threshold", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_breakers", "dry_range", "contrastive_alpha",
-    "defer_at", "logprobs_mode", "exit_criterion", "exit_decay", "exit_audit", "cascade_criterion",
+    "defer_at", "logprobs_mode", "exit_criterion", "exit_decay", "exit_slope", "exit_audit", "cascade_criterion",
     "cascade_audit", "prompt_logprobs_start",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {"penalty_alpha": {"top_k": 4}, "beam": BeamSearchParams().shared()}

@@ -187,7 +187,7 @@ def test_contrasted_rows_equal_those_of_both_models_alone(pair: tuple[Runner, Mo
     outs = life.target(Feed(0, 7, 12, wants=LOGITS), Feed(1, 0, 12, wants=LOGITS))
     native = not isinstance(runner.programs[0], EagerProgram)
     rows = [alone(model, prompts[0], native) for model in (target, draft)]
-    expected = contrast(*(torch.from_numpy(row.astype(np.float64))[None] for row in rows), 0.2, 0.5)[0].numpy()
+    expected = contrast(*(torch.from_numpy(row.astype(np.float64))[None] for row in rows), 0.2, 0.5)[0].numpy()  # type: ignore[call-arg]
     assert 1 < np.isfinite(expected).sum() < VOCAB
     # Both rows and what is made of them are rounded to float32; (1 + 0.5) + 0.5 of the largest logit bounds it all.
     rounding = ulps(2 * np.abs(rows).max(), 3)

@@ -5,13 +5,14 @@ Needs no torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.backends import memory
-from headrace.data.config import ModelConfig
+from headrace.data.config import ModelConfig, SchedulerConfig
 from headrace.data.plan import AMATEUR, CASCADE, DRAFT, FEATURES, HIDDEN, PROPAGATED, TARGET, UPPER, KVGroup
 from headrace.data.progress import Progress
 from headrace.data.settings import ModelSettings
@@ -64,6 +65,8 @@ class Recipe:
 
     layers, inputs: of a pipeline's last stage, the layers of the target that run in this process, and their input rows.
     start_ranks: starts the processes that share the target, for `settings.tp` above 1.
+    shared_weights: descriptor of the file in memory in which all replicas have the target's weights.
+    adapters: of the target (weights.lora.Adapter); requests name one of them, or none.
     """
 
     roles: tuple[Role, ...]
@@ -72,6 +75,8 @@ class Recipe:
     layers: range | None = None
     inputs: InputRows | None = None
     start_ranks: "StartRanks | None" = None
+    shared_weights: int | None = None
+    adapters: tuple[Any, ...] = ()
 
     @property
     def target(self) -> Opened:
@@ -105,9 +110,9 @@ class Recipe:
         return next((role.heads for role in self.headed if role.name == HEADS), None)
 
     @property
-    def leaves(self) -> Span | None:
-        """The layers of the target below its early exit; None without one."""
-        return next((role.span for role in self.roles if role.name == EXITS), None)
+    def exits(self) -> tuple[int, ...]:
+        """Number of layers below each exit at which tokens of the target may stop, ascending; empty without exits."""
+        return next((tuple(role.heads.used) for role in self.roles if role.name == EXITS), ())
 
     @property
     def judges(self) -> bool:
@@ -116,8 +121,8 @@ class Recipe:
 
     @property
     def propagates(self) -> bool:
-        """Whether the layers above the exit take K and V from the row at the exit."""
-        return self.leaves is not None and self.settings.propagates
+        """Whether the layers above an exit take K and V from the row at the exit."""
+        return bool(self.exits) and self.settings.propagates
 
     @property
     def features(self) -> bool:
@@ -135,9 +140,8 @@ class Recipe:
         if AMATEUR in self.models:
             groups.append(KVGroup(AMATEUR))
         groups.append(KVGroup(HIDDEN, "hidden"))
-        if self.leaves is not None:
-            layers = tuple(range(self.leaves.layers, self.target.config.num_layers))
-            groups.append(KVGroup(UPPER, PROPAGATED if self.propagates else "full", layers))
+        for first, end in pairwise((*self.exits, self.target.config.num_layers)):
+            groups.append(KVGroup(UPPER, PROPAGATED if self.propagates else "full", tuple(range(first, end))))
         # The target's feeds fill the smaller model's K and V; the target's own may lag.
         if CASCADE in self.models:
             groups += [KVGroup(CASCADE), KVGroup(UPPER)]
@@ -168,23 +172,39 @@ class Recipe:
         known = min(model.config.max_position for model in self.models.values())
         return min(known, self.settings.max_model_len or known)
 
+    def longest_source(self, encoder: ModelConfig) -> int:
+        """Positions of the longest source of an encoder."""
+        return self.longest if encoder.audio is None else encoder.audio.positions
+
     def scratch(self, pool_bytes: Callable[[ModelConfig], int]) -> int:
         """Bytes of the pools in which sources are encoded. pool_bytes: bytes of one encoder's pool."""
         return sum(pool_bytes(each.config.source) for each in self.models.values() if each.config.source is not None)
 
-    def plan(self, kv_bytes: Callable[[ModelConfig], int], row_bytes: int, free: int, scratch: int = 0) -> memory.MemoryPlan:
+    @property
+    def window(self) -> int:
+        """Number of tokens that the target's window layers keep in a pool of their own; 0: all layers share one pool.
+
+        A K/V store saves the blocks of all layers, so they stay together.
+        """
+        context = self.settings.max_model_len or self.target.config.max_position
+        return 0 if self.settings.kv_store is not None else self.target.config.shared_window(context)
+
+    def plan(
+        self, kv_bytes: Callable[[ModelConfig, int], list[int]], row_bytes: int, free: int, scratch: int = 0
+    ) -> memory.MemoryPlan:
         """The memory plan.
 
-        kv_bytes: bytes of one block in all layers of a model. row_bytes: bytes of one value in a hidden row. free: bytes free
-        after the weights. scratch: bytes of the pools in which sources are encoded. Raises ValueError.
+        kv_bytes: bytes of one block in each pool of a model, by its window. row_bytes: bytes of one value in a hidden row.
+        free: bytes free after the weights. scratch: bytes of the pools in which sources are encoded. Raises ValueError.
         """
-        settings, config = self.settings, self.target.config
-        block_bytes = sum(kv_bytes(model.config) for model in self.models.values())
+        settings, config, window = self.settings, self.target.config, self.window
+        block_bytes, *window_bytes = kv_bytes(config, window)
+        block_bytes += sum(sum(kv_bytes(model.config, 0)) for name, model in self.models.items() if name != TARGET.name)
         if self.features:  # hidden rows of the target, and K and V of the heads
             block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
-            block_bytes += kv_bytes(replace(config, layers=config.layers[:1])) if self.heads.chains else 0
-        if self.leaves is not None and not self.propagates:  # the rows at the exit
-            block_bytes += BLOCK_SIZE * config.hidden_size * row_bytes
+            block_bytes += sum(kv_bytes(replace(config, layers=config.layers[:1]), 0)) if self.heads.chains else 0
+        if not self.propagates:  # the rows at the exits
+            block_bytes += len(self.exits) * BLOCK_SIZE * config.hidden_size * row_bytes
         if settings.speculate == "suffix":  # automata of running sequences and of ended outputs
             block_bytes += BLOCK_SIZE * TOKEN_BYTES
             free -= MEMORY * TOKEN_BYTES
@@ -197,4 +217,13 @@ class Recipe:
             max_model_len=settings.max_model_len,
             kv_cache_memory=settings.kv_cache_memory,
             scratch=scratch,
+            window=self._window_pool(window, sum(window_bytes)),
         )
+
+    def _window_pool(self, window: int, block_bytes: int) -> memory.WindowPool | None:
+        if not window:
+            return None
+        settings = self.settings
+        limits = settings.max_num_seqs, settings.policy, settings.max_num_batched_tokens
+        chunk = SchedulerConfig.preset(settings.preset, self.longest, *limits).max_num_batched_tokens
+        return memory.WindowPool(window, block_bytes, memory.window_blocks(window, BLOCK_SIZE, settings.max_num_seqs, chunk))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from statistics import median, median_low
+from statistics import mean, median, median_low
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -44,8 +44,9 @@ ROWS = (1, 4, 8, 16, 32, 64, 512)
 SHAPES = ((576, 576), (4096, 2048))
 # Bytes of packed weights that passes of up to MANY_ROWS rows read: within a large cache, and from memory; of more rows.
 CACHED, MEMORY, FEW = 32 << 20, 320 << 20, 3 << 20
-# Format whose layers show what reading from memory adds, and the bytes between which the cache ends.
+# Format whose layers show what reading from memory adds, with how many rows, and the bytes between which the cache ends.
 PROBE = "Q4_K"
+MEMORY_ROWS = (4, 8, 16, 32)
 SIZES = tuple(mebibytes << 20 for mebibytes in (64, 96, 128, 160, 192, 224, 256))
 MANY_ROWS = 32
 REPEATS, SWEEPS = 2, 3
@@ -63,14 +64,16 @@ HEADS = ((64, 9, 3), (128, 12, 2))
 DECODE = ((1, 1, 127), (8, 1, 127), (32, 1, 127), (1, 1, 4000))
 PREFILL = ((1, 512, 0), (1, 2048, 0))
 LAYERS = 4
+# Steps of the host that are measured, and the bytes of weights that are read before each.
+HOST_STEPS, HOST_BYTES = 8, 96 << 20
 # Heads and formats of K and V that are measured.
 MEASURED = ((HEADS[0], "bfloat16"), *((HEADS[1], kv_dtype) for kv_dtype in ("bfloat16", "int8", "int4")))
 # Scales at the beginning of a block of random bytes with which weights have variance 1; Q4_K's second one removes the mean.
 SCALES = {"Q8_0": (1 / 74,), "Q4_K": (1 / 128, 1 / 32)}
 # Format of the weights of programs whose attention is measured.
 ATTENTION_KIND = "Q8_0"
-# A whole model: layers of WHOLE_KIND, whose steps are compared with the sums of their operations.
-WHOLE_KIND, WHOLE_LAYERS, WHOLE_FFN, VOCABULARY = "Q4_K", 4, 4096, 8192
+# Whole models, by heads and width of the MLP, whose steps are compared with the sums of their operations.
+WHOLE, WHOLE_KIND, WHOLE_LAYERS, VOCABULARY = ((HEADS[0], 1536), (HEADS[1], 4096)), "Q4_K", 4, 8192
 WHOLE_STEPS = ((1, 1, 127), (4, 1, 127), (8, 1, 127), (32, 1, 127), (1, 512, 0))
 # Phases whose time depends on the numbers that they read.
 REST = ("quantize", "embed", "answers")
@@ -120,7 +123,7 @@ def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lamb
             for heads, kv_dtype in MEASURED
         }
         engine, program = _engine(stack, pool.size)
-        whole = stack.enter_context(closing(_program(*HEADS[1], "auto", pool.size, WHOLE_LAYERS, WHOLE_FFN)))
+        whole = [stack.enter_context(closing(_program(*heads, "auto", pool.size, WHOLE_LAYERS, ffn))) for heads, ffn in WHOLE]
         samples: dict[Any, list[float]] = defaultdict(list)
         pace = Pace(linears[WHOLE_KIND][1])
         for _ in range(SWEEPS):
@@ -128,8 +131,8 @@ def calibrate(threads: int = 0, kinds: Sequence[str] = COMMON, done: Done = lamb
                 _linear_times(linears),
                 _memory_times(probe),
                 *(_attention_times(key, each) for key, each in programs.items()),
-                _host_times(engine, program),
-                _whole_times(whole),
+                _host_times(engine, program, probe),
+                *map(_whole_times, whole),
             ):
                 samples[name].append(seconds / pace.now(name))
             done()
@@ -160,6 +163,7 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
         threads=pool.size,
         linear=linear,
         from_memory=times["memory", MEMORY] / probe.size,
+        apart=_apart(times, probe, linear[PROBE]),
         cache=cache,
         attention=tuple(_attention(times, *heads, kv_dtype) for heads, kv_dtype in MEASURED),
         quantize=line_through(rest["quantize"]),
@@ -168,6 +172,16 @@ def _machine(pool: Any, times: dict[Any, float], linears: dict[str, list["Layers
         host=line_through(rest["host"]),
         disk=_disk_speed(home()),
     )
+
+
+def _apart(times: dict[Any, float], probe: "Layers", curve: Curve) -> Curve:
+    """Share of the shorter of reading and multiplying that a layer takes in addition to the longer, by rows."""
+    read, shares = times["memory", MEMORY], [0.0]
+    for rows in MEMORY_ROWS:
+        multiplying = curve.seconds(rows, probe.size)
+        more = times["reading", rows] - max(read, multiplying)
+        shares.append(min(1.0, max(0.0, more / min(read, multiplying))))
+    return Curve((1, *MEMORY_ROWS), tuple(shares), (0.0,) * len(shares))
 
 
 def _disk_speed(folder: Path) -> float:
@@ -192,17 +206,20 @@ def _disk_speed(folder: Path) -> float:
 def _whole_times(program: NativeProgram) -> Times:
     """Times of steps of a whole model."""
     for batch, rows, past in WHOLE_STEPS:
-        yield ("whole", batch, rows), _profiled(program, batch, rows, past, whole=True)["whole"]
+        name = ("whole", batch, rows, program.config.hidden_size)
+        yield name, _profiled(program, batch, rows, past, whole=True)["whole"]
 
 
-def _factors(program: NativeProgram, machine: Machine, times: dict[Any, float]) -> Curve:
-    """Times of steps of a whole model divided by the sums of their operations, by rows: what barriers and cold caches add."""
-    shape = shape_of(program.config, program.weights.source, "whole")
+def _factors(programs: Sequence[NativeProgram], machine: Machine, times: dict[Any, float]) -> Curve:
+    """Times of steps of whole models divided by the sums of their operations, by rows: what barriers and cold caches add."""
     factors = []
     for batch, rows, past in WHOLE_STEPS:
-        step = Step(rows, batch, past, batch)
-        alone = sum(each.seconds for each in timed(shape, step, machine) if each.operation.kind != HOST)
-        factors.append(times["whole", batch, rows] / alone)
+        step, ratios = Step(rows, batch, past, batch), []
+        for program in programs:
+            every = timed(shape_of(program.config, program.weights.source, "whole"), step, machine)
+            alone = sum(each.seconds for each in every if each.operation.kind != HOST)
+            ratios.append(times["whole", batch, rows, program.config.hidden_size] / alone)
+        factors.append(mean(ratios))
     return Curve(tuple(batch * rows for batch, rows, _ in WHOLE_STEPS), tuple(factors), (0.0,) * len(factors))
 
 
@@ -226,6 +243,11 @@ class Layers:
         # Short passes are repeated until the threads are awake and the clock is up.
         repeats = max(REPEATS, min(16, int(SHORT / once)))
         return float(median(core.module().time_linears(some, x, self.pool, repeats))) / len(some)
+
+    def read(self, nbytes: int) -> None:
+        """Read `nbytes` bytes of the layers, which replace what the caches have."""
+        x = np.zeros((1, self.columns), np.float32)
+        core.module().time_linears(self.layers[: int(nbytes / self.size)], x, self.pool, 1)
 
 
 class Pace:
@@ -258,9 +280,13 @@ class Pace:
 
     def _rows(self, name: tuple[Any, ...]) -> int:
         """Rows of the layer that is compared with a measurement; 0: none, for reads from memory."""
-        if name[0] == "memory":
+        if name[0] == "memory" or (name[0] == "reading" and name[1] < PRODUCTS):
             return 0
-        rows = {"attention": lambda: name[2][0] * name[2][1], "whole": lambda: name[1] * name[2]}.get(name[0])
+        rows = {
+            "reading": lambda: name[1],
+            "attention": lambda: name[2][0] * name[2][1],
+            "whole": lambda: name[1] * name[2],
+        }.get(name[0])
         fed = rows() if rows else name[2] if len(name) == 3 else 1
         return LONG if fed >= PRODUCTS else 1
 
@@ -276,6 +302,8 @@ def _memory_times(probe: Layers) -> Times:
     """Times of a layer in passes over weights that fit in the cache, and that do not."""
     for size in (CACHED, *SIZES, MEMORY):
         yield ("memory", size), probe.seconds(1, size)
+    for rows in MEMORY_ROWS:
+        yield ("reading", rows), probe.seconds(rows, MEMORY)
 
 
 def stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
@@ -349,9 +377,10 @@ def _profiled(program: NativeProgram, batch: int, rows: int, past: int, whole: b
     module, found = core.module(), list[dict[str, float]]()
     blocks = -(-(past + rows) // 16)
     tokens = np.random.default_rng(0).integers(0, program.config.vocab_size, (batch, past + rows)).tolist()
-    sequences = []
+    greedy, sequences = module.SampleParams(), []
+    greedy.temperature = 0.0
     for number in range(batch):
-        sequence = module.Sequence(tokens[number], module.SampleParams())
+        sequence = module.Sequence(tokens[number], greedy)
         sequence.set_table(0, 0, list(range(number * blocks, (number + 1) * blocks)))
         sequences.append(sequence)
     first = 0 if rows > LONG else 1  # long steps need no warm-up
@@ -383,8 +412,11 @@ def _engine(stack: ExitStack, threads: int) -> tuple[Engine, NativeProgram]:
     return Engine(InProcess(Runner(program)), config, vocab_size=program.config.vocab_size), program
 
 
-def _host_times(engine: Engine, program: NativeProgram) -> Times:
-    """Seconds of a step outside the core, by the number of sequences."""
+def _host_times(engine: Engine, program: NativeProgram, probe: "Layers") -> Times:
+    """Seconds of a step outside the core, by the number of sequences.
+
+    Weights are read before each step, as the step before does: what Python needs then is no longer in the cache.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
     for batch in (1, 8, 32):
         requests = [engine.add([1 + at] * 16, params) for at in range(batch)]
@@ -392,7 +424,8 @@ def _host_times(engine: Engine, program: NativeProgram) -> Times:
             engine.step()
         program.core.profiling = True
         times = []
-        for _ in range(16):
+        for _ in range(HOST_STEPS):
+            probe.read(HOST_BYTES)
             program.core.clear_profile()
             start = time.perf_counter()
             engine.step()

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.bench.figures import Column, Line, Table
 from headrace.bench.machine import machine
+from headrace.data.plan import Threshold
 from headrace.data.progress import threshold_text
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, first_exit, probabilities
@@ -51,7 +52,7 @@ class Predictions:
         same: np.ndarray = self.probs.argmax(-1) == self.classes
         return same
 
-    def under_rule(self, criterion: str, threshold: float) -> tuple[float, float]:
+    def under_rule(self, criterion: str, threshold: Threshold) -> tuple[float, float]:
         """Accuracy and mean layers per text under a rule."""
         at = first_exit(criterion, threshold, self.probs)
         return float(self.right[at, np.arange(len(at))].mean()), float(self.layers[at].mean())
@@ -97,7 +98,7 @@ def calibration_errors(predictions: Predictions) -> list[float]:
     return [calibration_error(confidence, right, BINS) for confidence, right in pairs]
 
 
-def confusion(predictions: Predictions, criterion: str, threshold: float) -> list[list[int]]:
+def confusion(predictions: Predictions, criterion: str, threshold: Threshold) -> list[list[int]]:
     """Confusion matrix under a rule: number of texts by right class (rows) and predicted class (columns)."""
     at, count = first_exit(criterion, threshold, predictions.probs), predictions.probs.shape[-1]
     chosen = predictions.probs.argmax(-1)[at, np.arange(len(at))]
@@ -118,10 +119,10 @@ def curves(predictions: Predictions) -> dict[str, list[dict[str, float]]]:
     return by_criterion
 
 
-def speedup(llm: LLM, texts: Sequence[str | Pair], batch: int, rule: tuple[str, float], rounds: int) -> dict[str, float]:
+def speedup(llm: LLM, texts: Sequence[str | Pair], batch: int, rule: tuple[str, Threshold], rounds: int) -> dict[str, float]:
     """Speed-up of early exit over the full model at one batch size: see `interleaved_speedup`."""
 
-    def classified(criterion: str, threshold: float | None) -> None:
+    def classified(criterion: str, threshold: Threshold | None) -> None:
         for start in range(0, len(texts), batch):
             llm.classify(texts[start : start + batch], criterion=criterion, threshold=threshold)
 

@@ -14,7 +14,7 @@ from headrace.bench.calibrate import CACHED, FEW, MANY_ROWS, MEMORY, PROBE, SHAP
 from headrace.bench.fit_cells import NAMES, fitting
 from headrace.bench.interleave import Cell
 from headrace.bench.workers.ours import Worker
-from headrace.startup.fit.costs import Step, bytes_read, from_memory
+from headrace.startup.fit.costs import Step, bytes_read
 from headrace.startup.fit.machine import Machine
 from headrace.startup.fit.shapes import ModelShape
 
@@ -40,7 +40,7 @@ class Probe:
         read = FEW if rows > MANY_ROWS else CACHED if from_cache else MEMORY
         size, curve = self.layers.size, self.machine.curve(PROBE)
         assert curve is not None
-        return self.layers.seconds(rows, read) / from_memory(curve.seconds(rows, size), size, read, self.machine)
+        return self.layers.seconds(rows, read) / self.machine.in_step(curve.seconds(rows, size), size, rows, read)
 
 
 def check(

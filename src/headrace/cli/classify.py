@@ -46,7 +46,13 @@ def classify(
             "calibrated)."
         ),
     ] = None,
-    threshold: Annotated[float | None, typer.Option(help="Threshold of the criterion (default: as calibrated).")] = None,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FLOAT[,FLOAT…]",
+            help="Threshold of the criterion, or one for each exit but the last, as 0.1,0.3 (default: as calibrated).",
+        ),
+    ] = None,
     show_exits: Annotated[
         bool, typer.Option("--show-exits", help="Print the class and confidence at each computed exit.")
     ] = False,
@@ -61,6 +67,7 @@ def classify(
     given = texts_of(texts, file)
     if pairs and (wrong := next((text for text in given if len(text.split("\t")) != 2), None)) is not None:
         raise typer.BadParameter(f"--pairs: a line must be two texts with one tab between them, not {wrong[:60]!r}")
+    limits = thresholds_of(threshold)
     llm = open_llm(model, options, classifier=classifier)
     status().finish()
     # On a terminal, the output lines themselves show the progress.
@@ -69,11 +76,20 @@ def classify(
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
         asked = [tuple(text.split("\t")) for text in part] if pairs else part
-        for text, output in zip(part, llm.classify(asked, criterion=criterion, threshold=threshold), strict=True):
+        for text, output in zip(part, llm.classify(asked, criterion=criterion, threshold=limits), strict=True):
             line = {"text": text, "tokens": len(output.token_ids), **output.record(votes=show_exits)}
             print(json_text(_rounded(line)), flush=True)
         progress.advance(len(part))
     progress.finish()
+
+
+def thresholds_of(text: str | None) -> float | tuple[float, ...] | None:
+    """One number, or several separated by commas. Raises typer.BadParameter."""
+    try:
+        numbers = () if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"--threshold: give a number, or several with commas, not {text!r}") from None
+    return numbers if len(numbers) > 1 else next(iter(numbers), None)
 
 
 def _rounded(value: Any) -> Any:

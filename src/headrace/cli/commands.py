@@ -14,9 +14,12 @@ from headrace.cli.help import App
 
 # Names of the commands by panel of the help; their descriptions are the docstrings of their functions.
 COMMANDS = {
-    "Generate": ("run", "chat", "ask", "generate", "embed", "classify", "translate", "serve"),
+    "Generate": (
+        *("run", "chat", "ask", "generate", "embed", "rerank", "classify", "translate", "transcribe", "serve"),
+        *("engine", "rank", "deploy", "models"),
+    ),
     "Models": (
-        *("pull", "list", "show", "rm", "add", "cp", "inspect", "compress", "distil"),
+        *("pull", "list", "show", "rm", "add", "cp", "inspect", "merge", "compress", "distil"),
         *("train-heads", "train-masked", "train-classifier", "calibrate", "doctor"),
     ),
     "Measure": ("fit", "perplexity", "arithmetic", "compare", "bench"),
@@ -25,7 +28,7 @@ BENCH_HELP = "Measure speed: this machine, servers under load, speculation, comp
 BENCH = {
     "Commands": (
         *("local", "serve", "latency", "speculate", "self-draft", "sharing", "cascade", "token-cascade"),
-        *("kv", "compressed", "exits", "parallel"),
+        *("kv", "compressed", "exits", "parallel", "router", "synthetic"),
     )
 }
 # Commands of `bench` that left the package, and the module of `benchmarks` in a clone.
@@ -43,6 +46,7 @@ MOVED = {
 MODULES = {
     **dict.fromkeys(("pull", "list", "show", "rm"), "models"),
     **dict.fromkeys(("add", "cp"), "names"),
+    "models": "served",
     "bench_latency": "bench_serve",
 }
 FUNCTIONS = {"list": "list_models", "rm": "remove", "cp": "copy"}

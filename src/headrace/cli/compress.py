@@ -54,13 +54,18 @@ class MethodOptions:
             "Methods with commas, in this order. neurons, heads, layers, kv-heads: remove parts of the model; "
             "heal: train the rest on the original's outputs (--heal-steps); awq, smoothquant: scale inputs; "
             "magnitude, wanda, sparsegpt: set weights to zero (--sparsity), sparsegpt also corrects the others; "
-            "rtn: round to nearest; weighted: round with input-weighted scales; gptq: correct each column's error"
-            " in the next ones. Example: neurons,heal,awq,wanda,gptq. All but rtn and magnitude read texts; "
+            "rtn: round to nearest; weighted: round with input-weighted scales (rtn with --calibrate); "
+            "gptq: correct each column's error in the next ones. "
+            "Example: neurons,heal,awq,wanda,gptq. All but rtn and magnitude need texts; "
             "wanda can read --imatrix instead."
         ),
     ] = "rtn"
     sparsity: Annotated[
-        str | None, _method("Weights set to zero: 2:4 (two of four neighbours), or a share of each row, such as 0.5.")
+        str | None,
+        _method(
+            "Weights set to zero: 2:4 (two of four neighbours), 0.5 (half of each row), layer:0.5 (of each matrix), "
+            "global:0.5 (of all matrices, with magnitude)."
+        ),
     ] = None
     keep_neurons: Annotated[
         float | None, _method("neurons: share of each MLP that is kept, in multiples of 64, such as 0.75.")
@@ -82,10 +87,34 @@ class MethodOptions:
     budget: Annotated[
         str | None, _method("Size of all tensors, such as 100MB; chooses the format of each matrix by its importance.")
     ] = None
-    calibrate: Annotated[str, _method("Calibration texts: a file, or self (the model writes them).")] = "self"
+    calibrate: Annotated[
+        str | None,
+        _method(
+            "Calibration texts: a file, or self (the model writes them; the default of methods that read texts). "
+            "With rtn, scales are then searched with the importance of inputs."
+        ),
+    ] = None
     tokens: Annotated[str, _method("Calibration tokens (auto: four per input of the widest matrix).")] = "auto"
     act_order: Annotated[bool, _method("gptq: quantise the most important columns first.")] = True
-    judge: Annotated[str, _method("Compare with the original on a text: a file, self, or none.")] = "none"
+    damp: Annotated[
+        float | None,
+        _method("gptq, sparsegpt: share of the Hessian's mean diagonal that is added to it (default: 0.01)."),
+    ] = None
+    true_sequential: Annotated[
+        bool,
+        typer.Option(
+            "--true-sequential",
+            help="gptq, sparsegpt: measure each matrix with the matrices before it in the layer already rounded.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False
+    alpha: Annotated[
+        str | None, _method("smoothquant: share of the range moved to the weights, 0 to 1 (default: 0.8), or auto (by layer).")
+    ] = None
+    judge: Annotated[
+        str,
+        _method("Compare with the original on a text: a file, self, or none. Encoders: the embeddings of a file's lines."),
+    ] = "none"
     write_imatrix: Annotated[
         Path | None,
         typer.Option(help="Write the measured importance to a .gguf file.", callback=writable, rich_help_panel=PANEL),
@@ -141,10 +170,10 @@ def compress(
 ) -> None:
     """Write a model with fewer bits per weight, or with fewer weights, as a GGUF file or a folder.
 
-    MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3 or GPT-2. Weights are rounded to
-    nearest, or quantised so that the outputs of each layer change least (--method). One matrix is in memory at a time, or one
-    layer for methods that read texts. A stopped command continues when it is repeated. The result differs from MODEL: --judge,
-    or `headrace perplexity` on both, measures the loss.
+    MODEL is a .gguf file, or a folder with safetensors of a Llama, Mistral, Qwen2, Qwen3, GPT-2 or an encoder (BERT). Weights
+    are rounded to nearest, or quantised so that the outputs of each layer change least (--method). One matrix is in memory at
+    a time, or one layer for methods that read texts. A stopped command continues when it is repeated. The result differs from
+    MODEL: --judge, or `headrace perplexity` on both, measures the loss.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("give a file to write with -o OUT.gguf, or --dry-run")
@@ -226,8 +255,9 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
         ("weights", f"{report.weights:,} in {report.bits:.2f} bits each"),
         ("tensors", f"{len(report.matrices)}: {kinds}"),
         ("memory", f"{human_size(report.largest)} at most, without the mapped model file and the program itself"),
-        ("K and V", _kv(report.kv)),
     ]
+    if report.kv.before:
+        fields.append(("K and V", _kv(report.kv)))
     if out is not None:
         fields.append(("error", f"{report.error:.3%} of the squared weights that were rounded or removed"))
         if report.zeros is not None:
@@ -237,12 +267,18 @@ def _fields(report: Any, out: Path | None, model: Path) -> list[tuple[str, str]]
             fields.append(("heal", _healed(report.healed)))
         if report.outputs:
             fields.append(("outputs", _outputs(list(report.outputs.values()))))
-        if (judged := report.judged) is not None:
-            fields.append(
-                ("judged", f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}")
-            )
+        if report.judged is not None:
+            fields.append(("judged", _judged(report.judged)))
         fields.append(("file" if out.suffix == ".gguf" else "folder", str(out)))
     return fields
+
+
+def _judged(judged: Any) -> str:
+    """Loss on the texts to judge by: of next tokens, or of an encoder's embeddings."""
+    if hasattr(judged, "kl"):
+        return f"KL {judged.kl:.4f} nats, perplexity {judged.perplexity:.3f} of {judged.perplexity_before:.3f}"
+    nearest = f"nearest text the same for {judged.same_nearest:.1%} of {judged.texts}"
+    return f"cosine with the original's embeddings {judged.cosine:.4f} on average, {judged.least:.4f} at least; {nearest}"
 
 
 def _kv(kv: Any) -> str:
@@ -273,4 +309,4 @@ def _outputs(reports: Any) -> str:
     """Output error over all matrices, compared with rounding to nearest on the same scales."""
     weights = sum(one.weights for one in reports)
     mean_error, nearest = (sum(getattr(one, name) * one.weights for one in reports) / weights for name in ("error", "nearest"))
-    return f"{mean_error:.3%} of the squares of the layers' outputs, {nearest:.3%} by rtn with the same importance"
+    return f"{mean_error:.3%} of the squares of the layers' outputs, {nearest:.3%} by --method rtn with the same --calibrate"

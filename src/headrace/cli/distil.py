@@ -33,6 +33,10 @@ def register(app: typer.Typer) -> None:
             "Repair a pruned or quantised model.",
         ),
         ("headrace distil MODEL -o OUT --student depth=8 --as-draft", "A draft model for --draft OUT."),
+        (
+            "headrace distil ENCODER -o OUT --student depth=3 --loss features,cosine --texts lines.txt --steps 500",
+            "Half of an encoder's layers.",
+        ),
     )
     app.command(cls=short)(with_groups(distil))
 
@@ -102,7 +106,7 @@ def distil(
         typer.Option(
             help="kl (probabilities), ce (tokens of the texts), features (hidden states), cosine (their direction), "
             "attention (maps), exits (at some layers), sequence (MODEL's answers), steps (rationales); several "
-            "with commas."
+            "with commas. Encoders (BERT, MiniLM): features and cosine, on a file with a text on each line."
         ),
     ] = "kl",
     texts: Annotated[
@@ -147,6 +151,16 @@ def _print(result: Any, out: Path, as_json: bool) -> None:
         print(json.dumps(asdict(result), indent=2))
         return
     before, after = result.before, result.after
+    small, large = result.weights
+    if hasattr(before, "cosine"):
+        rows = [
+            ("cosine with the teacher's", f"{before.cosine:.4f}", f"{after.cosine:.4f}", "1"),
+            ("nearest text as its", f"{before.same_nearest:.1%}", f"{after.same_nearest:.1%}", "100%"),
+        ]
+        print_table(("embeddings of held-out texts", "before", "after", "teacher"), rows)
+        say(f"{small / 1e6:,.1f} of {large / 1e6:,.1f} million weights; {result.steps:,} steps in {result.seconds:,.0f} s")
+        say(f"the student is in {out}")
+        return
     rows = [
         ("perplexity", f"{before.perplexity:.3f}", f"{after.perplexity:.3f}", f"{after.perplexity_before:.3f}"),
         ("KL to it, nats", f"{before.kl:.4f}", f"{after.kl:.4f}", "0"),
@@ -156,7 +170,6 @@ def _print(result: Any, out: Path, as_json: bool) -> None:
     if drafting is not None:
         rows.append(("drafts accepted", f"{drafting.before:.1%}", f"{drafting.after:.1%}", "100%"))
     print_table(("on held-out texts", "before", "after", "teacher"), rows)
-    small, large = result.weights
     say(f"{small / 1e6:,.1f} of {large / 1e6:,.1f} million weights; {result.steps:,} steps in {result.seconds:,.0f} s")
     say(f"{result.tokens:,} tokens seen, {result.different:,} of them different; the teacher's back end: {result.backend}")
     if drafting is not None:

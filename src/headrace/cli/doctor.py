@@ -17,7 +17,7 @@ from headrace.weights import names
 from headrace.weights.store import find_home, installed
 
 LIBRARIES = tuple("torch numpy tokenizers safetensors huggingface_hub llguidance jinja2 msgspec rich typer".split())
-EXTRAS = {"serve": ("starlette", "uvicorn", "prometheus_client"), "ground": ("bm25s",)}
+EXTRAS = {"serve": ("starlette", "uvicorn", "prometheus_client"), "audio": ("av",), "ground": ("bm25s",)}
 # Prefixes of environment variables that change a run.
 VARIABLES = ("HEADRACE_", "OMP_", "MKL_", "HF_HUB_OFFLINE", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES")
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -82,7 +82,8 @@ def _core() -> str:
     if core.reason():
         return "not built"
     info = core.module().cpu_info()
-    return f"{info['isa']} (of {', '.join(info['isas'])}), {info['threads']} threads"
+    nodes = f", {info['nodes']} memory nodes (gain predicted)" if info["nodes"] > 1 else ""
+    return f"{info['isa']} (of {', '.join(info['isas'])}), {info['threads']} threads{nodes}"
 
 
 def _version(name: str) -> str:

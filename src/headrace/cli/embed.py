@@ -20,7 +20,7 @@ BATCH = 64
 def register(app: typer.Typer) -> None:
     """Add the command."""
     short = short_help(
-        "file pooling dimensions max_model_len threads",
+        "file pooling prompt dimensions max_model_len threads",
         ('headrace embed MODEL "the mill" "a wheel"', "Two vectors, a JSON line each."),
         ("headrace embed MODEL --file texts.txt > vectors.jsonl", "File with one text per line."),
     )
@@ -37,11 +37,14 @@ def embed(
     pooling: Annotated[
         str | None, typer.Option(help="Pooling: mean, last or first (default: as the model's files say).")
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Name of the model's prompt before each text: query, document, … (default: the model's).")
+    ] = None,
     dimensions: Annotated[int | None, typer.Option(min=1, help="Number of leading values to keep.")] = None,
 ) -> None:
     """Turn texts into vectors of length 1: one JSON line each, {"text", "tokens", "embedding"}.
 
-    Works with encoders (BERT, MiniLM) and with the hidden states of any other model.
+    Works with encoders (BERT, XLM-R, ModernBERT, …) and with the hidden states of any other model.
     """
     options.check()
     given = texts_of(texts, file)
@@ -52,7 +55,7 @@ def embed(
     progress.start("embedding", len(given), unit="texts")
     for start in range(0, len(given), BATCH):
         part = given[start : start + BATCH]
-        for text, output in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions), strict=True):
+        for text, output in zip(part, llm.embed(part, pooling=pooling, dimensions=dimensions, prompt_name=prompt), strict=True):
             line = {"text": text, "tokens": len(output.token_ids), "embedding": output.values}
             print(json_text(line), flush=True)
         progress.advance(len(part))

@@ -78,13 +78,24 @@ def fit(
     found = report.report(shape, question, chosen)
     if offload:
         found["offload"] = report.offload_record(shape, question, chosen)
-    if not shape.encoder and (chosen is not None or check):
+    if shape.source_positions:
+        found |= _window(shape, load, chosen, check)
+    elif not shape.encoder and (chosen is not None or check):
         names = [name.strip() for name in cells.split(",") if name.strip()] if check else None
         setting = {"kv_dtype": kv_dtype, "quantize": quantize or None, "threads": threads}
         found["cells"] = _cells(model, shape, load, layout, chosen, names, setting)
     if plot is not None:
         _plot(plot, found)
     print(json_text(found, indent=2)) if as_json else _print(found, load)
+
+
+def _window(shape: Any, load: Any, machine: Any, check: bool) -> dict[str, Any]:
+    """Predicted time of a window of sound, with a machine. Raises ValueError for `check`."""
+    from headrace.startup.fit.sound import window_record
+
+    if check:
+        raise ValueError(f"--check measures answers to text, and {shape.name} is a speech model; leave it out")
+    return {} if machine is None else {"window": window_record(shape, machine, load.batch, load.kv_dtype)}
 
 
 def _machine(name: str, calibrate: bool, threads: int | None, kinds: Any) -> Any:
@@ -149,14 +160,18 @@ def _print(found: dict[str, Any], load: Any) -> None:
     ]
     if model["refusal"]:
         fields.insert(2, ("runs here", f"no: {model['refusal']}"))
-    fields += [
-        (name, f"{human_size(memory[name])}") for name in ("weights", "kv", "state", "buffers", "process") if memory[name]
-    ]
+    fields += [(name, human_size(memory[name])) for name in ("weights", "kv", "state", "buffers", "process") if memory[name]]
+    if windows := memory.get("kv_windows"):
+        full, in_windows = human_size(memory["kv"] - windows), human_size(windows)
+        at = next(at for at, (name, _) in enumerate(fields) if name == "kv")
+        fields[at] = ("kv", f"{fields[at][1]}: {full} of layers that see all tokens, {in_windows} of layers with a window")
     fits = "fits" if memory["fits"] else "does not fit"
     where = "" if memory["layout"] == "one process" else f" a rank ({memory['layout']})"
     fields.append(("in all", f"{human_size(memory['total'])}{where}, {human_size(memory['available'])} are free: {fits}"))
     if "offload" in found:
         fields.append(("offload", _offload(found["offload"])))
+    if model["source_bytes"]:
+        fields.append(("K/V of a window", f"{model['source_bytes']:,.0f} bytes"))
     fields.append(("K/V per token", f"{model['kv_bytes_per_token']:,.0f} bytes"))
     print_fields(fields)
     print()
@@ -194,6 +209,11 @@ def _print_times(found: dict[str, Any]) -> None:
             ("a prompt", f"{predicted['ttft_ms']:.1f} ms (predicted)"),
         ]
     )
+    if "window" in found:
+        window = found["window"]
+        text = f"{window['window_ms']:.0f} ms with {window['tokens']} tokens (encoder {window['encoder_ms']:.0f} ms)"
+        side = "" if window["batch"] == 1 else f", {window['batch']} together"
+        print_fields([("30 s of sound", f"{text}{side}: {window['speed']:.0f} times as fast as speech (predicted)")])
     if "batch_under_tpot" in found:
         print_fields([("most sequences", f"{found['batch_under_tpot']} within the time of a token (predicted)")])
     if "chunk_under_ttft" in found:

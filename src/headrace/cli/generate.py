@@ -1,9 +1,11 @@
 """Command generate: an offline batch of requests from a file."""
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +18,7 @@ from headrace.cli.options import (
     ModelOptions,
     SamplingOptions,
     ShowExitsOfMany,
+    bound,
     check,
     with_groups,
 )
@@ -28,6 +31,32 @@ from headrace.workflows.batch_output import BatchOutput
 
 # Seconds between two lines of progress, if stderr is no terminal.
 REPORT_SECONDS = 10.0
+
+
+def _ray(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Ray", **more)
+
+
+@dataclass
+class RayOptions:
+    """Options of a batch on a Ray cluster."""
+
+    ray: Annotated[bool, _ray("Answer on the Ray cluster of RAY_ADDRESS, one engine for each actor.", "--ray")] = False
+    actors: Annotated[str, _ray("Least and most actors of --ray.", metavar="A..B")] = "1..1"
+    ray_open: Annotated[
+        bool, _ray("Without RAY_ADDRESS: start a Ray here, whose sockets listen on every network.", "--ray-open")
+    ] = False
+
+    def check(self, show_exits: bool) -> None:
+        """Raises typer.BadParameter, ValueError."""
+        parse_range(self.actors)
+        if not self.ray:
+            return
+        if show_exits:
+            raise typer.BadParameter("--show-exits counts exits of one process; leave it or --ray out")
+        from headrace.workflows.ray_batch import check_address
+
+        check_address(self.ray_open)
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +74,7 @@ def generate(
     sampling: SamplingOptions,
     choice: ChoiceOptions,
     options: ModelOptions,
+    cluster: RayOptions,
     source: Annotated[
         Path,
         typer.Option(
@@ -73,6 +103,7 @@ def generate(
     check(options, sampling, choice)
     if show_exits and options.exits is None and options.cascade is None:
         raise typer.BadParameter("--show-exits goes with --exits FOLDER or --cascade MODEL")
+    cluster.check(show_exits)
     more = choice.changes()
     # Answers depend on these, too.
     models = {"amateur": options.amateur, "cascade": options.cascade}
@@ -85,20 +116,84 @@ def generate(
     if not output.complete:
         output.lock()
         try:
-            llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
-            output.start()
-            from headrace.workflows.batch import answer, read_requests
-
-            with Interrupt() as interrupt, Meter(output.total, len(output.done)) as meter:
-                answer(llm, read_requests(source), output, partial(sampling.bind(llm, stated), **more), meter, interrupt)
-            if show_exits:
-                from headrace.cli.token_colours import print_exit_legend
-
-                print_exit_legend(meter.exits, llm.model_config.num_layers)
+            if cluster.ray:
+                _on_ray(source, output, fetch(model), options, max_num_seqs, sampling.settings(), more, cluster)
+            else:
+                _here(source, output, model, options, max_num_seqs, sampling, more, show_exits)
         finally:
             output.remove_if_empty()
             output.close()
     return _conclude(output)
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Read "1..4", or "2" for both ends. Raises typer.BadParameter."""
+    least, dots, most = text.partition("..")
+    try:
+        ends = int(least), int(most if dots else least)
+    except ValueError:
+        ends = 0, 0
+    if not 1 <= ends[0] <= ends[1]:
+        raise typer.BadParameter(f"{text} must be two numbers A..B with 1 ≤ A ≤ B, such as 1..4")
+    return ends
+
+
+def _here(
+    source: Path,
+    output: BatchOutput,
+    model: str,
+    options: ModelOptions,
+    max_num_seqs: int,
+    sampling: SamplingOptions,
+    more: dict[str, Any],
+    show_exits: bool,
+) -> None:
+    """Answer the lines with an engine of this process."""
+    llm = open_llm(model, options, max_num_seqs=max_num_seqs, preset="offline")
+    output.start()
+    from headrace.workflows.batch import answer, read_requests
+
+    with Interrupt() as interrupt, Meter(output.total, len(output.done)) as meter:
+        answer(llm, read_requests(source), output, partial(sampling.bind(llm, stated), **more), meter, interrupt)
+    if show_exits:
+        from headrace.cli.token_colours import print_exit_legend
+
+        print_exit_legend(meter.exits, llm.model_config.num_layers)
+
+
+def _on_ray(
+    source: Path,
+    output: BatchOutput,
+    model: Path,
+    options: ModelOptions,
+    max_num_seqs: int,
+    sampling: dict[str, Any],
+    more: dict[str, Any],
+    cluster: RayOptions,
+) -> None:
+    """Answer the lines on Ray. Raises ValueError."""
+    from headrace.workflows import ray_batch
+
+    settings = {**asdict(options), "max_num_seqs": max_num_seqs, "preset": "offline"}
+    given = {"sampling": sampling, "more": more}
+    output.start()
+    with Interrupt() as interrupt, Meter(output.total, len(output.done)) as meter:
+        ray_batch.run(
+            source,
+            output,
+            str(model),
+            settings,
+            bound_params,
+            given,
+            actors=parse_range(cluster.actors),
+            stepped=lambda done: meter.stepped(done, []),
+            stop=interrupt,
+        )
+
+
+def bound_params(llm: Any, given: Mapping[str, Any]) -> Callable[..., Any]:
+    """The parameters of requests in an actor of Ray, from plain data."""
+    return partial(bound(llm, given["sampling"], stated), **given["more"])
 
 
 def _conclude(output: BatchOutput) -> int:

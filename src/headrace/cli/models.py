@@ -21,7 +21,6 @@ def register(app: typer.Typer) -> None:
     app.command("rm")(remove)
 
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="A name that `headrace list` shows.", autocompletion=complete_model)]
 NameOrPath = Annotated[
     str, typer.Argument(metavar="MODEL", help="A name that `headrace list` shows, or a path.", autocompletion=complete_model)
 ]
@@ -149,6 +148,18 @@ def show(name: NameOrPath, catalogs: Catalogs = None) -> None:
     print_fields(fields)
 
 
+def _empty(folder: Path, yes: bool) -> None:
+    """Delete the segments of a K/V store."""
+    from headrace.startup.kv_store import empty, segment_files
+
+    files = list(segment_files(folder))
+    size = human_size(sum(each for _, each, _ in files))
+    if files and not yes and not typer.confirm(f"Delete {len(files)} segments of K/V in {folder} ({size})?", err=True):
+        raise typer.Abort
+    count, freed = empty(folder)
+    say(f"{folder}: {count} segments deleted, {human_size(freed)} freed")
+
+
 def _record(store: Store, name: str) -> Record | None:
     """The store's record of a model; None for a path."""
     try:
@@ -195,10 +206,22 @@ def _local_fields(record: Record, store: Store) -> list[tuple[str, str]]:
 
 
 def remove(
-    name: Name,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A name that `headrace list` shows.", autocompletion=complete_model),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    kv_store: Annotated[
+        Path | None, typer.Option("--kv-store", metavar="DIR", help="Delete the segments of this K/V store instead of a model.")
+    ] = None,
 ) -> None:
     """Delete a model from this machine; for a name of headrace add, only the name."""
+    if (name is None) == (kv_store is None):
+        raise typer.BadParameter("name a model, or a folder with --kv-store")
+    if kv_store is not None:
+        _empty(kv_store, yes)
+        return
+    assert name is not None
     if (named := names.find(name)) is not None:
         if not yes and not typer.confirm(f"Remove the name {name} and its settings ({named.model} stays)?", err=True):
             raise typer.Abort

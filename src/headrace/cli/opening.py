@@ -49,14 +49,20 @@ def open_llm(
     sampling: SamplingOptions | None = None,
     given: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
+    speech: bool = False,
     **more: Any,
 ) -> Any:
     """Open a `headrace.llm.LLM`.
 
     sampling, given: prints the settings in force. chat_template: refused before loading if the model has no template of
-    this name. more: further settings of the LLM.
+    this name. speech: of a command that reads sound; others refuse a speech model. more: further settings of the LLM.
     """
+    from headrace.startup.adapters import named_adapters
+
     settings = options.settings(**more)
+    adapters = list(named_adapters(settings.adapter))
+    if len(adapters) > 1:
+        raise ValueError("adapter: a command uses one adapter; give one, or serve several (headrace serve)")
     opened, *_ = [look_at(str(name)) for name in (model, *settings.companions)]
     # Imported late: a model that is not there is refused at once.
     from headrace.startup.backend import check_arguments
@@ -64,6 +70,8 @@ def open_llm(
     check_arguments(settings, opened)
     if isinstance(options, HelperOptions) and opened is not None and opened.config.encoder:
         raise ValueError(f"{model} is an encoder and cannot generate text; use headrace embed")
+    if opened is not None and opened.config.reads_sound and not speech:
+        raise ValueError(f"{model} is a speech model and reads no text; use headrace transcribe")
     if chat_template is not None and opened is not None:
         opened.template.choose(chat_template)
     if sampling is not None and not quiet and opened is not None:
@@ -75,9 +83,10 @@ def open_llm(
     from headrace.llm import LLM
 
     llm = LLM.from_settings(model, settings, progress=progress)
+    llm.callers.adapter = "".join(adapters)
     if not quiet:
-        rounding = llm.opened.rounding_summary(options.activations)
-        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{rounding}")
+        numbers = llm.opened.settings_summary(llm.settings)
+        note(f"{model}: {llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{numbers}")
         if isinstance(options, HelperOptions):
             _say_calibrated(llm, options)
     return llm

@@ -140,7 +140,8 @@ def setting_fields(settings: Iterable[Declared], panel: str = MODEL_PANEL, **mor
     """Rows for `make_dataclass`: an option for each setting of `LLM`, with its default. `more`: arguments of `typer.Option`."""
     rows = []
     for one in settings:
-        kind = option_kind(one)
+        several = getattr(one.field, "several", False)
+        kind = list[str] if several else option_kind(one)
         option = typer.Option(help=one.field.help, rich_help_panel=panel, **more)
         rows.append((one.name, Annotated[kind | None if one.optional else kind, option], one.default))
     return rows
@@ -151,6 +152,11 @@ Opening: Any = make_dataclass("Opening", setting_fields(option_settings(SettingG
 
 class WeightOptions(Opening):
     """Options of every command that opens a model."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, list):  # an option that was repeated
+                setattr(self, name, ",".join(value) or None)
 
     def settings(self, **more: Any) -> ModelSettings:
         """The settings that were given; `more` are those that are not options."""
@@ -249,18 +255,7 @@ class SamplingOptions(Drawing):
     def bind(self, llm: Any, own_of: Callable[[Defaults], dict[str, Any]] = values) -> Callable[..., SamplingParams]:
         """Return a function that makes parameters for an opened `LLM`: its own settings or the preset, then the given options,
         then the call's changes. own_of: selects from the model's settings."""
-        given = self.changes()
-        if words := given.pop("bad_words", None):
-            given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
-        if words := given.pop("dry_breakers", None):
-            given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
-        defaults = {} if self.sampling_defaults == "neutral" else own_of(llm.opened.defaults)
-        own = {"max_tokens": None, **(defaults if self.preset is None else PRESETS[self.preset])}
-
-        def made(**changes: Any) -> SamplingParams:
-            return params_of({**given, **changes}, own)
-
-        return made
+        return bound(llm, self.settings(), own_of)
 
     def summary(self, defaults: Defaults, **more: Any) -> str:
         """One line with the settings in force and their sources. more: other given settings."""
@@ -290,6 +285,25 @@ class ChoiceOptions(Choosing):
         except ParamError as error:
             raise typer.BadParameter(str(error)) from None
         return given
+
+
+def bound(
+    llm: Any, settings: Mapping[str, Any], own_of: Callable[[Defaults], dict[str, Any]] = values
+) -> Callable[..., SamplingParams]:
+    """`SamplingOptions.bind` for its settings as plain data."""
+    given = dict(settings)
+    preset, neutral = given.pop("preset", None), given.pop("sampling_defaults", None) == "neutral"
+    if words := given.pop("bad_words", None):
+        given["bad_words"] = [ids for word in words for ids in _spellings(llm.tokenizer, word)]
+    if words := given.pop("dry_breakers", None):
+        given["dry_breakers"] = [ids[-1] for word in words for ids in _spellings(llm.tokenizer, word)]
+    defaults = {} if neutral else own_of(llm.opened.defaults)
+    own = {"max_tokens": None, **(defaults if preset is None else PRESETS[preset])}
+
+    def params(**changes: Any) -> SamplingParams:
+        return params_of({**given, **changes}, own)
+
+    return params
 
 
 class LeavingOptions(Leaving):

@@ -17,8 +17,21 @@ from headrace.data.progress import Moving, Progress, for_stream
 STARTING = "starting"
 # Commands that take long to start.
 LONG = {
-    *("run", "chat", "ask", "generate", "embed", "classify", "serve", "perplexity", "arithmetic", "compare", "compress"),
-    *("translate", "distil", "train-heads", "train-classifier", "bench"),
+    *(
+        "run",
+        "chat",
+        "ask",
+        "generate",
+        "embed",
+        "rank",
+        "classify",
+        "serve",
+        "perplexity",
+        "arithmetic",
+        "compare",
+        "compress",
+    ),
+    *("translate", "transcribe", "distil", "train-heads", "train-classifier", "bench"),
 }
 QUIET = {"-q", "--quiet", "-h", "--help", "--help-all"}
 # Shortest prompt, in tokens, whose prefill shows its progress.

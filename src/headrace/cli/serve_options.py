@@ -1,6 +1,7 @@
 """Options of `serve`, and the configuration file that can set them."""
 
 import os
+import re
 import stat
 import sys
 import tomllib
@@ -13,7 +14,7 @@ import typer
 
 from headrace.cli.options import setting_fields
 from headrace.cli.output import say
-from headrace.data.settings import Limits, SettingGroup, option_settings
+from headrace.data.settings import Limits, RoutePolicy, SettingGroup, option_settings
 from headrace.data.spelling import did_you_mean
 from headrace.weights.defaults import SamplingDefaults
 
@@ -25,16 +26,22 @@ MODEL_OPTIONS = tuple(one.name for one in option_settings())
 *BATCHING, CLASSIFIER = option_settings(SettingGroup.SERVING)
 
 
+MODES = ("pinned", "on demand", "off")  # as headrace.server.settings.Mode, whose import would load the server
 NO_SETTINGS = ("config", "help_all", "help")  # options of the command line alone
 
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model of a configuration file: its name for clients, and its own options."""
+    """A model of a configuration file: its names for clients, when it is in memory, and its own options.
+
+    model: "" for one of --models-dir, which `name` chooses.
+    """
 
     model: str
     name: str | None = None
     preload: bool = False
+    mode: str | None = None
+    aliases: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,8 +65,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         _check_value(path, name, value)
     context.default_map = {**(context.default_map or {}), **data}
     context.meta[MODELS] = [_entry(path, entry, known, context) for entry in _tables(path, entries)]
-    if context.meta[MODELS] and "model" not in data:
-        context.default_map["model"] = context.meta[MODELS][0].model
+    if "model" not in data and (first := next((one.model for one in context.meta[MODELS] if one.model), "")):
+        context.default_map["model"] = first
     return path
 
 
@@ -91,8 +98,8 @@ def _are_tables(entries: Any) -> bool:
 
 
 def _tables(path: Path, entries: Any) -> list[dict[str, Any]]:
-    if not _are_tables(entries) or not all(isinstance(entry.get("model"), str) for entry in entries):
-        raise typer.BadParameter(f"{path.name}: models must be a list of tables, each with a model")
+    if not _are_tables(entries) or not all(isinstance(entry.get("model", entry.get("name")), str) for entry in entries):
+        raise typer.BadParameter(f"{path.name}: models must be a list of tables, each with a model (or a name in models_dir)")
     return entries
 
 
@@ -106,9 +113,21 @@ def _check_value(path: Path, name: str, value: Any) -> None:
 
 def _entry(path: Path, entry: dict[str, Any], known: dict[Any, Any], context: typer.Context) -> ModelEntry:
     given = {name.replace("-", "_"): value for name, value in entry.items()}
-    model_entry = ModelEntry(given.pop("model"), given.pop("name", None), given.pop("preload", False))
+    model_entry = ModelEntry(
+        given.pop("model", ""),
+        given.pop("name", None),
+        given.pop("preload", False),
+        given.pop("mode", None),
+        given.pop("aliases", []),
+    )
+    where = f"{path.name}: {model_entry.model or model_entry.name}"
     if not isinstance(model_entry.preload, bool) or not isinstance(model_entry.name, str | None):
-        raise typer.BadParameter(f"{path.name}: {model_entry.model}: name is text and preload true or false")
+        raise typer.BadParameter(f"{where}: name is text and preload true or false")
+    if model_entry.mode not in (None, *MODES):
+        raise typer.BadParameter(f"{where}: mode must be one of {', '.join(MODES)}")
+    aliases = model_entry.aliases
+    if not isinstance(aliases, list) or not all(isinstance(one, str) and one for one in aliases):
+        raise typer.BadParameter(f"{where}: aliases must be a list of names")
     for name, value in given.items():
         if name not in MODEL_OPTIONS:
             raise typer.BadParameter(
@@ -164,6 +183,22 @@ class ServerOptions:
         str | None,
         _server("Memory for models, such as 8GiB: they are loaded at their first request, and idle ones are unloaded."),
     ] = None
+    models_dir: Annotated[
+        Path | None,
+        _server(
+            "Folder of models, GGUF files or folders, which are loaded at their first request.", exists=True, file_okay=False
+        ),
+    ] = None
+    preload: Annotated[
+        str | None, _server("Names of models that are loaded at the start, separated by commas; others make room for them.")
+    ] = None
+    idle_unload: Annotated[
+        str | None, _server("Unload models that had no request for this long, such as 10m (s, m, h or d); pinned ones stay.")
+    ] = None
+    adapters_from: Annotated[
+        Path | None,
+        _server("Folder of adapters that POST /v1/load_lora_adapter may load (default: none).", exists=True, file_okay=False),
+    ] = None
 
     def key(self) -> str | None:
         """Return the key from its file, or from the environment, where it is removed so that child processes do not get it."""
@@ -177,6 +212,14 @@ class ServerOptions:
         return key
 
 
+def parse_seconds(text: str) -> float:
+    """Seconds from text such as "90", "90s", "10m", "1.5h", "2d". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([smhd]?)\s*", text.lower())
+    if match is None or not float(match[1]):
+        raise ValueError(f"--idle-unload {text}: must be a time above 0, such as 90s, 10m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def _queue(help: str, **more: Any) -> Any:
     return typer.Option(help=help, rich_help_panel=QUEUE, **more)
 
@@ -188,6 +231,21 @@ Batching: Any = make_dataclass("Batching", setting_fields(BATCHING, QUEUE, min=1
 class QueueOptions(Batching):
     """Options of the engine's batches and of the queue in front of them."""
 
+    replicas: Annotated[int, _queue("Engine processes of each model, which share its weights and divide the cores.", min=1)] = 1
+    route: Annotated[
+        RoutePolicy,
+        _queue(
+            "Replica of a request: affinity (least predicted time with cached prefixes), least (without), round (in turns)."
+        ),
+    ] = "affinity"
+    engines: Annotated[
+        str | None,
+        _queue("Addresses of engines on other hosts (headrace engine), HOST:PORT separated by commas; none is started here."),
+    ] = None
+    kv_peers: Annotated[
+        bool,
+        _queue("Fetch the K/V of a prefix from the replica that has them, if another one answers (--replicas, --engines)."),
+    ] = False
     max_queued_requests: Annotated[int, _queue("Waiting requests; more get a 429.", min=1)] = 256
     max_queued_tokens: Annotated[int, _queue("Waiting prompt tokens; more get a 429.", min=1)] = 262_144
     stuck_after: Annotated[float, _queue("Seconds without a message after which the engine is restarted.", min=1)] = 60.0

@@ -12,6 +12,13 @@ from headrace.cli.options import ModelName, writable_folder
 from headrace.cli.output import print_table, say, status
 from headrace.data.progress import threshold_text
 
+ExitPooling = Annotated[
+    str | None, typer.Option(help="Pooling of an exit: first, mean or both (default: as the encoder was trained).")
+]
+EachExit = Annotated[
+    bool, typer.Option("--each-exit", help="Entropy: a threshold for each exit, as in BranchyNet, shaped on --data.")
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -30,14 +37,13 @@ def train_classifier(
         typer.Option("--check", exists=True, dir_okay=False, help="Calibration texts (default: 3 in 10 of --data)."),
     ] = None,
     layers: Annotated[str | None, typer.Option(help="Layers with an exit, such as 2,4,6 (default: each).")] = None,
-    pooling: Annotated[
-        str | None, typer.Option(help="Pooling of an exit: first, mean or both (default: as the encoder was trained).")
-    ] = None,
+    pooling: ExitPooling = None,
     delta: Annotated[
         float, typer.Option(help="Share of texts that early exit may classify wrongly and the full model correctly.")
     ] = 0.01,
     epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
     decay: Annotated[float, typer.Option(min=0.0, help="Weight decay.")] = 1e-3,
+    each_exit: EachExit = False,
     most: Annotated[int | None, typer.Option(min=4, help="Number of texts to use (default: all).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -65,7 +71,9 @@ def train_classifier(
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
     texts, path = read_labelled(data, most), fetch(model)
     together = JointConfig(epochs, batch, rate, seed) if joint else None
-    config = ClassifierConfig(exits, pooling, decay, delta, epsilon, joint=together, seed=seed, threads=threads)
+    config = ClassifierConfig(
+        exits, pooling, decay, delta, epsilon, joint=together, each_exit=each_exit, seed=seed, threads=threads
+    )
     others = None if check is None else read_labelled(check)
     with resumable(out) if joint else nullcontext():
         result = train(str(path), texts, out, config, status(), others, Interrupt())

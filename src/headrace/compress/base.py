@@ -14,6 +14,8 @@ from headrace.data.config import LayerConfig
 from headrace.models.layers import Allocator, Linear
 
 HELD = 8  # every eighth text is held out: errors are also measured on these texts
+# Parts of the texts: methods are fitted on the first, errors reported on the second, the damping of a cut chosen on the third.
+FITTED, REPORTED, CHOSEN = range(3)
 
 
 @dataclass(slots=True)
@@ -22,6 +24,7 @@ class Inputs:
 
     hessian: mean of x xᵀ [k, k] over the calibration texts; held: the same over the held-out texts.
     mean, largest: mean and maximum of |x| [k] over the calibration texts. count, held_count: rows added.
+    choice, choice_count: as held, over every second held-out text, which then is not in `held`; None if not measured.
     """
 
     hessian: Tensor
@@ -30,14 +33,22 @@ class Inputs:
     largest: Tensor
     count: int = 0
     held_count: int = 0
+    choice: Tensor | None = None
+    choice_count: int = 0
 
     @classmethod
-    def empty(cls, k: int) -> "Inputs":
-        return cls(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(k), torch.zeros(k))
+    def empty(cls, k: int, choice: bool = False) -> "Inputs":
+        inputs = cls(torch.zeros(k, k), torch.zeros(k, k), torch.zeros(k), torch.zeros(k))
+        inputs.choice = torch.zeros(k, k) if choice else None
+        return inputs
 
-    def add(self, x: Tensor, held: bool) -> None:
-        """Add rows x [n, k]; `held`: of held-out texts."""
-        if held:
+    def add(self, x: Tensor, part: int) -> None:
+        """Add rows x [n, k] of texts of a part: FITTED, REPORTED or CHOSEN."""
+        if part == CHOSEN and self.choice is not None:
+            self.choice.addmm_(x.t(), x)
+            self.choice_count += len(x)
+            return
+        if part != FITTED:
             self.held.addmm_(x.t(), x)
             self.held_count += len(x)
             return
@@ -51,6 +62,8 @@ class Inputs:
         self.hessian /= max(self.count, 1)
         self.mean /= max(self.count, 1)
         self.held /= max(self.held_count, 1)
+        if self.choice is not None:
+            self.choice /= max(self.choice_count, 1)
 
     def scale(self, s: Tensor) -> None:
         """Change the statistics as if every input had been x / s. Exact, so that folding scales needs no second pass."""
@@ -149,7 +162,9 @@ class Visit:
     """A layer with its weights in memory as float32; holders and matrices by their names in it ("attn_norm", "qkv").
 
     outputs: reports by target. notes: warnings for the user. extra: further results as JSON. cut: tensors by target that
-    replace the layer's, maybe smaller. run: yields chunks of (rows in, rows out, held out) for the layer's current weights.
+    replace the layer's, maybe smaller. run: yields chunks of (rows in, rows out, part of the texts) for the current
+    weights, first those of the calibration texts. measure: measures the inputs of some matrices again with the current weights.
+    order: names of the matrices in the order of the layer's products.
     """
 
     number: int
@@ -161,7 +176,9 @@ class Visit:
     notes: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     cut: dict[str, Tensor] | None = None
-    run: Callable[[], Iterator[tuple[Tensor, Tensor, bool]]] = lambda: iter(())
+    run: Callable[[], Iterator[tuple[Tensor, Tensor, int]]] = lambda: iter(())
+    measure: Callable[[Sequence[str]], None] = lambda names: None
+    order: tuple[str, ...] = ()
 
     def fold(self, edge: ScaleMapping, s: Tensor) -> None:
         """Move scales s [outputs of the producer] from the consumers' inputs into the producer; products stay unchanged.

@@ -16,8 +16,10 @@ import torch
 from headrace.compress.base import Compressor, OutputReport, Visit, apply_methods
 from headrace.compress.budget import Ladder, Sensitivity
 from headrace.compress.folding import AWQ, SmoothQuant
+from headrace.compress.grids.spec import WITHOUT_GROUPS
 from headrace.compress.healing import heal_bytes
 from headrace.compress.layer_pass import LIBRARIES, LayerPass, TimeEstimate, layer_width, peak_bytes
+from headrace.compress.least_squares import DAMPING
 from headrace.compress.pipeline import SELF, Pipeline
 from headrace.compress.rounding import Rounding
 from headrace.compress.structure import pruned_config
@@ -99,13 +101,13 @@ def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
     """
     config = opened.config
     decoder, window, most = describe(config), min(WINDOW, config.max_position), 0
-    read = pipeline.calibrate if pipeline.reads or pipeline.kv is not None else None
+    read = pipeline.text_source if pipeline.reads or pipeline.kv is not None else None
     for text in filter(None, (read, pipeline.judge)):
         most = max(most, LIBRARIES + (writing_bytes(opened, window) if text == SELF else file_bytes(Path(text))))
     if pipeline.reads:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
-        most = max(most, rows + peak_bytes(config, decoder, wanted, window))
+        most = max(most, rows + peak_bytes(config, decoder, wanted, window, bool(pipeline.cuts)))
     if pipeline.heal is not None and not cut:
         most = max(most, LIBRARIES + heal_bytes(config, reduce(pruned_config, pipeline.cuts, config)))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
@@ -132,7 +134,7 @@ def start_work(
     work.begin(plan_of(opened, pipeline, mix))
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
-        drawn = draw_texts(opened, pipeline.calibrate, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)
+        drawn = draw_texts(opened, pipeline.text_source, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)
         check_apart(passage_hashes(drawn), judged)
         save_texts(work, TEXTS, drawn)
     texts = load_texts(work, TEXTS)
@@ -150,7 +152,7 @@ def measure_kv(opened: Opened, pipeline: Pipeline, texts: Texts, progress: Progr
         return None
     if not texts:
         texts = draw_texts(
-            opened, pipeline.calibrate, pipeline.tokens or TOKENS, pipeline.seed, progress, WINDOW, pipeline.threads
+            opened, pipeline.text_source, pipeline.tokens or TOKENS, pipeline.seed, progress, WINDOW, pipeline.threads
         )
     return KVSettings(pipeline.kv, mean_keys(opened.source, texts[: -(-TOKENS // len(texts[0]))], progress))
 
@@ -173,9 +175,16 @@ def run_methods(
 ) -> PassOutput:
     """Run the pipeline's methods, or resume them. kinds: by target. Raises ValueError as WorkFolder does."""
     threads = pipeline.thread_count
-    folds: dict[str, Compressor] = {"awq": AWQ(threads), "smoothquant": SmoothQuant()}
+    folder_format = WITHOUT_GROUPS.get(pipeline.format)
+    static = folder_format is not None and folder_format.static
+    folds: dict[str, Compressor] = {
+        "awq": AWQ(threads),
+        "smoothquant": SmoothQuant(pipeline.migration, static=static, threads=threads),
+    }
     steps = [folds[name] for name in pipeline.method if name in folds]
-    steps.append(Rounding("gptq" in pipeline.method, pipeline.act_order, threads, pipeline.prunes))
+    damping = DAMPING if pipeline.damp is None else pipeline.damp
+    gptq = "gptq" in pipeline.method
+    steps.append(Rounding(gptq, pipeline.act_order, threads, pipeline.prunes, damping, pipeline.true_sequential))
     run_pass(LayerPass(opened.source, texts, work, kinds), steps, work, progress, threads)
     return read_pass(work, opened.config.num_layers, pipeline.folds)
 
@@ -232,7 +241,7 @@ def read_pass(work: WorkFolder, layers: int, folds: bool) -> PassOutput:
 
 def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
     """Settings that must be equal for a run to resume another."""
-    calibrate = pipeline.calibrate
+    calibrate = pipeline.text_source
     if calibrate != SELF:
         calibrate = f"{Path(calibrate).name} {_sha256([Path(calibrate)])}"
     return {
@@ -252,6 +261,9 @@ def plan_of(opened: Opened, pipeline: Pipeline, mix: str) -> dict[str, Any]:
         "threads": pipeline.thread_count,
         "version": VERSION,
         **({} if pipeline.heal is None else {"heal": str(pipeline.heal)}),
+        **({} if pipeline.damp is None else {"damp": pipeline.damp}),
+        **({} if pipeline.alpha is None else {"alpha": pipeline.alpha}),
+        **({"true-sequential": True} if pipeline.true_sequential else {}),
     }
 
 

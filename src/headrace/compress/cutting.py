@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.compress.base import Matrix, Visit
+from headrace.compress.base import FITTED, Matrix, Visit
 from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.data.config import LayerConfig
 
@@ -49,8 +49,8 @@ class Distances:
 
     def visit(self, visit: Visit) -> None:
         total, count = 0.0, 0
-        for x, y, held in visit.run():
-            if not held:
+        for x, y, part in visit.run():
+            if part == FITTED:
                 total += float((1 - torch.cosine_similarity(x.double(), y.double(), dim=-1)).sum())
                 count += len(x)
         visit.cut = {}
@@ -93,7 +93,8 @@ def remove_units(visit: Visit, role: str, rows: Mapping[str, Tensor], columns: T
     w, inputs = matrix.linear.weight, matrix.inputs
     measured = Residual.of_kept(w, inputs.hessian, columns)
     held = Residual.of_kept(w, inputs.held, columns) if inputs.held_count else None
-    change = measured.repair(held)
+    choice = Residual.of_kept(w, inputs.choice, columns) if inputs.choice is not None and inputs.choice_count else None
+    change = measured.repair(choice)
     if change is None:
         visit.notes.append(f"{matrix.path}: {SINGULAR}")
     visit.extra |= error_record(measured, held, change)

@@ -25,6 +25,7 @@ from headrace.weights.source import WeightError
 
 CONFIG = "config.json"
 COPIED = (".json", ".jinja", ".txt", ".model")  # files of a folder that are not weights
+POOLING = "1_Pooling"  # subfolder of an embedding model with its pooling settings
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "tie_word_embeddings", "torch_dtype"),
@@ -74,6 +75,8 @@ def write_words(opened: Opened, folder: Path) -> None:
         for file in sorted(opened.path.iterdir()):
             if file.suffix in COPIED and file.is_file() and file.name != CONFIG and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)
+        if (opened.path / POOLING).is_dir():
+            shutil.copytree(opened.path / POOLING, folder / POOLING, dirs_exist_ok=True)
         if (opened.path / TEMPLATES).is_dir():
             (folder / TEMPLATES).mkdir(exist_ok=True)
             for file in sorted((opened.path / TEMPLATES).glob("*.jinja")):

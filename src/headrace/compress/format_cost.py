@@ -10,7 +10,7 @@ import torch
 
 from headrace.compress.grids.arithmetic import Cost, kv_token_bytes
 from headrace.compress.grids.errors import ErrorParts, measure
-from headrace.compress.grids.spec import NumberFormat, parse, unknown
+from headrace.compress.grids.spec import WITHOUT_GROUPS, NumberFormat, parse, unknown
 from headrace.data.config import ModelConfig
 from headrace.models import gguf
 from headrace.models.registry import describe
@@ -75,6 +75,8 @@ def _chosen(name: str) -> str | NumberFormat:
     mix = SHORT.get(name.upper(), name.upper())
     if mix in MIXES and name not in GROUPS:
         return mix
+    if name.lower() in WITHOUT_GROUPS:
+        return NumberFormat("int", 8)
     try:
         return parse(name)
     except ValueError as error:

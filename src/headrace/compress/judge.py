@@ -1,13 +1,17 @@
-"""Quality loss of a compressed model: next-token distributions compared with the original's, layer by layer in float32."""
+"""Quality loss of a compressed model compared with the original: next-token distributions, layer by layer in float32, or the
+embeddings of an encoder.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from headrace.data.config import ModelConfig
+from headrace.llm import LLM
 from headrace.runner.streamed import Streamed
 from headrace.weights.source import WeightSource
 
@@ -29,6 +33,43 @@ class Judgement:
     perplexity: float
     perplexity_before: float
     same_choice: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingJudgement:
+    """Comparison of embeddings of `texts` texts of the file `text`.
+
+    cosine: mean cosine of each embedding with the original's; error: its standard error; least: the smallest. same_nearest:
+    share of texts whose nearest other text is the same.
+    """
+
+    text: str
+    texts: int
+    cosine: float
+    error: float | None
+    least: float
+    same_nearest: float
+
+
+def judge_embeddings(
+    original: Path, compressed: Path, texts: Sequence[Sequence[int]], name: str, threads: int
+) -> EmbeddingJudgement:
+    """Compare the embeddings of texts by two encoders."""
+
+    def embeddings(path: Path) -> np.ndarray:
+        with LLM(path, threads=threads) as llm:
+            return np.array([one.values for one in llm.embed([list(text) for text in texts])])
+
+    return compare_embeddings(embeddings(original), embeddings(compressed), name)
+
+
+def compare_embeddings(before: np.ndarray, after: np.ndarray, name: str) -> EmbeddingJudgement:
+    """Compare vectors of length 1, [texts, width] each."""
+    cosines = (before * after).sum(-1)
+    nearest = [np.argmax(rows @ rows.T - 2 * np.eye(len(rows)), -1) for rows in (before, after)]
+    error = float(cosines.std(ddof=1) / math.sqrt(len(cosines))) if len(cosines) > 1 else None
+    same = float((nearest[0] == nearest[1]).mean())
+    return EmbeddingJudgement(name, len(cosines), float(cosines.mean()), error, float(cosines.min()), same)
 
 
 def judge(original: WeightSource, compressed: WeightSource, texts: Sequence[Sequence[int]], name: str) -> Judgement:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headrace.compress.base import InputObserver, Matrix, Visit
+from headrace.compress.base import CHOSEN, FITTED, REPORTED, InputObserver, Matrix, Visit
 from headrace.compress.cutting import consumer, part_fields, producers
 from headrace.compress.least_squares import SINGULAR, Residual, error_record
 from headrace.compress.structure import ALIGNED, FIRST
@@ -34,13 +34,14 @@ class KVHeads:
         if self._pool == ALIGNED:
             align(visit.layer, qkv, out, self._layers[visit.number].kv_heads)
         kept = self._merge(visit.layer, qkv, self._layers[visit.number].kv_heads)
-        measured, held = Residual.empty(w), Residual.empty(w)
-        for (x, is_held), (inputs, _) in zip(before, captured_inputs(visit, out.linear), strict=True):
+        by_part = {part: Residual.empty(w) for part in (FITTED, REPORTED, CHOSEN)}
+        for (x, part), (inputs, _) in zip(before, captured_inputs(visit, out.linear), strict=True):
             wanted = linear(x, w)
-            (held if is_held else measured).add(inputs, wanted, wanted - linear(inputs, out.linear.weight))
-        measured.finish()
-        held.finish()
-        change = measured.repair(held if held.count else None)
+            by_part[part].add(inputs, wanted, wanted - linear(inputs, out.linear.weight))
+        for residual in by_part.values():
+            residual.finish()
+        measured, held, choice = by_part.values()
+        change = measured.repair(choice if choice.count else None)
         visit.extra |= error_record(measured, held if held.count else None, change)
         if change is None:
             visit.notes.append(f"{out.path}: {SINGULAR}")
@@ -137,12 +138,12 @@ def _heads(qkv: Matrix, part: str, head_dim: int) -> Tensor:
     return whole.view(-1, head_dim, whole.shape[1])
 
 
-def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, bool]]:
-    """Inputs of a matrix for the layer's current weights, chunk by chunk, and whether they are held out."""
+def captured_inputs(visit: Visit, matrix: Linear) -> Iterator[tuple[Tensor, int]]:
+    """Inputs of a matrix for the layer's current weights, chunk by chunk, and their part of the texts."""
     inputs: list[Tensor] = []
     matrix.method = InputObserver(inputs.append)
     try:
-        for _, _, held in visit.run():
-            yield inputs.pop(), held
+        for _, _, part in visit.run():
+            yield inputs.pop(), part
     finally:
         matrix.method = None

@@ -4,7 +4,7 @@ Scale mappings of a layer come from its recorded operations; there is no table o
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.compress.base import HELD, InputObserver, Inputs, Matrix, ScaleMapping, Visit
+from headrace.compress.base import CHOSEN, FITTED, HELD, REPORTED, InputObserver, Inputs, Matrix, ScaleMapping, Visit
 from headrace.compress.work_folder import WorkFolder
 from headrace.data.config import ModelConfig
 from headrace.models.base import Model
@@ -30,22 +30,27 @@ LIBRARIES = 48 << 20  # bytes that torch and its libraries allocate when they fi
 class LayerPass:
     """The layers of an open model in order, each with the statistics of its inputs; see `__iter__`.
 
-    kinds: format of each part of a matrix, by target; parts without one stay unchanged.
+    kinds: format of each part of a matrix, by target; parts without one stay unchanged. choice: every second held-out text
+    chooses the damping of a cut, and the others report its error.
     """
 
     def __init__(
-        self, source: WeightSource, texts: Sequence[Sequence[int]], work: WorkFolder, kinds: Mapping[str, str]
+        self,
+        source: WeightSource,
+        texts: Sequence[Sequence[int]],
+        work: WorkFolder,
+        kinds: Mapping[str, str],
+        choice: bool = False,
     ) -> None:
         self._streamed = Streamed(source)
         self.model = self._streamed.model
         self._work, self._kinds = work, kinds
         held_out = [text for at, text in enumerate(texts) if at % HELD == HELD - 1]
         calibration = [text for at, text in enumerate(texts) if at % HELD != HELD - 1]
-        self._chunks = [
-            (some[at : at + TOGETHER], is_held)
-            for some, is_held in ((calibration, False), (held_out, True))
-            for at in range(0, len(some), TOGETHER)
-        ]
+        self._choice = choice and len(held_out) > 1
+        step = 2 if self._choice else 1
+        parts = [(calibration, FITTED), (held_out[::step], REPORTED), (held_out[1::2] if self._choice else [], CHOSEN)]
+        self._chunks = [(some[at : at + TOGETHER], part) for some, part in parts for at in range(0, len(some), TOGETHER)]
         self.tokens = sum(map(len, texts))
         longest = max(map(len, texts))
         self._pool = OneLayer(self.model, longest, torch.float32, min(TOGETHER, max(len(calibration), len(held_out))))
@@ -81,26 +86,39 @@ class LayerPass:
                 matrix = Matrix(f"layers.{number}.{name}", holder, parts, {}, Inputs.empty(holder.n_in))
                 matrix.kinds = {part: kind for part in parts if (kind := self._kinds.get(matrix.target(part)))}
                 matrices[name] = matrix
-        held = False  # whether the current rows are of held-out texts
+        self._observe(number, matrices.values())
+        segment = self._segments[number]
+        return Visit(
+            number,
+            self.model.config.layers[number],
+            holders,
+            matrices,
+            scale_mappings(segment, holders),
+            run=lambda: self._passes(number),
+            measure=lambda names: self._observe(number, [matrices[name] for name in names]),
+            order=matrix_order(segment, holders),
+        )
+
+    def _observe(self, number: int, matrices: Collection[Matrix]) -> None:
+        """Measure the inputs of some matrices with the layer's current weights."""
+        part = FITTED  # of the current rows
 
         def observer(inputs: Inputs) -> InputObserver:
-            return InputObserver(lambda x: inputs.add(x, held))
+            return InputObserver(lambda x: inputs.add(x, part))
 
-        for name, matrix in matrices.items():
-            holders[name].method = observer(matrix.inputs)
-        for x, context, held in self._rows(number):  # noqa: B007 - the observers read `held`
+        for matrix in matrices:
+            matrix.inputs = Inputs.empty(matrix.linear.n_in, self._choice)
+            matrix.linear.method = observer(matrix.inputs)
+        for x, context, part in self._rows(number):  # noqa: B007 - the observers read `part`
             self.model.layer(number, x, context)
-        for name, matrix in matrices.items():
-            holders[name].method = None
+        for matrix in matrices:
+            matrix.linear.method = None
             matrix.inputs.finish()
-        config = self.model.config.layers[number]
-        mappings = scale_mappings(self._segments[number], holders)
-        return Visit(number, config, holders, matrices, mappings, run=lambda: self._passes(number))
 
-    def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Chunks of the layer's inputs and outputs with its current weights, and whether they are held out."""
-        for x, context, held in self._rows(number):
-            yield x, self.model.layer(number, x, context), held
+    def _passes(self, number: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Chunks of the layer's inputs and outputs with its current weights, and their part of the texts."""
+        for x, context, part in self._rows(number):
+            yield x, self.model.layer(number, x, context), part
 
     def _parameters(self, visit: Visit, importance: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """Every part of a layer's parameters, and the importance of each matrix's inputs."""
@@ -130,7 +148,7 @@ class LayerPass:
             "notes": visit.notes,
             "extra": visit.extra,
             "cut": list(visit.cut or ()),
-            "tokens": sum(len(text) for some, held in self._chunks if not held for text in some),
+            "tokens": sum(len(text) for some, part in self._chunks if part == FITTED for text in some),
         }
         # Free the statistics before the next layer is read.
         for matrix in visit.matrices.values():
@@ -142,29 +160,30 @@ class LayerPass:
         """Write the inputs of layer `number`: outputs of the layer before, or of the embedding."""
         with self._work.writing(self._work.rows(number)) as path:
             before = (
-                self._rows(number - 1) if number else ((None, self._pool.context(*some), held) for some, held in self._chunks)
+                self._rows(number - 1) if number else ((None, self._pool.context(*some), part) for some, part in self._chunks)
             )
             with path.open("wb") as file:
                 for x, context, _ in before:
                     file.write(layer(x, context).contiguous().numpy().data)
 
-    def _rows(self, number: int) -> Iterator[tuple[Tensor, Context, bool]]:
-        """Inputs of a layer, chunk by chunk, with their context and whether they are held out."""
+    def _rows(self, number: int) -> Iterator[tuple[Tensor, Context, int]]:
+        """Inputs of a layer, chunk by chunk, with their context and part of the texts."""
         path, width = self._work.rows(number), self.model.config.hidden_size
         if path.stat().st_size != 4 * width * self.tokens:
             raise self._work.damaged(path.name)
         with path.open("rb") as file:
-            for some, held in self._chunks:
+            for some, part in self._chunks:
                 # The same alignment in every run: sums have the same bits.
                 x = torch.empty(sum(map(len, some)), width)
                 file.readinto(x.numpy().data)
-                yield x, self._pool.context(*some), held
+                yield x, self._pool.context(*some), part
 
 
-def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> int:
+def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int, choice: bool = False) -> int:
     """Peak memory of a pass, besides the program itself, in bytes.
 
     The token table; or a layer with its Hessians, a Cholesky factor, a matrix in the column loop, and one chunk of activations.
+    choice: as of LayerPass.
     """
     layers: dict[str, list[Linear]] = {}
     sizes: dict[str, int] = {}
@@ -176,7 +195,7 @@ def peak_bytes(config: ModelConfig, model: Model, tokens: int, window: int) -> i
     rows = min(TOGETHER * window, tokens)
     heaviest = 0
     for number, linears in layers.items():
-        moments = sum(2 * 4 * one.n_in**2 for one in linears)
+        moments = sum((2 + choice) * 4 * one.n_in**2 for one in linears)
         part = max(4 * one.n_in * rows_of for one in linears for _, rows_of in one.parts)
         upper = max(2 * 4 * one.n_in**2 for one in linears)
         layer = config.layers[int(number)]
@@ -217,6 +236,13 @@ def scale_mappings(segment: Segment, holders: Mapping[str, Any]) -> tuple[ScaleM
             consumers = tuple(dict.fromkeys(names[id(reader.settings["w"])] for reader in readers))
             mappings.append(ScaleMapping(rule, names[id(holder)], consumers))
     return tuple(mappings)
+
+
+def matrix_order(segment: Segment, holders: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a layer's matrices in the order in which it multiplies by them. holders: by name."""
+    names = {id(holder): name for name, holder in holders.items() if isinstance(holder, Linear)}
+    used = [names[id(node.settings["w"])] for node in segment.nodes if id(node.settings.get("w")) in names]
+    return tuple(dict.fromkeys([*used, *names.values()]))
 
 
 def _producer(node: Node, makers: Mapping[int, Node]) -> tuple[str, Any] | None:

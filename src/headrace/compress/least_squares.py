@@ -60,7 +60,7 @@ class Residual:
         """The correction D [n, k] that minimizes E|r - D x'|², damped as for GPTQ; None if no damping makes the moment
         invertible.
 
-        held: choose the damping by the error on held-out texts; zeros if none improves it.
+        held: choose the damping by the error on other texts, which report no error; zeros if none improves it.
         """
         mean = float(self.moment.diagonal().double().mean())
         best: Tensor | None = None

@@ -4,17 +4,19 @@ The order of methods is: cut, heal, fold scales, prune, round. Each works on the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from headrace import core
-from headrace.compress.grids.keep import Sparsity
+from headrace.compress.grids.keep import GLOBAL, Sparsity
 from headrace.compress.pruning import PRUNES, SPARSEGPT, parse_pruning
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, STRUCTURES, Cut, parse_cuts
+from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import FORMATS
 
 SELF = "self"  # texts that the model writes itself
+ALPHA, AUTO = 0.8, "auto"  # of SmoothQuant: the default, and a choice in each layer
 RATE = 1e-4  # default peak learning rate of heal
 LAYOUTS = ("compressed", "gptq", "awq", "2:4")  # of folders; the first is the default
 HEAL = "heal"
@@ -52,9 +54,13 @@ class Pipeline:
     methods that cut; pool: how K/V heads are merged. heal_steps, heal_rate: length and peak learning rate of the training after
     cuts.
 
-    calibrate: a text file, or "self" (the model writes them). tokens: calibration tokens; None: four for each input of the
-    widest matrix. act_order: GPTQ takes important columns first. judge: a text file, "self", or None. write_imatrix: file for
-    the measured importance. kv: K/V format that OUT asks for (weights.kv_settings.FORMATS), with key means over the same texts.
+    calibrate: a text file, or "self" (the model writes them); None: "self" for methods that read texts. If texts are named and
+    there are no cuts, rtn searches scales by importance, as `weighted` does. tokens: calibration tokens; None: four for each
+    input of the widest matrix. act_order: GPTQ takes important columns first. damp: share of the Hessian's mean diagonal that
+    GPTQ and SparseGPT add to it (None: least_squares.DAMPING). true_sequential: they measure the inputs of a matrix with the
+    matrices before it rounded. alpha: of SmoothQuant, a number or "auto" (chosen in each layer). judge: a text file, "self", or
+    None. write_imatrix: file for the measured importance. kv: K/V format that OUT asks for (weights.kv_settings.FORMATS), with
+    key means over the same texts.
     keep_work: the work folder stays after the run. threads: 0: one for each core.
     """
 
@@ -72,9 +78,12 @@ class Pipeline:
     head: str | None = None
     imatrix: Path | None = None
     budget: int | None = None
-    calibrate: str = SELF
+    calibrate: str | None = None
     tokens: int | None = None
     act_order: bool = True
+    damp: float | None = None
+    true_sequential: bool = False
+    alpha: str | None = None
     judge: str | None = None
     write_imatrix: Path | None = None
     seed: int = 0
@@ -86,6 +95,24 @@ class Pipeline:
     def thread_count(self) -> int:
         """CPU threads: as given, otherwise one for each core that this process may use."""
         return self.threads or core.processors()
+
+    @property
+    def text_source(self) -> str:
+        """Where calibration texts come from: a file, or "self"."""
+        return self.calibrate or SELF
+
+    @property
+    def migration(self) -> float | None:
+        """SmoothQuant's alpha, 0 to 1; None: chosen in each layer. Raises ValueError if it is out of range."""
+        if self.alpha == AUTO:
+            return None
+        try:
+            alpha = ALPHA if self.alpha is None else float(self.alpha)
+        except ValueError:
+            alpha = -1.0
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"--alpha {self.alpha}: give a number from 0 to 1, or {AUTO}")
+        return alpha
 
     @property
     def folds(self) -> bool:
@@ -122,7 +149,8 @@ class Pipeline:
     def walks(self) -> bool:
         """True if a layer pass reads texts after all cuts: for a method, the importance file or the budget."""
         reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
-        return reads or self.write_imatrix is not None or self.budget is not None
+        weighted = self.calibrate is not None and not self.cuts and self.format.upper() not in FLOATS
+        return reads or weighted or self.write_imatrix is not None or self.budget is not None
 
     @property
     def prunes(self) -> tuple[str, Sparsity] | None:
@@ -136,12 +164,29 @@ class Pipeline:
         if self.kv is not None and self.kv not in FORMATS:
             raise ValueError(f"K and V are kept as {' or '.join(FORMATS)}, not {self.kv!r}")
         cuts, prunes, _ = self.cuts, self.prunes, self.heal
+        if prunes and prunes[1].per == GLOBAL and (prunes[0] != "magnitude" or self.walks):
+            raise ValueError(
+                f"--sparsity {self.sparsity} needs the method magnitude, without texts; use layer:{prunes[1].share:g}"
+            )
         if self.layout is not None and self.layout not in LAYOUTS:
             raise ValueError(f"unknown layout {self.layout!r}; known are {', '.join(LAYOUTS)}")
-        if self.imatrix is not None and (cuts or self.walks):
+        self._check_options()
+        if self.imatrix is not None and (cuts or replace(self, calibrate=None).walks):
             raise ValueError(f"--imatrix is for rtn alone; {','.join(self.method)} measures importance itself: leave it out")
+        if self.imatrix is not None and self.calibrate is not None:
+            raise ValueError("--imatrix and --calibrate both give the importance of inputs; leave one out")
         if prunes and self.budget is not None:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
+
+    def _check_options(self) -> None:
+        """Raise ValueError for options without their method, or out of range."""
+        if not {"gptq", SPARSEGPT} & set(self.method) and (self.damp is not None or self.true_sequential):
+            raise ValueError(f"{'--true-sequential' if self.true_sequential else '--damp'} needs the method gptq or sparsegpt")
+        if self.damp is not None and not 0 < self.damp < 1:
+            raise ValueError(f"--damp {self.damp:g}: give a share between 0 and 1, such as 0.01")
+        if self.alpha is not None and "smoothquant" not in self.method:
+            raise ValueError("--alpha needs the method smoothquant")
+        _ = self.migration
 
     @property
     def warnings(self) -> list[str]:

@@ -15,11 +15,12 @@ import torch
 
 from headrace.compress.budget import Ladder, Rung, choose_formats
 from headrace.compress.calibration_pass import PassOutput, reading_bytes
+from headrace.compress.grids.keep import GLOBAL
 from headrace.compress.grids.targets import target
 from headrace.compress.judge import judge_bytes
 from headrace.compress.layer_pass import LIBRARIES
 from headrace.compress.pipeline import Pipeline
-from headrace.compress.pruning import prune_rows
+from headrace.compress.pruning import global_threshold, prune_rows
 from headrace.compress.report import MatrixReport, Report, kv_report
 from headrace.compress.texts import WINDOW
 from headrace.data.config import ModelConfig
@@ -57,6 +58,7 @@ class CompressionPlan(ABC):
     opened: the model whose weights are written: `original`, or the model that cuts have left.
     stored, importance: by tensor name of OUT; read: by parameter part ("layers.3.qkv.q.weight").
     formats: number format of every tensor of OUT, in the order in which they are written.
+    threshold: size below which global pruning removes weights, once measured.
     output: result of the calibration pass, if one has run. kv: K/V format and key means that OUT asks for.
     """
 
@@ -70,6 +72,7 @@ class CompressionPlan(ABC):
     report: Report
     output: PassOutput | None = None
     kv: KVSettings | None = None
+    threshold: float | None = None
 
     # `--overwrite` may replace an existing OUT.
     replaceable: ClassVar[bool] = False
@@ -207,6 +210,12 @@ class CompressionPlan(ABC):
         values: np.ndarray = write_parts(self.stored[name], part_values).numpy()
         return values
 
+    def _global_threshold(self, share: float) -> float:
+        """The size below which weights are removed; measured over all pruned matrices before the first is written."""
+        if self.threshold is None:
+            self.threshold = global_threshold((self.values(name) for name in self.stored if self.is_pruned(name)), share)
+        return self.threshold
+
     def encoded(self, name: str) -> Iterator[EncodedRows]:
         """A tensor in its format, some rows at a time. Rows that the pass has rounded come unchanged, all at once."""
         parts, output = self.stored[name], self.output
@@ -222,8 +231,11 @@ class CompressionPlan(ABC):
         prunes = self.pipeline.prunes if self.is_pruned(name) else None
 
         def encode(rows: np.ndarray) -> np.ndarray:
-            left = rows if prunes is None else prune_rows(rows, prunes, importance)
-            return to.encode(left, importance, self.pipeline.thread_count)
+            if prunes is not None and prunes[1].per == GLOBAL:
+                kept = np.where(np.abs(rows) < self._global_threshold(prunes[1].share), np.float32(0), rows)
+            else:
+                kept = rows if prunes is None else prune_rows(rows, prunes, importance)
+            return to.encode(kept, importance, self.pipeline.thread_count)
 
         whole = None if to.by_row else encode(values)
         step = max(1, CHUNK // values.shape[1])

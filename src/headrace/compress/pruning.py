@@ -1,7 +1,7 @@
 """Unstructured pruning: which weights of the layers are set to 0, before or while the others are rounded."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ SPARSEGPT = "sparsegpt"
 PRUNES = ("magnitude", "wanda", SPARSEGPT)
 HOLDS_ZERO = (*FLOATS, "Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "MXFP4")  # kinds that hold 0 exactly
 WITHOUT_MINIMUM = {"Q4_1": "Q4_0", "Q5_1": "Q5_0"}
+DROPPED_BITS = 12  # of a float32, when weights are counted by size
 _MATRIX = re.compile(r"blk\.\d+\.\w+\.weight")
 
 
@@ -56,6 +57,22 @@ def pruning_mask(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.nda
     else:
         scores = wanda(rows, np.sqrt(importance.astype(np.float32)))
     return keep_mask(scores, sparsity)
+
+
+def global_threshold(matrices: Iterable[np.ndarray], share: float) -> float:
+    """The |w| below which a share of the weights of all matrices lies, to one part in 2,048: they are counted by their leading
+    bits, so that one matrix is in memory at a time.
+
+    Raises ValueError if a weight is NaN.
+    """
+    counts = np.zeros(1 << (31 - DROPPED_BITS), np.int64)
+    for matrix in matrices:
+        if np.isnan(matrix).any():
+            raise ValueError("a weight is NaN; no share of the weights can be chosen")
+        bits = np.abs(np.ascontiguousarray(matrix, np.float32)).view(np.uint32).reshape(-1) >> DROPPED_BITS
+        counts += np.bincount(bits, minlength=len(counts))
+    below = np.cumsum(counts) <= share * counts.sum()
+    return float(np.uint32(below.sum() << DROPPED_BITS).view(np.float32))
 
 
 def prune_rows(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.compress.base import OutputReport
 from headrace.compress.healing import HealReport
-from headrace.compress.judge import Judgement
+from headrace.compress.judge import EmbeddingJudgement, Judgement
 from headrace.compress.structure import CutReport
 from headrace.data.config import ModelConfig
 from headrace.kv.layout import kv_shape
@@ -46,7 +46,9 @@ class KVReport:
 
 
 def kv_report(before: ModelConfig, after: ModelConfig, format: str | None) -> KVReport:
-    """K/V sizes of a model before and after compression. Raises ValueError as `kv_shape` does."""
+    """K/V sizes of a model before and after compression; 0 for encoders. Raises ValueError as `kv_shape` does."""
+    if before.encoder:
+        return KVReport("bfloat16", 0, 0)
 
     def sizes(config: ModelConfig) -> dict[str, int]:
         layers, heads, head_dim = kv_shape(config)
@@ -74,7 +76,7 @@ class Report:
     outputs: dict[str, OutputReport] = field(default_factory=dict)
     cuts: list[CutReport] = field(default_factory=list)
     healed: HealReport | None = None
-    judged: Judgement | None = None
+    judged: Judgement | EmbeddingJudgement | None = None
     passages: list[str] = field(default_factory=list)
 
     @property

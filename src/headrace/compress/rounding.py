@@ -27,26 +27,40 @@ class Rounding:
 
     gptq: by the column loop, otherwise to nearest. ordered: the loop takes columns by falling importance, with scales fixed
     beforehand (act-order with static groups); the file does not depend on the order. prune: method and sparsity; SparseGPT
-    chooses in the loop, which then takes columns in their own order.
+    chooses in the loop, which then takes columns in their own order. damping: share of the mean of the Hessian's diagonal that
+    is added to it. sequential: inputs of a matrix are measured again after the matrices before it in the layer are rounded.
     """
 
-    def __init__(self, gptq: bool, ordered: bool = True, threads: int = 1, prune: tuple[str, Sparsity] | None = None) -> None:
-        self._prune, self._threads = prune, threads
+    def __init__(
+        self,
+        gptq: bool,
+        ordered: bool = True,
+        threads: int = 1,
+        prune: tuple[str, Sparsity] | None = None,
+        damping: float = DAMPING,
+        sequential: bool = False,
+    ) -> None:
+        self._prune, self._threads, self._damping, self._sequential = prune, threads, damping, sequential
         self._chooses = prune is not None and prune[0] == SPARSEGPT
         self._gptq, self._ordered = gptq or self._chooses, ordered and not self._chooses
 
     def visit(self, visit: Visit) -> None:
-        for matrix in visit.matrices.values():
+        changed = False
+        for name in visit.order or visit.matrices:
+            matrix = visit.matrices[name]
             wanted = {part: kind for part, kind in matrix.kinds.items() if kind not in FLOATS}
             if wanted:
+                if self._sequential and changed:
+                    visit.measure([name])
                 self._matrix(visit, matrix, wanted)
+                changed = True
 
     def _matrix(self, visit: Visit, matrix: Matrix, wanted: dict[str, str]) -> None:
         began, inputs, importance = time.perf_counter(), matrix.inputs, importance_of(matrix.inputs)
         diagonal = inputs.hessian.diagonal()
         order = torch.argsort(diagonal, descending=True, stable=True) if self._ordered else None
-        factor = inverse_factor(inputs.hessian, order) if self._gptq and importance is not None else None
-        if self._gptq and (factor is None or factor.damping > DAMPING):
+        factor = inverse_factor(inputs.hessian, order, self._damping) if self._gptq and importance is not None else None
+        if self._gptq and (factor is None or factor.damping > self._damping):
             how = (
                 "not positive definite: rounded to nearest" if factor is None else f"damped by {factor.damping:.0%} of its mean"
             )

@@ -150,7 +150,9 @@ def _cut(
     config = opened.config
     target = pruned_config(config, cut)
     own.begin({**work.read(PLAN), "cut": str(cut)})
-    run_pass(LayerPass(opened.source, texts, own, {}), [_compressor_of(cut, config, target)], own, progress, threads)
+    run_pass(
+        LayerPass(opened.source, texts, own, {}, choice=True), [_compressor_of(cut, config, target)], own, progress, threads
+    )
     abouts = [own.about(number) for number in range(config.num_layers)]
     layers = [about["extra"] for about in abouts]
     dropped_layers = (

@@ -41,7 +41,7 @@ def draw_texts(
     judging: bool = False,
 ) -> Texts:
     """Draw texts of `window` tokens, `tokens` tokens together or fewer if the file ends, from a file or (source "self") from
-    the model.
+    the model. For an encoder each line of the file is a text, cut to `window` tokens.
 
     judging: draw evaluation texts, which differ from calibration texts if the source has enough. Raises ValueError if the file
     has less than one text, and OSError.
@@ -55,6 +55,8 @@ def draw_texts(
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    if opened.config.encoder:
+        return _lines(opened, path, text, tokens, seed, window, judging)
     start = start_tokens(opened)
     file_tokens, length = _encoded(opened, text), window - len(start)
     starts = list(range(0, len(file_tokens) - length + 1, length))
@@ -62,6 +64,20 @@ def draw_texts(
         raise ValueError(f"{path} has {len(file_tokens):,} tokens and a text needs {length:,}; give a longer one")
     random.Random(seed).shuffle(starts)
     return [[*start, *file_tokens[at : at + length]] for at in (starts[-count:] if judging else starts[:count])]
+
+
+def _lines(opened: Opened, path: Path, text: str, tokens: int, seed: int, window: int, judging: bool) -> Texts:
+    """Draw lines of a file, from one end of a shuffled order to calibrate and from the other to judge."""
+    lines = list(dict.fromkeys(line for line in text.splitlines() if line.strip()))
+    if len(lines) < 2:
+        raise ValueError(f"{path} has {len(lines)} lines and an encoder reads a text on each; give more")
+    random.Random(seed).shuffle(lines)
+    texts: Texts = []
+    for line in reversed(lines) if judging else lines:
+        if sum(map(len, texts)) >= tokens:
+            break
+        texts.append(opened.tokenizer.encode(line, parse_special=False)[:window])
+    return texts
 
 
 def _encoded(opened: Opened, text: str) -> "array[int]":
@@ -138,8 +154,8 @@ def _digest(texts: Texts) -> str:
 
 
 def passage_hashes(texts: Sequence[Sequence[int]]) -> list[str]:
-    """Hash of each passage of SHARED tokens. A report keeps them to identify its calibration texts."""
-    return [_hash(text[at : at + SHARED]) for text in texts for at in range(0, len(text) - SHARED + 1, SHARED)]
+    """Hash of each passage of SHARED tokens, or of a shorter text. A report keeps them to identify its calibration texts."""
+    return [_hash(text[at : at + SHARED]) for text in texts for at in range(0, max(1, len(text) - SHARED + 1), SHARED)]
 
 
 def _hash(tokens: Sequence[int]) -> str:
@@ -155,7 +171,7 @@ def check_apart(measured: Sequence[str], judged: Sequence[Sequence[int]], whose:
     shared = {
         passage
         for text in judged
-        for at in range(len(text) - SHARED + 1)
+        for at in range(max(1, len(text) - SHARED + 1))
         if calibrated and (passage := _hash(text[at : at + SHARED])) in calibrated
     }
     if shared:

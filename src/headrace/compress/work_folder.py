@@ -26,7 +26,7 @@ from headrace.weights.atomic_file import PART, atomic_write
 from headrace.weights.source import WeightError
 from headrace.weights.store import sha256_of
 
-VERSION = 2  # of the file format and of the algorithms
+VERSION = 3  # of the file format and of the algorithms
 PLAN, TEXTS, STATE, WRITTEN = "plan.json", "texts.json", "state.json", "written.json"
 
 

@@ -18,7 +18,7 @@ from headrace.compress.calibration_pass import (
 from headrace.compress.containers.folder import FolderPlan
 from headrace.compress.containers.gguf import GGUFPlan
 from headrace.compress.healing import Healer
-from headrace.compress.judge import judge
+from headrace.compress.judge import judge, judge_embeddings
 from headrace.compress.layer_pass import layer_width
 from headrace.compress.pipeline import Pipeline
 from headrace.compress.plan import CompressionPlan
@@ -110,12 +110,16 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progr
         if pipeline.walks:
             _run_methods(plan, work, texts, progress)
     plan.kv = measure_kv(plan.opened, pipeline, texts, progress)
-    _write(plan, path, progress)
     if work is not None:
+        # Before OUT gets its name, so that a run killed right after that is continued.
         work.write(WRITTEN, {"bytes": plan.report.bytes})
+    _write(plan, path, progress)
     if pipeline.judge is not None:
         progress.start("compared with the original")
-        plan.report.judged = judge(original.source, open_files(path).source, judge_texts, pipeline.judge)
+        if original.config.encoder:
+            plan.report.judged = judge_embeddings(original.path, path, judge_texts, pipeline.judge, pipeline.thread_count)
+        else:
+            plan.report.judged = judge(original.source, open_files(path).source, judge_texts, pipeline.judge)
         progress.finish()
     plan.report.seconds = time.perf_counter() - start
     if work is not None:
@@ -130,7 +134,7 @@ def _cut(
     pipeline, vocabulary = plan.pipeline, plan.copies_vocabulary
     left = cut_model(plan.original, pipeline.cuts, work, texts, progress, pipeline.thread_count, vocabulary)
     if (heal := pipeline.heal) is not None:
-        left = heal_model(plan.original, left, heal, healer, pipeline.calibrate, judge_texts, work, progress, vocabulary)
+        left = heal_model(plan.original, left, heal, healer, pipeline.text_source, judge_texts, work, progress, vocabulary)
     rest = plan.prepare(plan.original, left.opened, pipeline)
     copy_report(rest.report, plan.report, left)
     _warn(rest.report, left.notes, progress)
@@ -169,7 +173,7 @@ def _finish(plan: CompressionPlan, work: WorkFolder, path: Path) -> None:
     """OUT is complete: write the importance matrix and the report, and remove the work folder."""
     pipeline = plan.pipeline
     if pipeline.write_imatrix is not None and plan.output is not None:
-        write_imatrix(pipeline.write_imatrix, _importance(plan, plan.output), plan.output.tokens, pipeline.calibrate)
+        write_imatrix(pipeline.write_imatrix, _importance(plan, plan.output), plan.output.tokens, pipeline.text_source)
     with atomic_write(path) as part:
         part.write_text(json.dumps(plan.report.record(), indent=1), "utf-8")
     (work.folder / WRITTEN).unlink()  # nothing is left to continue
@@ -200,5 +204,7 @@ def work_path(out: Path) -> Path:
 
 
 def _continues(out: Path, pipeline: Pipeline) -> bool:
-    """True if a run that was stopped after it had written OUT can continue."""
-    return pipeline.reads and (work_path(out) / WRITTEN).is_file()
+    """True if OUT is complete, of a run that was stopped before its report was."""
+    if not pipeline.reads or not (record := work_path(out) / WRITTEN).is_file():
+        return False
+    return not out.is_file() or out.stat().st_size == json.loads(record.read_bytes()).get("bytes")

@@ -165,4 +165,6 @@ class ConfinedProcess:
 def environment() -> dict[str, str]:
     """Environment variables of a confined process: paths of its libraries, no secrets."""
     kept = {name: os.environ[name] for name in KEPT_ENVIRONMENT if name in os.environ}
+    # Threads of a numerical library would take address space, and cannot be started.
+    kept |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "TOKENIZERS_PARALLELISM": "false"}

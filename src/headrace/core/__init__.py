@@ -38,6 +38,11 @@ def module() -> ModuleType:
     return _CORE
 
 
+def order_of_sums() -> str:
+    """Name of the order in which bfloat16 products are summed: "amx", or "common" of the other instruction sets."""
+    return "amx" if available() and module().cpu_info()["isa"] == "amx" else "common"
+
+
 def processors() -> int:
     """Number of CPUs that this process may use: its affinity mask, limited by the control group's quota. Without the compiled
     core, all CPUs of the machine."""

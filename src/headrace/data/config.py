@@ -1,5 +1,6 @@
 """Plain data: the sizes of a model (`ModelConfig`), and the limits of an engine (`EngineConfig`)."""
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 
@@ -72,6 +73,25 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Audio:
+    """Input of an encoder that reads sound: windows of `rows` log-mel rows of `bins` values.
+
+    Two convolutions over `taps` neighbouring rows make the rows of the first layer; `strides` are the steps between their
+    outputs.
+    """
+
+    bins: int
+    rows: int
+    taps: int = 3
+    strides: tuple[int, ...] = (1, 2)
+
+    @property
+    def positions(self) -> int:
+        """Rows of the encoder's layers for one window."""
+        return self.rows // math.prod(self.strides)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and options of a model, from a Hugging Face config.json or GGUF metadata.
 
@@ -79,10 +99,11 @@ class ModelConfig:
     qk_norm: query and key heads are normed. wide_qk_norm: all queries of a row are normed as one vector, and its keys as
     another. attn_scale: None for head_dim ** -0.5. activation: of the MLP, if a family has several. gated: the MLP has a gate.
     encoder: attention is bidirectional; prompts are fed in one step, and nothing is generated. token_types: rows of BERT's
-    token type table. mask_id: mask token of a model that fills in blocks.
-    source: the encoder of an encoder-decoder. start: first token of its outputs. never: token that it never writes (Marian's
-    padding). head_scale, head_bias: of the output head; the bias is that of a tied head.
-    buckets, bucket_distance: T5's relative positions; all distances from bucket_distance on share the last bucket.
+    token type table. separator: the token after which a text's tokens have the second type; None: all have the first.
+    mask_id: mask token of a model that fills in blocks.
+    source: the encoder of an encoder-decoder. audio: its input, if it reads sound. start: first token of its outputs. never:
+    token that it never writes (Marian's padding). head_scale, head_bias: of the output head; the bias is that of a tied head.
+    buckets, bucket_distance: relative positions of T5 and MPNet; all distances from bucket_distance on share the last bucket.
     """
 
     architecture: str
@@ -103,6 +124,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     encoder: bool = False
     token_types: int = 0
+    separator: int | None = None
     mask_id: int | None = None
     source: "ModelConfig | None" = None
     head_scale: float = 1.0
@@ -113,10 +135,33 @@ class ModelConfig:
     gated: bool = False
     buckets: int = 0
     bucket_distance: int = 0
+    audio: Audio | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def reads_sound(self) -> bool:
+        """Whether it is an encoder-decoder whose sources are windows of sound."""
+        return self.source is not None and self.source.audio is not None
+
+    def source_positions(self, context: int) -> int:
+        """Positions of the longest source of an encoder-decoder with this context; 0 for other models."""
+        if self.source is None:
+            return 0
+        return context if self.source.audio is None else self.source.audio.positions
+
+    def shared_window(self, context: int) -> int:
+        """Number of tokens that the window layers' own block table keeps for contexts of `context` tokens: the largest window
+        below that.
+
+        0 if all layers stay in one table: there is no such window, rows see what follows them (encoders), or layers read the
+        K/V of others.
+        """
+        if self.encoder or self.source is not None or any(layer.shares for layer in self.layers):
+            return 0
+        return max((layer.window for layer in self.layers if layer.window is not None and layer.window < context), default=0)
 
     def kv_layer(self, layer: int) -> int:
         """Index in the KV pool of the K and V that a layer reads. Pools hold only layers with K and V of their own."""
@@ -194,11 +239,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The paged KV pool: blocks, tokens per block, and whether prefixes are cached for later requests."""
+    """The paged KV pool: blocks, tokens per block, and whether prefixes are cached for later requests.
+
+    window: number of tokens that the layers with a table and a pool of their own see, 0 if there are none.
+    window_blocks: blocks of that pool.
+    """
 
     num_blocks: int
     block_size: int = 16
     prefix_caching: bool = True
+    window: int = 0
+    window_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

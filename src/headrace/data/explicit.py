@@ -40,6 +40,7 @@ NEUTRAL = SamplingParams()
 GOES_WITH = {
     "exit_criterion": "exit_threshold",
     "exit_decay": "exit_threshold",
+    "exit_slope": "exit_threshold",
     "exit_audit": "exit_threshold",
     "cascade_criterion": "cascade_threshold",
     "cascade_audit": "cascade_threshold",

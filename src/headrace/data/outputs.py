@@ -64,6 +64,18 @@ class Embedding(JsonRecord):
 
 
 @dataclass(slots=True)
+class RankedDocument(JsonRecord):
+    """A document of a ranking: its index among the documents, and its relevance to the query (higher is better)."""
+
+    index: int
+    score: float
+    token_ids: list[int]
+
+    def __repr__(self) -> str:
+        return f"RankedDocument({self.index}, {self.score:.4f}, {_tokens(self.token_ids)})"
+
+
+@dataclass(slots=True)
 class Vote(JsonRecord):
     """The prediction of one exit: number of layers below it, most probable label, and its probability."""
 
@@ -187,7 +199,7 @@ def empty_output(request: Request, prompt: str | None) -> RequestOutput:
     return RequestOutput(
         request_id=request.id,
         prompt=prompt,
-        prompt_token_ids=request.prompt,
+        prompt_token_ids=request.input_ids,
         prompt_logprobs=request.prompt_logprobs if params.prompt_logprobs is not None else None,
         outputs=[
             CompletionOutput(

@@ -30,6 +30,8 @@ def check_lengths(params: Any) -> None:
         raise ParamError("min_tokens", f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})")
     if params.best_of is not None and not params.n <= params.best_of <= MAX_N:
         raise ParamError("best_of", f"best_of must be between n ({params.n}) and {MAX_N}, not {params.best_of}")
+    if params.timestamps is not None and params.structured_outputs is not None:
+        raise ParamError("timestamps", "timestamps and structured_outputs are two constraints of one answer; leave one out")
     if params.allowed_token_ids == ():
         raise ParamError("allowed_token_ids", "allowed_token_ids is empty: nothing could be drawn; name at least one id")
 
@@ -100,10 +102,10 @@ def check_exits(params: Any) -> None:
         raise ParamError("best_of", f"best_of needs the full model at every token; leave {name} or best_of out")
     if params.prompt_logprobs is not None:
         raise ParamError(name, f"prompt_logprobs need the full model; leave {name} or prompt_logprobs out")
-    if params.exit_threshold is not None and params.logprobs_mode == "processed":
+    if params.exit_threshold is not None and (mode := params.logprobs_mode) != "raw":
         raise ParamError(
             "logprobs_mode",
-            "processed log-probabilities need the full model; set logprobs_mode to raw, or leave exit_threshold out",
+            f"{mode} log-probabilities need the full model; set logprobs_mode to raw, or leave exit_threshold out",
         )
     if params.exit_threshold is not None and params.exit_decay and params.max_tokens is None:
         raise ParamError("exit_decay", "exit_decay divides by max_tokens; set max_tokens, or leave exit_decay out")

@@ -16,6 +16,7 @@ __all__ = [
     "RefineParams",
     "SamplingParams",
     "StructuredOutputs",
+    "TimestampParams",
 ]
 
 MAX_LOGPROBS = 64
@@ -68,6 +69,27 @@ class RefineParams(
 
     def __post_init__(self) -> None:
         check(self)
+
+
+class TimestampParams(
+    msgspec.Struct, metaclass=Params, frozen=True, kw_only=True, repr_omit_defaults=True, forbid_unknown_fields=True
+):
+    """Rules of Whisper's timestamps, as token ids (`headrace.decoding.timestamps`).
+
+    first: of the timestamp 0.00; all later ids are timestamps. end: of the end token, above all text tokens. suppressed: never
+    sampled. blank: not sampled first. latest: largest first timestamp, in steps of 0.02 s; None: any.
+    """
+
+    first: int
+    end: int
+    suppressed: tuple[int, ...] = ()
+    blank: tuple[int, ...] = ()
+    latest: int | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All token ids that are named here."""
+        return (self.first, self.end, *self.suppressed, *self.blank)
 
 
 class BeamSearchParams(
@@ -153,8 +175,8 @@ class SamplingParams(
     """Parameters of a request: sampling, stop conditions, and reports. Every default is neutral.
 
     Logits are processed in this order: contrast or cascade with the amateur -> bias, bad words, min_tokens -> no-repeat-ngram
-    -> repetition -> frequency and presence -> DRY -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC
-    or mirostat -> draw. `temperature` below 0.01 is greedy.
+    -> repetition -> frequency and presence -> DRY -> timestamps -> temperature -> top-n-sigma -> top-k -> typical -> top-p
+    -> min-p -> XTC or mirostat -> draw. `temperature` below 0.01 is greedy.
     Raises ParamError (a ValueError) for invalid values.
     """
 
@@ -248,6 +270,15 @@ class SamplingParams(
         ),
     ] = "max_prob"
     exit_decay: Annotated[float, Field("Above 0: the exit threshold falls along the answer", DETAIL, ge=0, le=100)] = 0.0
+    exit_slope: Annotated[
+        float,
+        Field(
+            "Above 0: earlier exits need more confidence, 1 - (1 - threshold) * (layers / layers of the last exit) ** slope",
+            DETAIL,
+            ge=0,
+            le=100,
+        ),
+    ] = 0.0
     exit_audit: Annotated[bool, Field("Run the full model for every token, too, and report the tokens of both", DETAIL)] = False
     cascade_threshold: Annotated[
         float | None,
@@ -271,6 +302,7 @@ class SamplingParams(
     structured_outputs: Annotated[
         StructuredOutputs | None, Field("Form of the answer: a JSON schema, a regular expression, …", DRAW, http=False)
     ] = None
+    timestamps: Annotated[TimestampParams | None, Field("Rules of Whisper's timestamps", DRAW, http=False, option=None)] = None
     min_tokens: Annotated[int, Field("Fewest tokens of the answer", SAMPLER, ge=0)] = 0
     max_tokens: Annotated[
         int | None,
@@ -292,8 +324,13 @@ class SamplingParams(
         ),
     ] = None
     logprobs_mode: Annotated[
-        Literal["raw", "processed"],
-        Field("Log-probabilities before (raw) or after (processed) penalties and filters", DETAIL, option=None),
+        Literal["raw", "masked", "processed"],
+        Field(
+            "Log-probabilities of the model (raw), after masks and penalties (masked), or also after temperature and filters "
+            "(processed)",
+            DETAIL,
+            option=None,
+        ),
     ] = "raw"
     prompt_logprobs: Annotated[
         int | None, Field("Log-probabilities of the prompt's tokens", ge=0, le=MAX_LOGPROBS, http=False, option=None)
@@ -314,6 +351,10 @@ class SamplingParams(
     ] = "noise"
     skip_special_tokens: Annotated[bool, Field("Omit special tokens from the text", LOOP, option=None)] = True
     priority: Annotated[int, Field("Requests with a lower number run first", LOOP, option=None)] = 0
+    adapter: Annotated[
+        str | None,
+        Field("Name of the adapter (LoRA) to use, one that the model was opened with", LOOP, http=False, option=None),
+    ] = None
     beam: Annotated[
         BeamSearchParams | None,
         Field("Beam search instead of sampling; `BeamSearchParams.sampling` sets the other fields", http=False, option=None),
@@ -338,7 +379,8 @@ class SamplingParams(
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ParamError if a token id named here does not exist in a vocabulary of `vocab_size`."""
-        for name, ids in token_ids(self):
+        timestamps = () if self.timestamps is None else (("timestamps", self.timestamps.ids),)
+        for name, ids in (*token_ids(self), *timestamps):
             largest = max(ids, default=-1)
             if largest >= vocab_size:
                 raise ParamError(name, f"{name} names token {largest}, but the model's ids end at {vocab_size - 1}")
@@ -347,6 +389,11 @@ class SamplingParams(
     def greedy(self) -> bool:
         """Whether sampling is an argmax. Temperatures below 0.01 count as 0."""
         return self.temperature < 0.01
+
+    @property
+    def constrained(self) -> bool:
+        """Whether tokens are sampled under the masks of a constraint."""
+        return self.structured_outputs is not None or self.timestamps is not None
 
     @property
     def combined(self) -> tuple[str, float, float] | None:
@@ -370,11 +417,16 @@ class SamplingParams(
         """Whether both the exit (or smaller model) and the full model run, and their tokens are reported."""
         return self.exit_audit if self.cascade_threshold is None else self.cascade_audit
 
-    def sure_at(self, written: int) -> float:
-        """Confidence threshold for the token after `written` tokens of the output (CALM, Schuster et al. 2022)."""
+    def sure_at(self, written: int, share: float = 1.0) -> float:
+        """Confidence threshold for the token after `written` tokens of the output (CALM, Schuster et al. 2022).
+
+        share: layers below the exit, as a share of those below the last exit.
+        """
         if self.cascade_threshold is not None:
             return self.cascade_threshold
         least = MOST_SURE if self.exit_threshold is None else self.exit_threshold
+        if self.exit_slope and least <= 1:
+            least = 1 - (1 - least) * share**self.exit_slope
         if not self.exit_decay or least > 1 or self.max_tokens is None:
             return least
         return min(1.0, 0.9 * least + 0.1 * math.exp(-self.exit_decay * written / self.max_tokens))

@@ -6,10 +6,12 @@ garbage collector (gc=False), as they cannot form cycles. A step of the model ev
 """
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
 from headrace.data.params import SamplingParams
+from headrace.data.sources import Source
 
 MAX_NODES = 64  # an ancestor mask is one uint64
 
@@ -103,6 +105,10 @@ class Logits(Want, frozen=True, array_like=True, gc=False):
     at: Where = Where.LAST
 
 
+# Of a confidence: one threshold for all exits, or one for each exit but the last.
+Threshold = float | tuple[float, ...]
+
+
 class Classify(Want, frozen=True, array_like=True, gc=False):
     """Class logits of a text that is fed in one step. Answer: Classified.
 
@@ -111,10 +117,22 @@ class Classify(Want, frozen=True, array_like=True, gc=False):
     """
 
     criterion: str = ""
-    threshold: float = 0.0
+    threshold: Threshold = 0.0
 
 
-AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits | Classify
+class Align(Want, frozen=True, array_like=True, gc=False):
+    """The position of an encoder-decoder's source at which each token begins, by cross-attention. Answer: Aligned.
+
+    The feed has all rows of its sequence. heads: (layer, head), whose attention weights are averaged. first: the first aligned
+    row; its next token begins the text. positions: of the source that count; the others are silence.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    first: int
+    positions: int
+
+
+AnyWant = Sample | Verify | Reject | Propose | Top | Score | Pool | Logits | Classify | Align
 # Allowed rows of each want; empty: it has no `at`.
 WANTS: dict[type[Want], tuple[Where, ...]] = {
     Sample: (Where.LAST, Where.NODES, Where.TREE),
@@ -126,6 +144,7 @@ WANTS: dict[type[Want], tuple[Where, ...]] = {
     Pool: (Where.FIRST, Where.LAST, Where.ALL),
     Logits: (Where.LAST, Where.TREE),
     Classify: (),
+    Align: (),
 }
 
 
@@ -138,7 +157,7 @@ def wanted(want: object) -> bool:
 class NewSlot(msgspec.Struct, array_like=True):
     """A runner slot to set up before the step: from `tokens`, or as a copy of slot `source` (a fork).
 
-    stop_ids: token ids that min_tokens masks. reads: length of an encoder-decoder's source, whose K/V are in table 1.
+    stop_ids: token ids that min_tokens masks. reads: positions of an encoder-decoder's source, whose K/V are in table 1.
     """
 
     slot: int
@@ -170,9 +189,9 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
         and one per node.
     q: distribution that each node of a chain was sampled from, as in Draft; empty: the nodes were not sampled.
     full: each node attends to all nodes, not to its ancestors alone. Positions follow the tree.
-    source: tokens of an encoder-decoder's source, to encode into the slot's table 1 before this feed.
-    lag: number of tokens before `start` without K/V in the layers above the target's exit (in a cascade: in any layer of the
-        target).
+    source: an encoder-decoder's source, to encode into the slot's table 1 before this feed.
+    lags: for each exit of the target, ascending, the number of tokens before `start` without K/V in the layers above it, up to
+        the next exit (in a cascade: in any layer of the target). Empty if no layer lags.
     depth: number of layers after which these rows exited, unchanged from there on (0: they did not; the row of the last known
         token may exit in this step).
     """
@@ -187,9 +206,14 @@ class Feed(msgspec.Struct, array_like=True, gc=False):
     allowed: bytes = b""
     q: tuple[bytes, ...] = ()
     full: bool = False
-    source: tuple[int, ...] = ()
-    lag: int = 0
+    source: Source | None = None
+    lags: tuple[int, ...] = ()
     depth: int = 0
+
+    @property
+    def lag(self) -> int:
+        """Tokens that the layers above the last exit lag."""
+        return self.lags[-1] if self.lags else 0
 
 
 class StepPlan(msgspec.Struct):
@@ -210,7 +234,8 @@ class StepPlan(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        return sum(feed.count + len(feed.nodes) + len(feed.source) for feed in self.feeds)
+        sources = sum(feed.source.positions for feed in self.feeds if feed.source is not None)
+        return sources + sum(feed.count + len(feed.nodes) for feed in self.feeds)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -275,6 +300,12 @@ class Classified(msgspec.Struct, array_like=True, gc=False, tag=True):
     logits: tuple[tuple[float, ...], ...]
 
 
+class Aligned(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """For each row from `Align.first` on, but for the last one, the position at which its next token begins."""
+
+    starts: tuple[int, ...]
+
+
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=True):
     """A row without an answer: its logits are broken, or no token is allowed. Other rows are not affected."""
 
@@ -287,7 +318,7 @@ class Each(msgspec.Struct, array_like=True, gc=False, tag=True):
     answers: tuple[Drawn | Ranked | LogitRow | Failed, ...]
 
 
-Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Classified | Each | Failed
+Answer = Drawn | Ranked | Scores | Pooled | LogitRow | Classified | Aligned | Each | Failed
 Answers = tuple[Answer, ...]  # of a feed, in the order of its wants
 
 
@@ -307,16 +338,16 @@ class StepOutput(msgspec.Struct):
     """The answers of a step, one entry per feed of the plan.
 
     seconds: duration of the step where it ran (0: not measured). exited: by feed number, for feeds that may exit early.
-    unfilled: feeds that exited and have no K/V in the layers above. propagated: feeds that exited and have approximate K/V
-    there, computed from the row at the exit.
+    unfilled: by number, the layers of feeds that exited and have no K/V above these. propagated: by number, the layers of feeds
+    that exited and have approximate K/V above these, computed from the row at the exit.
     """
 
     step: int
     feeds: list[Answers] = []
     seconds: float = 0.0
     exited: dict[int, Exited] = {}
-    unfilled: tuple[int, ...] = ()
-    propagated: tuple[int, ...] = ()
+    unfilled: dict[int, int] = {}
+    propagated: dict[int, int] = {}
 
 
 class RankLostError(RuntimeError):
@@ -337,10 +368,20 @@ class KVGroup(msgspec.Struct, frozen=True):
     model: int = 0
 
 
+# Block tables of a sequence: of its tokens, of its source, and of the layers whose window is shorter than the context. The
+# first two share pool 0; the window layers have pool 1.
+TOKENS, SOURCE, WINDOWS = 0, 1, 2
+
+
+def pairs_of(changes: Sequence[tuple[int, int, int]], pool: int) -> list[tuple[int, int]]:
+    """The pairs (from, to) of moves or copies (table, from, to) in one pool."""
+    return [(source, to) for table, source, to in changes if (table == WINDOWS) == pool]
+
+
 TARGET = KVGroup("target")
 # Names of groups.
 DRAFT, AMATEUR, HIDDEN, FEATURES = "draft", "amateur", "hidden", "features"
-# The target's K/V above its exit, and their kind if they never lag.
+# The target's K/V above an exit, up to the next exit, and their kind if they never lag. One group for each exit.
 UPPER, PROPAGATED = "upper", "propagated"
 # K/V of a cascade's smaller model. All K/V of the target are then UPPER.
 CASCADE = "cascade"

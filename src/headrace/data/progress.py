@@ -49,8 +49,10 @@ def counted(count: int, plural: str) -> str:
     return f"{count:,} {singular if count == 1 else plural}"
 
 
-def threshold_text(value: float) -> str:
-    """A threshold with four significant digits, or as many as distinguish it from 1."""
+def threshold_text(value: float | tuple[float, ...]) -> str:
+    """A threshold with four significant digits, or as many as distinguish it from 1. Several are joined by commas."""
+    if isinstance(value, tuple):
+        return ",".join(map(threshold_text, value))
     texts = (f"{value:.{digits}g}" for digits in (4, 6, 9, 17))
     return next(text for text in texts if value == 1 or float(text) != 1)
 

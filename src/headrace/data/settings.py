@@ -7,7 +7,7 @@ tests compare them with these.
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,6 +18,8 @@ DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 ACTIVATIONS = ("auto", "group", "token", "split", "tensor")
 # State of the layers above an early exit: computed later, or made from the row that exited.
 DEFERRED, PROPAGATE = "deferred", "propagate"
+# Choice of a replica for a request (server/engines/router.py).
+RoutePolicy = Literal["affinity", "least", "round"]
 
 
 class SettingGroup(Enum):
@@ -32,10 +34,14 @@ class SettingGroup(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting(Field):
-    """Declaration of one setting, next to its type and default. `ge`, `le`: its range."""
+    """Declaration of one setting, next to its type and default.
+
+    `ge`, `le`: its range. several: a list in one text, separated by commas; the option may be repeated.
+    """
 
     _: KW_ONLY
     group: SettingGroup = SettingGroup.PYTHON
+    several: bool = False
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +57,28 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[
         int | None, Setting("Context in tokens, answer included (default: the model's own)", group=SettingGroup.OPENING, ge=1)
     ] = None
+    rope: Annotated[
+        str | None,
+        Setting(
+            "Rotary scaling for a longer context, such as yarn:4 or linear:2 (default: the model's own)",
+            group=SettingGroup.OPENING,
+        ),
+    ] = None
     pp: Annotated[int, Setting("Pipeline stages: the layers run in this many processes", group=SettingGroup.OPENING, ge=1)] = 1
     stages: Annotated[
         str | None,
         Setting("Layers of each pipeline stage, such as 14,16 (default: equal weights)", group=SettingGroup.OPENING),
+    ] = None
+    stage_hosts: Annotated[
+        str | None,
+        Setting(
+            "Hosts of the first pipeline stages (headrace rank), HOST:PORT separated by commas; the last stage runs here",
+            group=SettingGroup.OPENING,
+        ),
+    ] = None
+    key_file: Annotated[
+        str | Path | None,
+        Setting("File with the key of links to other hosts, that only its user can read", group=SettingGroup.OPENING),
     ] = None
     kv_cache_memory: Annotated[
         int | str | None,
@@ -66,6 +90,17 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: Annotated[
         str, Setting("Number format of the KV cache: auto, bfloat16, int8, int4, or a dtype", group=SettingGroup.OPENING)
     ] = "auto"
+    kv_store: Annotated[
+        str | Path | None,
+        Setting(
+            "Folder that keeps the KV cache of long prompts for the next start; private to its user",
+            group=SettingGroup.GENERATING,
+        ),
+    ] = None
+    kv_store_size: Annotated[
+        int | str | None,
+        Setting("Upper limit of the folder of --kv-store, such as 20GiB (default: 8GiB)", group=SettingGroup.GENERATING),
+    ] = None
     quantize: Annotated[str | None, Setting("Quantise float weights at load: int8 or int4", group=SettingGroup.OPENING)] = None
     activations: Annotated[
         str,
@@ -138,6 +173,24 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
             group=SettingGroup.GENERATING,
         ),
     ] = DEFERRED
+    exit_layers: Annotated[
+        str | None,
+        Setting(
+            "Exits in use, by the layers below them, as 10,20, or all (default: the one that drafts best)",
+            group=SettingGroup.GENERATING,
+        ),
+    ] = None
+    adapter: Annotated[
+        str | None,
+        Setting(
+            "Adapters (LoRA) of MODEL: NAME=FOLDER of peft, or NAME=FILE.gguf; may be repeated",
+            group=SettingGroup.GENERATING,
+            several=True,
+        ),
+    ] = None
+    max_lora_rank: Annotated[
+        int, Setting("Most rows of an adapter's matrix; others are refused", group=SettingGroup.GENERATING, ge=1, le=256)
+    ] = 64
     amateur: Annotated[
         str | Path | None,
         Setting(
@@ -169,7 +222,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def early_exit(self) -> dict[str, Any]:
         """The settings of early exit by name; empty without exits."""
-        return {} if self.exits is None else {"exits": self.exits, "exit_state": self.exit_state}
+        if self.exits is None:
+            return {}
+        several = {} if self.exit_layers is None else {"exit_layers": self.exit_layers}
+        return {"exits": self.exits, "exit_state": self.exit_state} | several
 
     @property
     def companions(self) -> list[str | Path]:
@@ -209,6 +265,9 @@ class Limits:
     connections: int = _option(1024, "Open requests with a valid key.", 1)
     anonymous: int = _option(256, "Connections of one address without a valid key.", 1)
     bodies: int = _option(256 << 20, "Bytes of all arriving bodies together.", 1)
+    audio_bytes: int = _option(25 << 20, "Bytes of a sound file.", 1)
+    audio_seconds: int = _option(3600, "Seconds of a sound file.", 1)
+    audio_memory: int = _option(1 << 30, "Bytes of all sound files that are transcribed together.", 1)
     body_seconds: float = 30.0  # until a whole body has arrived
     header: int = 64 << 10  # bytes of a request's head
     header_seconds: float = 10.0  # until a whole head has arrived

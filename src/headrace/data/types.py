@@ -13,6 +13,7 @@ import msgspec
 
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Exited, TokenLogprob
+from headrace.data.sources import Source, Tokens
 
 ALL = sys.maxsize
 
@@ -61,12 +62,16 @@ class Holding:
 
     root: start of the prefix hash chain, from tenant, adapter, media and source.
     groups: bit set of the KV groups that the target's feeds fill, and that a prefix hit must have.
-    tables: block ids, one list per block table. computed: tokens with K/V, one count per KV group.
+    tables: block ids, one list per block table; -1: a block that window layers have given up.
+    computed: tokens with K/V, one count per KV group.
     exact_until: K/V from this index on are approximate and not shared; None: all exact.
     moves: accepted K/V that lie elsewhere, as KV indices (from, to).
     hashes: hash of each full block of tokens, computed on demand. published: full blocks in the prefix cache.
-    source: length of an encoder-decoder's source; its K/V are in table 1, shared by all outputs once `encoded`.
-    left: KV indices, ascending, of rows that exited early and whose K/V above were propagated.
+    source: positions of an encoder-decoder's source; its K/V are in table 1, shared by all outputs once `encoded`.
+    left: KV indices, ascending, of rows that exited early and whose K/V above were propagated. depths: the layers below the
+    exit of each.
+    sought: number of segments (kv.segments) that were requested from the K/V store.
+    peer: address of the replica that should have the first `peer_tokens` tokens; empty: none.
     """
 
     root: bytes = b""
@@ -80,13 +85,17 @@ class Holding:
     source: int = 0
     encoded: bool = False
     left: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    sought: int = 0
+    peer: str = ""
+    peer_tokens: int = 0
 
     def fork(self) -> "Holding":
         """A copy that lists the same blocks; the block manager counts the references."""
         tables = [list(table) for table in self.tables]
         hashes = list(self.hashes)
         copy = Holding(self.root, self.groups, tables, list(self.computed), self.exact_until, [], hashes, self.published)
-        copy.left, copy.source, copy.encoded = list(self.left), self.source, self.encoded
+        copy.left, copy.depths, copy.source, copy.encoded = list(self.left), list(self.depths), self.source, self.encoded
         return copy
 
 
@@ -190,7 +199,8 @@ class Status(enum.Enum):
 class Request:
     """The unit of scheduling: a prompt, its parameters, and the sequences that its strategy made of it.
 
-    prompt: an encoder-decoder reads it as its source. width: largest number of sequences at once.
+    prompt: the decoder's tokens before the first output token. source: what an encoder-decoder reads next to it; None for
+    other models. width: largest number of sequences at once.
     arrival: order of arrival, the tie-break for equal priority and turn. turn: order between clients of equal priority.
     tenant: owner; cached prefixes and learnt drafts are used for the same tenant only.
     stop_ids: token ids that end an output. processors: the caller's logit processors, run on the host.
@@ -199,8 +209,10 @@ class Request:
     it `overlaps`.
     constraint_failed: `error` is that of an output's constraint.
     dropped: reason of the last dropped sequence while others continue.
-    pooled: of an embedding, the row or the sum of the rows so far. classified: class logits of the computed exits.
+    pooled: of an embedding, the row or the sum of the rows so far; of an alignment, positions and log-probabilities of tokens.
+    classified: class logits of the computed exits.
     speculates: optional drafts may be verified. drafts: its strategy drafts itself. observes: its strategy sees each answer.
+    uncut: its prompt is fed in one step.
     shares: number of its tokens that may come from the prefix cache. overlaps: several chunks of its prompt may be under way.
     """
 
@@ -210,6 +222,7 @@ class Request:
     seed: int
     strategy: Any
     arrival: int
+    source: Source | None = None
     turn: int = 0
     width: int = 1
     tenant: bytes = b""
@@ -231,8 +244,14 @@ class Request:
     drafts: bool = False
     observes: bool = False
     overlaps: bool = False
+    uncut: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     metrics: "RequestMetrics" = field(default_factory=lambda: RequestMetrics())  # noqa: PLW0108 - defined below
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The tokens that the caller gave: the source of a model that reads one as text, otherwise the prompt."""
+        return list(self.source.ids) if isinstance(self.source, Tokens) else self.prompt
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -28,6 +28,9 @@ class Strategy:
     generates: bool = True
     """Whether it outputs tokens; otherwise no room is reserved for any."""
 
+    uncut: bool = False
+    """Whether the rows of its prompt must be in one feed, even if these are more than a step usually has."""
+
     honours: frozenset[str] = frozenset()
     """Fields of SamplingParams that it uses, in addition to COMMON, which the loop uses; `processors`: the caller's own. A
     request that sets any other field is refused. A strategy with Sample wants uses those of DRAWN."""

@@ -12,7 +12,7 @@ from headrace.ops.keys import key
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.processing import RowSpec
 from headrace.ops.rejection import row_spec, verify
-from headrace.ops.sampling import RowResult, process, sample
+from headrace.ops.sampling import RowResult, reported_rows, sample
 from headrace.ops.trees import paths, walk
 
 
@@ -87,7 +87,7 @@ def _sample_row(request: Request, seq: Sequence, spec: RowSpec, logits: bytes) -
     if not logits:
         raise ProcessorError("the step gave no logits here")
     raw = torch.from_numpy(np.frombuffer(logits, dtype="<f4").copy())[None]
-    processed = apply_processors(request.processors, raw, History(request.prompt, seq.output), [spec.path])
+    processed = apply_processors(request.processors, raw, History(request.input_ids, seq.output), [spec.path])
     if raw.isfinite().any() and not processed.isfinite().any():
         names = ", ".join(type(processor).__name__ for processor in request.processors)
         raise NoTokenError(f"logit processors ({names}) bar every token; leave one a finite logit")
@@ -140,7 +140,7 @@ def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logp
     specs = [row_spec(request, seq, chain[:at], masks[at * width : (at + 1) * width]) for at in range(len(chain) + 1)]
     raw = torch.from_numpy(np.stack([np.frombuffer(row, dtype="<f4") for row in rows]))
     before = [list(spec.path) for spec in specs]
-    z = apply_processors(request.processors, raw, History(request.prompt, seq.output), before) if request.processors else raw
+    z = apply_processors(request.processors, raw, History(request.input_ids, seq.output), before) if request.processors else raw
     accepted, token = verify(z, specs, chain, draft.q)
     if token is None and not accepted:
         raise ProcessorError(
@@ -155,5 +155,5 @@ def verify_by_rejection(request: Request, seq: Sequence, rows: list[bytes], logp
 
 def _report(raw: torch.Tensor, z: torch.Tensor, specs: list[RowSpec], tokens: list[int], k: int) -> list[TokenLogprob]:
     """Log-probabilities of the tokens, from raw or processed logits as the request asks."""
-    rows = raw if specs[0].params.logprobs_mode == "raw" else process(z, specs)
+    rows = reported_rows(raw, z, specs)
     return token_logprobs(rows[: len(tokens)].float(), torch.tensor(tokens), k)

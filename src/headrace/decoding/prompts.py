@@ -1,10 +1,28 @@
 """Strategies for prompts alone: log-probabilities of their tokens, embeddings, classes."""
 
-from headrace.data.plan import Answers, AnyWant, Classified, Classify, Feed, Pool, Pooled, Score, Scores, Where
+import math
+
+from headrace.data.plan import (
+    Align,
+    Aligned,
+    Answers,
+    AnyWant,
+    Classified,
+    Classify,
+    Feed,
+    Pool,
+    Pooled,
+    Score,
+    Scores,
+    Threshold,
+    TokenLogprob,
+    Where,
+)
 from headrace.data.types import ALL, Child, Draft, Request, Sequence
 from headrace.decoding.base import Outputs, Strategy
 
 POOLS = ("first", "last", "mean")
+LISTED = 10  # likeliest tokens, among which the end of a text is looked for
 
 
 class Scoring(Strategy):
@@ -47,7 +65,7 @@ class Classifying(Strategy):
 
     generates = False
 
-    def __init__(self, criterion: str = "", threshold: float = 0.0) -> None:
+    def __init__(self, criterion: str = "", threshold: Threshold = 0.0) -> None:
         self.wanted = Classify(criterion, threshold)
 
     def shares(self, request: Request) -> int:
@@ -60,6 +78,35 @@ class Classifying(Strategy):
         for answer in answers:
             if isinstance(answer, Classified):
                 request.classified[:] = answer.logits
+
+
+class Aligning(Strategy):
+    """Stores in `request.pooled` the position of the source at which each token of the prompt begins, from row `want.first` on,
+    and then their log-probabilities without those of `end`, the token that ends a text."""
+
+    generates = False
+    uncut = True
+
+    def __init__(self, want: Align, end: int) -> None:
+        self.wanted, self.end = want, end
+
+    def shares(self, request: Request) -> int:
+        return 0
+
+    def want(self, request: Request, seq: Sequence, feed: Feed, last: bool) -> tuple[AnyWant, ...]:
+        return (self.wanted, Score(LISTED))
+
+    def observe(self, request: Request, seq: Sequence, feed: Feed, answers: Answers) -> None:
+        aligned, scores = answers
+        if isinstance(aligned, Aligned) and isinstance(scores, Scores):
+            entries = scores.scores[self.wanted.first :][: len(aligned.starts) - 1]
+            request.pooled[:] = [*map(float, aligned.starts), *(self._logprob(entry) for entry in entries)]
+
+    def _logprob(self, entry: TokenLogprob) -> float:
+        """Log-probability of a token if the text does not end before it."""
+        listed = dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+        ends = math.exp(listed.get(self.end, -math.inf))
+        return entry.logprob - (math.log1p(-ends) if ends < 1 else 0.0)
 
 
 class Scored(Strategy):

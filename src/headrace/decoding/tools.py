@@ -13,18 +13,12 @@ from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
-from headrace.text.dialects.call_parser import (
-    HERMES,
-    MISTRAL,
-    CallFormat,
-    CallParser,
-    Piece,
-    RepeatFilter,
-    format_of,
-    new_call_id,
-)
+from headrace.text.dialects.call_formats import GLM4, HERMES, MISTRAL, MISTRAL_NAMED, PHI4, CallFormat, format_of
+from headrace.text.dialects.call_parser import CallParser, Piece, RepeatFilter, new_call_id
 from headrace.text.dialects.json_calls import JsonCallFilter, Steps
+from headrace.text.dialects.named_calls import NamedCallParser
 from headrace.text.dialects.truncated_json import ArgumentsReader
+from headrace.text.dialects.xml_calls import XmlCallParser
 
 MAX_TOOLS = 128
 MAX_CALLS = 10_000  # of a conversation
@@ -32,9 +26,10 @@ MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # A text may not begin like this: its reader would take it for a call without a schema.
 NO_CALL = {
-    "mistral": r" & ~/[ \t\r\n]*\[[ \t\r\n]*\{(.|\n)*/",
+    **dict.fromkeys(("mistral", "granite", "phi4"), r" & ~/[ \t\r\n]*(functools)?\[[ \t\r\n]*\{(.|\n)*/"),
     "llama3_json": r" & ~/[ \t\r\n]*(<\|python_tag\|>[ \t\r\n]*)?(\{(.|\n)*)?/",
 }
+PHI4_SYSTEM = "You are a helpful assistant with some tools."  # of its model card
 INSTRUCTIONS = (
     "You may call functions to answer. They are, one a line:\n<tools>\n{tools}\n</tools>\nTo call one, answer with its name "
     'and its arguments as JSON between these tags:\n<tool_call>\n{{"name": "…", "arguments": {{…}}}}\n</tool_call>'
@@ -79,6 +74,12 @@ class Tooling:
             raise ToolError("an answer that may call tools cannot be held to a format too; leave one out", "tools")
         return params.replace(structured_outputs=self.spec)
 
+    def template_variables(self, template: str | None) -> dict[str, Any]:
+        """Variables with the tools for the chat template; empty if a message has them. SmolLM3's has a name of its own."""
+        if not self.in_template:
+            return {}
+        return {"tools": self.tools} | ({"xml_tools": self.tools} if "xml_tools" in (template or "") else {})
+
     def schema_of(self, name: str) -> StructuredOutputs:
         """The schema of one tool's arguments, for a check of finished arguments."""
         (tool,) = [tool for tool in self.tools if tool["function"]["name"] == name]
@@ -90,7 +91,7 @@ class CallReader:
 
     def __init__(self, tools: Tooling, *, held: bool = False) -> None:
         """held: an answer without calls has a format, and nothing in it is a call."""
-        self._text = CallParser(tools.form, held=held)
+        self._text = parser_of(tools, held)
         self._repeats = RepeatFilter() if tools.ends_at_repeat else None
         names = frozenset(tool["function"]["name"] for tool in tools.tools)
         self._json = JsonCallFilter(names, several=tools.several) if tools.reads_json else None
@@ -122,6 +123,16 @@ class CallReader:
             return "tool_calls"
         calls = self._text.calls + (self._json.calls if self._json is not None else 0)
         return "tool_calls" if reason == "stop" and calls and not self._text.unfinished else reason
+
+
+def parser_of(tools: Tooling, held: bool = False) -> CallParser:
+    """The parser of a format. held: an answer without calls has a format."""
+    functions = [tool["function"] for tool in tools.tools]
+    if tools.form.named is not None:
+        return NamedCallParser(tools.form, [function["name"] for function in functions], held=held)
+    if tools.form.xml:
+        return XmlCallParser(tools.form, {one["name"]: one.get("parameters") or {} for one in functions}, held=held)
+    return CallParser(tools.form, held=held)
 
 
 def gathered_calls(pieces: Iterable[Piece]) -> tuple[str, list[dict[str, Any]]]:
@@ -185,7 +196,10 @@ def tooling(
     if answer is not None and not told_apart:
         message = "this model writes calls as JSON, which cannot be distinguished from an answer of this format; leave one out"
         raise ToolError(message, "response_format")
-    grammar = _grammar(usable, schemas, form_or_hermes, must, several, special(form_or_hermes.opening), answer)
+    if form_or_hermes.xml and (must or answer is not None):
+        field, value = ("tool_choice", "a tool_choice that requires a call") if must else ("response_format", "a format")
+        raise ToolError(f"this model writes calls as XML, which cannot be combined with {value}; leave it out", field)
+    grammar = _grammar(_Calls(usable, schemas, form_or_hermes, must, several, special, answer))
     try:
         spec = StructuredOutputs(grammar=grammar)
     except ConstraintError as error:
@@ -209,11 +223,16 @@ def conversation(
         raise ToolError(f"the messages have {calls} tool_calls and {MAX_CALLS} are the most; leave some out", "messages")
     if template is None or "developer" not in template:  # its newer name, for templates that do not know it
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+    form = format_of(template)
     write = _with_objects if known else _as_text
     reader = ArgumentsReader(read)
     made = [write(number, message, reader) for number, message in enumerate(messages)]
-    if format_of(template) is MISTRAL:
+    if form in (MISTRAL, MISTRAL_NAMED):
         made = list(map(_with_mistral_ids, made))
+    if form is not None and form.listed and "tool_calls" not in (template or ""):
+        made = [_with_written_calls(message, form) for message in made]
+    if form is PHI4 and given is not None:
+        return _with_tools(made, given)
     if given is None or given.in_template:
         return made
     how = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in given.tools))
@@ -261,29 +280,48 @@ def _choice(choice: Any, names: list[str]) -> tuple[bool, list[str]]:
     return must, [str(name) for name in wanted]
 
 
-def _grammar(
-    tools: list[dict[str, Any]],
-    schemas: list[Any],
-    form: CallFormat,
-    must: bool,
-    several: bool,
-    special: int | None,
-    answer: dict[str, Any] | None,
-) -> str:
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """What a grammar of calls allows. schemas: of the arguments, by tool. must: a call is required. several: more than one may
+    follow. special_id: number of a control token. answer: schema of a text that may stand in place of calls."""
+
+    tools: list[dict[str, Any]]
+    schemas: list[Any]
+    form: CallFormat
+    must: bool
+    several: bool
+    special_id: Callable[[str], int | None]
+    answer: dict[str, Any] | None
+
+    def bodies(self, head: Callable[[str], str], end: str = "") -> list[str]:
+        """The rules of a call's body, by tool. head: of a name, in front of the arguments; end: behind them."""
+        rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(self.tools)))}"]
+        for i, tool in enumerate(self.tools):
+            rules.append(f"body_{i}: {head(tool['function']['name'])} args_{i}{end}")
+            rules.append(f"args_{i}: %json {json.dumps(self.schemas[i])}")
+        return rules
+
+
+def _grammar(task: _Calls) -> str:
     """A Lark grammar of calls alone (`must`), of calls or a text of the schema `answer`, or of any text and then calls; if the
     opening is a control token, of text or calls."""
-    rules = [f"body: {' | '.join(f'body_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool["function"]["name"]}", "{form.key}": ')
-        rules.append(f'body_{i}: {head} args_{i} "}}"')
-        rules.append(f"args_{i}: %json {json.dumps(schemas[i])}")
+    form, must, several, special_id, answer = task.form, task.must, task.several, task.special_id, task.answer
+    if form.xml:
+        return "start: /(.|\\n)*/"  # values are text, which schemas of JSON do not describe
+    if form.named is not None:
+        return _named_grammar(task)
+    special = special_id(form.opening)
+    rules = task.bodies(lambda name: json.dumps(f'{{"name": "{name}", "{form.key}": '), ' "}"')
     opening, between = json.dumps(form.opening + ("[" if form.listed else "\n")), json.dumps(form.between)
     more = f"({between} body)*" if several else ""
     closing = json.dumps(form.closing)
     if form.listed:
-        calls, start = f'{opening} body {more} "]"', f'TEXT | trigger "[" body {more} "]"'
+        end = f'"]" ({closing})?' if form.closing else '"]"'
+        if form.closing and (special_end := special_id(form.closing)) is not None:
+            end = f'"]" (<[{special_end}]>)?'
+        calls, start = f"{opening} body {more} {end}", f'TEXT | trigger "[" body {more} {end}'
         if special is not None:
-            calls = f'<[{special}]> "[" body {more} "]"'
+            calls = f'<[{special}]> "[" body {more} {end}'
             start += f" | {calls}"
     elif not form.opening:
         calls, start = f"body {more}", f"PLAIN | body {more}"
@@ -299,6 +337,38 @@ def _grammar(
         if form.opening:
             rules.append(f"trigger[lazy]: TEXT {json.dumps(form.opening)}")
     return "\n".join(rules)
+
+
+def _named_grammar(task: _Calls) -> str:
+    """The grammar of a format in which a call begins with its name. Tags may be control tokens."""
+    form, must, answer = task.form, task.must, task.answer
+
+    def tag(text: str) -> str:
+        token = task.special_id(text) if text.strip() else None
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def head(name: str) -> str:
+        named = form.named or ""
+        return f"{json.dumps(name)} {tag(named)}" if named.strip() else json.dumps(name + named)
+
+    rules, names = task.bodies(head), [tool["function"]["name"] for tool in task.tools]
+    opening = tag(form.opening) if form.opening else ""
+    between = json.dumps(form.between) if form.between else ""
+    more = f"({between} {opening} body)*" if task.several else ""
+    calls = f"{opening} body {more}"
+    if must or answer is not None:
+        rules.append(f"start: {calls}" + ("" if must else " | answer"))
+        return "\n".join(rules if must else [*rules, f"answer: %json {json.dumps(answer)}"])
+    # A text in which a line begins like a call would be read as one without a schema.
+    begins = f"({re.escape(form.opening)})?" if form.opening else ""
+    any_name = "|".join(re.escape(name) for name in names)
+    begin = rf"[ \t\r\n]*{begins}[ \t\r\n]*({any_name})(\[[A-Z_]*\]\w*)*[ \t\r]*"
+    end = r"(\n(.|\n)*|\{(.|\n)*)" if form is GLM4 else r"\n?[ \t]*\{(.|\n)*"
+    text = rf"/(.|\n)*/ & ~/((.|\n)*\n)?{begin}{end}/"
+    if not form.opening:
+        return "\n".join([*rules, f"start: TEXT | {calls}", f"TEXT: {text}"])
+    trigger = f"trigger[lazy]: TEXT {json.dumps(form.opening)}"
+    return "\n".join([*rules, f"start: TEXT | {calls} | trigger body {more}", f"TEXT: {text}", trigger])
 
 
 def _parameters(number: int, function: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
@@ -335,6 +405,24 @@ def _with_mistral_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 def _mistral_id(name: str) -> str:
     return name if MISTRAL_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
+
+
+def _with_written_calls(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
+    """The message with its calls as text, for a template that has the format and does not write it (Granite 3, Phi-4-mini)."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    records = [{"name": call["function"]["name"], form.key: call["function"]["arguments"]} for call in calls]
+    text = f"{form.opening}{json.dumps(records, ensure_ascii=False)}{form.closing}"
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "".join(filter(None, [_plain(message.get("content")), text]))}
+
+
+def _with_tools(messages: list[dict[str, Any]], given: Tooling) -> list[dict[str, Any]]:
+    """The messages with the tools in the system message, from which Phi-4-mini's template reads them."""
+    tools = json.dumps([tool["function"] for tool in given.tools], ensure_ascii=False)
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "tools": tools}, *messages[1:]]
+    return [{"role": "system", "content": PHI4_SYSTEM, "tools": tools}, *messages]
 
 
 def _as_text(number: int, message: dict[str, Any], reader: ArgumentsReader) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class DraftModel:
             start, length = self._start(target), len(target.seq.tokens)
             count = min(length - start, room)
             # A source that comes with this very step is not encoded yet, so no model can read it.
-            if count > 0 and not target.feed.source:
+            if count > 0 and target.feed.source is None:
                 wants = (self._want(target),) if start + count == length else ()
                 allowed = mask_after(target, []) if wants else b""
                 feeds.append((target, Feed(target.seq.wire.slot, start, count, target.feed.new, wants, allowed=allowed)))

@@ -3,6 +3,7 @@
 Source: Saxena, "Prompt Lookup Decoding", 2023, github.com/apoorvumang/prompt-lookup-decoding.
 """
 
+from headrace.data.sources import Tokens
 from headrace.data.types import Draft, Request, Sequence
 from headrace.drafting.base import READ_EACH, READ_TOKENS
 
@@ -53,8 +54,8 @@ class PromptLookup:
 
     def draft(self, request: Request, seq: Sequence, most: int) -> Draft | None:
         index = seq.decode.memory.setdefault(self.name, Ngrams(self.longest))
-        # An encoder-decoder's output often copies its source.
-        text = request.prompt + seq.tokens if seq.kv.source else seq.tokens
+        # An encoder-decoder's output often copies its source text.
+        text = request.input_ids + seq.tokens if isinstance(request.source, Tokens) else seq.tokens
         self._room -= index.read(text, max(self._room, READ_EACH))
         at, length = index.find(text)
         if length < self.shortest or length == 0:

@@ -1,25 +1,56 @@
 """Checks of requests before they enter the loop. A request that could never run is refused with what to change."""
 
-from headrace.data.config import EngineConfig
+from collections.abc import Mapping
+from hashlib import sha256
+
+from headrace.data.config import Audio, EngineConfig
 from headrace.data.fields import PROMPT, FieldError, ignored_fields
 from headrace.data.params import ParamError, SamplingParams
-from headrace.data.plan import AMATEUR, CASCADE, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, KVGroup
+from headrace.data.plan import AMATEUR, CASCADE, FEATURES, HIDDEN, MAX_NODES, TARGET, UPPER, Align, KVGroup
+from headrace.data.sources import Frames
 from headrace.data.types import Request
 from headrace.decoding.base import Strategy
+from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
 from headrace.decoding.processors import ProcessorError, check_processors
-from headrace.decoding.prompts import POOLS, Classifying, Pooling
+from headrace.decoding.prompts import POOLS, Aligning, Classifying, Pooling
 from headrace.decoding.refine import Refine
+from headrace.decoding.timestamps import TimestampRules
 
 
 class AdmissionError(FieldError):
     """A request that could never run; the message contains what to change."""
 
 
+def with_adapter(salt: bytes, params: SamplingParams, adapters: Mapping[str, bytes]) -> bytes:
+    """The salt of a request, its adapter included, so that adapters share no K/V. adapters: digests by name.
+
+    Raises AdmissionError for an unknown adapter.
+    """
+    if not params.adapter:
+        return salt
+    if params.adapter not in adapters:
+        known = f"this model has {', '.join(adapters)}" if adapters else "open the model with adapter=NAME=PATH"
+        raise AdmissionError("adapter", f"unknown adapter {params.adapter[:60]!r}; {known}")
+    return sha256(adapters[params.adapter] + salt).digest()
+
+
+def constraint_of(params: SamplingParams, grammars: Grammars | None, vocab_size: int) -> Constraint | TimestampRules | None:
+    """The compiled constraint of a request's outputs or timestamps, None without one. Raises AdmissionError."""
+    if params.structured_outputs is None:
+        return None if params.timestamps is None else TimestampRules(params.timestamps, vocab_size)
+    if grammars is None:
+        raise AdmissionError("structured_outputs", "structured_outputs need a tokenizer; load the model with its tokenizer")
+    try:
+        return grammars.constraint(params.structured_outputs)
+    except ConstraintError as error:
+        raise AdmissionError("structured_outputs", str(error)) from None
+
+
 class Limits:
     """The bounds of one engine: context, vocabulary, slots, token budget, blocks.
 
-    mask_id: mask token of a model that fills in masks. start: token before the first output token of an encoder-decoder, whose
-    prompts are sources; None for other models. judges: the exits have confidence classifiers.
+    mask_id: mask token of a model that fills in masks. start: first token of the decoder of an encoder-decoder that reads text;
+    None for other models. audio: windows of sound that the encoder reads. judges: the exits have confidence classifiers.
     """
 
     def __init__(
@@ -30,6 +61,7 @@ class Limits:
         has_tokenizer: bool,
         mask_id: int | None = None,
         start: int | None = None,
+        audio: Audio | None = None,
         judges: bool = False,
     ) -> None:
         self.scheduler = config.scheduler
@@ -38,6 +70,7 @@ class Limits:
         self.has_tokenizer = has_tokenizer
         self.mask_id = mask_id
         self.start = start
+        self.audio = audio
         self.judges = judges
 
 
@@ -63,12 +96,14 @@ def admit(request: Request, limits: Limits) -> None:
 
 
 def _check_prompt(request: Request, limits: Limits) -> None:
-    length, context = len(request.prompt), limits.scheduler.max_model_len
+    length, context = len(request.input_ids), limits.scheduler.max_model_len
+    _check_frames(request, limits)
     if length == 0:
         what = "the prompt is empty" if limits.start is None else "the source is empty, and an encoder-decoder writes from one"
         raise AdmissionError(PROMPT, f"{what}; give at least one token")
     if limits.start is not None:
-        _check_source(request, limits)
+        _check_unscored(request)
+        _check_length(request, limits)
     elif isinstance(request.strategy, Pooling):
         _check_pool(request, request.strategy.pool, limits)
     elif isinstance(request.strategy, Classifying):
@@ -94,15 +129,37 @@ def _check_prompt(request: Request, limits: Limits) -> None:
     _check_vocabulary(request, limits)
 
 
-def _check_source(request: Request, limits: Limits) -> None:
-    """Check an encoder-decoder's source and what is requested of it."""
+def _check_unscored(request: Request) -> None:
+    """Raise AdmissionError for scores or embeddings of an encoder-decoder."""
     if not _least_answer(request) or request.params.prompt_logprobs is not None:
         raise AdmissionError("model", "an encoder-decoder cannot score or embed its source; request generated text only")
-    _check_length(request, limits)
+
+
+def _check_frames(request: Request, limits: Limits) -> None:
+    """Raise AdmissionError unless the request brings a window of sound exactly where the model reads one."""
+    frames, audio = request.source if isinstance(request.source, Frames) else None, limits.audio
+    if frames is None and audio is None and not isinstance(request.strategy, Aligning):
+        return
+    if audio is None:
+        raise AdmissionError("model", "this model reads no sound; open a speech model, such as whisper-base")
+    if frames is None:
+        raise AdmissionError("model", "this model transcribes sound and reads no text; use headrace transcribe")
+    if frames.bins != audio.bins or len(frames.rows) != 4 * audio.bins * audio.rows:
+        raise AdmissionError("model", f"a window of this model is {audio.rows} rows of {audio.bins} float32 values")
+    if isinstance(request.strategy, Aligning):
+        _check_aligned(request, request.strategy.wanted, audio)
+    else:
+        _check_unscored(request)
+
+
+def _check_aligned(request: Request, want: Align, audio: Audio) -> None:
+    """Raise AdmissionError for an alignment of no tokens, or with positions that a window does not have."""
+    if not 0 <= want.first < len(request.prompt) - 1 or not 0 < want.positions <= audio.positions or not want.heads:
+        raise AdmissionError(PROMPT, f"an alignment takes heads, tokens, and 1 to {audio.positions} positions")
 
 
 def _check_vocabulary(request: Request, limits: Limits) -> None:
-    for token in request.prompt:
+    for token in request.input_ids:
         if not isinstance(token, int) or not 0 <= token < limits.vocab_size:
             raise AdmissionError(PROMPT, f"prompt token {token!r} is not in the vocabulary (0 to {limits.vocab_size - 1})")
 
@@ -122,8 +179,9 @@ def _check_pool(request: Request, pool: str, limits: Limits) -> None:
 
 def _check_length(request: Request, limits: Limits) -> None:
     context = limits.scheduler.max_model_len
-    if len(request.prompt) > context:
-        raise AdmissionError(PROMPT, f"the text has {len(request.prompt)} tokens and the model takes {context}; shorten it")
+    length = len(request.input_ids)
+    if length > context:
+        raise AdmissionError(PROMPT, f"the text has {length} tokens and the model takes {context}; shorten it")
 
 
 def _check_ids(request: Request, limits: Limits) -> None:
@@ -220,7 +278,7 @@ def blocks_needed(prompt_len: int, output_len: int, width: int, block_size: int,
 
 
 def _check_blocks(request: Request, limits: Limits) -> None:
-    prompt, source = (len(request.prompt), 0) if limits.start is None else (1, len(request.prompt))
+    prompt, source = len(request.prompt), 0 if request.source is None else request.source.positions
     room = limits.scheduler.max_model_len - prompt
     output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
     output = output if _least_answer(request) else 1

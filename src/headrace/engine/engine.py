@@ -5,14 +5,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Series
-from hashlib import sha256
 from typing import Any
 
-import numpy as np
-
-from headrace.data.config import EngineConfig
+from headrace.data.config import Audio, EngineConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import (
     HIDDEN,
@@ -28,17 +25,18 @@ from headrace.data.plan import (
     Where,
     wanted,
 )
+from headrace.data.sources import Source, Tokens
 from headrace.data.torch_threads import keep_torch_threads
 from headrace.data.types import Child, Delta, Draft, Holding, Request, Sequence, Status, Wire
 from headrace.decoding.base import Outputs, Strategy
-from headrace.decoding.constrained import Constraint, ConstraintError, Grammars
+from headrace.decoding.constrained import Constraint, Grammars
 from headrace.decoding.methods import strategy_for
 from headrace.decoding.processors import Processor, ProcessorError
 from headrace.decoding.prompts import Scored
 from headrace.decoding.stopping import Stopping
 from headrace.drafting.base import check_draft
 from headrace.drafting.speculation import Speculation
-from headrace.engine.admission import AdmissionError, Limits, admit, groups_filled
+from headrace.engine.admission import AdmissionError, Limits, admit, constraint_of, groups_filled, with_adapter
 from headrace.engine.children import Children, Outbox
 from headrace.engine.executor import Done, Executor, Ticket
 from headrace.engine.feeding import FeedWork, Flight
@@ -58,8 +56,9 @@ class Engine:
 
     vocab_size: bound of token ids. eos_ids: end tokens, unless the request ignores them. speculation: proposes drafts for the
     requests that take them. groups: KV groups, the target's first. mask_id: mask token of a model that fills in masks. start:
-    first output token of an encoder-decoder, whose prompts are sources. judges: the exits have classifiers. clock: seconds, for
-    the requests' metrics.
+    first token of the decoder of an encoder-decoder that reads text; `add` then takes that text as its prompt. audio: windows
+    of sound that the encoder reads. judges: the exits have classifiers. adapters: digest of each adapter by name. clock:
+    seconds, for the requests' metrics.
     """
 
     def __init__(
@@ -74,21 +73,24 @@ class Engine:
         groups: tuple[KVGroup, ...] = (TARGET,),
         mask_id: int | None = None,
         start: int | None = None,
+        audio: Audio | None = None,
         judges: bool = False,
+        adapters: Mapping[str, bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.executor = executor
+        self.adapters = adapters or {}
         self.speculation = speculation
         if speculation is not None:
             speculation.vocab_size = vocab_size
         self.blocks = BlockManager(config.cache, groups)
         self.scheduler = Scheduler(config.scheduler, self.blocks, executor.depth)
         self.stopping = Stopping(tokenizer, config.scheduler.max_model_len)
-        self._ids = itertools.count()
+        self._ids, self._names = itertools.count(), itertools.count()
         self.children = Children(self.scheduler, self.stopping, vocab_size, self._ids)
         self.limits = Limits(
-            config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id, start=start, judges=judges
+            config, vocab_size, has_tokenizer=tokenizer is not None, mask_id=mask_id, start=start, audio=audio, judges=judges
         )
         self.eos_ids = eos_ids
         self.grammars = Grammars(tokenizer, vocab_size, eos_ids) if tokenizer is not None else None
@@ -99,7 +101,6 @@ class Engine:
         self._lost: RankLostError | None = None
         self._flights: deque[Flight] = deque()
         self._outbox = Outbox()
-        self._names = itertools.count()
         self._idle = 0  # steps in a row without a feed
         self._checked_wants: Any = ()  # the wants checked last
         self._clock = clock
@@ -118,11 +119,13 @@ class Engine:
         turn: int = 0,
         seed: int | None = None,
         given: Series[int] = (),
+        source: Source | None = None,
     ) -> Request:
         """Queue a request. Of equal priorities the smallest `turn` starts first, then the earliest.
 
         salt: separates tenants in the prefix cache. constraint: the compiled structured outputs; None: compiled here. seed:
-        None: that of `params`, or random. given: tokens that another engine sampled; the output goes on after them.
+        None: that of `params`, or random. given: tokens that another engine sampled; the output goes on after them. source: of
+        an encoder-decoder; None for one that reads text, whose prompt is the source.
 
         Raises AdmissionError, with what to change, for a request that could never run.
         """
@@ -131,11 +134,16 @@ class Engine:
         if name in self.requests:
             raise AdmissionError("request_id", f"request id {name!r} is in use; choose another")
         # Without prefix caching only a request's own sequences share its prefix.
+        salt = with_adapter(salt, params, self.adapters)
         root = salt if self.config.cache.prefix_caching else salt + arrival.to_bytes(8, "little")
+        first = list(prompt)
+        if self.limits.start is not None:
+            source, first = Tokens(tuple(prompt)), [self.limits.start]
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         request = Request(
             id=name,
-            prompt=list(prompt),
+            prompt=first,
+            source=source,
             params=params,
             seed=secrets.randbits(64) if seed is None else seed,
             strategy=strategy or strategy_for(params, self.limits.mask_id, self.config.scheduler.max_model_len),
@@ -146,19 +154,11 @@ class Engine:
             stop_ids=eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids,
         )
         admit(request, self.limits)
-        request.drafts = request.strategy.nodes(request) > 0
-        request.overlaps = self._overlaps(request)
-        if params.prompt_logprobs is not None:
-            request.strategy = Scored(request.strategy)
-        request.shares = request.strategy.shares(request)
-        request.observes = _observes(request.strategy)
-        request.speculates = self.speculation is not None and self.speculation.serves(request)
-        if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
-            raise AdmissionError("verification", why)
+        self._set_properties(request)
         seq = self._sequence(request, root)
         self._reserve(params)
         self.stopping.begin(request, seq)
-        seq.decode.constraint = constraint or self._constraint(params)
+        seq.decode.constraint = constraint or constraint_of(params, self.grammars, self.limits.vocab_size)
         resume(request, seq, given, self.stopping, self.limits.vocab_size)
         request.seqs.append(seq)
         request.metrics.arrival = self._clock()
@@ -166,20 +166,34 @@ class Engine:
         self.scheduler.add(request)
         return request
 
+    def _set_properties(self, request: Request) -> None:
+        """Set what the strategy and the parameters of a new request allow. Raises AdmissionError."""
+        request.drafts = request.strategy.nodes(request) > 0
+        request.overlaps = self._overlaps(request)
+        if request.params.prompt_logprobs is not None:
+            request.strategy = Scored(request.strategy)
+        request.shares = request.strategy.shares(request)
+        request.uncut = request.strategy.uncut
+        request.observes = _observes(request.strategy)
+        request.speculates = self.speculation is not None and self.speculation.serves(request)
+        if request.speculates and self.speculation is not None and (why := self.speculation.refusal(request)):
+            raise AdmissionError("verification", why)
+
     def _sequence(self, request: Request, root: bytes) -> Sequence:
-        """The request's first sequence: its prompt, or the start token if the prompt is a source."""
+        """The request's first sequence. Its cached prefix is rooted in the tenant and the source."""
         groups, tokens, wire = self.blocks.groups, request.prompt, Wire()
         kv = Holding(root, groups_filled(request.params, groups, self.limits.judges), computed=[0] * len(groups))
-        if self.limits.start is not None:
-            tokens = [self.limits.start]
-            kv.source, kv.tables, wire.synced = len(request.prompt), [[], []], [0, 0]
-            kv.root += sha256(np.array(request.prompt, dtype="<i4").tobytes()).digest()
+        if request.source is not None:
+            kv.source = request.source.positions
+            kv.root += request.source.digest
+        kv.tables = self.blocks.new_tables(kv.source)
+        wire.synced = [0] * len(kv.tables)
         return Sequence(next(self._ids), list(tokens), len(tokens), kv, wire)
 
     def _overlaps(self, request: Request) -> bool:
         """Whether a chunk of the prompt may be submitted before the answers to the chunk before it are in. A strategy that
         observes answers may use them for its next wants; rows of sources and of exits are fed in an order of their own."""
-        in_order = self.limits.start is not None or self.scheduler.feeding.upper is not None
+        in_order = request.source is not None or bool(self.scheduler.feeding.uppers)
         return not in_order and not request.drafts and not _observes(request.strategy)
 
     def _free_name(self) -> str:
@@ -192,16 +206,6 @@ class Engine:
                 self.executor.reserve(HIDDEN)
             except ValueError as error:
                 raise AdmissionError("penalty_alpha", str(error)) from None
-
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        if params.structured_outputs is None:
-            return None
-        if self.grammars is None:
-            raise AdmissionError("structured_outputs", "structured_outputs need a tokenizer; load the model with its tokenizer")
-        try:
-            return self.grammars.constraint(params.structured_outputs)
-        except ConstraintError as error:
-            raise AdmissionError("structured_outputs", str(error)) from None
 
     def abort(self, request_id: str) -> None:
         """End a request. Its blocks are free at once, or after its step in flight has landed."""
@@ -244,7 +248,7 @@ class Engine:
                 for request, outputs in self._caught_up(flight, output):
                     self._call_hook(request, self._commit, request, outputs, now)
             self._sweep(flight)
-        elif self.requests and not self._outbox:
+        elif self.requests and not self._outbox and not self.scheduler.wait_for_store():
             self._end_unfed()
         return self._deliver()
 
@@ -484,7 +488,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise AssertionError unless block tables, reference counts and the prefix cache agree."""
-        self.blocks.check(self.scheduler.held)
+        self.scheduler.check()
 
 
 def _observes(strategy: Strategy) -> bool:

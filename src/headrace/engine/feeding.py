@@ -10,6 +10,7 @@ from headrace.data.config import SchedulerConfig
 from headrace.data.plan import PROPAGATED, UPPER, Feed, StepPlan, TableDelta
 from headrace.data.types import Request, Sequence
 from headrace.kv.blocks import BlockManager, Span
+from headrace.kv.store import KVStore
 
 
 class FeedWork(msgspec.Struct, eq=False, gc=False):
@@ -41,18 +42,20 @@ class Flight:
 class Feeding:
     """Puts feeds into plans.
 
-    upper: index of the KV group of the layers above an exit (in a cascade: of all layers of the target); None without one. It
-    may lag: it lacks K/V of tokens that exited, until a later feed computes them.
-    exit: number of layers below the exit if K/V above it are propagated, that is, computed from the row at the exit; else 0.
+    uppers: by index of the KV group of the layers above an exit (in a cascade: of all layers of the target), the number of
+    layers below. They may lag: they lack K/V of tokens that exited, until a later feed computes them.
+    propagates: whether K/V above an exit are computed from the row at the exit.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, flights: list[Flight]) -> None:
         """flights: plans under way; the blocks that they compute are not computed again."""
         self.config = config
         self.blocks = blocks
-        self.upper = next((g for g, group in enumerate(blocks.groups) if group.name == UPPER), None)
-        self.exit = next((group.layers[0] for group in blocks.groups if group.kind == PROPAGATED), 0)
+        uppers = [(g, group) for g, group in enumerate(blocks.groups) if group.name == UPPER]
+        self.uppers = {g: group.layers[0] if group.layers else 0 for g, group in uppers}
+        self.propagates = any(group.kind == PROPAGATED for group in blocks.groups)
         self._flights = flights
+        self.store: KVStore | None = None
 
     def feed_token(self, request: Request, flight: Flight) -> bool:
         """Fast path of most feeds: one new token of a request's only sequence, into a block that only this sequence uses.
@@ -71,9 +74,10 @@ class Feeding:
         """The token range of each sequence to feed: up to its last token and required draft, or, if not all sequences reach
         that in this step, up to the token before.
 
-        A sequence waits if another feed computes its next block or its source right now, and matches that later. A source is
+        A sequence waits if another feed computes its next block or its source right now, or the K/V store loads its next
+        segment, and matches that later. A source is
         encoded whole, with the first feed that needs it; a feed that starts within the token budget may exceed it by its source
-        and required draft. All rows of a feed have one depth.
+        and required draft, or by the rest of an `uncut` prompt. All rows of a feed have one depth.
         """
         room = max(flight.room, 0)
         shares = 0 if self.config.whole else request.shares
@@ -98,13 +102,14 @@ class Feeding:
                 # A preempted request finds its own blocks again.
                 if not request.metrics.preemptions:
                     request.metrics.cached_tokens += saved
-                if self._promised(seq, promises, shares):
+                if self._promised(seq, promises, shares) or (self.store is not None and self.store.loads(seq, shares)):
                     held = True
                     continue
             start = seq.kv.computed[0]
             most = goal(seq)
+            room = max(room, most - start) if request.uncut and room else room
             end = most if start + room >= most else min(start + room, len(seq.tokens))
-            if self.exit and request.params.exit_threshold is not None:
+            if self.propagates and request.params.exit_threshold is not None:
                 end = min(end, end_of_depth(seq, start))
             spans.append((seq, start, end))
             promises.update(self._completed(seq, start, min(end, len(seq.tokens) - 1)))
@@ -142,17 +147,17 @@ class Feeding:
         known = min(end, length)
         feed = Feed(wire.slot, start, known - start, tuple(seq.tokens[wire.sent :]))
         if seq.kv.source and not seq.kv.encoded:
-            feed.source = tuple(request.prompt)
-            flight.room -= len(feed.source)
+            feed.source = request.source
+            flight.room -= seq.kv.source
             flight.promises.add(self.blocks.source_key(seq))
         if end > length:
             draft = seq.decode.draft
             assert draft is not None
             feed.nodes, feed.parents, feed.full = tuple(draft.tokens), tuple(draft.parents), draft.full
-        if self.upper is not None:
-            feed.lag = start - seq.kv.computed[self.upper]
-        if seq.kv.left and was_propagated(seq, start):
-            feed.depth = self.exit
+        if self.uppers and any(seq.kv.computed[g] < start for g in self.uppers):
+            feed.lags = tuple(start - seq.kv.computed[g] for g in self.uppers)
+        if seq.kv.left:
+            feed.depth = depth_of(seq, start)
         wire.sent = length
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
@@ -167,10 +172,12 @@ class Feeding:
 
     def _compact(self, seq: Sequence, end: int, plan: StepPlan) -> None:
         """Move accepted K/V to the places of their tokens, before anything else in the step."""
-        table, size = seq.kv.tables[0], self.blocks.block_size
-        for pair in seq.kv.moves:
-            source, to = (table[index // size] * size + index % size for index in pair)
-            plan.moves.append((0, source, to))
+        size = self.blocks.block_size
+        for number, _ in self.blocks.growing:
+            table = seq.kv.tables[number]
+            for pair in seq.kv.moves:
+                source, to = (table[index // size] * size + index % size for index in pair)
+                plan.moves.append((number, source, to))
         seq.kv.moves = []
         self.blocks.truncate(seq, end)
 
@@ -187,7 +194,7 @@ class Feeding:
             seq = work.seq
             length = len(seq.tokens)
             most = min(len(draft.tokens), flight.room) if work.last else 0
-            if self.blocks.need([(seq, length, length + most)]) + reserve > self.blocks.available:
+            if self.blocks.lacks([(seq, length, length + most)], reserve):
                 most = min(most, len(seq.kv.tables[0]) * self.blocks.block_size - length)
             if most <= 0:
                 seq.decode.draft = None
@@ -214,23 +221,23 @@ def goal(seq: Sequence) -> int:
     return len(seq.tokens) + (len(draft.tokens) if draft is not None and draft.required else 0)
 
 
-def was_propagated(seq: Sequence, index: int) -> bool:
-    """Whether the row at a KV index exited early and its upper K/V were propagated."""
+def depth_of(seq: Sequence, index: int) -> int:
+    """Number of layers after which the row at a KV index exited and was propagated; 0 if it did not."""
     at = bisect_left(seq.kv.left, index)
-    return at < len(seq.kv.left) and seq.kv.left[at] == index
+    return seq.kv.depths[at] if at < len(seq.kv.left) and seq.kv.left[at] == index else 0
 
 
 def end_of_depth(seq: Sequence, start: int) -> int:
     """KV index at which the rows of equal depth from `start` on end.
 
-    There are three kinds: rows whose K/V above the exit are propagated, rows that run through all layers, and the last known
+    There are three kinds: rows whose K/V above one exit are propagated, rows that run through all layers, and the last known
     token behind the prompt, which may exit in this step.
     """
-    left, tip = seq.kv.left, len(seq.tokens) - 1
+    left, depths, tip = seq.kv.left, seq.kv.depths, len(seq.tokens) - 1
     at = bisect_left(left, start)
     if at < len(left) and left[at] == start:
-        end = start
-        while at < len(left) and left[at] == end:
+        end, depth = start, depths[at]
+        while at < len(left) and left[at] == end and depths[at] == depth:
             at, end = at + 1, end + 1
         return end
     end = left[at] if at < len(left) else len(seq.tokens)

@@ -14,10 +14,13 @@ from typing import Any
 from headrace.data.explicit import PlainPrompt
 from headrace.data.outputs import RequestOutput, empty_output
 from headrace.data.params import SamplingParams
+from headrace.data.plan import Align
+from headrace.data.sources import Source
 from headrace.data.types import Delta
 from headrace.decoding.base import Strategy
 from headrace.decoding.constraint_check import check_outputs
 from headrace.decoding.processors import Processor
+from headrace.decoding.prompts import Aligning
 from headrace.engine.engine import Engine
 
 Inbox = deque[Delta]  # deltas of one caller's requests, whichever thread ran the step
@@ -55,6 +58,7 @@ class Lockstep:
         self._unread: Inbox = deque(maxlen=0)  # of callers of `step`, who read the output instead
         self._unchecked: list[Unchecked] = []
         self.closed = False
+        self.adapter = ""  # of requests that name none
 
     @property
     def open(self) -> int:
@@ -74,6 +78,7 @@ class Lockstep:
         with self._lock:
             if not self.closed:
                 self.closed = True
+                self.engine.scheduler.close()
                 self.engine.executor.close()
 
     def check_open(self) -> None:
@@ -127,11 +132,15 @@ class Lockstep:
         processors: tuple[Processor, ...],
         strategy: Strategy | None,
         inbox: Inbox | None = None,
+        source: Source | None = None,
+        align: Align | None = None,
     ) -> list[RequestOutput]:
         """Queue all prompts, or none if one is refused. Equal beginnings are queued next to each other, so that the prefix
         cache hits.
 
-        inbox: receives the deltas of each step. Raises ClosedError, AdmissionError.
+        inbox: receives the deltas of each step. source: of an encoder-decoder that reads sound, the same for all prompts.
+        align: instead of a strategy, align the prompts with their source; the last token of each ends its text.
+        Raises ClosedError, AdmissionError.
         """
         self.check_open()
         encoded = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -144,9 +153,13 @@ class Lockstep:
             try:
                 for at in sorted(range(len(encoded)), key=lambda at: encoded[at]):
                     params = settings[at]
+                    if self.adapter and not params.adapter:
+                        params = params.replace(adapter=self.adapter)
                     if params.seed is None and self._seeds is not None:
                         params = params.replace(seed=self._seeds.getrandbits(64))
-                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy)
+                    if align is not None:
+                        strategy = Aligning(align, encoded[at][-1])
+                    request = self.engine.add(encoded[at], params, processors=processors, strategy=strategy, source=source)
                     outputs[at] = empty_output(request, texts[at])
                     self._open[request.id] = (outputs[at], self._unread if inbox is None else inbox)
             except BaseException:

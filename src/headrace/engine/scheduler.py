@@ -14,6 +14,7 @@ from headrace.data.plan import NewSlot, StepOutput, StepPlan
 from headrace.data.types import Holding, Request, Sequence, Status, Wire
 from headrace.engine.feeding import Feeding, FeedWork, Flight
 from headrace.kv.blocks import BlockManager
+from headrace.kv.store import KVStore
 
 
 class Scheduler:
@@ -75,7 +76,12 @@ class Scheduler:
         request.seqs = []
 
     def drop(self, seq: Sequence) -> None:
-        """Free a sequence's blocks and slot."""
+        """Free the blocks and the slot of a sequence that has ended."""
+        if self.store is not None:
+            self.store.save(seq)
+        self._give_up(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
         self.blocks.release(seq)
         self._free_slot(seq)
 
@@ -94,11 +100,35 @@ class Scheduler:
             parent.kv, parent.wire = Holding(), Wire()
         request.seqs[at : at + 1] = children
 
+    # -- the K/V store -------------------------------------------------------------------------------------------------
+    @property
+    def store(self) -> KVStore | None:
+        return self.feeding.store
+
+    @store.setter
+    def store(self, store: KVStore | None) -> None:
+        self.feeding.store = store
+
+    def wait_for_store(self) -> bool:
+        """Wait a moment for loads and saves, when no request can be fed. Returns False if there are none."""
+        return self.store is not None and self.store.wait()
+
+    def close(self) -> None:
+        """Save what is queued."""
+        if self.store is not None:
+            self.store.close()
+
+    def check(self) -> None:
+        """Raise AssertionError unless block tables, reference counts and the prefix cache agree."""
+        self.blocks.check(self.held, () if self.store is None else self.store.held)
+
     # -- one step ------------------------------------------------------------------------------------------------------
     def schedule(self) -> Flight | None:
         """The flight of the next step; None if nothing can be fed now."""
         flight = Flight(StepPlan(self._step), self.config.max_num_batched_tokens)
         while True:
+            if self.store is not None:
+                self.store.begin()
             self.blocks.begin()
             before = self.preemptions
             if not self._retry(flight) and not self._feed_running(flight):
@@ -160,14 +190,14 @@ class Scheduler:
         for number, work in enumerate(flight.works):
             if work.stale:
                 continue
-            reached = number not in output.unfilled
+            depth = output.unfilled.get(number)
             if number in output.propagated:
-                self.blocks.leave(work.seq, work.feed.start)
-            self._computed(work.seq, work.feed.start + work.feed.count, reached)
-            if work.feed.lag and reached:
-                assert self.feeding.upper is not None
-                self.blocks.fill(work.seq, self.feeding.upper, work.feed.start - work.feed.lag)
-            if work.feed.source:
+                self.blocks.leave(work.seq, work.feed.start, output.propagated[number])
+            self._computed(work.seq, work.feed.start + work.feed.count, depth)
+            for (group, below), lag in zip(self.feeding.uppers.items(), work.feed.lags, strict=False):
+                if lag and (depth is None or below < depth):
+                    self.blocks.fill(work.seq, group, work.feed.start - lag)
+            if work.feed.source is not None:
                 self.blocks.publish_source(work.seq)
         if flight.retry and flight.works[0].last:
             self.retries.remove(flight.works[0].request)
@@ -195,14 +225,15 @@ class Scheduler:
         for g in self._draft_groups:
             work.seq.kv.computed[g] = 0
 
-    def _computed(self, seq: Sequence, end: int, reached: bool = True) -> None:
-        """Set the target's groups to `end`, those above an exit only if `reached`; publish full blocks."""
-        kv = seq.kv
+    def _computed(self, seq: Sequence, end: int, depth: int | None = None) -> None:
+        """Set the target's groups to `end`, only those below `depth` layers if the feed exited there; publish full blocks."""
+        kv, uppers = seq.kv, self.feeding.uppers
         for g in self._target_groups:
-            if kv.groups >> g & 1 and kv.computed[g] < end and (reached or g != self.feeding.upper):
+            if kv.groups >> g & 1 and kv.computed[g] < end and (depth is None or g not in uppers or uppers[g] < depth):
                 kv.computed[g] = end
         if end // self.blocks.block_size > kv.published:
             self.blocks.publish(seq)
+        self.blocks.retire(seq)
 
     def _target_groups_of(self, seq: Sequence) -> list[int]:
         """The target's KV groups that a sequence's feeds fill."""
@@ -241,10 +272,10 @@ class Scheduler:
         """Feed one running request if there are blocks; returns whether they ran short."""
         spans = self.feeding.spans(request, flight)
         short = False
-        while (need := self.blocks.need(spans)) > self.blocks.available:
+        while self.blocks.lacks(spans):
             short = True
             # A victim's blocks are usable from the next step on; then this request is tried again.
-            if need <= self.blocks.available + self.blocks.freed_this_step or not self._preempt_after(request):
+            if not self.blocks.lacks(spans, freed=True) or not self._preempt_after(request):
                 return short
         self.feeding.feed(request, spans, flight)
         return short
@@ -257,7 +288,7 @@ class Scheduler:
         if waits or start >= end or flight.room < 1:
             return False
         spans = [(seq, start, min(start + flight.room, end))]
-        if self.blocks.need(spans) > self.blocks.available:
+        if self.blocks.lacks(spans):
             return True
         self.feeding.feed(request, spans, flight)
         return False
@@ -286,7 +317,8 @@ class Scheduler:
         self.preemptions += 1
         victim.metrics.preemptions += 1
         for seq in victim.seqs:
-            self.drop(seq)
+            self._give_up(seq)
+            seq.kv.sought = 0
             seq.decode.draft = None
         victim.status = Status.WAITING
         _remove(self.running, victim)
@@ -312,7 +344,7 @@ class Scheduler:
         cut = self.config.whole and sum(end - start for _, start, end in spans) < len(leader.tokens)
         # A retried request must get its slots with its own step.
         cut = cut or (flight.retry and not spans)
-        if cut or max(self.blocks.need(spans), self.blocks.need(whole)) + reserve > self.blocks.available:
+        if cut or self.blocks.lacks(spans, reserve) or self.blocks.need(whole) + reserve > self.blocks.available:
             for seq in request.seqs:
                 self.blocks.release(seq)
             if not request.metrics.preemptions:

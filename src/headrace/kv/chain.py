@@ -3,10 +3,9 @@
 Equal hashes mean equal prefixes under equal roots. The prefix cache finds blocks by them.
 """
 
+import struct
 from collections.abc import Sequence
 from hashlib import sha256
-
-import numpy as np
 
 
 def chain(tokens: Sequence[int], root: bytes, size: int) -> list[bytes]:
@@ -22,7 +21,7 @@ def extend(hashes: list[bytes], tokens: Sequence[int], root: bytes, size: int, c
     if start >= count:
         return
     parent = hashes[-1] if hashes else sha256(b"headrace" + root).digest()
-    data = np.array(tokens[start * size : count * size], dtype="<i4").tobytes()
+    data = struct.pack(f"<{(count - start) * size}i", *tokens[start * size : count * size])
     stride = 4 * size
     for at in range(0, (count - start) * stride, stride):
         parent = sha256(parent + data[at : at + stride]).digest()

@@ -38,8 +38,32 @@ def vector_bytes(width: int, kv_dtype: str) -> int:
     return (-(-width // LANES) * LANES * PAGE * bits) // 8 + scales // 2
 
 
+class KVPlace(NamedTuple):
+    """Where the K/V of a layer are: the number of the pool, and of the layer in it."""
+
+    pool: int
+    layer: int
+
+
+def kv_places(config: ModelConfig, window: int) -> list[KVPlace]:
+    """The places of the layers with K/V of their own. Layers with a window of at most `window` tokens are in pool 1."""
+    counts, places = [0, 0], []
+    for layer in config.layers:
+        if not layer.shares:
+            pool = int(layer.window is not None and layer.window <= window)
+            places.append(KVPlace(pool, counts[pool]))
+            counts[pool] += 1
+    return places
+
+
+def kv_shapes(config: ModelConfig, window: int) -> list[KVShape]:
+    """The shapes of a model's pools: one, or two with a window."""
+    shape, places = kv_shape(config), kv_places(config, window)
+    return [shape._replace(layers=sum(place.pool == pool for place in places)) for pool in range(2 if window else 1)]
+
+
 def kv_shape(config: ModelConfig) -> KVShape:
-    """The shape of a model's pool. Raises ValueError if layers differ in theirs, as one table serves all of them."""
+    """The shape of a model's pool, if it has one for all layers. Raises ValueError if layers differ in theirs."""
     shapes = {(layer.kv_heads, layer.head_dim) for layer in config.layers} or {(1, 1)}
     if len(shapes) > 1:
         raise ValueError(f"a pool holds K and V of one shape, and this {config.architecture} has {sorted(shapes)}")

@@ -14,12 +14,14 @@ class Model(Group):
     """A model as pure functions of values.
 
     A new model has no tensors until weights.loader creates and fills its holders. layers: one group of weights per layer. norm:
-    before the head; None for an encoder, which has no head. encoder: of an encoder-decoder.
+    before the head; None if there is none. encoder: of an encoder-decoder. positions: added to the rows of the convolutions, of
+    an encoder that reads sound.
     """
 
     layers: Any
     norm: Any = None
     encoder: "Model | None" = None
+    positions: Any = None
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -34,6 +36,11 @@ class Model(Group):
 
     def cross(self, i: int, memory: Value, ctx: Any) -> Value:
         """Of an encoder-decoder: store layer i's cross-attention K and V of the encoder's rows `memory` in ctx.pool."""
+        raise NotImplementedError
+
+    def convolve(self, i: int, x: Value, ctx: Any) -> Value:
+        """Of an encoder that reads sound: convolution i of rows that lie side by side (`ops.patches`), [n, taps * width] -> [n,
+        hidden]."""
         raise NotImplementedError
 
     def head(self, x: Value) -> Value:

@@ -1,10 +1,10 @@
-"""BERT, MiniLM and their like: an encoder. Every token sees every other, norms come after each branch, nothing is generated."""
+"""BERT, XLM-R, MPNet and models of the same shape: encoders with norms after each branch and learned positions."""
 
 from typing import Any
 
 from headrace.data.config import LayerConfig, ModelConfig
 from headrace.models.base import Model, Value
-from headrace.models.layers import Embedding, Group, Linear, Norm
+from headrace.models.layers import Embedding, Group, Linear, Norm, Relative, TokenTypes
 from headrace.ops.vocabulary import act, attention, embed, linear, norm, residual, tap
 
 
@@ -19,14 +19,17 @@ class BertLayer(Group):
 
 
 class Bert(Model):
-    """Feeds are whole: K and V live in the pool for the one step that computes them."""
+    """Prompts are fed whole: their K and V are in the pool for one step. MPNet has no token types, and a bias by distance."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size, rows="vocab")
-        self.positions = Embedding(config.max_position, config.hidden_size)
-        self.types = Embedding(config.token_types, config.hidden_size)
-        self.embed_norm = Norm(config.hidden_size, config.norm_eps, "layer", bias=True)
+        width, types = config.hidden_size, config.token_types
+        self.tokens = Embedding(config.vocab_size, width, rows="vocab")
+        self.positions = Embedding(config.max_position, width)
+        self.types = TokenTypes(types, width, config.separator) if types else None
+        self.embed_norm = Norm(width, config.norm_eps, "layer", bias=True)
+        heads, distance = config.layers[0].heads, config.bucket_distance
+        self.relative = Relative(config.buckets, heads, distance, both=True) if config.buckets else None
         self.layers = [BertLayer(config, layer) for layer in config.layers]
 
     def embed(self, ctx: Any) -> Value:
@@ -36,7 +39,8 @@ class Bert(Model):
     def layer(self, i: int, x: Value, ctx: Any) -> Value:
         block = self.layers[i]
         q, k, v = linear(x, block.qkv, ctx)
-        x = norm(residual(x, linear(attention(q, k, v, ctx, i, causal=False), block.out, ctx)), block.attn_norm)
+        attended = attention(q, k, v, ctx, i, causal=False, bias=self.relative)
+        x = norm(residual(x, linear(attended, block.out, ctx)), block.attn_norm)
         x = norm(residual(x, linear(act(linear(x, block.up, ctx), "gelu"), block.down, ctx)), block.mlp_norm)
         return tap(x, f"layer.{i}", ctx)
 

@@ -10,6 +10,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.family import Family
 from headrace.models.not_built import missing
 from headrace.models.reader import Reader
+from headrace.models.rope_scaling import with_scaling
 from headrace.weights.origins import NameMap
 from headrace.weights.source import WeightError, WeightSource, adapter_of
 
@@ -19,8 +20,16 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 WHOLE_TEXT = ("llada", "llada-moe", "llada_moe", "dream")
 
 
-def read_config(source: WeightSource) -> ModelConfig:
-    """The config of the model in an open file. Raises WeightError for an unknown architecture or an unsupported setting."""
+def read_config(source: WeightSource, rope: str | None = None) -> ModelConfig:
+    """The config of the model in an open file. rope: a scaling as in `with_scaling`, for a longer context.
+
+    Raises WeightError for an unknown architecture or an unsupported setting, and ValueError for a scaling that cannot be used.
+    """
+    config = _read_config(source)
+    return config if rope is None else with_scaling(config, rope)
+
+
+def _read_config(source: WeightSource) -> ModelConfig:
     if source.format == "gguf":
         metadata: Mapping[str, Any] = cast(Any, source).metadata
         if not source.names():
@@ -39,7 +48,7 @@ def read_config(source: WeightSource) -> ModelConfig:
     _refuse_experts(next((settings[key] for key in EXPERTS if key in settings), None), source)
     family = _family(str(settings.get("model_type", "")), source)
     read = Reader(family.architecture, settings, source, "config.json")
-    hf.refuse_not_built(read)
+    hf.refuse_not_built(read, family.built)
     return _masked(family.hf.numbers(read), read)
 
 

@@ -21,7 +21,8 @@ class Family:
     """An architecture, by its Hugging Face model_type.
 
     shape: key of the model class (models.registry). gguf: a text if GGUF files are not supported, with the reason. gguf_name:
-    general.architecture in GGUF files, if different.
+    general.architecture in GGUF files, if different. built: settings in config.json that only some families support
+    (`hf.OFF`).
     """
 
     architecture: str
@@ -29,3 +30,4 @@ class Family:
     hf: FileFormat
     gguf: FileFormat | str
     gguf_name: str = ""
+    built: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Gemma 2 and 3 (text), GLM-4: norms before and after each branch, softcaps, windows and rotary settings by layer."""
+"""Gemma 2 and 3 (text), EmbeddingGemma, GLM-4: norms before and after each branch, softcaps, windows and rotary settings by
+layer."""
 
 from typing import Any
 
@@ -49,6 +50,7 @@ class Gemma3(Model):
             window=c.layers[i].window,
             scale=c.attn_scale,
             softcap=c.attn_softcap,
+            causal=not c.encoder,
         )
         x = residual(x, linear(attended, block.out, ctx), block.attn_post_norm)
         branch = linear(act_mul(linear(norm(x, block.mlp_norm), block.gate_up, ctx), c.activation), block.down, ctx)

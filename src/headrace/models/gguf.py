@@ -82,7 +82,7 @@ def _yarn(read: Reader, rope: RopeConfig, factor: float) -> RopeConfig:
         rope,
         scaling="yarn",
         factor=factor,
-        original_context=read.size("rope.scaling.original_context_length", read.get("context_length")),
+        original_context=read.size("rope.scaling.original_context_length", read.get("context_length"), least=2),
         beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
         amplitude=amplitude * read.number("rope.scaling.attn_factor", 1.0),
@@ -92,7 +92,7 @@ def _yarn(read: Reader, rope: RopeConfig, factor: float) -> RopeConfig:
 def _longrope(read: Reader, rope: RopeConfig) -> RopeConfig:
     """The settings with LongRoPE's divisors for long and for short contexts."""
     longest = read.size("context_length")
-    original = read.size("rope.scaling.original_context_length", longest)
+    original = read.size("rope.scaling.original_context_length", longest, least=2)
     long, short = (tuple(_divisors(read, name)) for name in (LONG_DIVISORS, SHORT_DIVISORS))
     amplitude = read.number("rope.scaling.attn_factor", long_amplitude(longest / original, original))
     rope = replace(rope, scaling="divisors", divisors=long, short=short, original_context=original, amplitude=amplitude)

@@ -23,14 +23,14 @@ OFF: dict[str, object] = {
 }
 
 
-def refuse_not_built(read: Reader) -> None:
-    """Raise WeightError for a setting that no family supports."""
+def refuse_not_built(read: Reader, built: tuple[str, ...] = ()) -> None:
+    """Raise WeightError for a setting that the family does not support. built: keys of `OFF` that it supports."""
     quantised = read.values.get("quantization_config")
     if isinstance(quantised, Mapping):
         scheme = str(quantised.get("quant_method") or "unknown")
         raise read.error(f"has weights quantised by {scheme!r}, which is not supported; {UNQUANTISED}")
     for key, off in OFF.items():
-        if key in read.values and read.values[key] not in (off, None):
+        if key not in built and read.values.get(key) not in (off, None):
             raise read.error(f"asks for {key}, which is not built; use a checkpoint without it")
 
 
@@ -66,7 +66,7 @@ def decoder(
         ffn=read.size("intermediate_size"),
         rope=rope(read, rope_settings(read) if rotary is None else rotary, head_dim, theta),
     )
-    _check_layer_types(read)
+    check_layer_types(read)
     bias = bool(read.get("attention_bias", False))
     return ModelConfig(
         architecture=read.architecture,
@@ -84,7 +84,7 @@ def decoder(
     )
 
 
-def _check_layer_types(read: Reader) -> None:
+def check_layer_types(read: Reader) -> None:
     """Raise WeightError for layer_types that are not one of the two known types for each layer."""
     types, layers = read.get("layer_types"), read.size("num_hidden_layers", most=MAX_LAYERS)
     if types is None:
@@ -150,7 +150,7 @@ def rope(read: Reader, settings: Mapping[str, Any], head_dim: int, theta: float)
         # YaRN's files may leave out the original context, which is then the model's.
         longest = read.get("max_position_embeddings") if kind == "yarn" else None
         original = read.get("original_max_position_embeddings", longest)
-        config = replace(config, original_context=own.size("original_max_position_embeddings", original))
+        config = replace(config, original_context=own.size("original_max_position_embeddings", original, least=2))
     if kind == "llama3":
         low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
         config = replace(config, scaling="llama3", factor=own.number("factor"), low_freq_factor=low, high_freq_factor=high)

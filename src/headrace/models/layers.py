@@ -31,8 +31,8 @@ class ParamSpec:
     """Description of a parameter: named parts stacked along the first axis, each filled from its own source tensor.
 
     parts: (name, rows); the name of a single part is "". tail: sizes of the other axes. exact: float32 or wider, whatever the
-    compute dtype. rows: what the first axis counts (heads, ffn or vocab) if the ranks of a parallel run split it; None: every
-    rank has all rows. columns: the same for the second axis.
+    compute dtype. absent: parts that files do not have, which are zero. rows: what the first axis counts (heads, ffn or
+    vocab) if the ranks of a parallel run split it; None: every rank has all rows. columns: the same for the second axis.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -40,6 +40,7 @@ class ParamSpec:
     exact: bool = False
     rows: str | None = None
     columns: str | None = None
+    absent: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,6 +119,15 @@ class Embedding(Holder):
         return {"weight": ParamSpec((("", self.count),), (self.width,), rows=self.rows)}
 
 
+class TokenTypes(Embedding):
+    """`weight` [types, width]: BERT's token types. separator: the tokens of a text after this one have the second type; None:
+    all have the first."""
+
+    def __init__(self, count: int, width: int, separator: int | None = None) -> None:
+        super().__init__(count, width)
+        self.separator = separator
+
+
 class Biased(Holder):
     """A tied head with a bias, which is stored as one row. never: token id that is never chosen."""
 
@@ -169,7 +179,7 @@ class Sinusoids(Holder):
 
 
 class Relative(Holder):
-    """`weight` [buckets, heads]: attention bias by distance of the key (T5).
+    """`weight` [buckets, heads]: attention bias by distance of the key (T5, MPNet).
 
     distance: farther keys share the last bucket. both: keys ahead have buckets of their own.
     """
@@ -209,7 +219,9 @@ class Linear(Holder):
     """`weight` [n_out, n_in] and `bias`, with the rows of all parts stacked.
 
     parts: output width, or width by part ({"q": 576, "k": 192, "v": 192}). split: the op `linear` returns one value per part.
-    rows, columns: how ranks of a parallel run split outputs and inputs ("heads", "ffn"); None: every rank has all.
+    unbiased: parts without a bias in files, if the others have one. rows, columns: how ranks of a parallel run split outputs
+    and inputs ("heads", "ffn"); None: every rank has all. adapters: by number, (first output, down [rank, in], up [rank, out])
+    of each adapted part, in torch.
     """
 
     weight: Tensor
@@ -222,6 +234,7 @@ class Linear(Holder):
         split: bool = False,
         rows: str | None = None,
         columns: str | None = None,
+        unbiased: tuple[str, ...] = (),
     ) -> None:
         self.n_in = n_in
         self.parts = tuple({"": parts}.items() if isinstance(parts, int) else parts.items())
@@ -231,13 +244,15 @@ class Linear(Holder):
         self.rows = rows
         self.columns = columns
         self.has_bias = bias
+        self.unbiased = unbiased
         self.method: LinearMethod | None = None
         self.bias: Tensor | None = None
+        self.adapters: Mapping[int, Any] | None = None
 
     def params(self) -> dict[str, ParamSpec]:
         specs = {"weight": ParamSpec(self.parts, (self.n_in,), rows=self.rows, columns=self.columns)}
         if self.has_bias:
-            specs["bias"] = ParamSpec(self.parts, rows=self.rows)
+            specs["bias"] = ParamSpec(self.parts, rows=self.rows, absent=self.unbiased)
         return specs
 
     def create(self, allocator: Allocator) -> None:

@@ -33,10 +33,10 @@ class Reader:
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise self.error(f"must have {self.prefix}{key} as an integer from 1 to {most}, not {_shown(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"must have {self.prefix}{key} as an integer from {least} to {most}, not {_shown(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -79,6 +79,8 @@ def check_rope(rope: RopeConfig, head_dim: int, error: Callable[[str], Exception
         raise error(f"turns {dim} values of heads of {head_dim}; rotary needs an even number, at most the whole head")
     if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
         raise error("has a llama3 rotary scaling whose low_freq_factor is not below its high_freq_factor")
+    if rope.scaling == "yarn" and rope.theta <= 1:
+        raise error(f"has a yarn rotary scaling, whose base must be above 1, not {rope.theta:g}")
     for divisors in (rope.divisors, rope.short or rope.divisors) if rope.scaling == "divisors" else ():
         if len(divisors) != dim // 2 or not all(d > 0 for d in divisors):
             raise error(f"has {len(divisors)} rotary divisors and needs {dim // 2}, all above 0")

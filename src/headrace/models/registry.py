@@ -10,8 +10,10 @@ from headrace.models.gemma3 import Gemma3
 from headrace.models.gpt2 import GPT2
 from headrace.models.llama import Llama
 from headrace.models.marian import Marian
+from headrace.models.modernbert import ModernBert
 from headrace.models.olmo2 import Olmo2
 from headrace.models.t5 import T5
+from headrace.models.whisper import Whisper
 from headrace.weights.source import WeightError
 
 __all__ = ["MODELS", "describe", "read_config"]
@@ -23,8 +25,10 @@ MODELS: dict[str, type[Model]] = {
     "gpt2": GPT2,
     "llama": Llama,
     "marian": Marian,
+    "modernbert": ModernBert,
     "olmo2": Olmo2,
     "t5": T5,
+    "whisper": Whisper,
 }
 
 

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from headrace.data.plan import TOKENS, WINDOWS
 from headrace.ops import vocabulary
 from headrace.ops.cases import attention_cases, store_cases
 from headrace.ops.context import Context
@@ -57,7 +58,8 @@ def attention(
     key_pool, value_pool = ctx.pool.kv(layer)  # after the write: a pool that keeps gradients holds others then
     out = torch.empty(n, heads, dim, dtype=acc, device=q.device)
     sink = None if sinks is None else sinks.weight.to(acc)
-    for group in groups(ctx, Sight(heads, window, causal, source, bias is not None)):
+    table = WINDOWS if ctx.pool.pool_of(layer) else TOKENS
+    for group in groups(ctx, Sight(heads, window, causal, source, bias is not None, table)):
         keys = key_pool[group.blocks].flatten(1, 2).to(acc)
         values = value_pool[group.blocks].flatten(1, 2).to(acc)
         # 0 * NaN is NaN: another request's values must not leak in.
@@ -87,7 +89,8 @@ def _write(
     k: torch.Tensor, v: torch.Tensor, ctx: Context, layer: int, rope: RopeWeights | None, k_norm: NormWeights | None
 ) -> None:
     heads, dim = ctx.pool.kv(layer)[0].shape[2:]
-    ctx.pool.write(layer, ctx.slots[0], _prepare(k.view(-1, heads, dim), k_norm, rope, ctx), v.view(-1, heads, dim))
+    slots = ctx.slots[ctx.pool.pool_of(layer)]
+    ctx.pool.write(layer, slots, _prepare(k.view(-1, heads, dim), k_norm, rope, ctx), v.view(-1, heads, dim))
 
 
 def attend(

@@ -86,8 +86,11 @@ def embed_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     yield Case("scaled", (ids, table), {"scale": 4.0})
     yield Case("scaled exactly", (ids, table), {"scale": 4.1, "exact": True})
     yield Case("learned positions", (ids, table), {"pos": learned, "positions": draw.ids(20, 6)})
-    types = SimpleNamespace(weight=draw.normal(2, 16))
+    types = SimpleNamespace(weight=draw.normal(2, 16), separator=None)
     yield Case("token types", (ids, table), {"types": types, "pos": learned, "positions": draw.ids(20, 6)})
+    pair = torch.tensor([3, 7, 4, 7, 5, 7, 6, 7], device=device), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3], device=device)
+    types = SimpleNamespace(weight=types.weight, separator=7)
+    yield Case("two types", (pair[0], table), {"types": types, "pos": learned, "positions": pair[1]})
 
 
 def linear_cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

@@ -24,9 +24,10 @@ class Context:
     kv_start: torch.Tensor  # [f] tokens already in the pool, which is the KV index of the feed's first row
     known: torch.Tensor  # [f] how many rows are known tokens; the rest are nodes, stored behind them
     tables: list[torch.Tensor]  # per block table [f, w] block ids; entries beyond a sequence's blocks are never read
-    slots: list[torch.Tensor]  # [n] flat position (block * block_size + offset) of each row's K and V, of table 0
+    slots: list[torch.Tensor]  # per pool [n] flat position (block * block_size + offset) of each row's K and V
     pool: KVPool
     source: torch.Tensor | None = None  # [f] tokens of each feed's source, whose K and V table 1 has; None: there is none
+    adapters: torch.Tensor | None = None  # [n] number of each row's adapter, 0 for none; None: no row has one
     taps: dict[str, torch.Tensor | None] = field(default_factory=dict)  # names wanted; filled by the op `tap`
     memo: dict[Any, Any] = field(default_factory=dict)  # shared by the layers of one step: angles, masks, gathers
 
@@ -43,6 +44,8 @@ class FeedRows:
     full: bool = False  # each node sees all nodes, not only its ancestors
     source: int = 0  # tokens of its source, of an encoder-decoder
     source_table: Sequence[int] = ()
+    window_table: Sequence[int] = ()  # of the layers in pool 1; -1: a block that was given up
+    adapter: int = 0  # number of its adapter, 0: none
 
 
 def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
@@ -52,7 +55,8 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
     ids: list[int] = []
     positions: list[int] = []
     masks: list[int] = []
-    slots: list[int] = []
+    slots: list[list[int]] = [[] for _ in pool.parts]
+    adapters: list[int] = []
     row_start = [0]
     for feed in feeds:
         first = feed.start + len(feed.ids)
@@ -63,8 +67,10 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
         positions += [*range(feed.start, first), *(first + depth for depth in depths)]
         masks += [0] * len(feed.ids) + [signed(mask) for mask in seen]
         indices = range(feed.start, first + len(feed.nodes))
-        slots += [feed.table[i // pool.block_size] * pool.block_size + i % pool.block_size for i in indices]
+        for places, table in zip(slots, (feed.table, feed.window_table), strict=False):
+            places += [table[i // pool.block_size] * pool.block_size + i % pool.block_size for i in indices]
         row_start.append(len(ids))
+        adapters += [feed.adapter] * (len(ids) - len(adapters))
 
     def tensor(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -74,6 +80,9 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
         return tensor([[*table, *[0] * (width - len(table))] for table in tables])
 
     sources = any(feed.source for feed in feeds)
+    tables = [padded([feed.table for feed in feeds])]
+    if sources or len(pool.parts) > 1:
+        tables += [padded([feed.source_table for feed in feeds]), padded([feed.window_table for feed in feeds])]
     return Context(
         ids=tensor(ids),
         positions=tensor(positions),
@@ -81,10 +90,11 @@ def build(pool: KVPool, feeds: Sequence[FeedRows]) -> Context:
         row_start=tensor(row_start),
         kv_start=tensor([feed.start for feed in feeds]),
         known=tensor([len(feed.ids) for feed in feeds]),
-        tables=[padded([feed.table for feed in feeds]), *([padded([f.source_table for f in feeds])] if sources else [])],
-        slots=[tensor(slots)],
+        tables=tables,
+        slots=[tensor(places) for places in slots],
         pool=pool,
         source=tensor([feed.source for feed in feeds]) if sources else None,
+        adapters=tensor(adapters) if any(adapters) else None,
     )
 
 

@@ -45,7 +45,7 @@ def top_p(z: torch.Tensor, p: Setting) -> torch.Tensor:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", arXiv 1904.09751.
     """
-    shares = _fixed(z.double().sub_(_best(z)).exp_())
+    shares = fixed(z.double().sub_(_best(z)).exp_())
     return _keep(z, z, *_prefix(z, shares, _column(z, p, torch.float64)))
 
 
@@ -57,8 +57,8 @@ def typical(z: torch.Tensor, p: Setting) -> torch.Tensor:
     """
     logit = z.double().sub_(_best(z))
     weight = logit.exp()
-    total = _fixed(weight * logit.clamp_min(-1e3)).sum(-1, keepdim=True)  # -inf weighs 0, and 0 * -inf is NaN
-    shares = _fixed(weight)
+    total = fixed(weight * logit.clamp_min(-1e3)).sum(-1, keepdim=True)  # -inf weighs 0, and 0 * -inf is NaN
+    shares = fixed(weight)
     mean = total.double() / shares.sum(-1, keepdim=True).clamp_(min=1).double()
     nearness = logit.sub_(mean).abs_().neg_()
     return _keep(z, nearness, *_prefix(nearness, shares, _column(z, p, torch.float64)))
@@ -93,7 +93,7 @@ def xtc(z: torch.Tensor, threshold: Setting) -> torch.Tensor:
 
     Of equals the lowest id is the likelier. Changes nothing where fewer than two tokens are that likely.
     """
-    shares = _fixed(z.double().sub_(_best(z)).exp_())
+    shares = fixed(z.double().sub_(_best(z)).exp_())
     goal = (shares.sum(-1, keepdim=True) * (_column(z, threshold, torch.float64) * (1 - SLACK))).ceil().to(torch.int64)
     top = (shares >= goal) & (shares > 0)
     least = z.masked_fill(~top, float("inf")).amin(-1, keepdim=True)
@@ -117,7 +117,7 @@ def reachable(z: torch.Tensor) -> torch.Tensor:
 
 def log_total(z: torch.Tensor) -> torch.Tensor:
     """ln of the sum of exp(z - best) over each row: float64 [r, 1]; NaN where a row is no distribution."""
-    total = _fixed(z.double().sub_(z.amax(-1, keepdim=True)).exp_()).sum(-1, keepdim=True).double() / POINT
+    total = fixed(z.double().sub_(z.amax(-1, keepdim=True)).exp_()).sum(-1, keepdim=True).double() / POINT
     return total.log()
 
 
@@ -179,7 +179,7 @@ def _best(z: torch.Tensor) -> torch.Tensor:
     return z.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
 
 
-def _fixed(weight: torch.Tensor) -> torch.Tensor:
+def fixed(weight: torch.Tensor) -> torch.Tensor:
     """The weights in fixed point; overwrites `weight`."""
     return weight.mul_(POINT).round_().to(torch.int64)
 

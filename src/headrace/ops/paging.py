@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from headrace.data.plan import SOURCE, TOKENS
 from headrace.ops.context import Context
 
 TILE = 64  # rows of one feed that share a gather of K and V
@@ -45,13 +46,14 @@ class _Tile:
 @dataclass(frozen=True, slots=True)
 class Sight:
     """Which keys rows see: the known tokens before them and a node's ancestors; without `causal` the whole feed; with `source`
-    the whole source in table 1. relative: the distance of each key is wanted too."""
+    the whole source in table 1. relative: the distance of each key is wanted too. table: the block table of the layer."""
 
     heads: int
     window: int | None = None
     causal: bool = True
     source: bool = False
     relative: bool = False
+    table: int = TOKENS
 
 
 def groups(ctx: Context, sight: Sight) -> list[TileGroup]:
@@ -109,7 +111,7 @@ def _group(ctx: Context, tiles: list[_Tile], rows: int, blocks: int, sight: Sigh
     valid = lane < count[:, None]
     row = torch.where(valid, first[:, None] + lane, 0)
     column = torch.minimum(torch.arange(blocks, device=device), held[:, None] - 1)
-    gathered = ctx.tables[int(sight.source)][feed[:, None], block[:, None] + column]
+    gathered = ctx.tables[SOURCE if sight.source else sight.table][feed[:, None], block[:, None] + column]
     size = ctx.pool.block_size
     key = block[:, None] * size + torch.arange(blocks * size, device=device)  # KV indices [b, t]
     visible = _visible(ctx, feed, row, key, sight) & valid[:, :, None]

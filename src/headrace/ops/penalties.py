@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from headrace.data.params import DRY_LONGEST, SamplingParams
+from headrace.ops.filters import POINT, fixed
 
 NEVER = float("-inf")
 MAX_DRY_COST = 1e4
@@ -49,6 +50,19 @@ def mask(z: torch.Tensor, masks: Sequence[bytes]) -> torch.Tensor:
     bits = np.stack([np.frombuffer(bits, dtype=np.uint8) for bits in masks])
     allowed = torch.from_numpy(np.unpackbits(bits, axis=1, count=z.shape[-1], bitorder="little").view(bool))
     return z.masked_fill(~allowed.to(z.device), NEVER)
+
+
+def compare_mass(z: torch.Tensor, firsts: Sequence[int]) -> torch.Tensor:
+    """Bar the tokens below `first` in each row if those from `first` on are together likelier than the likeliest of them."""
+    z = z.clone()
+    for row, first in zip(z, firsts, strict=True):
+        below, others = row[:first], row[first:]
+        if not len(below) or not len(others) or below.max() == NEVER:
+            continue
+        best = below.max()
+        if others.max() > best or int(fixed(others.double().sub_(best.double()).exp_()).sum()) > POINT:
+            below.fill_(NEVER)
+    return z
 
 
 def ban(z: torch.Tensor, banned: Sequence[Iterable[int]]) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The stages that process logits before a token is drawn, in their order.
 
 bias -> allowed ids -> mask -> bad words, min_tokens, no-repeat-ngram -> repetition -> frequency and presence -> DRY ->
-temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before temperature. A
-stage that is neutral for a row is skipped for it, so neutral settings do not change its bits.
+timestamps -> temperature -> top-n-sigma -> top-k -> typical -> top-p -> min-p -> XTC -> mirostat. A greedy row stops before
+temperature. A stage that is neutral for a row is skipped for it, so neutral settings do not change its bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,6 +100,10 @@ def _dry(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
     return penalties.bias(z, [{token: -cost for token, cost in one.items()} for one in costs])
 
 
+def _mass(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
+    return penalties.compare_mass(z, [row.params.timestamps.first for row in rows if row.params.timestamps is not None])
+
+
 def _xtc(z: torch.Tensor, rows: list[RowSpec]) -> torch.Tensor:
     """XTC. Each row has one key here, whose coin decides."""
     thrown = coins(torch.tensor([row.keys[0] for row in rows]), torch.tensor([row.position for row in rows]))
@@ -125,16 +129,20 @@ PERMITTING = (
         lambda p: p.allowed_token_ids is not None,
         lambda z, rows: penalties.allow(z, [r.params.allowed_token_ids for r in rows]),
     ),
-    Stage(lambda p: p.structured_outputs is not None, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
+    Stage(lambda p: p.constrained, lambda z, rows: penalties.mask(z, [r.mask for r in rows])),
     Stage(lambda p: bool(p.bad_words or p.min_tokens or p.no_repeat_ngram), _ban),
 )
-# The order is documented behaviour: changing it changes distributions.
-STAGES = (
+# Stages before temperature. The order is documented behaviour: changing it changes distributions.
+EDITS = (
     Stage(lambda p: bool(p.logit_bias), lambda z, rows: penalties.bias(z, [r.params.logit_bias for r in rows])),
     *PERMITTING,
     Stage(lambda p: p.repetition_penalty != 1.0, _repetition),
     Stage(lambda p: bool(p.frequency_penalty or p.presence_penalty), _frequency_presence),
     Stage(lambda p: p.dry_multiplier > 0, _dry),
+    Stage(lambda p: p.timestamps is not None, _mass),
+)
+STAGES = (
+    *EDITS,
     Stage(
         lambda p: not p.greedy and p.temperature != 1.0,
         lambda z, rows: filters.temperature(z, _setting(rows, "temperature")),
@@ -174,11 +182,13 @@ def needs(params: SamplingParams) -> tuple[bool, ...]:
     return tuple(stage.needed(params) for stage in STAGES)
 
 
-def run_stages(z: torch.Tensor, rows: list[RowSpec]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run_stages(
+    z: torch.Tensor, rows: list[RowSpec], stages: Sequence[Stage] = STAGES
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the stages on rows that need the same ones: processed logits [r, m] and the token ids of the columns (None: the whole
     vocabulary)."""
     ids = None  # as long as the columns are the whole vocabulary
-    for stage in STAGES:
+    for stage in stages:
         if stage.needed(rows[0].params):
             z = stage.apply(z, rows)
             if stage.narrows:
@@ -190,7 +200,7 @@ def check_ids(row: RowSpec, vocab_size: int) -> None:
     """Raise ValueError for an id outside the vocabulary that the row's stages would look up."""
     params = row.params
     params.check_vocab(vocab_size)
-    if params.structured_outputs is not None:
+    if params.constrained:
         penalties.check_mask(row.mask, vocab_size)
     if params.min_tokens and max(row.stop_ids, default=0) >= vocab_size:
         raise ValueError(f"stop id {max(row.stop_ids)} is outside the vocabulary of {vocab_size}")

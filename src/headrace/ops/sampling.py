@@ -13,7 +13,7 @@ from headrace.ops import filters
 from headrace.ops.keys import Purpose
 from headrace.ops.logprobs import token_logprobs
 from headrace.ops.noise import gumbel_at
-from headrace.ops.processing import RowSpec, allowed_surprise, check_ids, needs, run_stages
+from headrace.ops.processing import EDITS, STAGES, RowSpec, Stage, allowed_surprise, check_ids, needs, run_stages
 
 __all__ = ["RowResult", "RowSpec", "draw", "process", "sample"]
 
@@ -64,7 +64,13 @@ def _sample_singly(logits: torch.Tensor, rows: Sequence[RowSpec], raw: torch.Ten
     return results
 
 
-def process(logits: torch.Tensor, rows: Sequence[RowSpec]) -> torch.Tensor:
+def reported_rows(raw: torch.Tensor, z: torch.Tensor, rows: Sequence[RowSpec]) -> torch.Tensor:
+    """The logits [r, V] of the log-probabilities of one request's rows. raw, z: before and after a caller's processors."""
+    mode = rows[0].params.logprobs_mode
+    return raw if mode == "raw" else process(z, rows, EDITS if mode == "masked" else STAGES)
+
+
+def process(logits: torch.Tensor, rows: Sequence[RowSpec], stages: Sequence[Stage] = STAGES) -> torch.Tensor:
     """The processed logits [r, V] of the draw, -inf outside the kept set; for greedy rows, after penalties.
 
     Their softmax is the distribution of the draw, as the rejection rule needs it. A row that `sample` refuses is NaN, or all
@@ -74,7 +80,7 @@ def process(logits: torch.Tensor, rows: Sequence[RowSpec]) -> torch.Tensor:
     good = [i for i, fault in enumerate(_faults(z, rows)) if not fault]
     out = torch.full_like(z, math.nan)
     for members in _groups(rows, good, _at_once(z)):
-        out[members] = filters.expand(*run_stages(z[members], [rows[i] for i in members]), z.shape[-1])
+        out[members] = filters.expand(*run_stages(z[members], [rows[i] for i in members], stages), z.shape[-1])
     return out
 
 
@@ -120,6 +126,8 @@ def _sample_group(z: torch.Tensor, raw: torch.Tensor, rows: Sequence[RowSpec], m
     match _report_of(chosen[0].params):
         case "raw":
             logprobs = _logprobs(_take(raw, members), None, chosen, tokens)
+        case "masked":
+            logprobs = _logprobs(run_stages(_take(z, members), chosen, EDITS)[0], None, chosen, tokens)
         case "processed":
             logprobs = _logprobs(processed, ids, chosen, tokens)
         case _:

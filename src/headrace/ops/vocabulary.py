@@ -40,7 +40,7 @@ def tap(x: Any, name: str, ctx: Any) -> Any:
 def embed(
     ids: Any, w: Any, scale: float = 1.0, types: Any = None, pos: Any = None, positions: Any = None, exact: bool = False
 ) -> Any:
-    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus the first token type's, plus learned positions.
+    """Rows of w for ids [n] -> [n, hidden], times `scale`, plus token types, plus learned positions.
 
     scale: rounded to w's dtype unless `exact`.
     """

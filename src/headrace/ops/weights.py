@@ -47,6 +47,13 @@ class EmbeddingWeights(Protocol):
         ...
 
 
+class TokenTypeWeights(EmbeddingWeights, Protocol):
+    @property
+    def separator(self) -> int | None:
+        """The token after which tokens have the second type."""
+        ...
+
+
 class NormWeights(Protocol):
     @property
     def kind(self) -> str:

@@ -43,6 +43,7 @@ def _act_order(recipe: Recipe) -> bool:
 
 
 REFUSALS = (
+    Refusal("adapters (LoRA)", "run one process: leave {mode} out, or merge one adapter", lambda recipe: bool(recipe.adapters)),
     Refusal("an encoder", "run one process: leave {mode} out", lambda recipe: recipe.target.config.encoder),
     Refusal("an encoder-decoder", "run one process: leave {mode} out", lambda recipe: recipe.target.config.source is not None),
     Refusal(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.data.plan import Classified, Classify, Feed, Pooled
+from headrace.data.plan import Classified, Classify, Feed, Pooled, Threshold
 from headrace.runner.program import AnyLive, Program
 from headrace.runner.span import Span
 from headrace.runner.wants import add_rows, pools
@@ -99,17 +99,22 @@ class ExitClassifiers:
         parts = [(pooled[at : at + step, None] * weight).sum(-1) for at in range(0, len(pooled), step)]
         return np.concatenate(parts) + self.bias[exit]
 
-    def check(self, criterion: str, threshold: float | None = None) -> None:
-        """Raise ValueError for an unknown criterion or a threshold out of range. An empty criterion disables early exit."""
+    def check(self, criterion: str, threshold: Threshold | None = None) -> None:
+        """Raise ValueError for an unknown criterion or thresholds out of range. An empty criterion disables early exit."""
         if not criterion:
             return
         if criterion not in CRITERIA:
             raise ValueError(f"unknown criterion {criterion!r:.100}; use {', '.join(CRITERIA)}")
         rule = CRITERIA[criterion]
         most = rule.most(len(self.labels), len(self.layers))
-        if threshold is not None and not rule.least <= threshold <= most:
+        values = threshold if isinstance(threshold, tuple) else () if threshold is None else (threshold,)
+        if isinstance(threshold, tuple) and len(values) != len(self.layers) - 1:
+            raise ValueError(
+                f"give one threshold, or {len(self.layers) - 1}: one for each exit but the last, not {len(values)}"
+            )
+        if (wrong := next((value for value in values if not rule.least <= value <= most), None)) is not None:
             bounds = f"{rule.least:g} or more" if math.isinf(most) else f"{rule.least:g} to {most:g}"
-            raise ValueError(f"the threshold of {criterion} must be {bounds} here, not {threshold:g}")
+            raise ValueError(f"the threshold of {criterion} must be {bounds} here, not {wrong:g}")
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -119,17 +124,24 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
-def passes(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
-    """Which texts stop at the last exit of these probabilities [exits, texts, classes]: [texts] bool."""
+def passes(criterion: str, threshold: Threshold, probs: np.ndarray) -> np.ndarray:
+    """Which texts stop at the last exit of these probabilities [exits, texts, classes]: [texts] bool.
+
+    The last exit of the classifier has no threshold of its own among several: no text stops there.
+    """
     if not criterion:
         return np.zeros(probs.shape[1], bool)
+    if isinstance(threshold, tuple):
+        if len(probs) > len(threshold):
+            return np.zeros(probs.shape[1], bool)
+        threshold = threshold[len(probs) - 1]
     rule = CRITERIA[criterion]
     measured = rule.measure(probs)
     passed: np.ndarray = measured >= threshold if rule.rising else measured <= threshold
     return passed
 
 
-def first_exit(criterion: str, threshold: float, probs: np.ndarray) -> np.ndarray:
+def first_exit(criterion: str, threshold: Threshold, probs: np.ndarray) -> np.ndarray:
     """The exit at which each text stops, of all exits' probabilities [exits, texts, classes]: [texts]."""
     last = len(probs) - 1
     exits = np.full(probs.shape[1], last)

@@ -45,7 +45,7 @@ class Heads:
     tensors: heads.{i}.up.weight and down.weight; or embed.weight, hidden.weight and a llama layer's; or exits.{i}.weight and
     bias, optionally sure.{i}.weight and bias; norm.weight; vocab, the token ids to choose from, ascending. count: tokens
     drafted at once (feature: as trained; exit: number of exits). layers: exit i is after `layers[i]` layers. drafts: layers
-    before the exit that drafts.
+    before the exit that drafts. several: layers below each exit in use, ascending, if more than that one are.
     """
 
     kind: str
@@ -53,6 +53,7 @@ class Heads:
     tensors: Tensors
     layers: tuple[int, ...] = ()
     drafts: int = 0
+    several: tuple[int, ...] = ()
 
     @property
     def chains(self) -> bool:
@@ -65,9 +66,14 @@ class Heads:
         return self.kind != EXIT
 
     @property
+    def used(self) -> tuple[int, ...]:
+        """Layers below each exit in use, ascending; empty for heads that are no exits."""
+        return (self.several or (self.drafts,)) if self.kind == EXIT else ()
+
+    @property
     def span(self) -> Span | None:
-        """The target's layers below the exit that drafts, which run in the draft step; None for heads that are no exits."""
-        return Span(self.drafts) if self.kind == EXIT else None
+        """The target's layers below the first exit in use; None for heads that are no exits."""
+        return Span(self.used[0]) if self.used else None
 
     @property
     def exit(self) -> int:

@@ -56,9 +56,8 @@ def sublayers(segment: Segment) -> list[int]:
     marks = [0] * len(segment.nodes)
     first, carried = 0, segment.entry
     for index, node in enumerate(segment.nodes):
-        if node.op == "tap":
-            first = index + 1
-            carried = node.outputs[0] if node.inputs["x"] == carried else carried
+        if node.op == "tap" and node.inputs["x"] == carried:
+            first, carried = index + 1, node.outputs[0]
         if node.op != "residual":
             continue
         group = segment.nodes[first : index + 1]

@@ -11,6 +11,7 @@ import numpy as np
 from headrace.data.config import ModelConfig
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Answers, Feed, NewSlot, StepPlan
+from headrace.data.sources import Source
 from headrace.runner.span import Span
 from headrace.runner.stored_rows import StoredRows
 
@@ -38,7 +39,7 @@ class Live(Protocol):
 
 
 AnyLive = Any  # a Live of one back end
-Source = tuple[Sequence[int], Sequence[int]]  # an encoder's input: its tokens, and the blocks for its K/V
+Placed = tuple[Source, Sequence[int]]  # an encoder's input, and the blocks for its K/V
 
 
 class Step(Protocol):
@@ -93,12 +94,17 @@ class Program(Protocol):
     def step(self) -> Any:
         """An empty Step; it replaces the one before."""
 
-    def encode(self, sources: Sequence[Source]) -> None:
+    def encode(self, sources: Sequence[Placed]) -> None:
         """Encode sources and store their K/V for each decoder layer. Does nothing for a model without an encoder."""
 
-    def run(self, step: Any, span: Span, rows: Any = None, keep: bool = False) -> Any:
-        """Run a step. rows: input rows [n, hidden] if the program has `inputs`. Returns the rows [n, hidden] after the last
-        layer if `keep`."""
+    def run(
+        self, step: Any, span: Span, rows: Any = None, keep: bool = False, taps: dict[str, np.ndarray] | None = None
+    ) -> Any:
+        """Run a step. rows: input rows [n, hidden] if the program has `inputs`. taps: by name, receives the rows [n, hidden]
+        float32 of the model's taps. Returns the rows [n, hidden] after the last layer if `keep`."""
+
+    def source_keys(self, live: AnyLive, layer: int, positions: int) -> np.ndarray:
+        """K of the first positions of a sequence's source in a layer, [positions, heads, head size] float32."""
 
     def final(self, hidden: Any) -> Any:
         """Hidden rows after the final norm."""
@@ -111,6 +117,15 @@ class Program(Protocol):
 
     def kept(self) -> StoredRows:
         """A store of one hidden row per token, on the pool's block ids; not allocated yet."""
+
+    def block_bytes(self) -> int:
+        """Bytes of one block of the pool."""
+
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        """Copy whole blocks of the pool into `out`, uint8. A step that does not write them may run in another thread."""
+
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        """Copy whole blocks into the pool, between steps."""
 
     def kv_bytes(self) -> int: ...
 

@@ -113,6 +113,12 @@ def record_cross(model: Model) -> Recording:
     return Recording(Segment(), layers, Segment(entry=0))
 
 
+def record_convolution(encoder: Model, number: int) -> Recording:
+    """One convolution of an encoder that reads sound, as a recording of one layer. Raises RecordError."""
+    layers = _layers(range(number, number + 1), "convolution", lambda i, x: encoder.convolve(i, x, _HANDED_ON))
+    return Recording(Segment(), layers, Segment(entry=0))
+
+
 def _layers(numbers: range, name: str, call: Callable[[int, Value], Any]) -> tuple[Segment, ...]:
     """One segment per layer, from hidden rows."""
     layers = []

@@ -10,10 +10,29 @@ from contextlib import contextmanager
 from functools import partial
 
 import msgspec
+import numpy as np
 
-from headrace.data.plan import FEATURES, HIDDEN, UPPER, Answers, Each, Feed, NewSlot, Pooled, Ranked, StepOutput, StepPlan, Top
+from headrace.data.plan import (
+    AMATEUR,
+    CASCADE,
+    FEATURES,
+    HIDDEN,
+    UPPER,
+    Answers,
+    Each,
+    Feed,
+    KVGroup,
+    NewSlot,
+    Pooled,
+    Ranked,
+    StepOutput,
+    StepPlan,
+    Top,
+)
+from headrace.kv.block_memory import BlockMemory, BlockPart
+from headrace.runner.alignment import align, aligns, queries
 from headrace.runner.classifier import ClassifierRun, ExitClassifiers, asked
-from headrace.runner.early_exit import EarlyExit, Exit, PropagatingExit, TokenCascade
+from headrace.runner.early_exit import DraftExits, EarlyExit, Exit, PropagatingExit, TokenCascade
 from headrace.runner.program import AnyLive, Program, Step
 from headrace.runner.span import WHOLE, Span
 from headrace.runner.stored_rows import Rows
@@ -24,21 +43,21 @@ class Runner:
     """Carries out plans one at a time; owned by an executor. Between steps it keeps slots, pools and stored rows.
 
     parts: the models 1, 2, … of plans: programs, spans of the target, or spans that end in an exit. amateur: number of the
-    model whose logits are combined with the target's; it runs the same feeds, so its K/V reach as far. leaves: the exit at
-    which tokens may stop, or the smaller model of a cascade. propagate: exited rows are propagated, not stored. kept: stored
-    hidden rows of the target, by KV group.
+    model whose logits are combined with the target's; it runs the same feeds, so its K/V reach as far. leaves: the exits at
+    which tokens may stop, ascending, or the smaller model of a cascade. propagate: exited rows are propagated, not stored.
+    kept: stored hidden rows of the target, by KV group; those of several exits have the exit's number behind the name.
     """
 
     def __init__(
         self,
         target: Program,
-        parts: Sequence[Program | Span | Exit] = (),
+        parts: Sequence[Program | Span | Exit | DraftExits] = (),
         amateur: int = 0,
-        leaves: Exit | Program | None = None,
+        leaves: Exit | Sequence[Exit] | Program | None = None,
         propagate: bool = False,
     ) -> None:
-        self._exits = {number: part for number, part in enumerate(parts, 1) if isinstance(part, Exit)}
-        headed = [part.head if isinstance(part, Exit) else part for part in parts]
+        self._exits = {number: part for number, part in enumerate(parts, 1) if isinstance(part, Exit | DraftExits)}
+        headed = [part.head if isinstance(part, Exit | DraftExits) else part for part in parts]
         self.programs = [target, *(part for part in headed if not isinstance(part, Span))]
         self._models: list[tuple[Program, Span]] = [(target, WHOLE)]
         self._models += [(target, part) if isinstance(part, Span) else (part, WHOLE) for part in headed]
@@ -48,9 +67,12 @@ class Runner:
         self.exits: ExitClassifiers | None = None  # of the target
         self.leaving: EarlyExit | None = None
         if isinstance(leaves, Exit):
-            self.kept[UPPER] = target.kept()
-            self.programs.append(leaves.head)
-            self.leaving = (PropagatingExit if propagate else EarlyExit)(target, leaves, self.kept[UPPER])
+            leaves = (leaves,)
+        if isinstance(leaves, Sequence):
+            rows = {f"{UPPER}.{number}" if number else UPPER: target.kept() for number in range(len(leaves))}
+            self.kept |= rows
+            self.programs.append(leaves[0].head)
+            self.leaving = (PropagatingExit if propagate else EarlyExit)(target, leaves, [*rows.values()])
         elif leaves is not None:
             self.programs.append(leaves)
             self.leaving = TokenCascade(target, leaves)
@@ -112,7 +134,8 @@ class Runner:
         searched = keeps and any(live.params.penalty_alpha for live in lives)
         chained = program.inputs is not None and program.inputs.chains
         keep = features or searched or chained or any(True for _ in pools(feeds))
-        hidden = program.run(step, span, rows, keep)
+        taps = dict.fromkeys((name for *_, want in aligns(feeds) for name in queries(want)), np.empty(0))
+        hidden = program.run(step, span, rows, keep, **({"taps": taps} if taps else {}))
         if program.inputs is not None and chained:
             program.inputs.store_tips(feeds, hidden)
         outputs = step.answers()
@@ -122,6 +145,10 @@ class Runner:
             self._store_final_rows(program, feeds, lives, hidden, outputs)
         for number, at, which, want in pools(feeds):
             outputs[number][at] = Pooled(add_rows(want.before, program.on_host(program.final(hidden[which]))))
+        for number, at, which, alignment in aligns(feeds):
+            asked = {name: rows[which] for name, rows in taps.items()}
+            keys = partial(program.source_keys, lives[number], positions=alignment.positions)
+            outputs[number][at] = align(alignment, asked, keys)
         return [tuple(answers) for answers in outputs]
 
     @property
@@ -151,8 +178,24 @@ class Runner:
         return result
 
     def reserve(self, group: str) -> None:
-        """Allocate stored rows, before the first of them. Raises ValueError if they do not fit."""
-        self.kept[group].reserve()
+        """Allocate stored rows, those of all exits together, before the first of them. Raises ValueError if they do not fit."""
+        for name, kept in self.kept.items():
+            if name.partition(".")[0] == group:
+                kept.reserve()
+
+    def block_memory(self, groups: Sequence[KVGroup]) -> BlockMemory:
+        """What holds the K/V and stored rows of each group. Rows for contrastive search are left out."""
+        return BlockMemory([self._part(group) for group in groups])
+
+    def _part(self, group: KVGroup) -> BlockPart | None:
+        if group.name == FEATURES:
+            return self.kept[FEATURES]
+        if group.name == HIDDEN:
+            return None
+        if group.name == AMATEUR:
+            return self._amateur
+        # A cascade's smaller model is the last program.
+        return self.programs[-1] if group.name == CASCADE else self._models[group.model][0]
 
     def kv_bytes(self) -> int:
         return sum(program.kv_bytes() for program in self.programs) + sum(kept.bytes for kept in self.kept.values())
@@ -173,7 +216,7 @@ class Runner:
 
     def _encode(self, feeds: Sequence[Feed]) -> None:
         """Encode the sources of feeds, in every model that reads them."""
-        sources = [(feed.source, self.slots[feed.slot].source_table) for feed in feeds if feed.source]
+        sources = [(feed.source, self.slots[feed.slot].source_table) for feed in feeds if feed.source is not None]
         if sources:
             for program in self.programs:
                 program.encode(sources)

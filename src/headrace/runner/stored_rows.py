@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace.data.plan import Feed, StepPlan
+import numpy as np
+
+from headrace.data.plan import Feed, StepPlan, pairs_of
 
 Rows = Any  # [n, width], of a back end's own type: tensors, arrays
 
@@ -75,7 +77,7 @@ class StoredRows(ABC):
         """
         count = feed.start + feed.count
         end = count + len(feed.nodes)
-        blocks = self.data.reshape(-1, self.block_size, self.shape[1])[list(table[: -(-end // self.block_size)])]
+        blocks = self.by_block()[list(table[: -(-end // self.block_size)])]
         rows = blocks.reshape(-1, self.shape[1])
         return self.nearest(rows[:count], rows[count:end])
 
@@ -83,11 +85,27 @@ class StoredRows(ABC):
         """Carry out the plan's moves and copies: all sources are read before anything is written."""
         if self.data is None:
             return
-        if plan.moves:
-            self.data[[to for _, _, to in plan.moves]] = self.data[[source for _, source, _ in plan.moves]]
-        if plan.copies:
-            blocks = self.data.reshape(-1, self.block_size, self.shape[1])  # the same memory
-            blocks[[to for _, _, to in plan.copies]] = blocks[[source for _, source, _ in plan.copies]]
+        if moves := pairs_of(plan.moves, 0):
+            self.data[[to for _, to in moves]] = self.data[[source for source, _ in moves]]
+        if copies := pairs_of(plan.copies, 0):
+            blocks = self.by_block()
+            blocks[[to for _, to in copies]] = blocks[[source for source, _ in copies]]
+
+    def by_block(self) -> Rows:
+        """The rows [blocks, block size, width], the same memory."""
+        return self.data.reshape(-1, self.block_size, self.shape[1])
+
+    def block_bytes(self) -> int:
+        """Bytes of the rows of one block."""
+        return self.block_size * self.shape[1] * self.itemsize
+
+    @abstractmethod
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        """Copy the rows of whole blocks into `out`, uint8."""
+
+    @abstractmethod
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        """Copy the rows of whole blocks from `data`, uint8."""
 
     def _size(self) -> int:
         return self.shape[0] * self.shape[1] * self.itemsize

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from headrace.data.plan import Classify, Feed, Logits, Pool, Ranked, Sample, Score, Top, Where
+from headrace.data.plan import Align, Classify, Feed, Logits, Pool, Ranked, Sample, Score, Top, Where
 
 NOTHING_MAY_COME = "no token can come: the grammar rules out every one"
 BROKEN_LOGITS = "the model's logits are broken: no token has a probability; check the weights"
@@ -12,7 +12,7 @@ BROKEN_LOGITS = "the model's logits are broken: no token has a probability; chec
 
 def logit_rows(feed: Feed) -> int:
     """How many of a feed's last rows need logits."""
-    wants = [want for want in feed.wants if not isinstance(want, Pool | Classify)]  # which read hidden rows
+    wants = [want for want in feed.wants if not isinstance(want, Pool | Classify | Align)]  # which read other rows
     if not wants:
         return 0
     return (feed.count if any(isinstance(want, Score) for want in wants) else min(feed.count, 1)) + len(feed.nodes)

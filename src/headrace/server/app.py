@@ -1,9 +1,9 @@
 """The ASGI application: routes of models and state, and error responses."""
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -39,8 +39,10 @@ from headrace.server.page import routes as page_files
 from headrace.server.page.routes import add_page, file_routes
 from headrace.server.protocols import classify as classes
 from headrace.server.protocols import embeddings
+from headrace.server.protocols import rerank as reranking
 from headrace.server.protocols import tokenize as tokens
-from headrace.server.protocols.cascade import Cascade
+from headrace.server.protocols.audio import add_audio
+from headrace.server.protocols.cascade import Cascade, find_cascade
 from headrace.server.protocols.chat import CHAT
 from headrace.server.protocols.completions import COMPLETIONS
 from headrace.server.protocols.fields import (
@@ -49,11 +51,12 @@ from headrace.server.protocols.fields import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ResponseRequest,
     TokenizeRequest,
 )
 from headrace.server.protocols.generation import TextProtocol
-from headrace.server.protocols.openai_types import Calibrated, Exit, Model, TokenCascade
+from headrace.server.protocols.models import add_adapters, add_models, add_operation, use_model, with_time_left
 from headrace.server.protocols.routes import Api, Call, as_response
 from headrace.server.protocols.schemas import (
     CHAT_ANSWER,
@@ -61,9 +64,8 @@ from headrace.server.protocols.schemas import (
     COMPLETION_ANSWER,
     EMBEDDINGS,
     HEALTH,
-    MODEL,
-    MODELS,
     PROMPT,
+    RANKING,
     STATUS,
     TOKENIZER,
     TOKENS,
@@ -75,10 +77,8 @@ from headrace.server.protocols.stream import ClientGoneError
 from headrace.server.storage.batch_worker import BatchWorker
 from headrace.server.storage.routes import add_batches, add_files, add_responses
 from headrace.server.storage.store import Store
-from headrace.startup.thresholds import CalibratedThreshold
 from headrace.text.chat import TemplateError
 from headrace.text.tokenizer import TokenizerError
-from headrace.weights.defaults import as_json
 
 log = logging.getLogger("headrace.server")
 
@@ -115,6 +115,7 @@ PROTOCOLS = (
     Protocol("/v1/chat/completions", ChatRequest, CHAT, "messages", CHAT_ANSWER),
     Protocol("/v1/embeddings", EmbeddingRequest, embeddings.embed, "input", EMBEDDINGS),
     Protocol("/v1/classify", ClassifyRequest, classes.classify, "input", CLASSES),
+    Protocol("/v1/rerank", RerankRequest, reranking.rerank, "query", RANKING),
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -128,13 +129,22 @@ def make_app(models: Models, store: Store, keys: KeyRing) -> tuple[Guard, BatchW
     api = Api()
     cascades = {name: Cascade(settings, models) for name, settings in models.cascades.items()}
     _add_protocol(api, models, cascades)
+    add_audio(api, models)
+    add_models(api, models, cascades)
+    add_operation(api, models)
+    if models.settings.adapters_from is not None:
+        add_adapters(api, models, models.settings.adapters_from)
     _add_tools(api, models)
     _add_state(api, models, worker, store)
     add_page(api)
     add_files(api, store, models.settings.limits)
     add_batches(api, store, models.settings.limits, worker)
     add_responses(api, models, cascades, store)
-    app.router.routes += [*api.routes(), *file_routes(), _document_route(api)]
+    app.router.routes += [
+        *api.routes(),
+        *file_routes(lambda: any(one.transcribes for one in models.served)),
+        _document_route(api),
+    ]
     _add_errors(app)
     paces = (Pace(lambda: models.open > 0), Pace(lambda: models.open > 0, PUBLIC))
     return Guard(app, models.settings, keys, models.figures.count, page_files.PATHS, *paces), worker
@@ -150,17 +160,6 @@ def _document_route(api: Api) -> Route:
 
 
 def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> None:
-    @api.get("/v1/models", MODELS)
-    async def listed(call: Call) -> Any:
-        entries = [*map(_model, models.services), *(cascade.model() for cascade in cascades.values())]
-        return {"object": "list", "data": entries}
-
-    @api.get("/v1/models/{name:path}", MODEL)
-    async def model(call: Call) -> Any:
-        if not call.name:
-            raise HTTPException(404)
-        return cascades[call.name].model() if call.name in cascades else _model(models.find(call.name))
-
     for protocol in PROTOCOLS:
         api.post(protocol.path, protocol.content, protocol.body)(_model_handler(models, cascades, protocol))
 
@@ -168,11 +167,12 @@ def _add_protocol(api: Api, models: Models, cascades: Mapping[str, Cascade]) -> 
 def _model_handler(models: Models, cascades: Mapping[str, Cascade], protocol: Protocol) -> Callable[[Call], Awaitable[Any]]:
     async def handle(call: Call) -> Any:
         body, salt = call.body, (call.body.cache_salt or "").encode()
-        if body.model in cascades and isinstance(text := protocol.answer, TextProtocol):
-            return await cascades[body.model].generate(text.read(body), text.write, call.http)
-        async with models.use(body.model) as service:
+        if (cascade := find_cascade(cascades, body.model)) and isinstance(text := protocol.answer, TextProtocol):
+            return await cascade.generate(text.read(body), text.write, call.http)
+        begun = time.monotonic()
+        async with use_model(models, body.model, call.http, body.deadline) as service:
             # The model must stay in use until the response exists.
-            return as_response(await protocol.answer(service, body, call.http, salt))
+            return as_response(await protocol.answer(service, with_time_left(body, service, begun), call.http, salt))
 
     return handle
 
@@ -180,17 +180,17 @@ def _model_handler(models: Models, cascades: Mapping[str, Cascade], protocol: Pr
 def _add_tools(api: Api, models: Models) -> None:
     @api.post("/tokenize", TOKENS, TokenizeRequest)
     async def tokenize(call: Call) -> Any:
-        async with models.use(call.body.model) as service:
+        async with use_model(models, call.body.model, call.http, speech=None) as service:
             return await tokens.tokenize(service, call.body)
 
     @api.post("/detokenize", PROMPT, DetokenizeRequest)
     async def detokenize(call: Call) -> Any:
-        async with models.use(call.body.model) as service:
+        async with use_model(models, call.body.model, call.http, speech=None) as service:
             return await tokens.detokenize(service, call.body)
 
     @api.get("/tokenizer_info", TOKENIZER)
     async def tokenizer_info(call: Call) -> Any:
-        async with models.use(call.http.query_params.get("model")) as service:
+        async with use_model(models, call.http.query_params.get("model"), call.http, speech=None) as service:
             return tokens.tokenizer_info(service)
 
 
@@ -202,6 +202,8 @@ def _add_state(api: Api, models: Models, worker: BatchWorker, store: Store) -> N
         body["restarts"] = sum(service.llm.restarts for service in models.services)
         if len(models.services) > 1:
             body["models"] = {service.name: str(service.llm.state) for service in models.services}
+        if replicas := {one.name: states for one in models.services if (states := one.llm.replicas.states())}:
+            body["replicas"] = replicas
         if worker.trouble:
             body["batches"] = worker.trouble
         if store.trouble:
@@ -224,8 +226,9 @@ def _add_state(api: Api, models: Models, worker: BatchWorker, store: Store) -> N
 
     @api.get("/metrics", plain("text/plain"))
     async def metrics(call: Call) -> Any:
+        models.record()
         for service in models.services:
-            service.metrics.supervise(service.llm.replica.supervision, service.llm.quarantine.banned)
+            service.metrics.supervise(service.llm.state, service.llm.replicas.engines, service.llm.quarantine.banned)
         return Response(models.figures.text(PRINCIPAL.get()), media_type=METRICS_TYPE)
 
 
@@ -281,20 +284,3 @@ def _error(error: ApiError) -> Response:
 
 def _unready(body: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), 503, {"Retry-After": str(RETRY_DOWN)}, "application/json")
-
-
-def _model(service: Service) -> Model:
-    loaded = service.llm.loaded
-    name, created, state = service.name, service.created, service.llm.state
-    if loaded is None:
-        return Model(name, created, None, state)
-    model = Model(name, created, loaded.max_model_len, state, as_json(service.defaults))
-    if loaded.exit:
-        model.exit = Exit(loaded.exit, loaded.layers, _rule(loaded.rule))
-    elif (smaller := service.llm.settings.get("cascade")) is not None:
-        model.cascade = TokenCascade(Path(str(smaller)).name.removesuffix(".gguf"), loaded.layers, _rule(loaded.rule))
-    return model
-
-
-def _rule(rule: CalibratedThreshold | None) -> Calibrated | msgspec.UnsetType:
-    return msgspec.UNSET if rule is None else Calibrated(rule.criterion, rule.threshold, rule.decay, rule.summary())

@@ -3,8 +3,10 @@
 import asyncio
 import functools
 import logging
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -12,19 +14,23 @@ from typing import Any
 import uvicorn
 
 from headrace import host
-from headrace.backends.memory import gib
 from headrace.data.config import parse_bytes
+from headrace.data.settings import ModelSettings
 from headrace.server.access.keys import KeyRing
 from headrace.server.app import make_app
 from headrace.server.engines.async_llm import AsyncLLM, LoadError
 from headrace.server.engines.metrics import ServerMetrics
-from headrace.server.engines.models import LoadedModel, Models, expected_size, make_service
+from headrace.server.engines.models import Models, ServedModel, make_service
 from headrace.server.http.connection import ConnectionTable, make_protocol
 from headrace.server.logs import without_cancelled
 from headrace.server.page.markdown import start_renderer
-from headrace.server.settings import CascadeSettings, ServerSettings, SettingsError
+from headrace.server.settings import CascadeSettings, Mode, ServerSettings, SettingsError
 from headrace.server.storage.store import Store
+from headrace.startup.fit.serving import ServedBytes, served_bytes
+from headrace.startup.speech import reads_sound
+from headrace.weights import catalog, hub
 from headrace.weights.defaults import summary
+from headrace.weights.model_files import weight_files
 
 log = logging.getLogger("headrace.server")
 
@@ -33,16 +39,23 @@ IDLE = 30
 LAST_BYTES = 5  # seconds for clients to read written data at the end
 BACKLOG = 1024  # connections waiting in the system; clients of a larger burst try again after 1 s
 SPARE = 64  # connections above the limit of requests
+LOADED = 1.1  # estimate: bytes in memory per byte of a file
+KV = 512 << 20  # estimate: bytes of the K/V cache
 FILES = 256  # open files of a server without its connections
 
 
 class Server(uvicorn.Server):
     """uvicorn's server with an orderly end. The first SIGTERM or SIGINT drains: new requests get a 503, open requests may
-    finish within the grace period, and the rest ends with an error. A second signal ends the server at once."""
+    finish within the grace period, and the rest ends with an error. A second signal ends the server at once.
+
+    SIGHUP restarts the engine processes one after the other.
+    """
 
     def __init__(self, models: Models) -> None:
         settings, limits = models.settings, models.settings.limits
         self.keys = KeyRing(settings)  # first: an error in the keys must come before anything is opened
+        if unknown := self.keys.unknown_models(models.names):
+            log.warning("%s names models that are not served: %s", settings.keys, ", ".join(unknown))
         self.store = Store(settings.state)
         guard, self.worker = make_app(models, self.store, self.keys)
         super().__init__(
@@ -80,7 +93,23 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if threading.current_thread() is threading.main_thread():
+            terminal = host.has_terminal()
+            self._loop.add_signal_handler(signal.SIGHUP, self._hung_up, terminal)
         await super().serve(sockets)
+
+    def _hung_up(self, terminal: bool) -> None:
+        """SIGHUP: restart the engine processes one after the other; or drain, if the server's terminal was closed."""
+        if terminal and not host.has_terminal():
+            self.handle_exit(signal.SIGHUP, None)
+        else:
+            self.renew()
+
+    def renew(self) -> None:
+        """Begin to restart the engine processes of all models, one after the other."""
+        log.info("restarting the engine processes one after the other")
+        for service in self.models.services:
+            service.llm.renew(self.models.settings.grace)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen as uvicorn does, with a limit on the time of a TLS handshake."""
@@ -144,15 +173,17 @@ def allow_files(settings: ServerSettings) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to serve. name: the one that clients use. model: catalog name or path. arguments: of its AsyncLLM.
-
-    preload: load it at the start also if others are loaded on demand.
+    """A model to serve. name: the one that clients use, next to its aliases. model: catalog name or path. arguments: of its
+    AsyncLLM. preload: load it at the start also if others are loaded on demand. mode: without one it is on demand if the server
+    has a limit of memory, otherwise pinned.
     """
 
     name: str
     model: str
     arguments: dict[str, Any]
     preload: bool = True
+    mode: Mode | None = None
+    aliases: tuple[str, ...] = ()
 
 
 def open_models(
@@ -160,6 +191,7 @@ def open_models(
     settings: ServerSettings,
     memory: str | int | None = None,
     cascades: Sequence[CascadeSettings] = (),
+    idle_unload: float | None = None,
 ) -> Models:
     """Return the models of a server. With `memory` (bytes or "8GiB") those without `preload` are loaded on demand.
 
@@ -169,23 +201,55 @@ def open_models(
     figures = ServerMetrics()
     entries = []
     for one in chosen:
-        llm = AsyncLLM(one.model, **one.arguments)
-        entry = LoadedModel(make_service(llm, one.name, settings, figures), one.preload)
+        arguments, size = one.arguments, 0
         if budget is not None:
-            entry.size = expected_size(one.model, one.arguments.get("kv_cache_memory"))
-            if entry.size > budget and not one.preload:
-                raise SettingsError(
-                    f"{one.name} takes about {gib(entry.size)} and models may have {gib(budget)} together, so it would "
-                    "never be loaded; raise model_memory, or leave it out"
-                )
-        entries.append(entry)
-    return Models(entries, settings, figures, budget, cascades)
+            planned = plan_bytes(one.model, arguments, budget)
+            size = planned.total
+            # Free memory differs from load to load, and the context must not.
+            arguments = {**arguments, "kv_cache_memory": planned.kv} if planned.kv else arguments
+        mode = one.mode or (Mode.PINNED if budget is None else Mode.ON_DEMAND)
+        service = make_service(AsyncLLM(one.model, **arguments), one.name, settings, figures)
+        speech = budget is not None and is_speech(one.model)
+        entries.append(ServedModel(service, mode, one.preload, one.aliases, size, speech))
+    return Models(entries, settings, figures, budget, cascades, idle_unload)
+
+
+def plan_bytes(model: str, arguments: Mapping[str, Any], budget: int) -> ServedBytes:
+    """Return the bytes of a model with the arguments of its AsyncLLM, by the numbers of `headrace fit`.
+
+    Each replica has a K/V cache. A model that the planner does not know is estimated by its files. Raises ValueError if there
+    are none.
+    """
+    settings = ModelSettings(**{name: value for name, value in arguments.items() if name in ModelSettings.__struct_fields__})
+    try:
+        planned = served_bytes(model, settings, budget)
+    except (ValueError, RuntimeError) as error:
+        log.info("%s is planned by the size of its files: %s", model, error)
+        return ServedBytes(expected_size(model, settings.kv_cache_memory), 0)
+    rest = planned.rest + (int(arguments.get("replicas", 1)) - 1) * planned.kv  # replicas share the weights
+    if settings.kv_cache_memory is None and not settings.companions:
+        return ServedBytes(rest, planned.kv)
+    return ServedBytes(rest + planned.kv, 0)
+
+
+def is_speech(model: str) -> bool:
+    """Whether a model is a speech model, by its files. A model that is not on this machine counts as another one."""
+    try:
+        return reads_sound(hub.resolve(model, entries=catalog.load(), download=False))
+    except (ValueError, OSError):
+        return False
+
+
+def expected_size(model: str, kv: int | str | None) -> int:
+    """Estimate the memory (bytes) of a model on this machine: weights and K/V cache. `kv`: its option for the cache."""
+    path = hub.resolve(model, entries=catalog.load(), download=False)
+    return int(sum(file.stat().st_size for file in weight_files(path)) * LOADED) + (parse_bytes(kv) if kv is not None else KV)
 
 
 def single_model(llm: AsyncLLM, settings: ServerSettings) -> Models:
     """Return the models of a server with this model alone; the command uses `open_models` for one model, too."""
     figures = ServerMetrics()
-    return Models([LoadedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
+    return Models([ServedModel(make_service(llm, settings.model_name, settings, figures))], settings, figures)
 
 
 async def serve(models: Models, settings: ServerSettings, say: Callable[[str], None]) -> int | None:
@@ -197,6 +261,7 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
     sock = listen(settings)
     server = Server(models)
     server.config.load()  # reads the TLS files, so that their errors come before anything starts
+    models.loader.report = say
     names = ", ".join(service.name for service in models.services)
     address = settings.address(sock.getsockname()[1])
     everywhere = f", and on this machine's other addresses ({settings.host})" if settings.host in ("", "0.0.0.0", "::") else ""
@@ -205,7 +270,10 @@ async def serve(models: Models, settings: ServerSettings, say: Callable[[str], N
         say("keys travel unencrypted to other machines; give --tls-cert and --tls-key, or a proxy with TLS and --trusted-proxy")
     for cascade in models.cascades.values():
         say(f"{cascade.name}: {', then '.join(cascade.tiers)}{'; ' + cascade.promise if cascade.promise else ''}")
-    say("loading; requests get a 503 until it is ready")
+    for line in models.summary():
+        say(line)
+    if models.loader.budget is None:
+        say("loading; requests get a 503 until it is ready")
     await run(server, sock, say, f"{address}/")
     return server.stopped_by
 

@@ -1,5 +1,6 @@
 """Settings of a server and of its cascades: plain data, checked when it is created."""
 
+import enum
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,14 @@ from headrace.stats.confidence import TOKEN_SCORES, TokenScore
 
 MIN_KEY = 8  # characters
 NEVER = 1.01  # a threshold above every score
+
+
+class Mode(enum.StrEnum):
+    """When a model of a server is in memory."""
+
+    PINNED = "pinned"  # from the start, and it makes room for no other
+    ON_DEMAND = "on demand"  # loaded for its first request, unloaded to make room
+    OFF = "off"  # not served
 
 
 class SettingsError(ValueError):
@@ -32,6 +41,7 @@ class ServerSettings:
     state: Path | None = None  # folder of files, batches and responses; None: they end with the server
     limits: Limits = field(default_factory=Limits)
     open_objects: bool = False  # for requests that do not set it
+    adapters_from: Path | None = None  # folder whose adapters operators may load while the server runs
     proxies: Proxies = field(default_factory=Proxies)  # trusted for X-Forwarded-For and X-Forwarded-Proto
 
     def __post_init__(self) -> None:

@@ -19,11 +19,12 @@ from headrace.drafting.methods import check_speculation
 from headrace.kv.layout import kv_shape
 from headrace.parallel.ranks.lead import lead
 from headrace.parallel.refusals import unsupported_reason
-from headrace.runner.early_exit import Exit
+from headrace.runner.early_exit import DraftExits, Exit
 from headrace.runner.program import Program
 from headrace.runner.record import RecordError
 from headrace.runner.runner import Runner
 from headrace.runner.span import Span
+from headrace.startup.kv_store import check_kv_store
 from headrace.startup.loading import pick_device
 from headrace.startup.opening import Opened
 from headrace.weights.kinds import FLOATS
@@ -131,6 +132,7 @@ def check_settings(settings: ModelSettings, target: Opened | None = None) -> Non
         raise ValueError(f"unknown dtype {settings.dtype!r}; use {', '.join(DTYPES)}")
     if settings.kv_cache_memory is not None:
         parse_bytes(settings.kv_cache_memory)
+    check_kv_store(settings, None if target is None else target.config)
     if target is not None:
         memory.check_context(settings.max_model_len, target.config)
 
@@ -170,7 +172,7 @@ def _check(recipe: Recipe) -> None:
         )
     if settings.exit_state not in (DEFERRED, PROPAGATE):
         raise ValueError(f"unknown exit_state {settings.exit_state!r}; use {DEFERRED} or {PROPAGATE}")
-    if settings.exit_state != DEFERRED and recipe.leaves is None:
+    if settings.exit_state != DEFERRED and not recipe.exits:
         raise ValueError("exit_state needs exits; name their folder with exits, or leave exit_state out")
     if settings.draft_vocab is not None and (settings.draft_vocab < 0 or DRAFT not in recipe.models):
         raise ValueError("draft_vocab is how many tokens a draft model chooses from, 0 being all; name that model with draft")
@@ -183,8 +185,8 @@ def _start(offer: Backend, recipe: Recipe) -> Started:
     target, *beside = recipe.roles
     companions = [_companion(role, loaded) for role in beside if role.name not in (EXITS, CASCADE)]
     cascade = next((_companion(role, loaded) for role in beside if role.name == CASCADE), None)
-    leaves = next((_exit(role, loaded) for role in beside if role.name == EXITS), cascade)
-    assert not isinstance(leaves, Span)
+    leaves = next((_exits(role, loaded) for role in beside if role.name == EXITS), cascade)
+    assert not isinstance(leaves, Span | DraftExits)
     runner = Runner(loaded.programs[target.name], companions, recipe.number(AMATEUR), leaves, recipe.propagates)
     runner.kept[HIDDEN].afford = lambda need: memory.check_hidden_fits(loaded.plan, need, offer.free_memory(recipe))
     if recipe.features:
@@ -202,14 +204,17 @@ def _warn_if_crowded(settings: ModelSettings) -> None:
         log.warning(text, processes, threads, cores)
 
 
-def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit:
-    """The program of a role, a span of the target, or a span with an exit's head."""
+def _companion(role: Role, loaded: LoadedPrograms) -> Program | Span | Exit | DraftExits:
+    """The program of a role, a span of the target, or exits of it."""
     if role.span is None:
         return loaded.programs[role.name]
-    return role.span if role.heads is None else _exit(role, loaded)
+    if role.heads is None:
+        return role.span
+    exits = _exits(role, loaded)
+    return exits[0] if len(exits) == 1 else DraftExits(exits)
 
 
-def _exit(role: Role, loaded: LoadedPrograms) -> Exit:
-    assert role.span is not None
-    head = loaded.programs[role.name]
-    return Exit(role.span, head, role.heads.exit, partial=len(role.heads.vocab) < head.config.vocab_size)
+def _exits(role: Role, loaded: LoadedPrograms) -> tuple[Exit, ...]:
+    head, heads = loaded.programs[role.name], role.heads
+    partial = len(heads.vocab) < head.config.vocab_size
+    return tuple(Exit(Span(layers), head, heads.layers.index(layers), partial) for layers in heads.used)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from headrace.data.outputs import Classification, Vote
+from headrace.data.plan import Threshold
 from headrace.decoding.prompts import POOLS
 from headrace.runner.classifier import BOTH, ExitClassifiers, probabilities
 from headrace.startup.opening import Opened, missing_heads_error
@@ -53,7 +54,7 @@ class ClassifierThreshold(msgspec.Struct, frozen=True):
     """
 
     criterion: Annotated[str, msgspec.Meta(min_length=1)]
-    threshold: float
+    threshold: Threshold
     delta: float
     epsilon: float
     bound: str
@@ -69,8 +70,9 @@ class Classifier:
     exits: ExitClassifiers
     rules: tuple[ClassifierThreshold, ...] = field(default=())
 
-    def rule(self, criterion: str | None, threshold: float | None) -> tuple[str, float]:
+    def rule(self, criterion: str | None, threshold: Threshold | None) -> tuple[str, Threshold]:
         """Criterion and threshold of a request; None selects a calibrated one, "off" disables early exit. Raises ValueError."""
+        threshold = tuple(threshold) if isinstance(threshold, list) else threshold
         if criterion == "off" or (criterion is None and threshold is None and not self.rules):
             if threshold is not None:
                 raise ValueError("threshold needs a criterion; name one, or leave threshold out")

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,8 @@ from headrace.weights.source import HEADS_INFO
 
 WEIGHTS = "heads.safetensors"
 VERSION = 1
+# Value of exit_layers for all exits of a folder.
+ALL = "all"
 # The signature contains every 97th token of the vocabulary.
 EVERY = 97
 MAX_HEADS = 16
@@ -127,6 +130,22 @@ def check_exits(place: Path, heads: Heads, layers: int) -> None:
         raise ValueError(
             f"{place}: no exit stands after {heads.drafts} layers, only after {', '.join(map(str, stand))}; set drafts to one"
         )
+
+
+def choose_exits(folder: str | Path, heads: Heads, exit_layers: str) -> Heads:
+    """The heads with all exits in use, or those after the named layers ("10,20"). Raises ValueError for other layers."""
+    if heads.kind != EXIT:
+        raise ValueError(f"{folder}: these heads are not exits, so exit_layers names none of them; leave it out")
+    chosen = heads.layers
+    if exit_layers != ALL:
+        asked = [part.strip() for part in exit_layers.split(",")]
+        chosen = tuple(layers for layers in heads.layers if str(layers) in asked)
+        if {str(layers) for layers in chosen} != set(asked):
+            stand = ", ".join(map(str, heads.layers))
+            raise ValueError(
+                f"exit_layers={exit_layers!r}: the exits in {folder} stand after {stand} layers; name some, or all"
+            )
+    return replace(heads, several=chosen)
 
 
 def _check(place: Path, heads: Heads, target: Opened) -> None:

@@ -9,14 +9,18 @@ from typing import Any
 
 from headrace.data.config import ModelConfig
 from headrace.data.progress import Progress
+from headrace.data.settings import ModelSettings
 from headrace.models.configs import read_config
+from headrace.models.rope_scaling import scaling_note
 from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights import catalog, hub, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.ranking import Ranker, is_ranker, read_ranker, with_separator
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_weights
+from headrace.weights.sentence import Sentence, read_sentence
 from headrace.weights.source import HEADS_INFO, LFS_POINTER, WeightError, is_lfs_pointer, trained
 from headrace.weights.store import catalog_entry
 
@@ -37,7 +41,7 @@ class Opened:
     `tokenizer`, `template` and `eos_ids` load the vocabulary at the first access, and raise its errors; `load_tokenizer`
     starts that in a thread.
     generation: generation_config.json. defaults: sampling settings for requests without any. system: default system prompt.
-    own_template: replaces the file's. pooling: first, last or mean, of embeddings. parse_special: control tokens inside
+    own_template: replaces the file's. sentence: how hidden rows become an embedding. parse_special: control tokens inside
     messages are parsed.
     """
 
@@ -49,9 +53,10 @@ class Opened:
     defaults: Defaults = field(default_factory=dict)
     system: str | None = None
     own_template: str | None = None
-    pooling: str = "last"
+    sentence: Sentence = field(default_factory=lambda: Sentence("last"))
     parse_special: bool = False
     _words: Future[TextProcessing] | None = None
+    _ranker: tuple[Ranker | None] | None = None
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, with the model's system prompt in front if they have none."""
@@ -64,11 +69,28 @@ class Opened:
         """Rounding of the inputs of integer weights that the model's folder requires; "auto" if it does not."""
         return self.source.activations if isinstance(self.source, QuantizedFolder) else "auto"
 
+    def settings_summary(self, settings: ModelSettings) -> str:
+        """Text for the user about settings that change the model's numbers."""
+        return self.rounding_summary(settings.activations) + scaling_note(self.config, settings.rope)
+
     def rounding_summary(self, given: str) -> str:
         """Text about that rounding for the user; empty if the caller chose another one."""
         if given != "auto" or self.activations == "auto":
             return ""
         return f", activations by {self.activations} as the folder asks (--activations group: by 32)"
+
+    @property
+    def pooling(self) -> str:
+        """Pooling of embeddings: first, last or mean."""
+        return self.sentence.pooling
+
+    @property
+    def ranker(self) -> Ranker | None:
+        """Head and template of a reranker, None of another model. Raises WeightError if the head is missing or broken."""
+        if self._ranker is None:
+            ranks = is_ranker(self.path, self.source, self.config)  # of other models the vocabulary may still be loading
+            self._ranker = (read_ranker(self.source, self.config, self.tokenizer) if ranks else None,)
+        return self._ranker[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,17 +126,25 @@ def open_model(
 
 
 def open_files(
-    model: str | Path, progress: Progress | None = None, *, download: bool = True, parse_special: bool = False
+    model: str | Path,
+    progress: Progress | None = None,
+    *,
+    download: bool = True,
+    parse_special: bool = False,
+    rope: str | None = None,
 ) -> Opened:
-    """Like `open_model`, but the vocabulary is loaded later. parse_special: control tokens inside messages are parsed."""
+    """Like `open_model`, but the vocabulary is loaded later. parse_special: control tokens inside messages are parsed.
+
+    rope: as in `read_config`.
+    """
     entries, named = catalog.load(), names.find(str(model))
     target = str(model) if named is None else named.model
     path = hub.resolve(target, entries=entries, progress=progress, download=download)
     entry = entries.get(target) or catalog_entry(path, entries)
     source = open_weights(path)
-    config = read_config(source)
+    config = read_config(source, rope)
     generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
-    return Opened(
+    opened = Opened(
         name=str(model),
         path=path,
         source=source,
@@ -123,9 +153,12 @@ def open_files(
         defaults={} if config.encoder else _defaults(str(model), path, source, config, generation, entry, named),
         own_template=named.template if named is not None else None,
         system=named.system if named and named.system is not None else entry.chat.system if entry is not None else None,
-        pooling=_pooling(path) if config.encoder else "last",
+        sentence=read_sentence(path, source, config),
         parse_special=parse_special,
     )
+    if config.token_types > 1 and is_ranker(path, source, config):
+        opened.config = with_separator(config, opened.tokenizer)
+    return opened
 
 
 def _defaults(
@@ -168,9 +201,14 @@ def _refuse_pointers(folder: Path) -> None:
             raise WeightError(f"{path}: {LFS_POINTER}")
 
 
-def open_companion(model: str | Path, target: Opened, role: str, progress: Progress | None = None) -> Opened:
-    """Open another model for the target. Raises ValueError if their vocabularies differ, and the errors of `open_model`."""
-    opened = open_model(model, progress)
+def open_companion(
+    model: str | Path, target: Opened, role: str, progress: Progress | None = None, rope: str | None = None
+) -> Opened:
+    """Open another model for the target. rope: as in `read_config`.
+
+    Raises ValueError if their vocabularies differ, and the errors of `open_model`.
+    """
+    opened = open_files(model, progress, rope=rope)
     if opened.path != target.path and (difference := opened.tokenizer.differs(target.tokenizer)):
         raise ValueError(
             f"{model} cannot be the {role} of {target.name}: their vocabularies differ ({difference}); "
@@ -201,14 +239,6 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.name} cannot be read ({error}); repair or remove it") from None
     return data if isinstance(data, dict) else {}
-
-
-def _pooling(folder: Path) -> str:
-    """Pooling of an encoder from sentence-transformers' files; mean without them."""
-    config = _read_json(folder / "1_Pooling" / "config.json")
-    if config.get("pooling_mode_cls_token"):
-        return "first"
-    return "last" if config.get("pooling_mode_lasttoken") else "mean"
 
 
 def _ids(value: object) -> frozenset[int]:

@@ -15,6 +15,7 @@ from headrace.data.settings import DEFERRED, ModelSettings
 from headrace.startup.classifier import fingerprint
 from headrace.startup.opening import Opened
 from headrace.weights.atomic_file import atomic_write
+from headrace.weights.model_files import weight_files
 from headrace.weights.store import find_home, home
 
 log = logging.getLogger("headrace")
@@ -43,18 +44,18 @@ def cascade_folder(model: Path, smaller: Path) -> Path:
 
 
 def _size(model: Path) -> int:
-    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in weight_files(model))
 
 
 class CalibratedThreshold(msgspec.Struct, frozen=True):
     """A threshold with a guarantee from `n` prompts: for prompts like them, with probability 1 - epsilon, answers lose at most
     `delta` on average compared with the full model (Learn then Test).
 
-    loss: text (1 - ROUGE-L of the tokens) or token (share of exited tokens that differ from the full model's). risk: its mean.
+    loss: text (1 - ROUGE-L of the tokens), token (share of exited tokens that differ from the full model's) or risk (ROUGE-L to
+    references below the full model's). risk: its mean.
     layers: mean number of layers per token (in a cascade: of the larger model, 0 for the smaller one's tokens). spread: its
     standard deviation between answers. data: SHA-256 of the prompts. state: exit_state during calibration. fits: fingerprint of
-    the model and exits.
+    the model and exits. slope: exit_slope; exits: exit_layers during calibration, empty for the exit that drafts.
     """
 
     criterion: str
@@ -71,10 +72,14 @@ class CalibratedThreshold(msgspec.Struct, frozen=True):
     data: str
     state: str = DEFERRED
     fits: str = ""
+    slope: float = 0.0
+    exits: str = ""
 
     def summary(self) -> str:
         """One line for the user."""
         decay = f", decay {self.decay:g}" if self.decay else ""
+        decay += f", slope {self.slope:g}" if self.slope else ""
+        decay += f", exit_layers {self.exits}" if self.exits else ""
         state = "" if self.state == DEFERRED else f", exit_state {self.state}"
         return (
             f"{self.criterion} {self.threshold:g}{decay}{state}: {self.loss} loss at most {self.delta:g} with probability "
@@ -83,10 +88,10 @@ class CalibratedThreshold(msgspec.Struct, frozen=True):
 
 
 def save(folder: Path, rule: CalibratedThreshold) -> None:
-    """Add a threshold to a folder. It replaces one with the same criterion, decay, loss, state and model."""
+    """Add a threshold to a folder. It replaces one with the same criterion, decay, slope, exits, loss, state and model."""
 
-    def kind(one: CalibratedThreshold) -> tuple[str, float, str, str, str]:
-        return one.criterion, one.decay, one.loss, one.state, one.fits
+    def kind(one: CalibratedThreshold) -> tuple[str | float, ...]:
+        return one.criterion, one.decay, one.slope, one.exits, one.loss, one.state, one.fits
 
     others = [one for one in load(folder) if kind(one) != kind(rule)]
     data = msgspec.json.encode([rule, *others])
@@ -102,6 +107,7 @@ def load(folder: str | Path, state: str = "") -> tuple[CalibratedThreshold, ...]
         rules = msgspec.json.decode(place.read_bytes(), type=tuple[CalibratedThreshold, ...]) if place.is_file() else ()
         for one in rules:
             asked: dict[str, Any] = {"exit_criterion": one.criterion, "exit_threshold": one.threshold, "exit_decay": one.decay}
+            asked["exit_slope"] = one.slope
             # Raises ParamError if no request could have these values.
             SamplingParams(**asked, max_tokens=one.max_tokens)
         return tuple(one for one in rules if state in ("", one.state))
@@ -116,7 +122,8 @@ def load_for(model: Opened, settings: ModelSettings, smaller: Path | None) -> tu
     """
     if settings.exits is None:
         return () if smaller is None or find_home() is None else load(cascade_folder(model.path, smaller), settings.exit_state)
-    if not (rules := load(settings.exits, settings.exit_state)):
+    rules = [rule for rule in load(settings.exits, settings.exit_state) if rule.exits == (settings.exit_layers or "")]
+    if not rules:
         return ()
     sign = exits_fingerprint(model, settings.exits)
     if not (own := tuple(rule for rule in rules if rule.fits == sign)):
@@ -134,6 +141,7 @@ def save_for(rule: CalibratedThreshold, model: Opened, settings: ModelSettings, 
         assert smaller is not None
         save(cascade_folder(model.path, smaller), rule)
         return rule
-    rule = msgspec.structs.replace(rule, fits=exits_fingerprint(model, settings.exits), state=settings.exit_state)
+    fits, exits = exits_fingerprint(model, settings.exits), settings.exit_layers or ""
+    rule = msgspec.structs.replace(rule, fits=fits, state=settings.exit_state, exits=exits)
     save(Path(settings.exits), rule)
     return rule

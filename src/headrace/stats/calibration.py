@@ -9,8 +9,9 @@ Sources: Angelopoulos et al., "Learn then Test", arXiv 2110.01052; Schuster et a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -101,6 +102,41 @@ def calibrate(
         passed = tried[-1]
     threshold, risk = (None, None) if passed is None else (passed.threshold, passed.risk)
     return Calibration(threshold, risk, delta, epsilon, bound, n, tried)
+
+
+@dataclass(frozen=True, slots=True)
+class Redraws:
+    """Shares of redraws whose chosen threshold loses more than `delta` on inputs that did not choose it.
+
+    tested: thresholds of `calibrate`. naive: the lowest threshold whose mean loss on the calibration inputs is at most `delta`,
+    up to the first that is above. risk: mean loss of the tested thresholds on the other inputs.
+    """
+
+    tested: float
+    naive: float
+    risk: float
+
+
+def redraw(
+    losses: Mapping[float, np.ndarray], n: int, *, delta: float, epsilon: float = 0.05, redraws: int = 500, seed: int = 0
+) -> Redraws:
+    """Repeat a calibration on `n` inputs, drawn anew each time, and judge each threshold on all other inputs.
+
+    losses: by threshold, the safest first, the losses [inputs] in [0, 1]. A redraw without a threshold loses nothing. The mean
+    of few other inputs scatters around the risk, which adds violations to both counts.
+    """
+    rng, count = np.random.default_rng(seed), len(next(iter(losses.values())))
+    tested = naive = 0
+    risks = []
+    for _ in range(redraws):
+        order = rng.permutation(count)
+        chosen, fresh = order[:n], order[n:]
+        found = calibrate(lambda at: losses[at][chosen], [*losses], delta=delta, epsilon=epsilon)  # noqa: B023
+        low = list(takewhile(lambda at: losses[at][chosen].mean() <= delta, losses))  # noqa: B023
+        risks.append(0.0 if found.threshold is None else float(losses[found.threshold][fresh].mean()))
+        tested += risks[-1] > delta
+        naive += bool(low) and losses[low[-1]][fresh].mean() > delta
+    return Redraws(tested / redraws, naive / redraws, float(np.mean(risks)))
 
 
 def calibration_error(confidences: ArrayLike, correct: ArrayLike, bins: int) -> float:

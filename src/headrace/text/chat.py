@@ -299,3 +299,10 @@ def render_open(messages: Sequence[Message], render: Callable[[Sequence[Message]
             "continue_final_message: the model's template does not allow it; leave it out", "continue_final_message"
         )
     return before
+
+
+def split_template_kwargs(given: Mapping[str, Any] | None, chat_template: str | None) -> tuple[dict[str, Any], str | None]:
+    """The variables in chat_template_kwargs, and the name of the template, which may stand among them. Raises TemplateError."""
+    variables = dict(given or {})
+    check_template_kwargs(variables)
+    return variables, variables.pop("chat_template", chat_template)

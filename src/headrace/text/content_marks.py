@@ -45,7 +45,7 @@ class Marker:
 
     def __init__(self, tokens: Iterable[str], cuts: Iterable[str] = ()) -> None:
         known = sorted({token for token in tokens if len(token) > 1})
-        self._whole = re.compile(_any_of(known)) if known else None
+        self._whole = re.compile(any_of(known)) if known else None
         self._starts = {token[:end] for token in known for end in range(1, len(token))}
         self._ends = {token[at:] for token in known for at in range(1, len(token))}
         self._first, self._last = {token[0] for token in known}, {token[-1] for token in known}
@@ -152,7 +152,7 @@ def escape_all_but_marks(text: str) -> str:
     return re.sub(rf"[^\x00-\x7e{SIGNS}]", lambda match: json.dumps(match[0])[1:-1], text)
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str]) -> str:
     """Return a pattern for the longest match of several texts, as a trie: its time does not grow with their number."""
     tree: dict[str, Any] = {}
     for text in texts:

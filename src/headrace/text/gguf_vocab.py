@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from headrace.text.pretokenizers import Split, normalizer, pre_tokenizer, split_named
+from headrace.text.sentencepiece import unigram_normalizer, unigram_split, without_names
 from headrace.text.vocabulary import (
     BYTE_TOKEN,
     CHAR_OF_BYTE,
@@ -111,7 +112,9 @@ class _Tokens:
             raise TokenizerError(f"{KEY}tokens holds {twice!r:.40} twice; the file is damaged")
         size = len(texts)
         named = {key: metadata.token_id(f"{key}_token_id", size) for key in ("bos", "eos", "unknown", "cls", "seperator")}
-        defaults = {"llama": ("<s>", "</s>", "<unk>"), "bert": ("[CLS]", "[SEP]", "[UNK]")}.get(kind, (None, None, None))
+        defaults = {"llama": ("<s>", "</s>", "<unk>"), "t5": ("<s>", "</s>", "<unk>"), "bert": ("[CLS]", "[SEP]", "[UNK]")}.get(
+            kind, (None, None, None)
+        )
         default_ids = [ids.get(text) if text else None for text in defaults]
         if kind == "bert":
             named["bos"], named["eos"] = named["cls"], named["seperator"]
@@ -154,6 +157,7 @@ class _Parts:
     add_end: bool = False
     strip_space: bool = False
     missing_bytes: frozenset[int] = frozenset()
+    between: int = 0  # end tokens between the texts of a pair
 
     def build(self, added: list[AddedToken], unmarking: bool = False) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer(self.model)
@@ -195,6 +199,7 @@ def _assemble(parts: _Parts, tokens: _Tokens, metadata: _Metadata, templates: Ma
         eos_ids=frozenset(token for token in ends if token is not None),
         templates=templates,
         missing_bytes=parts.missing_bytes,
+        between=() if tokens.eos is None else (tokens.eos,) * parts.between,
     )
 
 
@@ -281,7 +286,37 @@ def _word_piece(tokens: _Tokens, metadata: _Metadata) -> _Parts:
         add_bos=True,
         add_end=True,
         strip_space=True,
+        between=1,
     )
+
+
+def _unigram(tokens: _Tokens, metadata: _Metadata) -> _Parts:
+    """SentencePiece Unigram (T5, XLM-R): the most probable sequence of pieces. XLM-R puts two end tokens into a pair."""
+    scores = metadata.numbers("scores", len(tokens.texts))
+    if scores is None or not np.isfinite(scores).all():
+        raise TokenizerError(f"{KEY}scores must be finite numbers; a Unigram vocabulary needs them")
+    if tokens.unknown is None:
+        raise TokenizerError(f"{KEY}unknown_token_id is missing; a Unigram vocabulary needs it")
+    charsmap = metadata.values.get(KEY + "precompiled_charsmap")
+    prefix = metadata.flag("add_space_prefix", True)
+    trims = metadata.flag("remove_extra_whitespaces", True)
+    return _Parts(
+        model=_all_ids(tokens, scores),
+        spelling="spm",
+        normalizer=unigram_normalizer(b"" if charsmap is None else bytes(charsmap), trims),
+        pre_tokenizer=without_names(
+            unigram_split(prefix), (tokens.texts[token] for token in tokens.of_type(CONTROL, UNKNOWN, UNUSED))
+        ),
+        add_bos=tokens.bos is not None and tokens.bos != tokens.eos,
+        add_end=True,
+        strip_space=prefix,
+        between=2,
+    )
+
+
+def _all_ids(tokens: _Tokens, scores: np.ndarray) -> models.Unigram:
+    """The pieces by id."""
+    return models.Unigram(list(zip(tokens.texts, scores.astype(float).tolist(), strict=True)), tokens.unknown)
 
 
 def _respell(text: str, odd: bool) -> str:
@@ -296,6 +331,7 @@ _KINDS: Mapping[str, Callable[[_Tokens, _Metadata], _Parts]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
     "bert": _word_piece,
+    "t5": _unigram,
 }
 
 

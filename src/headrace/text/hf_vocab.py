@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, models
 
 from headrace.text.content_marks import MARK, is_structure
 from headrace.text.marian import is_marian, read_marian
+from headrace.text.sentencepiece import without_names
 from headrace.text.vocabulary import END_OF_TURN, TokenizerError, Vocabulary, clear_errors, drop_marks
 
 MAX_BYTES = 256 << 20
@@ -60,6 +61,7 @@ def read_folder(folder: Path) -> Vocabulary:
         eos_id=eos,
         eos_ids=frozenset(token for token in ends if token is not None),
         templates=_templates(folder, names),
+        between=_between(backend, prefix, suffix),
     )
 
 
@@ -109,6 +111,18 @@ def _around(backend: tokenizers.Tokenizer, path: Path) -> tuple[tuple[int, ...],
     raise TokenizerError(f"{path}: its post_processor changes the text's own tokens, which is not supported")
 
 
+def _between(backend: tokenizers.Tokenizer, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the token ids that the post-processor adds between two texts; empty if it has no form for pairs."""
+    try:
+        inner = backend.encode(PROBE, add_special_tokens=False).ids
+        whole = backend.encode(PROBE, PROBE, add_special_tokens=True).ids
+    except Exception:
+        return ()
+    start, end = len(prefix) + len(inner), len(whole) - len(suffix) - len(inner)
+    fits = tuple(whole[: len(prefix)]) == prefix and tuple(whole[len(whole) - len(suffix) :]) == suffix
+    return tuple(whole[start:end]) if fits and whole[end : end + len(inner)] == inner else ()
+
+
 def _flagged(names: dict[str, Any], flag: str, added: tuple[int, ...], token: int | None) -> tuple[int, ...]:
     """Apply an explicit add_bos_token or add_eos_token, which overrides the post-processor as in transformers."""
     wanted = names.get(flag)
@@ -124,8 +138,11 @@ def _copy(backend: tokenizers.Tokenizer, added: list[AddedToken], normalizer: An
     copy = tokenizers.Tokenizer(backend.model)
     if normalizer is not None:
         copy.normalizer = normalizer
-    if backend.pre_tokenizer is not None:
-        copy.pre_tokenizer = backend.pre_tokenizer
+    split = backend.pre_tokenizer
+    if isinstance(backend.model, models.Unigram):
+        split = without_names(split, (text.content for text in backend.get_added_tokens_decoder().values() if text.special))
+    if split is not None:
+        copy.pre_tokenizer = split
     copy.add_tokens(added)
     return copy
 

@@ -8,13 +8,14 @@ Source: Kudo, "Subword Regularization", arXiv 1804.10959.
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
+from headrace.text.content_marks import any_of
 from headrace.text.vocabulary import SPACE, TokenizerError, clear_errors
 
 MAX_BYTES = 64 << 20
@@ -90,13 +91,34 @@ def unigram_tokenizer(model: Pieces) -> tokenizers.Tokenizer:
             vocabulary[text] = len(text) * top - 0.1 if kind == USER_DEFINED else score
     with clear_errors("the pieces cannot be used"):
         backend = tokenizers.Tokenizer(models.Unigram(list(vocabulary.items()), list(vocabulary).index(unknown)))
-        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
-        if model.trims:
-            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-        backend.normalizer = normalizers.Sequence(steps)
-        scheme = "always" if model.dummy_prefix else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+        backend.normalizer = unigram_normalizer(model.charsmap, model.trims)
+        backend.pre_tokenizer = unigram_split(model.dummy_prefix)
     return backend
+
+
+def unigram_normalizer(charsmap: bytes, trims: bool) -> normalizers.Normalizer:
+    """The normalizer of a unigram model, with the settings of `Pieces`."""
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if trims:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    return normalizers.Sequence(steps)
+
+
+def without_names(split: pre_tokenizers.PreTokenizer | None, names: Iterable[str]) -> pre_tokenizers.PreTokenizer | None:
+    """The pre-tokenizer with the names of control tokens cut after their first character.
+
+    A Unigram model has these names among its pieces, and would write the tokens where a text spells them.
+    """
+    spelled = sorted({name.replace(" ", SPACE) for name in names if len(name) > 1})
+    if not spelled:
+        return split
+    cut = pre_tokenizers.Split(Regex(f"(?={any_of(spelled)})."), "isolated")
+    return cut if split is None else pre_tokenizers.Sequence([split, cut])
+
+
+def unigram_split(dummy_prefix: bool) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of a unigram model."""
+    return pre_tokenizers.Metaspace(SPACE, prepend_scheme="always" if dummy_prefix else "never")
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:

@@ -65,6 +65,7 @@ class Tokenizer:
         self.eos_ids = vocabulary.eos_ids
         self.special_ids = vocabulary.special_ids
         self.strip_space = vocabulary.strip_space
+        self.between = vocabulary.between
         self.templates = vocabulary.templates
         self.chat_template = vocabulary.templates.get("default")
 
@@ -110,6 +111,11 @@ class Tokenizer:
         if add_special:
             return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
         return ids
+
+    def join_pair(self, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """Token ids of a pair of texts, whose own ids are given, as the model's template joins them."""
+        words = self._vocabulary
+        return [*words.prefix, *first, *words.between, *second, *words.suffix]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of token ids; `skip_special` leaves control tokens out."""

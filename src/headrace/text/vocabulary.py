@@ -46,6 +46,7 @@ class Vocabulary:
     eos_id: the end token that the model's files name. eos_ids: all tokens that end a generation.
     templates: chat templates by name; the usual one is "default".
     missing_bytes: bytes that an incomplete byte-level vocabulary cannot spell.
+    between: ids between the two texts of a pair ([SEP]); empty if the tokenizer knows no pairs.
     """
 
     backend: Any
@@ -64,6 +65,7 @@ class Vocabulary:
     eos_ids: frozenset[int]
     templates: Mapping[str, str]
     missing_bytes: frozenset[int] = frozenset()
+    between: tuple[int, ...] = ()
 
 
 def drop_marks(normalizer: normalizers.Normalizer | None) -> normalizers.Normalizer:

@@ -8,17 +8,19 @@ trained nothing.
 import csv
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
 from headrace.data.outputs import whole
 from headrace.data.params import SamplingParams
+from headrace.data.plan import Threshold
 from headrace.data.progress import Progress
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
@@ -168,11 +170,14 @@ def calibrated(
     delta: float,
     epsilon: float,
     criteria: Iterable[str] = CRITERIA,
+    families: Mapping[str, Sequence[Threshold]] | None = None,
 ) -> list[ClassifierThreshold]:
     """Calibrate one threshold for each criterion; a criterion without a valid threshold has no rule.
 
-    probs: [exits, texts, classes] of texts that trained nothing.
-    A text has loss 1 if its exit is wrong and the full model right.
+    probs: [exits, texts, classes] of texts that trained nothing. families: by criterion, thresholds to test in place of its
+    grid, the safest first; chosen without these texts.
+    A text has loss 1 if its exit is wrong and the full model right. The guarantee holds for one criterion that was named
+    before; `train` pays for the choice among all.
     """
     predicted = probs.argmax(-1)
     rules = []
@@ -180,20 +185,43 @@ def calibrated(
         if criterion == "patience" and len(exits.layers) < 2:
             continue
 
-        def losses(threshold: float, criterion: str = criterion) -> np.ndarray:
+        def losses(threshold: Threshold, criterion: str = criterion) -> np.ndarray:
             exit_of = first_exit(criterion, threshold, probs)
             answers = predicted[exit_of, np.arange(len(exit_of))]
             return ((answers != classes) & (predicted[-1] == classes)).astype(float)
 
-        grid = grid_of(criterion, len(exits.labels), len(exits.layers))
-        result = calibrate(losses, grid, delta=delta, epsilon=epsilon)
+        grid: Sequence[Threshold] = (families or {}).get(criterion) or grid_of(criterion, len(exits.labels), len(exits.layers))
+        result = calibrate(lambda at: losses(grid[int(at)]), range(len(grid)), delta=delta, epsilon=epsilon)  # noqa: B023
         if result.threshold is not None and result.risk is not None:
-            exit_of = first_exit(criterion, result.threshold, probs)
+            threshold = grid[int(result.threshold)]
+            exit_of = first_exit(criterion, threshold, probs)
             layers = float(np.array(exits.layers)[exit_of].mean())
-            rules.append(
-                ClassifierThreshold(criterion, result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers)
-            )
+            rules.append(ClassifierThreshold(criterion, threshold, delta, epsilon, result.bound, result.n, result.risk, layers))
     return rules
+
+
+def exit_families(probs: np.ndarray, classes: np.ndarray) -> dict[str, list[tuple[float, ...]]]:
+    """Thresholds of the entropy for each exit but the last, for growing shares of lost texts, from other texts than those that
+    calibrate.
+
+    probs: [exits, texts, classes]. At a share, an exit has the largest threshold at which at most that share of the texts that
+    pass it are lost; below the least entropy if there is none. So the exit that errs less stops more texts.
+
+    Source: Teerapittayanon et al., "BranchyNet", arXiv 1709.01686 (a threshold for each exit).
+    """
+    predicted, most = probs.argmax(-1), float(np.log(probs.shape[-1]))
+    curves = []
+    for exit in range(len(probs) - 1):
+        entropy = CRITERIA["entropy"].measure(probs[: exit + 1])
+        order = np.argsort(entropy, kind="stable")
+        lost = ((predicted[exit] != classes) & (predicted[-1] == classes))[order]
+        curves.append((np.minimum(entropy[order], most), np.cumsum(lost) / np.arange(1, len(order) + 1)))
+
+    def largest(entropies: np.ndarray, lost: np.ndarray, share: float) -> float:
+        return float(entropies[within[-1]]) if len(within := np.flatnonzero(lost <= share)) else 0.0
+
+    shares = np.geomspace(1e-4, 1.0, GRID_SIZE)
+    return {"entropy": [tuple(largest(*curve, share) for curve in curves) for share in shares]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +230,7 @@ class ClassifierConfig(TrainingConfig):
 
     layers: after which exits stand, None for all. pooling: "first", "mean" or "both", None for the encoder's own.
     decay: L2 penalty. delta, epsilon: of the calibration. held_out: share of `data` to calibrate with, if there is no `check`.
+    each_exit: the entropy gets a threshold for each exit, shaped on the training texts.
     joint: settings of a training together with the encoder, None for a frozen encoder.
     """
 
@@ -212,6 +241,7 @@ class ClassifierConfig(TrainingConfig):
     epsilon: float = 0.05
     held_out: float = 0.3
     joint: JointConfig | None = None
+    each_exit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +289,14 @@ def train(
             weight, bias = _fit_exits(llm, data, labels, layers, pooling, config.decay, progress)
             about |= {"decay": config.decay}
         exits = ExitClassifiers(layers, labels, pooling, weight, bias)
-        rows = pooled_rows(llm, check.texts, layers, pooling, progress).astype(np.float64)
-        probs = probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(layers))]))
-        classes = _classes(labels, check)
-        rules = calibrated(exits, probs, classes, config.delta, config.epsilon)
+        probs, classes = _probabilities(llm, exits, check, progress), _classes(labels, check)
+        families = None
+        if config.each_exit and len(layers) > 1:
+            families = exit_families(_probabilities(llm, exits, data, progress), _classes(labels, data))
+        # The default rule is the best of all criteria on these texts: each is tested at a part of epsilon (Bonferroni), so that
+        # all hold together.
+        rules = calibrated(exits, probs, classes, config.delta, config.epsilon / len(CRITERIA), families=families)
+        rules = [msgspec.structs.replace(rule, epsilon=config.epsilon) for rule in rules]
         accuracy = (probs.argmax(-1) == classes).mean(-1).tolist()
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
     if config.joint is not None:
@@ -302,6 +336,12 @@ def _exit_layers(opened: Opened, config: ClassifierConfig) -> tuple[int, ...]:
     if list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != depth:
         raise ValueError(f"exits stand after ascending layers, the last after layer {depth}; not {layers}")
     return layers
+
+
+def _probabilities(llm: LLM, exits: ExitClassifiers, data: LabelledTexts, progress: Progress) -> np.ndarray:
+    """Return the probabilities of all exits, [exits, texts, classes]."""
+    rows = pooled_rows(llm, data.texts, exits.layers, exits.pooling, progress).astype(np.float64)
+    return probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(exits.layers))]))
 
 
 def _classes(labels: Sequence[str], data: LabelledTexts) -> np.ndarray:

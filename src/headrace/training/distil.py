@@ -24,6 +24,7 @@ from headrace.data.progress import Progress
 from headrace.models.base import Model
 from headrace.models.registry import describe
 from headrace.startup.opening import Opened, open_model
+from headrace.training.distil_encoder import EncoderReport, distil_encoder
 from headrace.training.examples import (
     Item,
     answered,
@@ -154,7 +155,7 @@ def distil(
     config: DistilConfig,
     progress: Progress | None = None,
     interrupt: Interrupt | None = None,
-) -> DistilReport:
+) -> DistilReport | EncoderReport:
     """Train a student into the model folder `out`. The same call resumes a stopped training.
 
     Raises ValueError (WeightError, TokenizerError) for an invalid job before any training, KeyboardInterrupt if
@@ -166,8 +167,10 @@ def distil(
     if (out / CONFIG).exists() and not work.exists():
         raise ValueError(f"{out} holds a model; name another folder")
     opened = open_model(teacher)
-    if opened.config.encoder or opened.config.source is not None:
-        raise ValueError(f"{opened.name} is not a decoder; a teacher generates token by token")
+    if opened.config.encoder:
+        return distil_encoder(opened, out, config, config.job(opened, "torch"), progress, interrupt)
+    if opened.config.source is not None:
+        raise ValueError(f"{opened.name} is an encoder-decoder; a teacher is a decoder or an encoder alone")
     backend = backend_of(config.backend, opened, MAPS in config.losses)
     job = config.job(opened, backend)
     progress.start(f"loading {opened.path.name}")

@@ -29,14 +29,17 @@ GRID = (0.999, 0.99, 0.98, 0.97, 0.95, 0.93, *(round(0.9 - 0.05 * step, 2) for s
 class CalibrationConfig:
     """Settings of a calibration on greedy answers of at most `max_tokens` tokens.
 
-    loss: "text" for 1 − ROUGE-L to the full model's answer, "token" for the share of tokens the full model would not write.
-    decay: how much the threshold falls along an answer. cascade: a smaller model writes instead of an exit.
+    loss: "text" for 1 − ROUGE-L to the full model's answer, "token" for the share of tokens the full model would not write,
+    "risk" for how much less ROUGE-L to a reference the answer has than the full model's (0 if it has more).
+    decay: how much the threshold falls along an answer. slope: how much more confidence earlier exits need. cascade: a smaller
+    model writes instead of an exit.
     """
 
     criterion: str = "max_prob"
     decay: float = 0.0
+    slope: float = 0.0
     max_tokens: int = 64
-    loss: Literal["text", "token"] = "text"
+    loss: Literal["text", "token", "risk"] = "text"
     delta: float = 0.1
     epsilon: float = 0.05
     cascade: bool = False
@@ -48,22 +51,20 @@ def calibrate_threshold(
     config: CalibrationConfig,
     on_threshold: Callable[[float, float], None],
     grid: Sequence[float] = GRID,
+    references: Sequence[list[int]] | None = None,
 ) -> tuple[CalibratedThreshold | None, Calibration]:
     """Return the lowest valid threshold, None if there is none, and all tests.
 
-    on_threshold: receives each threshold with its mean loss. Raises ValueError, AdmissionError.
+    on_threshold: receives each threshold with its mean loss. references: token ids of a right answer to each prompt, for the
+    loss "risk". Raises ValueError, AdmissionError.
     """
-    plain = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
-    complete = [output.outputs[0].token_ids for output in whole(llm.generate(list(prompts), plain))]
+    measured = measure_losses(llm, prompts, config, references)
     mean_layers: dict[float, list[float]] = {}
 
     def losses(threshold: float) -> np.ndarray:
-        params = _early_exit_params(plain, config, threshold)
-        answers = [output.outputs[0] for output in whole(llm.generate(list(prompts), params))]
-        values = [_loss(config.loss, answer, best) for answer, best in zip(answers, complete, strict=True)]
-        mean_layers[threshold] = [float(np.mean([exit.layers for exit in answer.exits])) for answer in answers if answer.exits]
-        on_threshold(threshold, float(np.mean(values)))
-        return np.array(values)
+        values, mean_layers[threshold] = measured(threshold)
+        on_threshold(threshold, float(values.mean()))
+        return values
 
     result = calibrate(losses, grid, delta=config.delta, epsilon=config.epsilon)
     if result.threshold is None or result.risk is None:
@@ -72,18 +73,44 @@ def calibrate_threshold(
     data = hashlib.sha256(msgspec.json.encode(list(prompts))).hexdigest()
     spread = float(np.mean(layers)), float(np.std(layers))
     settings = config.criterion, result.threshold, config.decay, config.max_tokens, config.loss, config.delta, config.epsilon
-    return CalibratedThreshold(*settings, result.n, result.risk, *spread, data), result
+    return CalibratedThreshold(*settings, result.n, result.risk, *spread, data, slope=config.slope), result
+
+
+def measure_losses(
+    llm: LLM, prompts: Sequence[list[int]], config: CalibrationConfig, references: Sequence[list[int]] | None = None
+) -> Callable[[float], tuple[np.ndarray, list[float]]]:
+    """A function that writes answers with a threshold and returns their losses [prompts], and the mean layers per token of each
+    answer that may exit. Raises ValueError, AdmissionError."""
+    right = references if references is not None else [None] * len(prompts)
+    if config.loss == "risk" and any(one is None for one in right):
+        raise ValueError("the loss risk compares with references, and some prompts have none")
+    plain = SamplingParams(temperature=0.0, max_tokens=config.max_tokens)
+    complete = [output.outputs[0].token_ids for output in whole(llm.generate(list(prompts), plain))]
+
+    def measure(threshold: float) -> tuple[np.ndarray, list[float]]:
+        params = _early_exit_params(plain, config, threshold)
+        answers = [output.outputs[0] for output in whole(llm.generate(list(prompts), params))]
+        values = [_loss(config.loss, *one) for one in zip(answers, complete, right, strict=True)]
+        layers = [float(np.mean([exit.layers for exit in answer.exits])) for answer in answers if answer.exits]
+        return np.array(values), layers
+
+    return measure
 
 
 def _early_exit_params(plain: SamplingParams, config: CalibrationConfig, threshold: float) -> SamplingParams:
     audit = config.loss == "token"
     if config.cascade:
         return plain.replace(cascade_threshold=threshold, cascade_criterion=config.criterion, cascade_audit=audit)
-    return plain.replace(exit_threshold=threshold, exit_criterion=config.criterion, exit_decay=config.decay, exit_audit=audit)
+    decay, slope = config.decay, config.slope
+    return plain.replace(
+        exit_threshold=threshold, exit_criterion=config.criterion, exit_decay=decay, exit_slope=slope, exit_audit=audit
+    )
 
 
-def _loss(loss: str, answer: CompletionOutput, complete: list[int]) -> float:
+def _loss(loss: str, answer: CompletionOutput, complete: list[int], reference: list[int] | None = None) -> float:
     """Loss of one answer in [0, 1]. complete: token ids of the full model's answer."""
+    if loss == "risk" and reference is not None:
+        return max(0.0, rouge_l(complete, reference) - rouge_l(answer.token_ids, reference))
     if loss == "text":
         return 1 - rouge_l(answer.token_ids, complete)
     exits = answer.exits or []

@@ -8,7 +8,6 @@ Source: PABEE, Zhou et al., arXiv 2006.04152.
 
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -38,8 +37,6 @@ BETAS = (0.9, 0.999)
 WORK = "work"
 # Random tokens added to a text's length when texts of similar length are grouped.
 LENGTH_JITTER = 4.0
-# Subfolder of an embedding model with its pooling settings.
-POOLING = "1_Pooling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +165,5 @@ def save_model(folder: Path, model: Model, opened: Opened) -> None:
     with atomic_write(folder / "model.safetensors") as part:
         save_file(stored_tensors(model, "safetensors"), part, {"format": "pt"})
     write_words(opened, folder)
-    if (opened.path / POOLING).is_dir():
-        shutil.copytree(opened.path / POOLING, folder / POOLING, dirs_exist_ok=True)
-    write_json(folder / CONFIG, {**opened.source.config, "torch_dtype": "float32"})  # type: ignore[union-attr]
+    sizes = {"num_hidden_layers": model.config.num_layers, "torch_dtype": "float32"}
+    write_json(folder / CONFIG, {**opened.source.config, **sizes})  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from headrace.data.params import SamplingParams
 from headrace.data.plan import Feed, NewSlot, Sample, Score, Scores, StepPlan, TableDelta
 from headrace.data.progress import counted
+from headrace.data.sources import Tokens
 from headrace.drafting.policy import expected_tokens
 from headrace.runner.runner import Runner
 from headrace.runner.span import ATTENTION, MLP, WHOLE, Span
@@ -134,7 +135,7 @@ def scratch_slot(runner: Runner, tokens: list[int], block_size: int, source: Seq
         plan.tables.append(TableDelta(SLOT, 1, 0, blocks[own:]))
     runner.execute(plan)
     if source:
-        runner.target.encode([(source, blocks[own:])])
+        runner.target.encode([(Tokens(tuple(source)), blocks[own:])])
     try:
         yield
     finally:

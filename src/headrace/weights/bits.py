@@ -77,3 +77,10 @@ def blocks_with_scales(scales: np.ndarray, nbytes: int) -> np.ndarray:
     blocks = np.empty((*scales.shape, nbytes), np.uint8)
     blocks[:, :, :2] = np.ascontiguousarray(scales, "<f2").view(np.uint8).reshape(*scales.shape, 2)
     return blocks
+
+
+def bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Finite values rounded to bfloat16, to nearest even, as uint16."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded: np.ndarray = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return rounded

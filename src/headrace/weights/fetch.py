@@ -23,6 +23,7 @@ from headrace.weights.store import FetchError, HubFile, StoredFile, one_line, re
 HUB_PATIENCE = 2.5  # seconds for the hub to describe a file; HF_HUB_ETAG_TIMEOUT may raise it
 STALL = 10.0  # seconds without a byte after which a download reconnects
 RETRIES = 3  # in a row without a byte
+UNREACHABLE_REMEDY = "check the network, or name a mirror in HF_ENDPOINT"
 
 T = TypeVar("T")
 
@@ -111,9 +112,9 @@ def _ask_hub(ask: Callable[[], T], repo: str, path: str) -> T:
     except HfHubHTTPError as error:
         raise FetchError(f"the hub answered {error.response.status_code} for {repo}") from None
     except TimeoutError:
-        raise FetchError(f"the hub does not answer within {_patience():g} s") from None
+        raise FetchError(f"the hub does not answer within {_patience():g} s; {UNREACHABLE_REMEDY}") from None
     except Exception as error:  # the transport's own errors, whose classes differ between versions of the hub's library
-        raise FetchError(f"the hub cannot be reached ({one_line(error)}); check the network") from None
+        raise FetchError(f"the hub cannot be reached ({one_line(error)}); {UNREACHABLE_REMEDY}") from None
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:

@@ -1,5 +1,7 @@
 """GGUF files, versions 2 and 3, little-endian: memory-mapped, every length checked, nothing copied. Written as version 3.
 
+A model can be split over several files; each part has a header of its own, and the first has the model's metadata.
+
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from headrace.weights.gguf_metadata import ARRAY, BOOL, SCALAR_TYPES, STRING, Cursor, quoted
 from headrace.weights.kinds import KINDS
+from headrace.weights.model_files import part_name, part_paths
 from headrace.weights.source import LFS_BEGIN, LFS_POINTER, Chunks, TensorInfo, WeightError, write_chunks
 
 MAX_TENSORS = 1 << 17  # real files have hundreds
@@ -37,10 +40,11 @@ UINT32, INT32, FLOAT32 = 4, 5, 6
 
 
 class GGUFFile:
-    """A GGUF file as a WeightSource.
+    """A GGUF model as a WeightSource: a file, or all files of a split model.
 
-    metadata: keys to int, float, bool, str, numpy arrays (numbers) and `StringArray` (strings, decoded lazily).
-    Raises WeightError if the file is missing, truncated, damaged, big-endian, of another version, one part of a split model, or
+    path: the file, or any part of a split model; the other parts are found by their names. metadata: keys to int, float, bool,
+    str, numpy arrays (numbers) and `StringArray` (strings, decoded lazily).
+    Raises WeightError if a file is missing, truncated, damaged, big-endian, of another version, a part of another model, or
     holds a tensor of an unknown type.
     """
 
@@ -48,15 +52,10 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        data = _map_file(self.path)
-        self._map: mmap.mmap | None = data
-        cursor = Cursor(memoryview(data), self.path)
-        self.version, num_tensors, num_keys = _read_preamble(cursor)
-        self.metadata: Mapping[str, Any] = MappingProxyType(cursor.metadata(num_keys))
-        _refuse_part(cursor, self.metadata)
-        self._tensors = _read_tensors(cursor, num_tensors, _alignment(cursor, self.metadata))
-        self._spans = cursor.spans
-        self._bytes = np.frombuffer(data, np.uint8)
+        self._parts = [_Part(one) for one in part_paths(self.path)]
+        _check_parts(self._parts)
+        self.version, self.metadata = self._parts[0].version, self._parts[0].metadata
+        self._tensors = {name: part for part in self._parts for name in part.tensors}
 
     def __enter__(self) -> "GGUFFile":
         return self
@@ -70,17 +69,18 @@ class GGUFFile:
 
     def info(self, name: str) -> TensorInfo:
         """Shape and kind of a tensor. Raises WeightError if there is none of that name."""
-        return self._find(name)[0]
+        return self._part(name).tensors[name][0]
 
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes: uint8 [rows, row bytes], a read-only view of the mapped file."""
-        info, start = self._find(name)
-        return self._bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
+        part = self._part(name)
+        info, start = part.tensors[name]
+        return part.bytes[start : start + info.nbytes].reshape(info.rows, info.row_bytes)
 
     def entry(self, key: str) -> bytes:
         """A metadata entry as encoded in the file: key, type, value. Raises KeyError."""
-        start, end = self._spans[key]
-        return self._bytes[start:end].tobytes()
+        start, end = self._parts[0].spans[key]
+        return self._parts[0].bytes[start:end].tobytes()
 
     def columns(self, name: str) -> None:
         """None: the columns of a row are in the order of the inputs (no act-order)."""
@@ -91,22 +91,65 @@ class GGUFFile:
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory; it can still be read."""
-        info, start = self._find(name)
+        part = self._part(name)
+        info, start = part.tensors[name]
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        assert self._map is not None
-        self._map.madvise(mmap.MADV_DONTNEED, first, start + info.nbytes - first)
+        part.map.madvise(mmap.MADV_DONTNEED, first, start + info.nbytes - first)
 
     def close(self) -> None:
-        """Close the file; it is unmapped when the last view of it is dropped."""
-        self._map = None
+        """Close the files; each is unmapped when the last view of it is dropped."""
         self.metadata = MappingProxyType({})
-        self._tensors = {}
-        self._bytes = np.empty(0, np.uint8)
+        self._tensors, self._parts = {}, []
 
-    def _find(self, name: str) -> tuple[TensorInfo, int]:
+    def _part(self, name: str) -> "_Part":
         if name not in self._tensors:
             raise WeightError(f"{self.path}: there is no tensor {quoted(name)}")
         return self._tensors[name]
+
+
+class _Part:
+    """A mapped file with its header. tensors: name -> header and position of the first byte."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.map = _map_file(path)
+        cursor = Cursor(memoryview(self.map), path)
+        self.version, num_tensors, num_keys = _read_preamble(cursor)
+        self.metadata: Mapping[str, Any] = MappingProxyType(cursor.metadata(num_keys))
+        self.tensors = _read_tensors(cursor, num_tensors, _alignment(cursor, self.metadata))
+        self.spans = cursor.spans
+        self.bytes = np.frombuffer(self.map, np.uint8)
+
+    def number(self, key: str, default: int) -> int:
+        """A key about the parts of a model. Raises WeightError if it is no integer."""
+        value = self.metadata.get(key, default)
+        if type(value) is not int:
+            raise WeightError(f"{self.path}: {key} is not an integer; the file is damaged, download it again")
+        return value
+
+
+def _check_parts(parts: Sequence[_Part]) -> None:
+    """Raise WeightError unless the files are all parts of one model."""
+    total = sum(len(part.tensors) for part in parts)
+    seen: dict[str, Path] = {}
+    for index, part in enumerate(parts):
+        no, count = part.number("split.no", 0), part.number("split.count", 0) or 1
+        if count != len(parts) and part_name(part.path.name) is None:
+            raise WeightError(
+                f"{part.path}: is one part of a split model of {count}, and the others are found by their names; give it back "
+                f"its name, as in MODEL-{no % 100000 + 1:05d}-of-{count % 100000:05d}.gguf"
+            )
+        if (no, count) != (index, len(parts)):
+            raise WeightError(f"{part.path}: holds part {no + 1} of {count} and has the name of another; download it again")
+        if (claimed := part.number("split.tensors.count", total)) != total:
+            raise WeightError(
+                f"{part.path}: belongs to a model of {claimed} tensors and the parts hold {total}; the parts are of different "
+                "models, download them again"
+            )
+        for name in part.tensors:
+            if name in seen:
+                raise WeightError(f"{part.path}: tensor {quoted(name)} is in {seen[name].name} too; download the parts again")
+            seen[name] = part.path
 
 
 def _map_file(path: Path) -> mmap.mmap:
@@ -132,12 +175,6 @@ def _read_preamble(cursor: Cursor) -> tuple[int, int, int]:
     if version not in (2, 3):
         raise cursor.fail(f"is GGUF version {version} and only 2 and 3 are read; convert the model again")
     return version, cursor.number("<Q", "the header"), cursor.number("<Q", "the header")
-
-
-def _refuse_part(cursor: Cursor, metadata: Mapping[str, Any]) -> None:
-    parts = metadata.get("split.count", 0)
-    if not isinstance(parts, int) or parts > 1:
-        raise cursor.fail("is one part of a split model; merge the parts into one file (llama-gguf-split --merge)")
 
 
 def _alignment(cursor: Cursor, metadata: Mapping[str, Any]) -> int:

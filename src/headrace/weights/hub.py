@@ -19,6 +19,7 @@ from headrace.data.progress import Progress, human_size
 from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.catalog import Entry, Source
+from headrace.weights.model_files import first_name, part_name, part_names
 from headrace.weights.source import adapter, foreign, trained
 from headrace.weights.store import (
     TEMPLATES,
@@ -216,7 +217,7 @@ def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
     files = fetch.listing(repo)
     ggufs = [file for file in files if file.name.endswith(".gguf")]
     if spec or (ggufs and not any(file.name.endswith(".safetensors") for file in files)):
-        chosen, folder_wanted = [_choose(repo, spec, ggufs)], False
+        chosen, folder_wanted = _choose(repo, spec, ggufs), False
     else:
         chosen, folder_wanted = _folder_files(repo, files), True
     name = f"{repo}:{chosen[0].name}" if spec else repo
@@ -229,16 +230,32 @@ def _pull_repo(model: str, store: Store, progress: Progress) -> Record:
         return store.find(name) or _fill(store, name, fill)
 
 
-def _choose(repo: str, spec: str, ggufs: list[HubFile]) -> HubFile:
-    """The one `.gguf` file that matches: by its full name, by a part of it, or the only one."""
+def _choose(repo: str, spec: str, ggufs: list[HubFile]) -> list[HubFile]:
+    """The files of the model that matches, by a file's full name, by a piece of it, or as the only one.
+
+    A split model has several, in order.
+    """
     matches = [file for file in ggufs if file.path == spec] or [file for file in ggufs if spec.lower() in file.path.lower()]
-    if len(matches) == 1:
-        if re.search(r"-\d{5}-of-\d{5}\.gguf$", matches[0].path):
-            raise FetchError(f"{matches[0].path} is one part of a split model, which is not read; name a file that is whole")
-        return matches[0]
-    names = ", ".join(sorted(file.path for file in (matches or ggufs))) or "none"
-    what = f"{len(matches)} .gguf files fit" if matches else f"no .gguf file fits {spec!r}"
-    raise FetchError(f"{what}; name one as {repo}:FILE ({names})")
+    models = {_first_part(file.path): file for file in matches}
+    if len(models) != 1:
+        names = ", ".join(sorted({_first_part(file.path) for file in (matches or ggufs)})) or "none"
+        what = f"{len(models)} .gguf files fit" if matches else f"no .gguf file fits {spec!r}"
+        raise FetchError(f"{what}; name one as {repo}:FILE ({names})")
+    ((first, file),) = models.items()
+    name = part_name(PurePosixPath(first).name)
+    if name is None:
+        return [file]
+    by_path = {file.path: file for file in ggufs}
+    parts = [str(PurePosixPath(first).with_name(part)) for part in part_names(name)]
+    if missing := [part for part in parts if part not in by_path]:
+        raise FetchError(f"{repo} holds {first} without {', '.join(missing[:3])}; name a file that is whole")
+    return [by_path[part] for part in parts]
+
+
+def _first_part(path: str) -> str:
+    """Path of the first part of a split model; of any other file, its own."""
+    place = PurePosixPath(path)
+    return str(place.with_name(first_name(place.name)))
 
 
 def _folder_files(repo: str, files: list[HubFile]) -> list[HubFile]:

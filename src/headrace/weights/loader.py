@@ -49,7 +49,7 @@ def load_model(
     """
     model = describe(config or read_config(source))
     plans = plan(model, source)
-    total = sum(source.info(name).nbytes for name in {part.source for parts in plans.values() for part in parts})
+    total = sum(source.info(name).nbytes for name in {part.source for parts in plans.values() for part in parts if part.source})
     done, allocator = 0, Allocator(dtype, device)
     for path, holder in model.holders():
         holder.create(allocator)
@@ -57,7 +57,9 @@ def load_model(
             parts = plans[f"{path}.{field}"]
             fill(getattr(holder, field), parts, source)
             if progress is not None:
-                done += sum(source.info(part.source).nbytes * prod(part.shape) // prod(part.stored) for part in parts)
+                done += sum(
+                    source.info(part.source).nbytes * prod(part.shape) // prod(part.stored) for part in parts if part.source
+                )
                 progress(done, total)
         holder.finish()
     return model
@@ -92,6 +94,8 @@ def fill(target: torch.Tensor, parts: Sequence[WeightPart], source: WeightSource
 
 def read_part(part: WeightPart, source: WeightSource, dtype: torch.dtype) -> torch.Tensor:
     """A part as in the parameter. Raises WeightError if its tensor holds NaN or infinities."""
+    if not part.source:
+        return torch.zeros(part.shape, dtype=dtype)
     values = read_tensor(source, part.source, dtype)
     check_finite(values, torch.float64 if dtype == torch.float64 else torch.float32, part.source, source)
     taken: torch.Tensor = part.take(values)
@@ -106,9 +110,14 @@ def write_parts(parts: Sequence[WeightPart], values: Callable[[str], torch.Tenso
         pieces.append(piece - part.shift if part.shift else piece)
         first = part.rows[0] if part.rows else 0
         orders.append(first + torch.tensor(tuple(range(len(piece)) if part.row_order is None else part.row_order)))
+    if len(parts) == 1 and parts[0].rows is not None:  # rows for padding come before
+        pieces.insert(0, pieces[0].new_zeros(parts[0].rows[0], *pieces[0].shape[1:]))
+        orders.insert(0, torch.arange(parts[0].rows[0]))
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if len(pieces) > 1 or parts[0].row_order is not None:
         whole = whole[torch.cat(orders).argsort()]
+    if parts[0].taps:
+        return whole.reshape(len(whole), -1, parts[0].stored[1]).swapaxes(1, 2).contiguous()
     return whole.t().contiguous() if parts[0].transpose else whole
 
 

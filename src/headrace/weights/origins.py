@@ -7,14 +7,18 @@ Layouts that differ from ours:
   rotates neighbours;
 * minus_one: Hugging Face stores gemma's norm weights as w, GGUF as 1 + w;
 * by_group: InternLM2 stores q, k and v as one tensor: for each K/V head its query heads, the key head, the value head;
-* transposed: Hugging Face stores GPT-2's linear weights [in, out] (Conv1D).
+* transposed: Hugging Face stores GPT-2's linear weights [in, out] (Conv1D);
+* padded: RoBERTa's table of positions begins with PADDED_ROWS rows for padding, which no token uses;
+* conv: convolutions are stored [out, in, taps], and are linear layers [out, taps * in] here.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Layout = Literal["plain", "rope_pairs", "by_group", "transposed", "minus_one"]
+Layout = Literal["plain", "rope_pairs", "by_group", "transposed", "minus_one", "padded", "conv"]
+# Rows before the first position in a table of the layout "padded".
+PADDED_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)

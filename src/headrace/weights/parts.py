@@ -15,9 +15,10 @@ from headrace.models.base import Model
 from headrace.models.configs import name_map
 from headrace.models.layers import ParamSpec
 from headrace.parallel.ranks.share import Share
-from headrace.weights.origins import NameMap, Origin
+from headrace.weights.origins import PADDED_ROWS, NameMap, Origin
 from headrace.weights.source import WeightError, WeightSource
 
+TAPS = 3  # of convolutions
 HEAD = "lm_head.weight"  # in a Hugging Face folder; a GGUF file without a head has a tied one
 
 
@@ -56,12 +57,12 @@ class Grouped:
 class WeightPart:
     """Rows of a stored tensor that become rows of a parameter.
 
-    Applied in this order: transpose (Conv1D stores [in, out]), take `rows` and `columns` (start, stop), reorder the rows (row i
-    is the one that `row_order` yields at i), add `shift` to every value.
+    Applied in this order: transpose (Conv1D stores [in, out]), move the taps of a convolution before its inputs, take `rows`
+    and `columns` (start, stop), reorder the rows (row i is the one that `row_order` yields at i), add `shift` to every value.
     """
 
     target: str  # parameter part: layers.3.qkv.q.weight
-    source: str
+    source: str  # empty: no tensor, all values are zero
     shape: tuple[int, ...]  # shape in the parameter
     stored: tuple[int, ...]  # shape of the whole tensor in the file
     rows: tuple[int, int] | None = None  # None: all
@@ -69,11 +70,19 @@ class WeightPart:
     row_order: Unpaired | Grouped | tuple[int, ...] | None = None
     transpose: bool = False
     shift: float = 0.0
+    taps: bool = False
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether its values are not rows of the stored tensor: they are decoded before they are packed."""
+        return bool(self.transpose or self.shift or self.taps or not self.source)
 
     def take(self, values: Any) -> Any:
         """Extract the part from the whole stored tensor (numpy or torch): a view or a new array."""
         if self.transpose:
             values = values.T
+        if self.taps:
+            values = values.swapaxes(1, 2).reshape(len(values), -1)
         if self.rows is not None:
             values = values[slice(*self.rows)]
         if self.columns is not None:
@@ -125,7 +134,7 @@ def layout(model: Model, container: str) -> dict[str, tuple[WeightPart, ...]]:
 def stored_as(model: Model, container: str) -> dict[str, list[WeightPart]]:
     """The inverse of `layout`, for writers: stored tensor -> its parts."""
     parts_of: dict[str, list[WeightPart]] = {}
-    for part in chain.from_iterable(layout(model, container).values()):
+    for part in filter(_is_stored, chain.from_iterable(layout(model, container).values())):
         parts_of.setdefault(part.source, []).append(part)
     return parts_of
 
@@ -138,14 +147,24 @@ def plan(model: Model, source: WeightSource) -> dict[str, tuple[WeightPart, ...]
     names = name_map(source.format, model.config.architecture)
     stored = _stored(source, names)
     planned = layout(model, source.format)
-    missing = dict.fromkeys(part.source for part in chain.from_iterable(planned.values()) if part.source not in stored)
+    missing = dict.fromkeys(
+        part.source for part in filter(_is_stored, chain.from_iterable(planned.values())) if part.source not in stored
+    )
     if missing:
         raise WeightError(f"{source.path}: {_lacking(list(missing))}")
-    planned_parts = {key: tuple(replace(part, source=stored[part.source]) for part in parts) for key, parts in planned.items()}
-    for part in chain.from_iterable(planned_parts.values()):
+    planned_parts = {
+        key: tuple(replace(part, source=stored.get(part.source, "")) for part in parts) for key, parts in planned.items()
+    }
+    used = list(filter(_is_stored, chain.from_iterable(planned_parts.values())))
+    for part in used:
         _check_shape(part, source)
-    _refuse_surplus(stored, {part.source for part in chain.from_iterable(planned_parts.values())}, names, model.config, source)
+    _refuse_surplus(stored, {part.source for part in used}, names, model.config, source)
     return planned_parts
+
+
+def _is_stored(part: WeightPart) -> bool:
+    """Whether files have the tensor of a part."""
+    return bool(part.source)
 
 
 def _lacking(missing: list[str]) -> str:
@@ -175,7 +194,10 @@ def _parts(names: NameMap, path: str, field: str, spec: ParamSpec, config: Model
     start = 0
     for name, rows in spec.parts:
         target = ".".join(filter(None, (path, name, field)))
-        yield _part(names, target, spec, (start, start + rows), config)
+        if name in spec.absent:
+            yield WeightPart(target, "", (rows, *spec.tail), (rows, *spec.tail))
+        else:
+            yield _part(names, target, spec, (start, start + rows), config)
         start += rows
 
 
@@ -185,16 +207,21 @@ def _part(names: NameMap, target: str, spec: ParamSpec, rows: tuple[int, int], c
     origin = names.names[target if layer is None else target.replace(layer[0], ".{i}.", 1)]
     shape = (rows[1] - rows[0], *spec.tail)
     whole = spec.shape if origin.stacked else shape
-    transpose = origin.layout == "transposed"
+    if origin.layout == "padded":
+        whole, rows = (shape[0] + PADDED_ROWS, *shape[1:]), (PADDED_ROWS, shape[0] + PADDED_ROWS)
+    transpose, taps = origin.layout == "transposed", origin.layout == "conv"
+    if taps:
+        whole = (shape[0], shape[1] // TAPS, TAPS)
     return WeightPart(
         target=target,
         source=names.full(origin.name.format(i=layer and layer[1])),
         shape=shape,
         stored=whole[::-1] if transpose else whole,
-        rows=rows if origin.stacked and origin.layout != "by_group" else None,
+        rows=rows if origin.layout == "padded" or (origin.stacked and origin.layout != "by_group") else None,
         row_order=_row_order(origin, target, shape[0], config.layers[int(layer[1])]) if layer else None,
         transpose=transpose,
         shift=1.0 if origin.layout == "minus_one" else 0.0,
+        taps=taps,
     )
 
 

@@ -136,6 +136,15 @@ class SafetensorsFolder:
             self._places[info.name] = data, starts[info.name]
 
 
+class SafetensorsFile(SafetensorsFolder):
+    """One safetensors file without a config.json, as a WeightSource. Raises WeightError for a damaged file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.config, self.files = path, {}, [path]
+        self._places, self._infos = {}, {}
+        self._add(path, None)
+
+
 def _map(path: Path) -> tuple[np.ndarray, dict[str, int]]:
     """The file's bytes, read-only, and the first byte of each tensor. Layout: header length (8 bytes), header (JSON), data."""
     with path.open("rb") as file:

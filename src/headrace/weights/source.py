@@ -89,7 +89,7 @@ def adapter_of(kind: str, base: object) -> str:
     model = base if isinstance(base, str) and base else "a model that it does not name"
     return (
         f"is a {'LoRA' if kind.upper() == 'LORA' else kind} adapter for {model}, which is not read by itself; merge it into "
-        "that model (merge_and_unload of peft, then save_pretrained) and name the folder with the result"
+        "that model (headrace merge), or open that model with --adapter NAME=PATH"
     )
 
 

@@ -98,7 +98,7 @@ def answer(
                 observer.note(f"line {request.line}: {', '.join(sorted(new))}: no effect in a file (said once)")
                 ignored |= new
             if isinstance(added := _add(llm, request, params), str):
-                output.append(_error_record(request, added))
+                output.append(error_record(request, added))
             else:
                 running[added.output.request_id] = added
         for finished in llm.step():
@@ -141,5 +141,6 @@ def _add_chat(llm: LLM, request: BatchRequest, messages: list[Any], params: Samp
     return RunningRequest(request, llm.add(llm.render(talk, **template), params), tools)
 
 
-def _error_record(request: BatchRequest | InvalidLine, error: str) -> dict[str, Any]:
+def error_record(request: BatchRequest | InvalidLine, error: str) -> dict[str, Any]:
+    """The record of a request that cannot be answered."""
     return {"id": request.id, "outputs": [], "finish_reason": "error", "usage": None, "error": error}

@@ -21,7 +21,7 @@ from headrace.server.http.batch_lines import read_batch_line, read_object, strip
 from headrace.workflows import batch_bodies
 from headrace.workflows.batch_output import RequestId
 
-PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam", "refine"} | {
+PARAMS = frozenset(SamplingParams.__struct_fields__) - {"beam", "refine", "timestamps"} | {
     *("beam_width", *BEAM_FIELDS, *BEAM_NAMES, *REFINE_NAMES),
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")

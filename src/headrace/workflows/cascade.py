@@ -4,7 +4,8 @@ A cascade lowers the expected cost, not the latency: a deferred prompt pays for 
 deferred share stays below 1 − (cost of the small model / cost of the large one). It is lossy: a wrong answer with a high
 confidence stays.
 
-Source: FrugalGPT, Chen et al., arXiv 2305.05176.
+The scores are the answer's own log-probabilities or a vote. FrugalGPT (Chen et al., arXiv 2305.05176) learns a scorer instead,
+and chooses the thresholds of three models together under a budget.
 """
 
 from collections.abc import Mapping, Sequence

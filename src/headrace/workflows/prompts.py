@@ -18,6 +18,23 @@ def read_prompts(path: Path, most: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def read_references(path: Path) -> list[str]:
+    """Return the text in "reference" of each prompt of a .jsonl file. Raises ValueError, naming the line."""
+    references = []
+    for number, line in enumerate(lines_of(path), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line) if path.suffix == ".jsonl" else {}
+        except ValueError:
+            raise ValueError(f"line {number} is not JSON") from None
+        reference = fields.get("reference") if isinstance(fields, dict) else None
+        if not isinstance(reference, str) or not reference:
+            raise ValueError(f'{path}, line {number}: has no text in "reference", which the loss risk compares with')
+        references.append(reference)
+    return references
+
+
 def lines_of(path: Path) -> list[str]:
     """Return the lines of a file without a byte order mark. Splits at line feeds alone: JSON strings may contain U+2028.
 

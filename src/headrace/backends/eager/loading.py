@@ -15,7 +15,7 @@ from headrace.backends.protocol import LoadedPrograms
 from headrace.backends.recipe import BLOCK_SIZE, Recipe
 from headrace.data.config import ModelConfig
 from headrace.data.plan import TARGET
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import kv_shape, kv_shapes
 from headrace.kv.pool import KVPool
 from headrace.kv.rounded import FORMATS, Rounded
 from headrace.models.base import Model
@@ -46,15 +46,15 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms
     dtype = pick_dtype("float32" if exact else settings.dtype, device)
     kv_type = DTYPES.get(settings.kv_dtype, dtype)
 
-    def kv_bytes(config: ModelConfig) -> int:
-        return kv_shape(config).block_bytes(BLOCK_SIZE, kv_type.itemsize)
+    def kv_bytes(config: ModelConfig, window: int) -> list[int]:
+        return [shape.block_bytes(BLOCK_SIZE, kv_type.itemsize) for shape in kv_shapes(config, window)]
 
     opened, owners = recipe.models, recipe.owners
     # Roles with the same file share its weights.
     firsts = {role: opened[role] for role in dict.fromkeys(owners.values())}
 
     def pool_bytes(encoder: ModelConfig) -> int:
-        return -(-recipe.longest // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
+        return -(-recipe.longest_source(encoder) // BLOCK_SIZE) * kv_shape(encoder).block_bytes(BLOCK_SIZE, dtype.itemsize)
 
     need, free = sum(_elements(each) for each in firsts.values()) * dtype.itemsize, free_memory(recipe)
     narrower = "a narrower dtype (dtype='bfloat16')" if dtype.itemsize > 2 else ""
@@ -65,8 +65,10 @@ def load(recipe: Recipe, free_memory: Callable[[Recipe], int]) -> LoadedPrograms
     programs: dict[str, EagerProgram] = {}
     for role, owner in owners.items():
         model, rounding = models[owner], _rounding(opened[role], models[owner], settings.kv_dtype)
-        pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device, rounding)
-        programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role))
+        windows = (plan.window, plan.window_blocks) if role == TARGET.name else ()
+        pool = KVPool(model.config, plan.num_blocks, BLOCK_SIZE, kv_type, device, rounding, *windows)
+        adapters = recipe.adapters if role == TARGET.name else ()
+        programs[role] = EagerProgram(model, pool, settings.threads, heads.get(role), adapters)
     if settings.kv_dtype in FORMATS:
         log.warning("torch rounds K and V to %s and keeps them as %s: it saves no memory", settings.kv_dtype, kv_type)
     for each in recipe.headed:

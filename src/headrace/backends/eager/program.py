@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -10,18 +11,23 @@ import torch
 
 from headrace.backends.eager.live import EagerLive
 from headrace.backends.eager.step import EagerStep
-from headrace.data.plan import NewSlot, StepPlan
-from headrace.kv.pool import KVPool
+from headrace.data.frames import rows_of
+from headrace.data.plan import NewSlot, StepPlan, pairs_of
+from headrace.data.sources import Frames, Source, Tokens
+from headrace.kv.pool import KVPool, as_bytes, from_bytes
 from headrace.models.base import Model
+from headrace.models.layers import Linear
 from headrace.ops.context import Context, FeedRows, build
+from headrace.ops.patches import patch_rows
 from headrace.ops.registry import OPS
 from headrace.runner.heads import HeadInputs, Heads, HeadsSource, enter, heads_config
 from headrace.runner.last_use import kv_only, sublayers
-from headrace.runner.program import InputRows, Source
+from headrace.runner.program import InputRows, Placed
 from headrace.runner.record import Segment, record
 from headrace.runner.span import Span
 from headrace.runner.stored_rows import StoredRows
 from headrace.weights.loader import load_model
+from headrace.weights.lora import Adapter, numbers_of
 from headrace.weights.source import WeightSource
 
 
@@ -35,6 +41,13 @@ class EagerStoredRows(StoredRows):
     def allocate(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        out[:] = as_bytes(self.by_block()[list(blocks)])
+
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        rows = self.by_block()
+        rows[list(blocks)] = from_bytes(data, rows).view(len(blocks), *rows.shape[1:])
+
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(parts)
 
@@ -46,13 +59,41 @@ class EagerStoredRows(StoredRows):
         return best
 
 
+def attach(model: Model, adapters: Sequence[Adapter]) -> None:
+    """Give the model's linear layers the matrices of its adapters, in its dtype."""
+    if not adapters:
+        return
+    weight = next(model.parameters())
+    for path, holder in model.holders():
+        if not isinstance(holder, Linear):
+            continue
+        firsts = dict(zip((name for name, _ in holder.parts), accumulate(holder.sizes, initial=0), strict=False))
+        holder.adapters = {
+            number: [
+                (firsts[name], *(torch.from_numpy(np.ascontiguousarray(each)).to(weight) for each in (part.down, part.up)))
+                for name, part in adapter.layers[path].items()
+            ]
+            for number, adapter in enumerate(adapters, 1)
+            if path in adapter.layers
+        }
+
+
 class EagerProgram:
-    """A torch model and its paged KV pool. head_ids: token ids (ascending) with logits, None for all."""
+    """A torch model with its adapters, and its paged KV pool. head_ids: token ids (ascending) with logits, None for all."""
 
     inputs: InputRows | None = None
 
-    def __init__(self, model: Model, pool: KVPool, threads: int | None = None, head_ids: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        threads: int | None = None,
+        head_ids: np.ndarray | None = None,
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         self.model = model
+        self.numbers = numbers_of(adapters)
+        attach(model, adapters)
         self.config = model.config
         self.pool = pool
         self.threads = threads
@@ -60,7 +101,7 @@ class EagerProgram:
         self._barred = None if head_ids is None else self._all_but(head_ids)
 
     def live(self, new: NewSlot) -> EagerLive:
-        return EagerLive.of(new)
+        return EagerLive.of(new, self.numbers.get((new.params and new.params.adapter) or "", 0))
 
     def step(self) -> EagerStep:
         self._take_threads()
@@ -71,7 +112,14 @@ class EagerProgram:
             torch.set_num_threads(self.threads)
 
     @torch.inference_mode()
-    def run(self, step: EagerStep, span: Span, rows: torch.Tensor | None = None, keep: bool = False) -> torch.Tensor:
+    def run(
+        self,
+        step: EagerStep,
+        span: Span,
+        rows: torch.Tensor | None = None,
+        keep: bool = False,
+        taps: dict[str, np.ndarray] | None = None,
+    ) -> torch.Tensor:
         """Run a step, which then has its logits. Returns the rows [n, hidden] after the last layer."""
         feeds = [
             FeedRows(
@@ -83,10 +131,13 @@ class EagerProgram:
                 full=fed.feed.full,
                 source=fed.live.reads,
                 source_table=fed.live.source_table,
+                window_table=fed.live.window_table,
+                adapter=fed.live.adapter,
             )
             for fed in step.fed
         ]
         ctx = build(self.pool, feeds)
+        ctx.taps.update(dict.fromkeys(taps or ()))
         x = rows if span.first and rows is not None else self.enter(ctx, rows)
         for layer in range(span.first, span.layers or self.config.num_layers):
             skip = span.skip(layer)
@@ -96,10 +147,18 @@ class EagerProgram:
                 x = play(*self._recorded[layer], skip, x, ctx) if skip else self.model.layer(layer, x, ctx)
         index = torch.tensor(step.index, dtype=torch.int64, device=x.device)
         step.logits = self.head(x[index]) if step.index else x[:0]
+        if taps is not None:
+            taps.update({name: value.float().cpu().numpy() for name, value in ctx.taps.items() if value is not None})
         return x
 
     @torch.inference_mode()
-    def encode(self, sources: Sequence[Source]) -> None:
+    def source_keys(self, live: EagerLive, layer: int, positions: int) -> np.ndarray:
+        keys, _ = self.pool.kv(layer)
+        numbers: np.ndarray = keys[live.source_table].flatten(0, 1)[:positions].float().cpu().numpy()
+        return numbers
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Placed]) -> None:
         """Encode sources one at a time, so that their K and V do not depend on each other."""
         if self.model.encoder is None:
             return
@@ -107,17 +166,29 @@ class EagerProgram:
         for source, table in sources:
             self._encode(self.model.encoder, source, table)
 
-    def _encode(self, encoder: Model, source: Sequence[int], table: Sequence[int]) -> None:
+    def _encode(self, encoder: Model, source: Source, table: Sequence[int]) -> None:
         """Encode a source and store its K and V of every decoder layer in the blocks of a table."""
         size, numbers = self.pool.block_size, (self._weight.dtype, self._weight.device)
-        blocks = -(-len(source) // size)
-        ctx = build(KVPool(encoder.config, blocks, size, *numbers), [FeedRows(source, range(blocks))])
-        x = encoder.embed(ctx)
+        blocks = -(-source.positions // size)
+        ids = source.ids if isinstance(source, Tokens) else [0] * source.positions
+        ctx = build(KVPool(encoder.config, blocks, size, *numbers), [FeedRows(ids, range(blocks))])
+        x = encoder.embed(ctx) if isinstance(source, Tokens) else self._convolve(encoder, source, ctx)
         for layer in range(encoder.config.num_layers):
             x = encoder.layer(layer, x, ctx)
-        memory, ctx = encoder.final(x), build(self.pool, [FeedRows(source, table)])
+        memory, ctx = encoder.final(x), build(self.pool, [FeedRows(ids, table)])
         for layer in range(self.config.num_layers):
             self.model.cross(layer, memory, ctx)
+
+    def _convolve(self, encoder: Model, frames: Frames, ctx: Context) -> torch.Tensor:
+        """The rows of the encoder's first layer, from log-mel rows."""
+        audio = encoder.config.audio
+        assert audio is not None
+        x = torch.from_numpy(rows_of(frames).copy()).to(self._weight)
+        for number, stride in enumerate(audio.strides):
+            rows = torch.from_numpy(patch_rows(len(x), audio.taps, stride)).to(x.device)
+            x = encoder.convolve(number, torch.cat([x, x.new_zeros(1, x.shape[1])])[rows].flatten(1), ctx)
+        first: torch.Tensor = x + encoder.positions.weight
+        return first
 
     def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:
         """The input rows of the first layer."""
@@ -139,8 +210,19 @@ class EagerProgram:
 
     @torch.inference_mode()
     def rearrange(self, plan: StepPlan) -> None:
-        self.pool.move([(source, to) for _, source, to in plan.moves])
-        self.pool.copy_blocks([(source, to) for _, source, to in plan.copies])
+        for pool in range(len(self.pool.parts)):
+            self.pool.move(pairs_of(plan.moves, pool), pool)
+            self.pool.copy_blocks(pairs_of(plan.copies, pool), pool)
+
+    def block_bytes(self) -> int:
+        return self.pool.data.nbytes // self.pool.num_blocks
+
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        self.pool.read_blocks(blocks, out)
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        self.pool.write_blocks(blocks, data)
 
     def kept(self) -> EagerStoredRows:
         sizes = self.pool.num_blocks, self.pool.block_size, self.config.hidden_size

@@ -8,6 +8,7 @@ import torch
 
 from headrace.backends.eager.live import EagerLive
 from headrace.data.plan import (
+    Align,
     Answer,
     Answers,
     AnyWant,
@@ -35,7 +36,7 @@ from headrace.ops.logprobs import best_tokens, token_logprobs
 from headrace.ops.penalties import TokenCounts, ban, check_mask, mask
 from headrace.ops.processing import permitted
 from headrace.ops.rejection import draw_draft, verify
-from headrace.ops.sampling import RowResult, RowSpec, process, sample
+from headrace.ops.sampling import RowResult, RowSpec, reported_rows, sample
 from headrace.ops.trees import child, paths
 from headrace.runner.wants import BROKEN_LOGITS, NOTHING_MAY_COME, append_live, logit_rows, named_rows
 
@@ -170,8 +171,8 @@ class EagerStep:
                 before = [[], *paths(fed.feed.nodes, fed.feed.parents)]
                 for at, node in enumerate(nodes):
                     self._ask_row(fed, want, fed.root + 1 + node, before[node + 1], Place(each, at), node)
-            case Pool() | Classify():
-                pass  # answered from hidden rows by the runner
+            case Pool() | Classify() | Align():
+                pass  # answered from other rows by the runner
             case _:
                 assert_never(want)
 
@@ -203,7 +204,7 @@ class EagerStep:
         tokens = (*chain[:accepted], *(() if token is None else (token,)))
         out = Drawn(tokens, tuple(range(len(tokens) - 1)))
         if want.logprobs is not None:
-            rows = raw if specs[0].params.logprobs_mode == "raw" else process(raw, specs)
+            rows = reported_rows(raw, raw, specs)
             out.logprobs = tuple(token_logprobs(rows[: len(tokens)], torch.tensor(tokens), want.logprobs))
         return out
 
@@ -216,7 +217,7 @@ class EagerStep:
     def _top(self, fed: Fed, want: Top, row: int, place: Place, node: int) -> None:
         """Mask tokens that the grammar forbids. Log-probabilities are those before the mask."""
         bits = b""
-        if fed.live.params.structured_outputs is not None:
+        if fed.live.params.constrained:
             bits = _allowed(fed.feed, node)
             try:
                 check_mask(bits, self.logits.shape[-1])

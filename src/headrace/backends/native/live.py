@@ -26,7 +26,11 @@ def sample_params(params: SamplingParams, stop_ids: Sequence[int] = ()) -> Any:
     out.stop_ids = list(stop_ids)
     if params.dry_multiplier:
         out.dry_breakers = list(params.dry_breakers)
-    out.constrained = params.structured_outputs is not None
+    out.constrained = params.constrained
+    if params.timestamps is not None:
+        out.mass_from = params.timestamps.first
+    if params.logprobs_mode == "masked":
+        out.masked_logprobs = True
     out.allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     return out
 
@@ -53,9 +57,11 @@ class NativeLive:
         self.plain = not (self.params.penalty_alpha or self.params.mirostat_tau)
 
     @classmethod
-    def of(cls, new: NewSlot) -> "NativeLive":
+    def of(cls, new: NewSlot, adapter: int = 0) -> "NativeLive":
+        """adapter: number of the sequence's adapter, 0 for none."""
         assert new.params is not None
-        sequence = core.module().Sequence(new.tokens[: new.prompt_len], sample_params(new.params, new.stop_ids), new.reads)
+        sampling, more = sample_params(new.params, new.stop_ids), {"adapter": adapter} if adapter else {}
+        sequence = core.module().Sequence(new.tokens[: new.prompt_len], sampling, new.reads, **more)
         sequence.extend(new.tokens[new.prompt_len :])
         return cls(sequence, new.seed, new.params, new.stop_ids, prompt_len=new.prompt_len)
 

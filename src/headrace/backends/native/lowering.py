@@ -12,7 +12,7 @@ the rows (`by_rows`), and receives the others as quantised inputs (`gather`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +20,18 @@ import numpy as np
 
 from headrace import core
 from headrace.backends.native.buffers import HEAD_ROWS, HIDDEN, Buffers, Floats, Input, Normed, Ropes, Values
+from headrace.backends.native.distances import bias_by_distance
 from headrace.backends.native.weights import PackedPart, PackedWeights
 from headrace.backends.protocol import RankGroup
 from headrace.data.config import ModelConfig
-from headrace.kv.layout import kv_shape
+from headrace.kv.layout import KVPlace, kv_places, kv_shape
 from headrace.models.layers import Sinusoids
 from headrace.parallel.ranks.share import Share
 from headrace.runner.centring import k_shift
 from headrace.runner.last_use import ValueUses, leading_to_kv, stores_kv
 from headrace.runner.record import Node, RecordError, Recording, Segment
+from headrace.weights.bits import bfloat16_bits
+from headrace.weights.lora import Adapter
 
 FUSIONS = frozenset({"norm_linear", "linear_act_mul", "attention_linear", "linear_residual"})
 # Activations that the phase of a gated linear layer applies.
@@ -61,21 +64,25 @@ def lower(
     head_ids: np.ndarray | None = None,
     enter: "Callable[[Lowered, Ropes, Buffers], None] | None" = None,
     centre: np.ndarray | None = None,
-    first_kv: int = 0,
+    windows: Any = None,
+    places: Mapping[int, KVPlace] | None = None,
     group: RankGroup | None = None,
+    entry_width: int = 0,
+    adapters: Sequence[Adapter] = (),
 ) -> Lowered:
-    """Lower a recorded model to a program over the KV pool `kv`, whose layer 0 is the model's layer `first_kv` with K/V.
+    """Lower a recorded model to a program over the KV pool `kv`, and the pool `windows` of layers with a window.
 
-    head_ids: token ids (ascending) with logits, None for all. enter: adds phases before the first layer. centre: shift of K for
-    `k_shift`.
-    activations, threshold: rounding of the inputs of integer layers (group, token, split, tensor). Except for groups the scale
-    depends on a whole row, or on the layer, so attention and gates return rows that are quantised in a phase of their own.
-    group: the ranks that share the model; `config` and `weights` are then this rank's.
-    Raises RecordError for an operation without a phase in the native core.
+    places: pool and layer of the model's layers with K/V; None: all are in `kv`. head_ids: token ids (ascending) with logits,
+    None for all. enter: adds phases before the first layer. centre: shift of K for `k_shift`. entry_width: columns of the input
+    rows that the first layer reads; 0: all. activations, threshold: rounding of the inputs of integer layers (group, token,
+    split, tensor). Except for groups the scale depends on a whole row, or on the layer, so attention and gates return rows that
+    are quantised in a phase of their own. group: the ranks that share the model; `config` and `weights` are then this rank's.
+    adapters: of the model; the layers that they adapt read float rows, so only residual additions are fused. Raises RecordError
+    for an operation without a phase in the native core.
     """
-    sizes = config.hidden_size, config.vocab_size
-    ranks = {} if group is None else {"ranks": group.core}
-    made = Lowered(core.module().Program(pool, kv, *sizes, isa, activations, threshold, **ranks))
+    fuse, sizes = (fuse & {"linear_residual"} if adapters else fuse), (config.hidden_size, config.vocab_size)
+    more = ({} if group is None else {"ranks": group.core}) | ({} if windows is None else {"windows": windows})
+    made = Lowered(core.module().Program(pool, kv, *sizes, isa, activations, threshold, **more))
     made.share = None if group is None else group.share
     ropes = Ropes(made.program, max_positions)
     buffers = Buffers(made.program)
@@ -87,8 +94,9 @@ def lower(
             made.program.begin(name)
             if enter is not None and name == "layer" and segment is segments[0]:
                 enter(made, ropes, buffers)
-            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre, first_kv)
-            one.run(HEAD_ROWS if name == "head" else HIDDEN)
+            one = Lowering(made, segment, weights, config, ropes, buffers, fuse, head_ids, activations, centre, places)
+            one.adapters = adapters
+            one.run(HEAD_ROWS if name == "head" else HIDDEN, entry_width)
     if group is not None:
         made.program.split_from(SPLIT_FROM)
     made.program.seal()
@@ -110,7 +118,7 @@ class Lowering:
         head_ids: np.ndarray | None = None,
         activations: str = "group",
         centre: np.ndarray | None = None,
-        first_kv: int = 0,
+        places: Mapping[int, KVPlace] | None = None,
     ) -> None:
         self.made = made
         self.program = made.program
@@ -123,7 +131,7 @@ class Lowering:
         self.head_ids = head_ids
         self.by_group, self.static = activations == "group", activations == "tensor"
         self.centre = centre
-        self.first_kv = first_kv
+        self.places = dict(enumerate(kv_places(config, 0))) if places is None else places
         self.share = made.share
         self.inputs: dict[tuple[int, str, tuple[int, ...], float], int] = {}  # quantised values, by form, order and scale
         self.fused: set[int] = set()  # nodes that earlier ones did already
@@ -132,10 +140,11 @@ class Lowering:
         # Values of which a rank has its own rows only, in a step that splits its rows.
         self.split: set[int] = set()
         self.fills = _fills(segment)
+        self.adapters: Sequence[Adapter] = ()
 
-    def run(self, entry: int) -> None:
+    def run(self, entry: int, width: int = 0) -> None:
         if self.segment.entry is not None:
-            self.values.places[self.segment.entry] = Floats(entry, 0, self.config.hidden_size)
+            self.values.places[self.segment.entry] = Floats(entry, 0, width or self.config.hidden_size)
             if self.share is not None and entry == HIDDEN:
                 self.split.add(self.segment.entry)
         for index, node in enumerate(self.segment.nodes):
@@ -158,14 +167,17 @@ class Lowering:
             scale = _bfloat16(scale)
         positions, types = node.settings["pos"], node.settings["types"]
         computed = positions if isinstance(positions, Sinusoids) else None
+        numbers = None if types is None else self.weights.numbers(types)
+        pair = types is not None and types.separator is not None
         self.program.embed(
             self.weights.table(table),
             HIDDEN,
             scale,
             None if positions is None or computed is not None else self.weights.table(positions),
-            None if types is None else self.weights.numbers(types)[0],
+            None if numbers is None else numbers[0],
             sinusoids=self.ropes.number(computed),
             name="embed",
+            **({"second": numbers[1], "separator": types.separator} if pair and numbers is not None else {}),
             **({} if self.share is None else {"borders": self.share.borders}),
         )
         self.values.put(node.outputs[0], Floats(HIDDEN, 0, self.config.hidden_size))
@@ -203,6 +215,8 @@ class Lowering:
                 column += width
         if partial is None:
             self._multiply(index, node, parts, kind, out)
+            if self.adapters:
+                self._adapt(index, node, out)
             return
         self._multiply(index, node, parts, "store", partial)
         # The bias is added once, after the sum over ranks.
@@ -217,6 +231,20 @@ class Lowering:
             source = self._input(index, node.inputs["x"], part.form, part.order, part.scale)
             at = (out.buffer, out.column + part.column)
             self.program.linear(part.linear, source, kind, at, **self._mark(index, name))
+
+    def _adapt(self, index: int, node: Node, out: Floats) -> None:
+        """Add the phases of the adapters of a linear layer, one for each part that an adapter has."""
+        layer, x, first = node.settings["w"], self.values.rows(node.inputs["x"]), 0
+        each = [adapter.layers.get(self.weights.path(layer), {}) for adapter in self.adapters]
+        for name, width in layer.parts:
+            parts = [adapter.get(name) for adapter in each]
+            if rank := max((part.rank for part in parts if part is not None), default=0):
+                low = self.buffers.take("float", rank)
+                bits = [part and (bfloat16_bits(part.down), bfloat16_bits(part.up)) for part in parts]
+                at = (out.buffer, out.column + first)
+                self.program.adapter(x.at, x.width, at, width, low, bits, **self._mark(index, "adapter"))
+                self.buffers.give(low)
+            first += width
 
     def _gated(self, index: int, node: Node) -> bool:
         """linear_act_mul, where it can be: returns whether it was."""
@@ -246,8 +274,9 @@ class Lowering:
             raise RecordError("the norms of q and k have different eps, which the native core does not support")
         scale = head_dim**-0.5 if settings["scale"] is None else settings["scale"]
         out = self._result(node.outputs[0], q.width, "attention_linear", head_dim % 32 == 0)
+        place = self.places[settings["layer"]]
         self.program.attention(
-            settings["layer"] - self.first_kv,
+            place.layer,
             q.width // head_dim,
             q.at,
             k and k.at,
@@ -263,6 +292,7 @@ class Lowering:
             k_shift=k_shift(self.segment, node, self.weights.bias, self.config, self.centre),
             causal=settings["causal"],
             source=settings["source"],
+            pool=place.pool,
             bias=self._bias(settings["bias"], settings["softcap"] or scale),
             **self._heads(settings),
             **self.ropes.of_queries(settings["rope"], head_dim),
@@ -292,7 +322,8 @@ class Lowering:
         if node.settings["rope"] is not None or node.settings["k_norm"] is not None:
             raise RecordError("the native core applies rotation and norm of K only inside attention")
         k, v = self._side_by_side(index, node)
-        self.program.store(node.settings["layer"] - self.first_kv, k.at, v.at, **self._mark(index, "store"))
+        pool, layer = self.places[node.settings["layer"]]
+        self.program.store(layer, k.at, v.at, pool=pool, **self._mark(index, "store"))
 
     def _act_mul(self, index: int, node: Node) -> None:
         source = self._all_rows(node.inputs["gate_up"])
@@ -465,30 +496,5 @@ def _fills(segment: Segment) -> set[int]:
 
 def _bfloat16(value: float) -> float:
     """Rounded to nearest even."""
-    bits = int(np.float32(value).view(np.uint32))
-    return float(np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
-
-
-def bias_by_distance(weight: np.ndarray, most: int, both: bool) -> np.ndarray:
-    """Attention bias by distance (key - query) from -most to most, [heads, 2 * most + 1] float32. Farther keys have the last.
-
-    weight: [buckets, heads].
-    """
-    added: np.ndarray = weight[buckets(np.arange(-most, most + 1), len(weight), most, both)].T
-    return np.ascontiguousarray(added, np.float32)
-
-
-def buckets(distance: np.ndarray, count: int, most: int, both: bool) -> np.ndarray:
-    """The bucket (of `count`) of each distance, as `ops.attention.buckets` computes it."""
-    base = np.zeros_like(distance)
-    if both:
-        count //= 2
-        base = (distance > 0) * count
-        far = np.abs(distance)
-    else:
-        far = np.maximum(-distance, 0)
-    exact = count // 2
-    ratio = np.maximum(far, exact).astype(np.float32) / np.float32(exact)
-    grown = np.log(ratio) / np.float32(math.log(most / exact)) * np.float32(count - exact)
-    large = np.minimum(exact + grown.astype(np.int64), count - 1)
-    return base + np.where(far < exact, far, large)
+    bits = bfloat16_bits(np.array([value])).astype(np.uint32) << 16
+    return float(bits.view(np.float32)[0])

@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,13 +21,14 @@ from headrace.backends.native.step import NativeStep
 from headrace.backends.native.weights import PackedWeights
 from headrace.backends.protocol import RankGroup
 from headrace.data.config import ModelConfig
-from headrace.data.plan import NewSlot, StepPlan
-from headrace.kv.layout import kv_shape
+from headrace.data.plan import NewSlot, StepPlan, pairs_of
+from headrace.kv.layout import KVPlace, kv_places, kv_shape, kv_shapes
 from headrace.models.base import Model
-from headrace.runner.program import InputRows, Source
+from headrace.runner.program import InputRows, Placed
 from headrace.runner.record import record
 from headrace.runner.span import Span
 from headrace.runner.stored_rows import StoredRows
+from headrace.weights.lora import Adapter, numbers_of
 from headrace.weights.source import WeightSource
 
 log = logging.getLogger("headrace")
@@ -52,6 +55,12 @@ class NativeStoredRows(StoredRows):
     def allocate(self) -> np.ndarray:
         return np.zeros(self.shape, np.float32)
 
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        out.view(np.float32).reshape(len(blocks), self.block_size, -1)[:] = self.by_block()[list(blocks)]
+
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        self.by_block()[list(blocks)] = data.view(np.float32).reshape(len(blocks), self.block_size, -1)
+
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
 
@@ -65,8 +74,14 @@ class NativeStoredRows(StoredRows):
 
 
 def kv_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto") -> int:
-    """Bytes of one block of the pool, in all layers."""
-    return kv_shape(config).native_block_bytes(block_size, "bfloat16" if kv_dtype == "auto" else kv_dtype)
+    """Bytes of one block, in all layers."""
+    return sum(pool_block_bytes(config, block_size, kv_dtype))
+
+
+def pool_block_bytes(config: Any, block_size: int, kv_dtype: str = "auto", window: int = 0) -> list[int]:
+    """Bytes of one block of each pool, in all its layers."""
+    dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
+    return [shape.native_block_bytes(block_size, dtype) for shape in kv_shapes(config, window)]
 
 
 def scratch_bytes(encoder: Any, block_size: int, max_positions: int) -> int:
@@ -88,6 +103,8 @@ class NativeProgram:
     layers: the only layers to run, on a pool of their K/V; embedding and head belong to the first and the last layer.
     pack: False leaves packing to the caller, before the first step.
     group: the ranks that share the model, which is then this rank's, of `group.share.narrowed()`.
+    adapters: of the model; a sequence has one of them, or none.
+    window, window_blocks: layers with a window of at most `window` tokens have a pool and block tables of their own.
     Raises RecordError if the model cannot be recorded or lowered, WeightError for bad weights.
     """
 
@@ -117,40 +134,38 @@ class NativeProgram:
         layers: range | None = None,
         pack: bool = True,
         group: RankGroup | None = None,
+        adapters: Sequence[Adapter] = (),
+        window: int = 0,
+        window_blocks: int = 0,
     ) -> None:
         self.model, pool = model, thread_pool(threads)
         self.config = config = model.config
         self.weights = weights or PackedWeights(model, source, pool, quantize, None if group is None else group.share)
-        held, (_, *heads) = _kv_layers(config, layers), kv_shape(config)
-        self.kv = core.module().KVPool(max(len(held), 1), num_blocks, block_size, *heads, KV_DTYPES[kv_dtype])
+        places = _kv_places(config, layers, window)
+        self.kv, self.windows = _pools(config, places.values(), num_blocks, window_blocks, block_size, KV_DTYPES[kv_dtype])
+        shared: dict[str, Any] = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
         lowered = lower(
             record(model, inputs is None, layers),
             self.weights,
             config,
-            pool=pool,
             kv=self.kv,
-            max_positions=max_positions,
-            fuse=fuse,
-            isa=isa,
+            windows=self.windows,
+            places=places,
             activations=ROUNDINGS[activations],
             threshold=threshold,
             head_ids=head_ids,
             enter=enter,
             centre=centre,
-            first_kv=held.start,
             group=group,
+            adapters=adapters,
+            **shared,
         )
-        self.encoder: NativeEncoder | None = None
-        if model.encoder is not None:
-            shared = {"pool": pool, "max_positions": max_positions, "fuse": fuse, "isa": isa}
-            self.encoder = NativeEncoder(model, self.weights, self.kv, **shared)
+        self.encoder = None if model.encoder is None else NativeEncoder(model, self.weights, self.kv, **shared)
         if pack:
             self.weights.pack()
-        self.core = lowered.program
-        self.inputs, self.group = inputs, group
-        self.taps: Mapping[str, int] = lowered.taps
-        self._sizes = num_blocks, block_size
-        self._norm = None if model.norm is None else self._read_norm(model.norm)
+        self.inputs, self.group, self._adapters = inputs, group, numbers_of(adapters)
+        self.core, self.taps = lowered.program, lowered.taps
+        self._sizes, self._norm = (num_blocks, block_size), None if model.norm is None else self._read_norm(model.norm)
         self._step = NativeStep(config.vocab_size)
         if self.weights.summary():
             log.info("%s", self.weights.summary())
@@ -159,7 +174,7 @@ class NativeProgram:
         return norm.kind, self.weights.vector(norm), self.weights.vector(norm, "bias"), norm.eps
 
     def live(self, new: NewSlot) -> NativeLive:
-        return NativeLive.of(new)
+        return NativeLive.of(new, self._adapters.get((new.params and new.params.adapter) or "", 0))
 
     def step(self) -> NativeStep:
         torch = sys.modules.get("torch")
@@ -169,15 +184,25 @@ class NativeProgram:
         self._step.clear()
         return self._step
 
-    def encode(self, sources: Sequence[Source]) -> None:
+    def encode(self, sources: Sequence[Placed]) -> None:
         if self.encoder is not None:
             self.encoder.encode(sources)
 
-    def run(self, step: NativeStep, span: Span, rows: np.ndarray | None = None, keep: bool = False) -> np.ndarray | None:
+    def run(
+        self,
+        step: NativeStep,
+        span: Span,
+        rows: np.ndarray | None = None,
+        keep: bool = False,
+        taps: dict[str, np.ndarray] | None = None,
+    ) -> np.ndarray | None:
         """Run a step. Returns the rows [n, hidden] after the last layer if `keep`, else None."""
         hidden = np.empty((step.core.rows, self.config.hidden_size), np.float32) if keep else None
         layers = (span.first, span.layers or -1)
         run: dict[str, Any] = {"layers": layers, "skips": list(span.skips), "fill": span.fill}
+        if taps is not None:
+            taps.update({name: np.empty((step.core.rows, self.config.hidden_size), np.float32) for name in taps})
+            run["taps"] = [(self.taps[name], out) for name, out in taps.items()]
         with self._in_group():
             self.core.run(step.core, hidden=rows, hidden_out=hidden, **run)
         return hidden
@@ -185,6 +210,15 @@ class NativeProgram:
     def _in_group(self) -> AbstractContextManager[None]:
         """Raises RankLostError when the core has lost a rank."""
         return NOTHING if self.group is None else losing(self.group)
+
+    def source_keys(self, live: NativeLive, layer: int, positions: int) -> np.ndarray:
+        _, size = self._sizes
+        places = np.arange(positions)
+        flat = (np.array(live.source_table, np.int64)[places // size] * size + places % size).astype(np.int32)
+        _, heads, head_dim = kv_shape(self.config)
+        k, v = np.empty((2, positions, heads, head_dim), np.float32)
+        self.kv.read(layer, flat, k, v)
+        return k
 
     def final(self, hidden: np.ndarray) -> np.ndarray:
         if self._norm is None or not len(hidden):
@@ -196,33 +230,52 @@ class NativeProgram:
         return rows.astype(np.float64)
 
     def rearrange(self, plan: StepPlan) -> None:
-        pools = self.kv if self.group is None else self.core
         with self._in_group():
-            if plan.moves:
-                pools.move([(source, to) for _, source, to in plan.moves])
-            if plan.copies:
-                pools.copy_blocks([(source, to) for _, source, to in plan.copies])
+            for number in range(1 if self.windows is None else 2):
+                if moves := pairs_of(plan.moves, number):
+                    self.core.move(moves, number)
+                if copies := pairs_of(plan.copies, number):
+                    self.core.copy_blocks(copies, number)
+
+    def block_bytes(self) -> int:
+        return int(self.kv.bytes) // int(self.kv.num_blocks)
+
+    def read_blocks(self, blocks: Sequence[int], out: np.ndarray) -> None:
+        self.kv.read_blocks(list(blocks), out)
+
+    def write_blocks(self, blocks: Sequence[int], data: np.ndarray) -> None:
+        self.kv.write_blocks(list(blocks), data)
 
     def kept(self) -> NativeStoredRows:
         return NativeStoredRows(*self._sizes, self.config.hidden_size)
 
     def kv_bytes(self) -> int:
-        return int(self.kv.bytes)
+        return int(self.kv.bytes) + (0 if self.windows is None else int(self.windows.bytes))
 
     def close(self) -> None:
         """Release the packed weights and the pool, and end the other ranks."""
         if self.group is not None:
             self.group.close()
         self.streaming = None
-        del self.core, self.encoder, self.weights, self.kv
+        del self.core, self.encoder, self.weights, self.kv, self.windows
 
 
-def _kv_layers(config: ModelConfig, layers: range | None) -> range:
-    """Those of the model's layers with K/V, by their number in a pool of the whole model, that belong to `layers`."""
+def _pools(
+    config: ModelConfig, places: Iterable[KVPlace], num_blocks: int, window_blocks: int, block_size: int, dtype: str
+) -> tuple[Any, Any]:
+    """The pool of all layers that see all tokens, and that of window layers, None if there are none."""
+    (_, heads, head_dim), counts = kv_shape(config), Counter(place.pool for place in places)
+    make = core.module().KVPool
+    windows = make(counts[1], window_blocks, block_size, heads, head_dim, dtype) if counts[1] else None
+    return make(counts[0], num_blocks, block_size, heads, head_dim, dtype), windows
+
+
+def _kv_places(config: ModelConfig, layers: range | None, window: int) -> dict[int, KVPlace]:
+    """Places of those of the model's layers with K/V that belong to `layers`, by their number among all layers with K/V."""
     if layers is None:
-        return range(kv_shape(config).layers)
-    first = config.kv_layer(layers.start)
-    return range(first, first + sum(not config.layers[layer].shares for layer in layers))
+        return dict(enumerate(kv_places(config, window)))
+    own = replace(config, layers=config.layers[layers.start : layers.stop])
+    return dict(enumerate(kv_places(own, window), config.kv_layer(layers.start)))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any, assert_never
 from headrace import core
 from headrace.backends.native.live import NativeLive
 from headrace.data.plan import (
+    Align,
     Answer,
     Answers,
     AnyWant,
@@ -123,8 +124,8 @@ class NativeStep:
                 if want.at is Where.LAST:
                     return self._ask_row(live, want, last, processed)
                 return [self._ask_row(live, want, last + 1 + node, processed) for node in named_rows(feed, want)]
-            case Pool() | Classify():
-                return None  # answered from hidden rows by the runner
+            case Pool() | Classify() | Align():
+                return None  # answered from other rows by the runner
             case _:
                 assert_never(want)
 
@@ -147,7 +148,7 @@ def _most(logprobs: int | None) -> int:
 
 def _answer(step: Any, live: NativeLive, want: AnyWant, number: Any, going: Any) -> Any:
     """The answer of a want. number: its number or numbers in the step; going: those of the second answer."""
-    if isinstance(want, Pool | Classify):
+    if isinstance(want, Pool | Classify | Align):
         return None
     if isinstance(want, Score):
         return _scores(step, number)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,12 +78,13 @@ def packed_sizes(model: Model, source: WeightSource, quantize: str = "", share: 
         for field, spec in holder.params().items():
             table = isinstance(holder, Embedding) or spec.rows == "vocab"
             for part in plans[f"{path}.{field}"]:
-                n, kind = part.shape[0], source.info(part.source).kind
+                n = part.shape[0]
                 if len(part.shape) == 1 or isinstance(holder, Biased | Relative):
                     count = -(-math.prod(part.shape) // 16) * 16
                     yield PackedSize(path, spec, "F32", "", count, 0, 4 * count)
                     continue
-                as_read = "F32" if part.transpose or part.shift else kind
+                kind = source.info(part.source).kind
+                as_read = "F32" if part.rewritten else kind
                 into = _quantized(kind, quantize, table) if as_read in FLOATS else ""
                 first, last = _packed_columns(part, as_read, into)
                 columns = last - first
@@ -126,13 +127,26 @@ def _all_columns(part: WeightPart) -> int:
     return part.stored[0 if part.transpose else 1]
 
 
+class WeightsFile(NamedTuple):
+    """A file that takes packed weights instead of memory. descriptor: may be closed afterwards. bytes: at least of all weights.
+
+    shared: memory that other processes map, too; otherwise a file on disk, to which all pages are written. filled: another
+    process has packed the same weights into it, and this one reads them.
+    """
+
+    descriptor: int
+    bytes: int
+    shared: bool = False
+    filled: bool = False
+
+
 class PackedWeights:
     """Packed parameters of a model from an open file. The first use of a parameter lays it out; `pack` fills it.
 
     quantize: "", int8 or int4 rounds float weights with one scale per 32 columns; token tables and the head become int8. Raises
     WeightError if the file has no float weights to quantise, or values that are not finite.
     share: the part of the file's parameters to pack; `model` is then the rank's, of `share.narrowed()`.
-    file: descriptor of an empty file that takes the packed bytes instead of memory, and their number; may be closed afterwards.
+    file: takes the packed bytes instead of memory.
     """
 
     def __init__(
@@ -142,15 +156,21 @@ class PackedWeights:
         pool: Any,
         quantize: str = "",
         share: Share | None = None,
-        file: tuple[int, int] | None = None,
+        file: WeightsFile | None = None,
     ) -> None:
         if quantize not in QUANTIZE:
             raise ValueError(f"quantize must be int8 or int4, not {quantize!r}")
         self.source = source
         self.quantize = quantize
         self.share = share
-        self.in_file = file is not None
-        self.arena = core.module().Arena() if file is None else core.module().Arena(file[1], file[0])
+        self.on_disk = file is not None and not file.shared
+        arena = core.module().Arena
+        if file is None:
+            self.arena = arena()
+        elif file.filled:
+            self.arena = arena(file.bytes, file.descriptor, filled=True)
+        else:
+            self.arena = arena(file.bytes, file.descriptor)
         self._pool = pool
         self._packer = core.module().Packer(self.arena)
         # By the packer's number.
@@ -186,7 +206,7 @@ class PackedWeights:
             bar.advance(left - self._packer.waiting)
             left = self._packer.waiting
             broken = self._packer.run(self._pool, PACKED_AT_ONCE)
-            if self.in_file:
+            if self.on_disk:
                 self.arena.write_back()
             for number in broken:
                 raise WeightError(
@@ -199,6 +219,10 @@ class PackedWeights:
         if not self._rounded or self.quantize:
             return ""
         return f"{' and '.join(sorted(self._rounded))} weights are held as bfloat16; quantize='int8' halves them"
+
+    def path(self, holder: Holder) -> str:
+        """The path of a holder in its model: layers.3.qkv."""
+        return self._paths[id(holder)]
 
     def name(self, holder: Holder) -> str:
         """The name of a holder in its block: qkv, out, gate_up, …"""
@@ -321,6 +345,8 @@ class PackedWeights:
 
     def _numbers(self, part: WeightPart) -> np.ndarray:
         """A part as contiguous float32 [n, …]. Raises WeightError if it has NaN or infinite values."""
+        if not part.source:
+            return np.zeros(part.shape, np.float32)
         values = read_floats(self.source, part.source)
         check_finite(values, np.float32, part.source, self.source)
         return np.ascontiguousarray(part.take(values))
@@ -342,7 +368,7 @@ class PackedWeights:
     def _read(self, part: WeightPart) -> bool:
         """Whether a part is decoded to float32 before packing. Quantising would hide a NaN, so quantised parts are decoded and
         checked."""
-        return bool(part.transpose or part.shift or (self.quantize and self.source.info(part.source).kind in FLOATS))
+        return part.rewritten or (bool(self.quantize) and self.source.info(part.source).kind in FLOATS)
 
     def _mapped(self, part: WeightPart) -> bool:
         return not self._read(part) and self.source.mapped(part.source)

@@ -14,8 +14,9 @@ import numpy as np
 from headrace.compress.budget import Ladder, check_budget, integer_ladder
 from headrace.compress.export import CONFIG, settings_of, write_json, write_words
 from headrace.compress.layouts import check_mixed, grouped, layout_of, settings_of_layouts
-from headrace.compress.pipeline import Pipeline
+from headrace.compress.pipeline import ROUNDS, SELF, Pipeline
 from headrace.compress.plan import CompressionPlan, EncodedRows, encoding_bytes, new_report, parts_by_target
+from headrace.compress.pruning import PRUNES
 from headrace.compress.structure import pruned_config
 from headrace.data.config import ModelConfig
 from headrace.models import gguf
@@ -32,7 +33,7 @@ from headrace.weights.schemes.two_four import TwoFourWriter
 from headrace.weights.source import TensorInfo, WeightError
 
 SINGLE = "model.safetensors"
-_MATRIX = re.compile(r"(?:.*\.)?layers\.\d+\.[\w.]+\.weight")
+_MATRIX = re.compile(r"(?:.*\.)?layers?\.\d+\.[\w.]+\.weight")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class FolderPlan(CompressionPlan):
         layout, opened = layout_of(pipeline), cut or original
         config = opened.config
         if config.encoder:
-            raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not rounded; use them as they are")
+            _check_encoder(opened, pipeline)
         if pipeline.cuts and not isinstance(original.source, GGUFFile):
             # The model that cuts leave is written as a GGUF file.
             gguf.stored_config(original.config)
@@ -215,6 +216,7 @@ class FolderPlan(CompressionPlan):
 
     def _warnings(self) -> list[str]:
         warnings, pipeline, source = [], self.pipeline, self.original.source
+        stored = {part.source for part in parts_by_target(self.original).values()}
         floats = [name for name in self.formats if self._is_matrix(name) and name not in self.layouts]
         if floats:
             sizes = ", ".join(f"{n} x {k}" for n, k in sorted({self.stored[name][0].stored for name in floats}))
@@ -222,7 +224,7 @@ class FolderPlan(CompressionPlan):
             warnings.append(
                 f"matrices of {sizes} cannot be divided into groups of {pipeline.format}: they are written as floats{zeros}"
             )
-        if {source.info(name).kind for name in source.names()} - set(FLOATS):
+        if {source.info(name).kind for name in stored} - set(FLOATS):
             warnings.append(
                 f"{self.original.path.name} is quantised already: quantising it again loses more; "
                 "start from 16-bit weights if there are any"
@@ -230,6 +232,21 @@ class FolderPlan(CompressionPlan):
         if pipeline.budget is not None:
             warnings.append(f"formats are chosen matrix by matrix when texts are read; {pipeline.format} is where that begins")
         return warnings
+
+
+def _check_encoder(opened: Opened, pipeline: Pipeline) -> None:
+    """Raise ValueError for settings that need a decoder."""
+    name = opened.path.name
+    if unfit := [method for method in pipeline.method if method not in (*ROUNDS, *PRUNES)]:
+        raise ValueError(f"{name} is an encoder, and {unfit[0]} needs a decoder; use {', '.join((*ROUNDS, *PRUNES))}")
+    options = {"--kv": pipeline.kv, "--budget": pipeline.budget, "--imatrix": pipeline.imatrix}
+    if unfit := [option for option, value in options.items() if value is not None]:
+        raise ValueError(f"{name} is an encoder, and {unfit[0]} needs a decoder; leave it out")
+    if pipeline.write_imatrix is not None:
+        raise ValueError(f"{name} is an encoder, and --write-imatrix needs a decoder; leave it out")
+    if (pipeline.reads and pipeline.text_source == SELF) or pipeline.judge == SELF:
+        option = "--judge" if pipeline.judge == SELF else "--calibrate"
+        raise ValueError(f"{name} is an encoder and writes no texts; give {option} a file with a text on each line")
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -35,7 +35,7 @@ from headrace.weights.parts import stored_as
 from headrace.weights.source import TensorInfo, WeightError
 
 # Metadata keys that the reader's file may have and that are written anew.
-OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|headrace\..*")
+OURS = re.compile(r"general\.(file_type|quantization_version|alignment)|quantize\..*|split\..*|headrace\..*")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,8 @@ class GGUFPlan(CompressionPlan):
         source, config = opened.source, opened.config
         importance = read_imatrix(pipeline.imatrix) if pipeline.imatrix is not None else {}
         if config.encoder:
-            raise WeightError(f"{opened.path}: encoders ({config.architecture}) are not written as GGUF; use them as they are")
+            encoder = f"{opened.path}: encoders ({config.architecture})"
+            raise WeightError(f"{encoder} are not written as GGUF; write a folder, such as -o OUT -f int8")
         final = config if isinstance(source, GGUFFile) else gguf.stored_config(config)
         pruned = final if cut is not None else reduce(pruned_config, pipeline.cuts, final)
         extra = extra_tensors(opened, set(stored_as(describe(final), "gguf")), pruned)

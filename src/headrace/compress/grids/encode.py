@@ -9,6 +9,7 @@ import numpy as np
 from headrace.compress.grids import blocks
 from headrace.compress.grids import super as superblocks
 from headrace.compress.grids.search import Array
+from headrace.weights.bits import bfloat16_bits
 from headrace.weights.kinds import KINDS
 
 T = TypeVar("T")
@@ -123,8 +124,7 @@ def _f16(values: Array) -> Array:
 
 def _bf16(values: Array) -> Array:
     """Round to nearest even."""
-    bits = values.view(np.uint32)
-    rounded = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    rounded = bfloat16_bits(values)
     if (rounded & 0x7F80 == 0x7F80).any():
         raise ValueError("has numbers too large for BF16; write it as F32")
     return rounded.view(np.uint8)

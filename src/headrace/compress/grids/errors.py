@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.compress.grids.encode import encode
 from headrace.compress.grids.grid import Uniform, fit, grouped
 from headrace.compress.grids.spec import NumberFormat
-from headrace.compress.grids.targets import Blocks, Target
+from headrace.compress.grids.targets import Blocks, Target, target
 from headrace.weights.decode import dequantize_numpy
 from headrace.weights.kinds import FLOATS
 
@@ -34,9 +33,12 @@ class ErrorParts:
 
 
 def measure(w: np.ndarray, spec: NumberFormat, importance: np.ndarray | None = None) -> ErrorParts:
-    """Error of a format on a matrix float32 [n, k]. importance: as `encode` takes it."""
-    if spec.family == "kind":
-        return _of_kind(w, spec.kind, importance)
+    """Error of a format on a matrix float32 [n, k]: as `compress` writes it, if it is a format of files or folders.
+
+    importance: as `encode` takes it.
+    """
+    if (to := written_target(spec)) is not None:
+        return _as_written(w, to, importance)
     groups = grouped(w, spec.group)
     grid = fit(groups, spec)
     step = grid.scale if isinstance(grid, Uniform) else np.zeros(1, np.float32)
@@ -66,17 +68,25 @@ def outside(w: np.ndarray, rounded: np.ndarray, rows: np.ndarray, to: Target) ->
     return clipping, noise
 
 
-def _of_kind(w: np.ndarray, kind: str, importance: np.ndarray | None) -> ErrorParts:
-    rows = encode(w, kind, importance)
+def written_target(spec: NumberFormat) -> Target | None:
+    """The format as GGUF files or folders hold it; None if neither does."""
+    if spec.family == "kind":
+        return Blocks(spec.kind)
+    if (spec.bits, spec.symmetric) == (8, False):
+        return None  # "int8" of folders has no zero points
+    try:
+        return target(str(spec))
+    except ValueError:
+        return None
 
-    def values(stored: np.ndarray) -> np.ndarray:
-        return dequantize_numpy(stored.reshape(-1), kind).reshape(w.shape)
 
-    if kind in FLOATS:
-        return split(w, values(rows), np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
-    to = Blocks(kind)
+def _as_written(w: np.ndarray, to: Target, importance: np.ndarray | None) -> ErrorParts:
+    rows = to.encode(w, importance)
+    values = dequantize_numpy(rows.reshape(-1), to.kind).reshape(w.shape)
+    if to.kind in FLOATS:
+        return split(w, values, np.float32(-np.inf), np.float32(np.inf), np.zeros(1))
     low, high = to.ends(rows)
-    return split(w, values(rows), low, high, _step(to, low, high))
+    return split(w, values, low, high, _step(to, low, high))
 
 
 def _step(to: Target, low: np.ndarray, high: np.ndarray) -> np.ndarray:

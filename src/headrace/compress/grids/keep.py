@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROW, LAYER = "row", "layer"
+ROW, LAYER, GLOBAL = "row", "layer", "global"
 _PATTERN = re.compile(r"(\d{1,3}):(\d{1,3})")
-EXAMPLES = "2:4, or a share of the weights such as 0.5"
+EXAMPLES = "2:4, or a share of the weights such as 0.5 (of each row), layer:0.5 (of each matrix) or global:0.5 (of all)"
 
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Weights to remove: `share` of each row (or of a whole layer), or all but `kept` of each `of` neighbours."""
+    """Weights to remove: `share` of each row, of each matrix or of all matrices, or all but `kept` of each `of` neighbours."""
 
     share: float
     kept: int = 0
@@ -24,7 +24,7 @@ class Sparsity:
     per: str = ROW
 
     def __str__(self) -> str:
-        return f"{self.kept}:{self.of}" if self.of else f"{self.share:g}"
+        return f"{self.kept}:{self.of}" if self.of else f"{'' if self.per == ROW else f'{self.per}:'}{self.share:g}"
 
     def gone(self, first: int, last: int) -> int:
         """Number of weights [first, last) of a row (or layer) to remove. Parts add up to the whole."""
@@ -32,19 +32,26 @@ class Sparsity:
 
 
 def parse_sparsity(text: str) -> Sparsity:
-    """Parse "2:4" (two of four are kept) or "0.5" (half of each row is removed). Raises ValueError."""
+    """Parse "2:4" (two of four are kept), "0.5" (half of each row is removed), "layer:0.5" (half of each matrix) or
+    "global:0.5" (half of all matrices together).
+
+    SparseGPT removes a share of each 128 columns, over all rows with "layer", as its authors do. Raises ValueError.
+    """
     if match := _PATTERN.fullmatch(text):
         kept, of = int(match[1]), int(match[2])
         if not 0 < kept < of:
             raise ValueError(f"sparsity {text!r} keeps {kept} of {of} weights; write {EXAMPLES}")
         return Sparsity(1 - kept / of, kept, of)
+    scope, colon, number = text.rpartition(":")
+    per = scope if colon and scope in (LAYER, GLOBAL) else ROW
+    number = text if per == ROW else number
     try:
-        share = float(text)
+        share = float(number)
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
         raise ValueError(f"{text!r} is not a sparsity; write {EXAMPLES}")
-    return Sparsity(share)
+    return Sparsity(share, per=per)
 
 
 def magnitude(w: np.ndarray) -> np.ndarray:

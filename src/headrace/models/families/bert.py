@@ -1,7 +1,9 @@
-"""BERT, MiniLM and their like: encoders with learned positions."""
+"""BERT, MiniLM, BGE: encoders with learned positions. GGUF files of XLM-R have this architecture, too."""
+
+from dataclasses import replace
 
 from headrace.data.config import ModelConfig
-from headrace.models import hf
+from headrace.models import gguf, hf
 from headrace.models.family import Family, FileFormat
 from headrace.models.reader import Reader
 from headrace.weights.origins import NameMap, origins
@@ -20,15 +22,33 @@ NAMES = {
     "layers.{i}.down": "encoder.layer.{i}.output.dense",
     "layers.{i}.mlp_norm": "encoder.layer.{i}.output.LayerNorm",
 }
-TRAINED_WITH = (r"pooler\..*", r"cls\..*", r"embeddings\.position_ids")  # and not needed for embeddings
+GGUF_NAMES = {
+    "tokens.weight": "token_embd.weight",
+    "positions.weight": "position_embd.weight",
+    "types.weight": "token_types.weight",
+    "embed_norm": "token_embd_norm",
+    "layers.{i}.qkv.q": "blk.{i}.attn_q",
+    "layers.{i}.qkv.k": "blk.{i}.attn_k",
+    "layers.{i}.qkv.v": "blk.{i}.attn_v",
+    "layers.{i}.out": "blk.{i}.attn_output",
+    "layers.{i}.attn_norm": "blk.{i}.attn_output_norm",
+    "layers.{i}.up": "blk.{i}.ffn_up",
+    "layers.{i}.down": "blk.{i}.ffn_down",
+    "layers.{i}.mlp_norm": "blk.{i}.layer_output_norm",
+}
+# Tensors that embeddings do not need; `weights.ranking` reads the heads of rerankers.
+HEADS = (r"pooler\..*", r"cls\..*", r"classifier\..*", r"lm_head\..*", r"embeddings\.position_ids")
+GGUF_HEADS = (r"cls(\.output)?\.(weight|bias)",)
 
 
 def from_hf(read: Reader) -> ModelConfig:
     if read.get("position_embedding_type", "absolute") != "absolute":
-        raise read.error("asks for relative positions, which bert is not built with; use a checkpoint with absolute ones")
+        raise read.error(
+            f"asks for relative positions, which {read.architecture} is not built with; use a checkpoint with absolute ones"
+        )
     hf.require_activation(read, "gelu")
     return ModelConfig(
-        architecture="bert",
+        architecture=read.architecture,
         vocab_size=read.size("vocab_size"),
         hidden_size=read.size("hidden_size"),
         layers=hf.even_layers(read, "hidden_size", "num_attention_heads", "num_hidden_layers", read.size("intermediate_size")),
@@ -42,9 +62,15 @@ def from_hf(read: Reader) -> ModelConfig:
     )
 
 
+def from_gguf(read: Reader) -> ModelConfig:
+    config = gguf.decoder(read, "attention.layer_norm_epsilon", rotary=False)
+    types, positions = (read.source.info(f"{name}.weight").shape[0] for name in ("token_types", "position_embd"))
+    return replace(config, encoder=True, token_types=types, max_position=positions)
+
+
 FAMILY = Family(
     architecture="bert",
     shape="bert",
-    hf=FileFormat(from_hf, NameMap(origins(NAMES), "bert.", TRAINED_WITH)),
-    gguf="BERT is read from safetensors; take the folder the model is published as",
+    hf=FileFormat(from_hf, NameMap(origins(NAMES), "bert.", HEADS)),
+    gguf=FileFormat(from_gguf, NameMap(origins(GGUF_NAMES), ignored=GGUF_HEADS)),
 )

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): five sliding layers to each full one, rotary bases of their own, embeddings times the root of the width."""
+"""Gemma 3 (text), EmbeddingGemma: five sliding layers to each full one, rotary bases by kind, embeddings times √width."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,10 @@ GGUF_POST_NORMS = {
 
 
 HF = NameMap(laid_out(llama.HF_NAMES | origins(POST_NORMS), "minus_one", "norm.weight"), "model.", llama.INV_FREQ)
-GGUF = NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS)
+# EmbeddingGemma's last two matrices, which `weights.sentence` reads.
+DENSE = (r"dense_[23]\.weight",)
+GGUF = NameMap(llama.GGUF_NAMES | origins(GGUF_POST_NORMS), ignored=llama.DIVISORS + DENSE)
+BOTH = "use_bidirectional_attention"
 
 
 def scaled(config: ModelConfig, attn_scale: float) -> ModelConfig:
@@ -51,7 +54,14 @@ def from_hf(read: Reader) -> ModelConfig:
     config = hf.decoder(read, "gelu_pytorch_tanh", tied=True, rotary=full, theta=1000000.0)
     local = hf.rope(read, sliding, config.each_layer.head_dim, 10000.0)
     windows = hf.windows(read, lambda layer: (layer + 1) % read.size("sliding_window_pattern", PATTERN) != 0)
-    return _normed(scaled(windowed(config, windows, local), read.number("query_pre_attn_scalar") ** -0.5))
+    config = _normed(scaled(windowed(config, windows, local), read.number("query_pre_attn_scalar") ** -0.5))
+    return both_ways(config) if read.get(BOTH) else config
+
+
+def both_ways(config: ModelConfig) -> ModelConfig:
+    """The config of the encoder: rows see both sides, and half of a window on each."""
+    layers = (replace(layer, window=layer.window and layer.window // 2 + 1) for layer in config.layers)
+    return replace(config, layers=tuple(layers), encoder=True)
 
 
 def from_gguf(read: Reader) -> ModelConfig:
@@ -69,4 +79,5 @@ FAMILY = Family(
     hf=FileFormat(from_hf, HF),
     gguf=FileFormat(from_gguf, GGUF),
     gguf_name="gemma3",
+    built=(BOTH,),
 )

@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,26 +22,35 @@ from headrace.data.plan import RankLostError, StepOutput, StepPlan
 from headrace.engine.executor import Done, PlanRunner, Ticket
 from headrace.parallel.pipeline.cut import Stage
 from headrace.parallel.pipeline.link import Closed, RowSlots, StageLoaded, Start, receive, send, without_wants
+from headrace.parallel.pipeline.relay import RelayStart
 from headrace.parallel.pipeline.stage import Received
 from headrace.parallel.processes import ending, start_module
 
-MODULE = "headrace.parallel.pipeline.stage"
+MODULE, RELAY = "headrace.parallel.pipeline.stage", "headrace.parallel.pipeline.relay"
 LOADING = 600.0  # seconds until a stage must have loaded its layers
 STUCK_AFTER = 120.0  # seconds without an answer after which a stage counts as lost
 ENDED, SILENT = "ended (exit code 0)", "does not answer"
 PATIENCE = 5.0  # seconds until a process that should end is killed
 
 
-class StageProcess:
-    """A running process of a stage and the socket to it."""
+class StageHost(NamedTuple):
+    """Where a stage runs if not here. files: digest of the model's files."""
 
-    def __init__(self, stage: Stage, descriptors: list[int]) -> None:
+    address: str
+    key_file: str
+    files: str
+
+
+class StageProcess:
+    """A running process of a stage and the socket to it. module: to run; a relay for a stage on another host."""
+
+    def __init__(self, stage: Stage, descriptors: list[int], module: str = MODULE) -> None:
         self.stage = stage
         self._sock, theirs = socket.socketpair()
         with theirs:
-            self._process = start_module(MODULE, [theirs.fileno()], [theirs.fileno(), *descriptors])
+            self._process = start_module(module, [theirs.fileno()], [theirs.fileno(), *descriptors])
 
-    def send(self, message: Start | StepPlan) -> None:
+    def send(self, message: Start | RelayStart | StepPlan) -> None:
         """Send a message. Raises RankLostError."""
         try:
             send(self._sock, message)
@@ -93,10 +104,19 @@ class PipelineExecutor:
     """Carries out plans on the stages of a pipeline. Tickets are answered in the order of submission.
 
     runner: of the last stage, whose input rows are `received`. template: what the other stages load. width: the hidden size.
-    Raises ValueError.
+    hosts: of the other stages; empty if they run here. Raises ValueError.
     """
 
-    def __init__(self, runner: PlanRunner, received: Received, stages: tuple[Stage, ...], template: Start, width: int) -> None:
+    def __init__(
+        self,
+        runner: PlanRunner,
+        received: Received,
+        stages: tuple[Stage, ...],
+        template: Start,
+        width: int,
+        hosts: Sequence[StageHost] = (),
+    ) -> None:
+        self._hosts = hosts
         self.runner = runner
         self.depth = len(stages)
         self._received = received
@@ -124,10 +144,12 @@ class PipelineExecutor:
                 rows_out = RowSlots.create(template.depth, template.slot, width)
                 closing.callback(os.close, rows_out)
                 descriptors = [fd for fd in (source, rows_in, theirs.fileno(), rows_out) if fd >= 0]
-                self._stages.append(StageProcess(stage, descriptors))
+                self._stages.append(StageProcess(stage, descriptors, RELAY if self._hosts else MODULE))
                 layers = {"number": stage.number, "first": stage.layers.start, "last": stage.layers.stop}
                 ends = {"source": source, "rows_in": rows_in, "out": theirs.fileno(), "rows_out": rows_out}
-                self._stages[-1].send(msgspec.structs.replace(template, **layers, **ends))
+                start = msgspec.structs.replace(template, **layers, **ends)
+                host = self._hosts[stage.number] if self._hosts else None
+                self._stages[-1].send(start if host is None else RelayStart(*host, width, start))
                 source, rows_in = ours.fileno(), rows_out
             slots = RowSlots(rows_in, template.depth, template.slot, width)
             self._received.connect(socket.socket(fileno=os.dup(source)), slots, STUCK_AFTER)

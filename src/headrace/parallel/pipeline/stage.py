@@ -110,7 +110,7 @@ class StageRunner:
 def load(start: Start) -> tuple[NativeProgram, Received | None]:
     """The stage's program, and its source. Raises ValueError, WeightError."""
     weights = open_weights(Path(start.model))
-    config, source = read_config(weights), None
+    config, source = read_config(weights, start.settings.rope), None
     group: RankGroup | None = None
     if start.source >= 0:
         source = Received()

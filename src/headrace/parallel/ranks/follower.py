@@ -77,7 +77,7 @@ def main(fd: int, region: int) -> int:
     threading.Thread(target=end_with, args=(leader,), daemon=True).start()
     try:
         source = open_weights(Path(message.model))
-        config = read_config(source)
+        config = read_config(source, message.settings.rope)
         ranks = core.module().Ranks(core.module().Region.open(region), message.rank, message.patience)
         group: RankGroup = Membership(Share(message.rank, message.world, config), ranks)
         layers = None if message.layers is None else range(*message.layers)

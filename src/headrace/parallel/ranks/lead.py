@@ -64,7 +64,7 @@ class Lead:
         """
         self.share = Share(0, load.world, config)
         self._place = "" if stages == 1 else f"stage {stage}, "
-        places = seats(stages * load.world, load.settings.threads, host.processors())[stage * load.world :]
+        places = seats(stages * load.world, load.settings.threads, host.processors_by_node())[stage * load.world :]
         region = core.module().Region(load.world, rows=rows, width=config.hidden_size, vocab=config.vocab_size)
         self._followers: list[Follower] = []
         # Also ends them when the program goes away without `close`.

@@ -9,6 +9,7 @@ import re
 import stat
 import tomllib
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,7 @@ class KeyFileEntry(msgspec.Struct, forbid_unknown_fields=True):
     tokens: Count | None = None
     bytes: Count | None = None
     window: Annotated[float, msgspec.Meta(gt=0, le=31 * 86400)] = 60.0
+    models: list[str] = []  # names of the models that the key may use; none: all
 
 
 class KeyRing:
@@ -78,6 +80,10 @@ class KeyRing:
     def named(self, name: str) -> Principal | None:
         """Return the principal of this name; None if the key file has none."""
         return self._names.get(name)
+
+    def unknown_models(self, names: Collection[str]) -> list[str]:
+        """Return the models of the key file that are not in `names`."""
+        return sorted({model for one in self._names.values() for model in one.models} - set(names))
 
     async def watch(self) -> None:
         """Read the key file again whenever it changes, until cancelled. The old keys stay valid while the file is invalid."""
@@ -159,6 +165,7 @@ def _principal(name: str, entry: KeyFileEntry, salts: Counter[str | None], *, al
         alone=alone,
         operator=entry.operator,
         priority=entry.priority,
+        models=frozenset(entry.models),
         meters={unit: QuotaMeter(most, entry.window) for unit, most in given.items() if most is not None},
     )
 

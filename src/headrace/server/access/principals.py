@@ -70,9 +70,19 @@ class Principal:
     salt: bytes = b""  # of its cached prefixes; principals without a salt share theirs
     private: bool = True  # no other principal has this salt
     alone: bool = True  # the server has no other principal
-    operator: bool = False  # sees the metrics of all principals
+    operator: bool = False  # loads and unloads models, and sees the metrics of all principals
     priority: int | None = None  # the least that its requests may name; None: the server's limit
     meters: dict[str, QuotaMeter] = field(default_factory=dict)  # by unit, of UNITS
+    models: frozenset[str] = frozenset()  # names of the models it may use; empty: all
+
+    @property
+    def operates(self) -> bool:
+        """Whether it may load and unload models, and sees the metrics of all: the only principal, or an operator."""
+        return self.alone or self.operator
+
+    def may_use(self, *names: str) -> bool:
+        """Whether it may use a model with one of these names."""
+        return not self.models or not self.models.isdisjoint(names)
 
     def salted(self, salt: bytes) -> bytes:
         """Return the salt of a request that names `salt`. It is never another principal's: the first byte occurs in no text, so

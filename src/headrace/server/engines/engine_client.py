@@ -17,13 +17,18 @@ from headrace.server.engines.messages import (
     frame_length,
     read_from_engine,
 )
+from headrace.server.engines.supervision import Event
 
 MODULE = "headrace.server.engines.engine_process"
 PATIENCE = 10.0  # seconds until an engine process that should end is killed
 
 
 class EngineGoneError(Exception):
-    """The engine process has ended, or sent an invalid message; the text tells how."""
+    """The engine process is lost; the text tells how. event: CUT if no request can be the cause."""
+
+    def __init__(self, reason: str, event: Event = Event.GONE) -> None:
+        super().__init__(reason)
+        self.event = event
 
 
 class EngineConnection:
@@ -38,7 +43,8 @@ class EngineConnection:
     async def start(cls, load: Load) -> "EngineConnection":
         ours, theirs = socket.socketpair()
         try:
-            process = start_module(MODULE, [theirs.fileno(), os.getpid()], [theirs.fileno()])
+            shared = [] if load.weights is None else [load.weights]
+            process = start_module(MODULE, [theirs.fileno(), os.getpid()], [theirs.fileno(), *shared])
         except OSError as error:
             ours.close()
             raise EngineGoneError(f"the engine process cannot be started ({error.strerror or error})") from None

@@ -7,6 +7,7 @@ Grammars are compiled in threads next to its loop; their requests enter the engi
 """
 
 import logging
+import os
 import select
 import signal
 import socket
@@ -18,13 +19,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from headrace import host
 from headrace.data.params import ParamError
 from headrace.data.plan import RankLostError
+from headrace.data.settings import ModelSettings
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.data.types import Delta, Request
 from headrace.decoding.base import Strategy
 from headrace.decoding.constrained import Constraint, Grammars
-from headrace.decoding.prompts import Classifying, Pooling
+from headrace.decoding.prompts import Aligning, Classifying, Pooling
 from headrace.engine.engine import AdmissionError
+from headrace.engine.scheduler import Scheduler
 from headrace.llm import LLM
+from headrace.server.engines.kv_peers import PeerPort, open_peer_port
 from headrace.server.engines.messages import (
     PREFIX,
     Abort,
@@ -35,8 +39,10 @@ from headrace.server.engines.messages import (
     Load,
     Loaded,
     NotLoaded,
+    PeerStats,
     Refused,
     Stats,
+    StoreStats,
     Submit,
     ToEngine,
     frame,
@@ -44,11 +50,13 @@ from headrace.server.engines.messages import (
     read_to_engine,
 )
 from headrace.startup import thresholds
-from headrace.startup.bits import bits_digest
+from headrace.startup.bits import bits_digest, portable_bits
+from headrace.startup.kv_store import summary
 from headrace.weights import hub
 
 log = logging.getLogger("headrace.engine")
 
+BELL_BYTES = 4096  # rings that one read takes
 POLL = 0.002  # seconds between two looks at running compilations
 CHEAP_SECONDS = 0.05  # CPU time of a cheap grammar
 CHEAP_THREADS, COSTLY_THREADS = 2, 1
@@ -67,13 +75,19 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self.bell: int | None = None  # descriptor that ends `waiting` early
 
     def receive(self) -> ToEngine:
         return read_to_engine(self._exactly(frame_length(self._exactly(PREFIX.size))))
 
     def waiting(self, seconds: float) -> bool:
-        """Wait up to `seconds` for data; returns whether there is some."""
-        return bool(select.select([self._sock], [], [], seconds)[0])
+        """Wait up to `seconds` for data, or until the bell rings; returns whether there is data."""
+        sock = self._sock.fileno()
+        files = [sock] if self.bell is None else [sock, self.bell]
+        readable = select.select(files, [], [], seconds)[0]
+        if self.bell is not None and self.bell in readable:
+            os.read(self.bell, BELL_BYTES)
+        return sock in readable
 
     def send(self, message: FromEngine) -> None:
         try:
@@ -156,6 +170,8 @@ class EngineLoop:
             strategy: Strategy | None = Pooling(message.pool) if message.pool else None
             if message.rule is not None:
                 strategy = Classifying(*message.rule)
+            if message.align is not None:
+                strategy = Aligning(message.align, message.prompt[-1])
             request = self.engine.add(
                 message.prompt,
                 message.params,
@@ -163,6 +179,7 @@ class EngineLoop:
                 salt=message.salt,
                 strategy=strategy,
                 constraint=constraint,
+                source=message.source,
                 turn=message.turn,
                 seed=message.seed,
                 given=message.given,
@@ -170,6 +187,8 @@ class EngineLoop:
         except (AdmissionError, ParamError) as error:
             self._drop(message.request_id, str(error), error.field)
             return
+        kv = request.seqs[0].kv
+        kv.peer, kv.peer_tokens = message.peer, message.peer_tokens
         self._open[request.id] = request
         if request.params.prompt_logprobs is not None:
             self._unscored.add(request.id)
@@ -206,7 +225,23 @@ class EngineLoop:
             preemptions=scheduler.preemptions,
             fed=fed,
             failing=self.engine.failing,
+            store=_store_stats(scheduler),
+            peers=_peer_stats(scheduler),
         )
+
+
+def _store_stats(scheduler: Scheduler) -> StoreStats | None:
+    if (store := scheduler.store) is None:
+        return None
+    store.release()
+    if store.folder is None:
+        return None
+    return StoreStats(*(getattr(store.counts, name) for name in StoreStats.__struct_fields__))
+
+
+def _peer_stats(scheduler: Scheduler) -> PeerStats | None:
+    port = None if scheduler.store is None else scheduler.store.peers
+    return port.counts.stats() if isinstance(port, PeerPort) else None
 
 
 def _message(error: BaseException) -> str:
@@ -224,17 +259,25 @@ def _calibrated(llm: LLM) -> thresholds.CalibratedThreshold | None:
     return next(iter(thresholds.load_for(llm.opened, llm.settings, smaller)), None)
 
 
+def _bits(llm: LLM, files: str) -> str:
+    """The digest of the model's bits. files: digest of its files, if engines of other hosts are compared."""
+    numbers = f"{llm.backend} {llm.dtype}"
+    return portable_bits(files, llm.settings, numbers) if files else bits_digest(llm.opened.path, llm.settings, numbers)
+
+
 def load(message: Load, channel: Channel) -> LLM | None:
     """Open the model and send Loaded; or send NotLoaded and return None."""
     try:
-        llm = LLM(message.model, **message.settings)
+        llm = LLM.from_settings(message.model, ModelSettings(**message.settings), shared_weights=message.weights)
         rule = _calibrated(llm)
+        bits = _bits(llm, message.files) if llm.exactness == "bitwise" else ""
+        port = None if message.peers is None else open_peer_port(message.peers, llm, bits)
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
         channel.send(NotLoaded(" ".join(str(error).split()) or type(error).__name__))
         return None
     config = llm.engine.config
-    rounding = llm.opened.rounding_summary(llm.settings.activations)
+    numbers = llm.opened.settings_summary(llm.settings)
     channel.send(
         Loaded(
             max_model_len=config.scheduler.max_model_len,
@@ -242,15 +285,19 @@ def load(message: Load, channel: Channel) -> LLM | None:
             vocab_size=llm.model_config.vocab_size,
             num_blocks=config.cache.num_blocks,
             block_size=config.cache.block_size,
-            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{rounding}"
-            + ("" if rule is None else f"; calibrated: {rule.summary()}"),
+            note=f"{llm.dtype} on {llm.device} ({llm.backend}, {llm.exactness}), {llm.memory_plan.summary}{numbers}"
+            + ("" if rule is None else f"; calibrated: {rule.summary()}")
+            + ("" if (store := llm.engine.scheduler.store) is None or store.folder is None else f"; {summary(store)}"),
             memory=host.anonymous_memory() + llm.memory_plan.bytes,
             exit=0 if llm.runner.leaving is None else llm.runner.leaving.depth,
             layers=llm.model_config.num_layers,
             rule=rule,
-            bits=bits_digest(llm.opened.path, llm.settings, f"{llm.backend} {llm.dtype}") if llm.exactness == "bitwise" else "",
+            bits=bits,
+            peer_port=0 if port is None else port.address.port,
         )
     )
+    if port is not None:
+        channel.bell = port.bell
     return llm
 
 
@@ -258,7 +305,7 @@ def main(fd: int, parent: int) -> int:
     """Serve one web process over the socket with this descriptor; returns the exit code."""
     host.end_with(parent)
     # A service manager signals all processes; the web process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     return serve(Channel(socket.socket(fileno=fd)))
@@ -271,6 +318,10 @@ def serve(channel: Channel) -> int:
         if not isinstance(message, Load):
             return 1
         logging.getLogger("headrace").setLevel(message.log_level)
+        if message.replica:
+            logging.basicConfig(format=f"%(levelname)s %(name)s: replica {message.replica}: %(message)s", force=True)
+        if message.processors:
+            host.run_on(message.processors)  # before the engine has threads
         llm = load(message, channel)
         if llm is None:
             return 1

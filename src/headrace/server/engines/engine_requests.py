@@ -8,7 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.data.types import Delta
+from headrace.data.types import Delta, RequestMetrics
+from headrace.parallel.hosts.address import LOOPBACK, Address
 from headrace.server.engines.inflight import (
     EngineDownError,
     EngineLostError,
@@ -16,10 +17,23 @@ from headrace.server.engines.inflight import (
     QuarantinedError,
     RequestRefusedError,
 )
-from headrace.server.engines.messages import Abort, Check, Checked, Deltas, FromEngine, Load, Loaded, Refused, Stats, Submit
+from headrace.server.engines.messages import (
+    Abort,
+    Check,
+    Checked,
+    Deltas,
+    Draining,
+    FromEngine,
+    Load,
+    Loaded,
+    Refused,
+    Stats,
+    Submit,
+)
 from headrace.server.engines.quarantine import MOST_CRASHES, Quarantine, Suspect
+from headrace.server.engines.remote_engine import RemoteAddress
 from headrace.server.engines.replay import DivergedError, Rerun, resumes
-from headrace.server.engines.replica import MOST_STARTS, Replica
+from headrace.server.engines.replica import Replica
 from headrace.server.engines.supervision import State
 
 log = logging.getLogger("headrace.server")
@@ -32,43 +46,109 @@ REPLAYED = (State.DEAD, State.STUCK)
 class Observer(Protocol):
     """Receives the engine's events, for metrics."""
 
-    def begin(self, loaded: Loaded) -> None: ...
-    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None: ...
+    def begin(self, loaded: Loaded, replica: int) -> None: ...
+    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest], replica: int) -> None: ...
     def replay(self) -> None: ...
-    def end(self, inflight: Mapping[str, InflightRequest]) -> None: ...
+    def route(self, replica: str, tokens: int, hit: int) -> None: ...
+    def end(self, inflight: Mapping[str, InflightRequest], replica: int) -> None: ...
+
+
+class Others(Protocol):
+    """The other replicas of a model, for one of them."""
+
+    def place(self, request: InflightRequest, bits: str) -> "EngineRequests | None": ...
+    def began(self, engine: "EngineRequests") -> None: ...
+    def ended(self, request: InflightRequest, metrics: RequestMetrics) -> None: ...
+    def forget(self, engine: "EngineRequests") -> None: ...
+    def changed(self) -> None: ...
 
 
 class EngineRequests:
-    """One replica and its open requests. `AsyncLLM` owns it, and keeps the admission queue and the texts.
+    """One replica and its open requests. `Replicas` owns it.
 
-    open, stuck_after, load_timeout: as of `Replica`. quarantine: requests that were running at a crash, of all replicas.
+    number: of the replica, from 0; name: the same for the log, empty for a single engine. load: returns the message that loads
+    the model there. stuck_after, load_timeout: as of `Replica`. Of all replicas: quarantine, requests that were running at a
+    crash; inflight, the open requests by id; others.
     """
 
     def __init__(
-        self, stuck_after: float, load_timeout: float, *, open: Callable[[], Awaitable[Load]], quarantine: Quarantine
+        self,
+        number: int,
+        name: str,
+        stuck_after: float,
+        load_timeout: float,
+        *,
+        load: Callable[["EngineRequests"], Awaitable[Load]],
+        quarantine: Quarantine,
+        inflight: dict[str, InflightRequest],
+        others: Others,
     ) -> None:
-        self.replica = Replica(stuck_after, load_timeout, open=open, ready=self.begin, take=self.take, lost=self.lose)
+        self.number, self.name = number, name
+        self.replica = Replica(
+            stuck_after,
+            load_timeout,
+            open=lambda: load(self),
+            ready=self.begin,
+            take=self.take,
+            lost=self.lose,
+            changed=others.changed,
+            name=name,
+        )
         self.quarantine = quarantine
-        self.inflight: dict[str, InflightRequest] = {}  # by id; always this object
+        self.inflight = inflight
+        self.others = others
+        self.resting = False  # gets no new requests, as it will be restarted
         self.stats = Stats()
         self.observer: Observer | None = None
         self._suspect: tuple[InflightRequest, Suspect] | None = None  # in the engine; at most one
         self._suspects: deque[tuple[InflightRequest, Suspect]] = deque()  # waiting for their turn
         self._checks: deque[asyncio.Future[str]] = deque()
-        self._up = False  # whether a process has loaded the model
-        self._bits = ""  # of the last process
+        self.up = False  # whether a process has loaded the model
+        self.bits = ""  # of the last process
         self._reruns: dict[str, Rerun] = {}
 
-    # -- for AsyncLLM --------------------------------------------------------------------------------------------------
+    @property
+    def capacity(self) -> int:
+        """Tokens of the K/V cache; 0 before the model is loaded."""
+        loaded = self.replica.loaded
+        return 0 if loaded is None else loaded.num_blocks * loaded.block_size
+
+    @property
+    def peer_address(self) -> str:
+        """Where other replicas fetch K/V of this one; empty if they cannot."""
+        loaded, link = self.replica.loaded, self.replica.link
+        if loaded is None or not loaded.peer_port:
+            return ""
+        host = link.address.host if isinstance(link, RemoteAddress) else LOOPBACK
+        return str(Address(host, loaded.peer_port))
+
+    @property
+    def open(self) -> list[InflightRequest]:
+        """The open requests of this replica."""
+        return [request for request in self.inflight.values() if request.engine is self]
+
+    # -- for Replicas --------------------------------------------------------------------------------------------------
     def send(self, request: InflightRequest, suspect: Suspect | None) -> None:
         """Send a request to the engine. A suspect waits for its turn, any request for the process."""
         assert request.message is not None
         self.inflight[request.request_id] = request
-        if suspect is None and self._up:
+        request.engine = self
+        if suspect is None and self.up:
             self.replica.send(request.message)
         else:
             self._suspects.append((request, suspect or Suspect(ends=0, reached=-1, until=0.0)))
             self._send_suspect()
+
+    def take_waiting(self) -> list[tuple[InflightRequest, Suspect]]:
+        """Return and remove the requests that wait for a process."""
+        waiting, self._suspects = list(self._suspects), deque()
+        return [(request, suspect) for request, suspect in waiting if request.request_id in self.inflight]
+
+    def hold(self, request: InflightRequest, suspect: Suspect) -> None:
+        """Let a request wait for its turn in this replica."""
+        request.engine = self
+        self._suspects.append((request, suspect))
+        self._send_suspect()
 
     def abort(self, request: InflightRequest) -> None:
         """End a request, if it is open; the engine frees its K/V blocks."""
@@ -76,7 +156,7 @@ class EngineRequests:
             return
         request.close()
         self._reruns.pop(request.request_id, None)
-        if self.replica.pid is not None:
+        if self.replica.connected:
             self.replica.send(Abort(request.request_id))
             self._send_suspect()
 
@@ -91,12 +171,13 @@ class EngineRequests:
     def begin(self, loaded: Loaded) -> None:
         """Receive the sizes of a process that is ready, and send the requests that waited for it."""
         if self.observer is not None:
-            self.observer.begin(loaded)
-        if loaded.bits != self._bits:
+            self.observer.begin(loaded, self.number)
+        if loaded.bits != self.bits:
             for request in [request for request, _ in self._suspects if request.generated]:
                 self._fail_lost(request)
-        self._up, self._bits = True, loaded.bits
+        self.up, self.bits, self.resting = True, loaded.bits, False
         self._send_suspect()
+        self.others.began(self)
 
     def take(self, message: FromEngine) -> None:
         """Receive a message of the process."""
@@ -110,6 +191,8 @@ class EngineRequests:
                 request.fail(RequestRefusedError(message.reason, message.field))
         elif isinstance(message, Deltas):
             self._take_step(message)
+        elif isinstance(message, Draining):
+            self.resting = True
         if self._suspect is not None:
             self._send_suspect()
 
@@ -130,11 +213,12 @@ class EngineRequests:
             if request := self.inflight.get(name):
                 request.classified = logits
         if self.observer is not None:
-            self.observer.step(message, self.inflight)
+            self.observer.step(message, self.inflight, self.number)
         for name, metrics in message.ended.items():
             if request := self.inflight.pop(name, None):
                 self._reruns.pop(name, None)
                 request.end(metrics)
+                self.others.ended(request, metrics)
 
     def _undelivered(self, delta: Delta) -> Delta | None:
         """The part of a delta that the client lacks. A rerun with other tokens fails."""
@@ -156,26 +240,23 @@ class EngineRequests:
 
     def lose(self, error: EngineDownError) -> None:
         """Keep the requests that can be replayed, and fail the others. After a crash, remember those that the engine had."""
-        replays = self.replica.state in REPLAYED and self.replica.supervision.failed_starts < MOST_STARTS
-        held = {request.request_id for request, _ in self._suspects}
-        had = [request for request in self.inflight.values() if request.request_id not in held]
-        self._suspect, self._reruns, self._up = None, {}, False
-        if isinstance(error, EngineLostError):
+        waiting = self.take_waiting()
+        held = {request.request_id for request, _ in waiting}
+        had = [request for request in self.open if request.request_id not in held]
+        self._suspect, self._reruns, self.up = None, {}, False
+        crashed = isinstance(error, EngineLostError)
+        if crashed:
             self.quarantine.ended_under((one.message, one.generated) for one in had if one.message is not None)
-            for request in had:
-                request.crashes += 1
-                request.lost = error
-        kept = [one for one in had if self._can_replay(one)] if replays else []
-        if not replays:
-            self._suspects.clear()
-        # Requests that run again come last: the others wait until they are one token further than at the crash.
-        for request in sorted(kept, key=_replay_order):
-            request.replays += 1
-            self._suspects.append((request, Suspect(request.crashes, request.generated, 0.0)))
-        waiting = {request.request_id for request, _ in self._suspects}
-        failed = [request for request in self.inflight.values() if request.request_id not in waiting]
-        if had and isinstance(error, EngineLostError):
-            log.warning("%d requests go on when the engine is ready, %d fail", len(kept), len(had) - len(kept))
+        for request in had:
+            request.crashes += crashed
+            request.lost = error
+        resumed, moved = self._keep(had, waiting)
+        waits = {request.request_id for request, _ in self._suspects}
+        failed = [request for request in self.open if request.request_id not in waits]
+        if had and (crashed or self.name):
+            who = f"replica {self.name}: " if self.name else ""
+            where = f", {moved} of them now on other replicas" if moved else ""
+            log.warning("%s%d requests go on when the engine is ready%s, %d fail", who, resumed, where, len(had) - resumed)
         while self._checks:
             if not (checked := self._checks.popleft()).done():
                 checked.set_exception(error)
@@ -185,18 +266,43 @@ class EngineRequests:
             del self.inflight[request.request_id]
         self.stats = Stats()
         if self.observer is not None:
-            self.observer.end(self.inflight)
+            self.observer.end(self.inflight, self.number)
+        self.others.forget(self)
+
+    def _keep(self, had: list[InflightRequest], waiting: list[tuple[InflightRequest, Suspect]]) -> tuple[int, int]:
+        """Keep the requests that can go on: on another replica if one is ready, otherwise here.
+
+        Returns the number of those that the process had, and of those on other replicas.
+        """
+        state = self.replica.state
+        if state in (State.FAILING, State.CLOSED):
+            return 0, 0
+        replays = state in REPLAYED and self.replica.supervision.failed_starts < self.replica.most_starts
+        resumed = moved = 0
+        for request, suspect in waiting:
+            other = self.others.place(request, self.bits)
+            if other is not None or replays:
+                (other or self).hold(request, suspect)
+        # Requests that run again come last: the others wait until they are one token further than at the crash.
+        for request in sorted(filter(self._can_replay, had), key=_replay_order):
+            other = self.others.place(request, self.bits)
+            if other is None and not replays:
+                continue
+            resumed, moved = resumed + 1, moved + (other is not None)
+            request.replays += 1
+            (other or self).hold(request, Suspect(request.crashes, request.generated, 0.0))
+        return resumed, moved
 
     def _can_replay(self, request: InflightRequest) -> bool:
         """Whether a request may run in another process: after one crash, and either with the same bits or from its start."""
         assert request.message is not None
         record = self.quarantine.find(request.message)
         crashes = max(request.crashes, 0 if record is None else record.ends)
-        return crashes < MOST_CRASHES and (not request.generated or bool(self._bits))
+        return crashes < MOST_CRASHES and (not request.generated or bool(self.bits))
 
     def _send_suspect(self) -> None:
         """Send the next suspect, once the last one has ended or has more tokens than at its crash."""
-        if not self._up:
+        if not self.up:
             return
         if self._suspect is not None:
             request, suspect = self._suspect

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -15,6 +16,7 @@ from headrace.server.access.principals import PRINCIPAL
 from headrace.server.access.queueing import AdmissionQueue
 from headrace.server.engines.messages import Submit
 from headrace.server.engines.replay import Delivered
+from headrace.server.engines.router import Route
 from headrace.server.logs import HTTP_REQUEST
 
 log = logging.getLogger("headrace.server")
@@ -87,6 +89,15 @@ class WakeupEvent:
         self._new = False
 
 
+class RequestHolder(Protocol):
+    """A replica that has requests."""
+
+    number: int
+    name: str
+
+    def abort(self, request: "InflightRequest") -> None: ...
+
+
 class InflightRequest:
     """A request in the engine or its queue, from submission to its end. `wakeup` is set at every change; requests submitted
     together share it."""
@@ -103,6 +114,9 @@ class InflightRequest:
         self.params = params
         self.wakeup = wakeup
         self.message: Submit | None = None  # sent to the engine
+        self.engine: RequestHolder | None = None  # the replica that has it
+        self.chain: Sequence[bytes] = ()  # hashes of its prompt, for the router
+        self.route: Route | None = None  # None: it was not routed
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.pooled: list[float] = []  # embedding, after the end
         self.classified: list[tuple[float, ...]] = []  # logits of each exit, after the end

@@ -4,7 +4,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +13,13 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from headrace.audio.transcript import Transcript
 from headrace.data.types import Delta, RequestMetrics
 from headrace.server.access.principals import Principal
+from headrace.server.engines.engine_requests import EngineRequests
 from headrace.server.engines.inflight import InflightRequest
-from headrace.server.engines.messages import Deltas, Loaded
-from headrace.server.engines.supervision import State, Supervision
+from headrace.server.engines.messages import Deltas, Loaded, PeerStats, Stats, StoreStats
+from headrace.server.engines.supervision import ENDS, State
 from headrace.server.logs import log_request
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -25,6 +27,8 @@ BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 WHOLE = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 LABELS = ("model_name",)
+BY_REPLICA = (*LABELS, "replica")
+NO_STATS = Stats()
 LOOKS = ("fit", "unfit", "unchecked")
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BEAT = 0.25  # seconds between two measurements of the event loop's lag
@@ -91,7 +95,7 @@ class ServerMetrics:
     def text(self, who: Principal) -> bytes:
         """Return the metrics in the exposition format. Only operators see those of other principals."""
         text = generate_latest(self.registry)
-        if who.alone or who.operator:
+        if who.operates:
             return text
         own = f'principal="{who.name}"'.encode()
         return b"".join(line for line in text.splitlines(True) if b'principal="' not in line or own in line)
@@ -131,8 +135,9 @@ class ModelMetrics:
     def __init__(self, figures: ServerMetrics, model: str) -> None:
         self._figures = figures
         self._model = model
-        self._num_blocks = 1
-        self._preemptions = 0
+        # By number of the replica.
+        self._num_blocks: dict[int, int] = {}
+        self._stats: dict[int, Stats] = {}
         self._last: dict[tuple[str, int], float] = {}  # time of each answer's last token
         self._reasons: dict[str, str] = {}  # finish reason of each open request's last answer
         self._depths: dict[tuple[str, int], BucketCounts] = {}  # exit layers of each open answer with early exit
@@ -151,9 +156,20 @@ class ModelMetrics:
         why = "Unexpected ends of the engine process, by cause."
         self.ends = self._figures.gauge("engine_ends", why, (*LABELS, "reason"))
         self.banned = self._gauge("requests_quarantined", "Requests refused because the engine ended twice under them.")
+        self.memory = self._gauge("model_memory_bytes", "Bytes of the model in memory, with its K/V cache; 0: not loaded.")
+        self.loading_waits = self._gauge("model_requests_waiting", "Requests that wait until the model is loaded.")
+        where = "1 for loaded, loading or unloaded, 0 for the others."
+        self.residency = self._figures.gauge("model_state", where, (*LABELS, "state"))
         deeper = f"Mean exit layer of the last {ANSWERS} answers above the calibrated one, in standard deviations."
         self.above = self._gauge("exit_layers_above_calibration", deeper)
+        self.store_bytes = self._gauge("kv_store_bytes", "Bytes of the segments in the folder of the K/V store.")
         self.failing = self._gauge("engine_failing_steps", "Failed steps since the last successful one.")
+        # Of models with several replicas.
+        self.replica_ready = self._by_replica("replica_ready", "1 if the replica is ready, otherwise 0.")
+        self.replica_restarts = self._by_replica("replica_restarts", "Restarts of the replica's engine process.")
+        self.replica_running = self._by_replica("replica_requests_running", "Requests in the replica's batch.")
+        self.replica_waiting = self._by_replica("replica_requests_waiting", "Requests in the replica's queue.")
+        self.replica_kv_usage = self._by_replica("replica_kv_cache_usage_perc", "Share of its KV blocks in use, 0 to 1.")
 
     def _counters(self) -> None:
         self.preempted = self._counter("num_preemptions", "Preemptions: a request lost its KV blocks to another one.")
@@ -172,6 +188,32 @@ class ModelMetrics:
         for result in LOOKS:
             self.looked.labels(self._model, result)
         self.generated_chars = self._counter("generation_chars", "Characters of generated text.")
+        self.load_failures = self._counter("model_load_failures", "Loads of the model on demand that failed.")
+        why = "Unloads of the model: room for another one, idle, or by the operator."
+        self.unloaded = self._figures.counter("model_unloads", why, (*LABELS, "reason"))
+        self.store = {
+            "loaded": self._counter("kv_store_segments_loaded", "Segments of K/V that were read from disk."),
+            "saved": self._counter("kv_store_segments_saved", "Segments of K/V that were written to disk."),
+            "evicted": self._counter("kv_store_segments_evicted", "Segments that were deleted to make room."),
+            "damaged": self._counter("kv_store_segments_damaged", "Segments that could not be read and were computed."),
+            "bytes_read": self._counter("kv_store_read_bytes", "Bytes of K/V that were read from disk."),
+            "bytes_written": self._counter("kv_store_written_bytes", "Bytes of K/V that were written to disk."),
+        }
+        self.peers = {
+            "fetched": self._counter("kv_peer_segments_fetched", "Segments of K/V that came from another replica."),
+            "failed": self._counter("kv_peer_failures", "Fetches from another replica that a fault ended."),
+            "lent": self._counter("kv_peer_segments_lent", "Segments of K/V that were sent to another replica."),
+            "bytes_fetched": self._counter("kv_peer_fetched_bytes", "Bytes of K/V that came from another replica."),
+            "bytes_lent": self._counter("kv_peer_lent_bytes", "Bytes of K/V that were sent to another replica."),
+        }
+        sent = "Prompt tokens of the requests that the router sent to a replica."
+        self.routed_tokens = self._figures.counter("routed_prompt_tokens", sent, BY_REPLICA)
+        known = "Prompt tokens that the router expected in the replica's prefix cache."
+        self.routed_hits = self._figures.counter("routed_prefix_hits", known, BY_REPLICA)
+        self.sound_seconds = self._counter("audio_seconds", "Seconds of sound of transcribed files.")
+        self.sound_windows = self._counter("audio_windows", "Requests of the engine for windows of sound.")
+        self.sound_fallbacks = self._counter("audio_fallbacks", "Windows that were decoded again at a higher temperature.")
+        self.sound_skipped = self._counter("audio_skipped_seconds", "Seconds of sound that were skipped as silence.")
         self.replays = self._counter("request_replays", "Requests sent to a new engine process after theirs was lost.")
 
     def _histograms(self) -> None:
@@ -190,6 +232,7 @@ class ModelMetrics:
         self.prefill = self._histogram("request_prefill_time_seconds", "From the first step to the first token.", WHOLE)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", WHOLE)
         self.inference = self._histogram("request_inference_time_seconds", "From the first step to the last token.", WHOLE)
+        self.load_seconds = self._histogram("model_load_seconds", "Time of a load on demand.", WHOLE)
         self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt.", SIZES)
         self.answer_size = self._histogram("request_generation_tokens", "Tokens generated for a request.", SIZES)
         self.asked_n = self._histogram("request_params_n", "Number of answers that a request asks for (n).", BATCH)
@@ -197,17 +240,19 @@ class ModelMetrics:
         self.batch = self._histogram("iteration_requests", "Running requests after each step that generated tokens.", BATCH)
         self.fed = self._histogram("iteration_tokens_total", "Tokens processed in a step, of prompts and answers.", SIZES)
 
-    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest]) -> None:
-        """Record the results of one step; `inflight`: the open requests."""
+    def step(self, message: Deltas, inflight: Mapping[str, InflightRequest], replica: int = 0) -> None:
+        """Record the results of one step of a replica; `inflight`: the open requests."""
         now = time.perf_counter()
         stats = message.stats
-        self.running.set(stats.running)
-        self.waiting.set(stats.waiting)
-        self.kv_usage.set(stats.blocks_used / self._num_blocks)
-        self.failing.set(stats.failing)
-        if stats.preemptions > self._preemptions:
-            self.preempted.inc(stats.preemptions - self._preemptions)
-        self._preemptions = stats.preemptions
+        earlier = self._stats.get(replica, NO_STATS)
+        self._show(replica, stats)
+        if stats.preemptions > earlier.preemptions:
+            self.preempted.inc(stats.preemptions - earlier.preemptions)
+        if stats.store is not None and stats.store != (stored := earlier.store or StoreStats()):
+            self._record_store(stats.store, stored)
+        if stats.peers is not None and stats.peers != (before := earlier.peers or PeerStats()):
+            for name, counter in self.peers.items():
+                counter.inc(getattr(stats.peers, name) - getattr(before, name))
         if stats.fed:
             self.fed.observe(stats.fed)
         if message.deltas:
@@ -215,6 +260,20 @@ class ModelMetrics:
             self._tokens(message, inflight, now)
         for name, metrics in message.ended.items():
             self._end(name, metrics, inflight.get(name), now)
+
+    def _record_store(self, stats: StoreStats, before: StoreStats) -> None:
+        self.store_bytes.set(stats.bytes)
+        for name, counter in self.store.items():
+            counter.inc(getattr(stats, name) - getattr(before, name))
+
+    def _show(self, replica: int, stats: Stats) -> None:
+        """Set the gauges of the model to the sums over its replicas."""
+        self._stats[replica] = stats
+        every = self._stats.values()
+        self.running.set(sum(one.running for one in every))
+        self.waiting.set(sum(one.waiting for one in every))
+        self.kv_usage.set(sum(one.blocks_used for one in every) / max(1, sum(self._num_blocks.values())))
+        self.failing.set(max(one.failing for one in every))
 
     def _tokens(self, message: Deltas, inflight: Mapping[str, InflightRequest], now: float) -> None:
         # Number of answers by the time of their token before, which for most answers is that of the last step.
@@ -292,34 +351,56 @@ class ModelMetrics:
         """Count the check of a finished answer: fit, unfit or unchecked. The last two fail their request."""
         self.looked.labels(self._model, result).inc()
 
-    def supervise(self, supervision: Supervision, banned: int) -> None:
-        """Record the state of the engine process."""
-        self.restarts.set(supervision.restarts)
-        self.banned.set(banned)
-        for state in State:
-            self.states.labels(self._model, state.value).set(state is supervision.state)
-        for event, count in supervision.ends.items():
-            self.ends.labels(self._model, event.value).set(count)
+    def record_transcript(self, transcript: Transcript, windows: int) -> None:
+        """Count a transcribed file. windows: its requests of the engine."""
+        self.sound_seconds.inc(transcript.duration)
+        self.sound_windows.inc(windows)
+        self.sound_fallbacks.inc(len(transcript.fallbacks))
+        self.sound_skipped.inc(sum(one.end - one.start for one in transcript.skipped))
 
-    def begin(self, loaded: Loaded) -> None:
+    def supervise(self, state: State, replicas: Sequence[EngineRequests], banned: int) -> None:
+        """Record the state of the engine processes."""
+        self.restarts.set(sum(one.replica.supervision.restarts for one in replicas))
+        self.banned.set(banned)
+        for each in State:
+            self.states.labels(self._model, each.value).set(each is state)
+        for event in ENDS:
+            self.ends.labels(self._model, event.value).set(sum(one.replica.supervision.ends[event] for one in replicas))
+        for one in replicas if len(replicas) > 1 else ():
+            labels = self._model, one.name
+            self.replica_ready.labels(*labels).set(one.replica.state is State.READY)
+            self.replica_restarts.labels(*labels).set(one.replica.supervision.restarts)
+            self.replica_running.labels(*labels).set(one.stats.running)
+            self.replica_waiting.labels(*labels).set(one.stats.waiting)
+            used = one.stats.blocks_used / max(1, self._num_blocks.get(one.number, 1))
+            self.replica_kv_usage.labels(*labels).set(used)
+
+    def route(self, replica: str, tokens: int, hit: int) -> None:
+        """Count the prompt of a request that the router sends to a replica, and the tokens expected in its prefix cache."""
+        self.routed_tokens.labels(self._model, replica).inc(tokens)
+        self.routed_hits.labels(self._model, replica).inc(hit)
+
+    def begin(self, loaded: Loaded, replica: int = 0) -> None:
         """Record that an engine process is ready."""
-        self._num_blocks = max(loaded.num_blocks, 1)
+        self._num_blocks[replica] = loaded.num_blocks
         self._usual = None if loaded.rule is None else (loaded.rule.layers, loaded.rule.spread)
 
     def replay(self) -> None:
         """Count a request that is sent to a new engine process."""
         self.replays.inc()
 
-    def end(self, inflight: Mapping[str, InflightRequest]) -> None:
-        """Record that the engine process ended: nothing runs, and its counts start at 0. `inflight`: requests that go on."""
+    def end(self, inflight: Mapping[str, InflightRequest], replica: int = 0) -> None:
+        """Record that an engine process ended: nothing runs there, its counts start at 0. `inflight`: requests that go on."""
         self._last = {key: last for key, last in self._last.items() if key[0] in inflight}
         self._depths = {key: depth for key, depth in self._depths.items() if key[0] in inflight}
-        self._reasons, self._preemptions = {}, 0
-        for gauge in (self.running, self.waiting, self.kv_usage, self.failing):
-            gauge.set(0)
+        self._reasons = {name: reason for name, reason in self._reasons.items() if name in inflight}
+        self._show(replica, NO_STATS)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return self._figures.gauge(name, text).labels(self._model)
+
+    def _by_replica(self, name: str, text: str) -> Gauge:
+        return self._figures.gauge(name, text, BY_REPLICA)
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._figures.counter(name, text).labels(self._model)

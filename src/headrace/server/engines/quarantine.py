@@ -70,5 +70,7 @@ class Quarantine:
 
 
 def _name(message: Submit) -> bytes:
-    """Hash of prompt, parameters, salt and pooling."""
-    return hashlib.sha256(msgspec.msgpack.encode((message.prompt, message.params, message.salt, message.pool))).digest()
+    """Hash of prompt, parameters, salt, pooling, alignment and source."""
+    source = b"" if message.source is None else message.source.digest
+    parts = message.prompt, message.params, message.salt, message.pool, message.align, source
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).digest()

@@ -44,7 +44,8 @@ def resumes(message: Submit) -> bool:
     params = message.params
     one = params.n == 1 and params.best_of is None and params.beam is None and params.refine is None
     stateless = not params.mirostat_tau and not params.penalty_alpha and not params.leaves
-    return one and stateless and params.prompt_logprobs is None and not message.pool and message.rule is None
+    writes = not message.pool and message.rule is None and message.align is None
+    return one and stateless and params.prompt_logprobs is None and writes
 
 
 class Rerun:

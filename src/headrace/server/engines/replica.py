@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from headrace.server.engines.engine_client import EngineConnection, EngineGoneError
 from headrace.server.engines.inflight import EngineDownError, EngineLostError
@@ -17,6 +18,23 @@ LOOKS = 8  # checks for messages within the time after which an engine is stuck
 Outcome = tuple[Event, str]  # the event that ended a process, and the reason
 
 
+class Engine(Protocol):
+    """An engine process as `Replica` uses it. The first message is Loaded or NotLoaded."""
+
+    @property
+    def pid(self) -> int | None: ...
+    def send(self, message: ToEngine) -> None: ...
+    async def receive(self) -> FromEngine: ...
+    async def stop(self) -> None: ...
+    async def kill(self) -> None: ...
+
+
+class EngineLink(Protocol):
+    """Starts an engine process that loads a model, or connects to one. Raises EngineGoneError, LoadError."""
+
+    async def start(self, load: Load, /) -> Engine: ...
+
+
 class LoadError(ValueError):
     """The model cannot be opened; the text is one line with what to change."""
 
@@ -25,8 +43,9 @@ class Replica:
     """An engine process that is kept running from `begin` to `close`.
 
     Callbacks: `open` returns the model to load (raises LoadError), `ready` receives Loaded, `take` every later message, `lost`
-    the error of the requests that the process had, or that wait for the next one. `stuck_after`: seconds without a message
-    after which the process is ended; `load_timeout`: seconds until it must be ready.
+    the error of the requests that the process had, or that wait for the next one, `changed` is called after each event.
+    `stuck_after`: seconds without a message after which the process is ended; `load_timeout`: seconds until it must be ready.
+    `name`: for the log.
     """
 
     def __init__(
@@ -38,17 +57,21 @@ class Replica:
         ready: Callable[[Loaded], None],
         take: Callable[[FromEngine], None],
         lost: Callable[[EngineDownError], None],
+        changed: Callable[[], None] = lambda: None,
+        name: str = "",
     ) -> None:
-        self.link = EngineConnection  # starts the process; tests replace it
+        self.link: EngineLink = EngineConnection  # starts the process, or connects to one on another host
+        self.most_starts = MOST_STARTS
         self.stuck_after = stuck_after
         self.load_timeout = load_timeout
-        self.supervision = Supervision()
+        self.supervision = Supervision(name=name)
         self.loaded: Loaded | None = None
-        self._open, self._ready, self._take, self._lost = open, ready, take, lost
-        self._process: EngineConnection | None = None
+        self._open, self._ready, self._take, self._lost, self._report = open, ready, take, lost, changed
+        self._process: Engine | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._messages = 0  # received
         self._changed = asyncio.Event()
+        self._renewing = asyncio.Event()
 
     @property
     def state(self) -> State:
@@ -61,8 +84,13 @@ class Replica:
 
     @property
     def pid(self) -> int | None:
-        """Id of the engine process."""
+        """Id of the engine process; None without one on this host."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether an engine can receive messages."""
+        return self._process is not None
 
     @property
     def beat(self) -> float:
@@ -91,6 +119,18 @@ class Replica:
     def drain(self) -> None:
         """Accept no new requests from now on."""
         self._on(Event.DRAIN)
+
+    async def renew(self) -> None:
+        """Replace the process of a ready replica, and wait until the new one is ready or has failed to start. Requests that the
+        process has are lost, as in a crash, but do not count as its cause."""
+        if self.state is not State.READY:
+            return
+        restarts = self.supervision.restarts
+        self._renewing.set()
+        while not (self.supervision.restarts > restarts and self.state is State.READY):
+            if self.supervision.failed_starts or self.state in (State.CLOSED, State.DRAINING):
+                return
+            await self._changed.wait()
 
     async def close(self) -> None:
         """End the process; its requests fail. `begin` starts another one."""
@@ -132,7 +172,7 @@ class Replica:
         except LoadError as error:
             return Event.REFUSED, str(error)
         except EngineGoneError as error:
-            return Event.GONE, str(error)
+            return error.event, str(error)
         self.loaded = loaded
         self._ready(loaded)
         self._on(Event.LOADED)
@@ -150,7 +190,9 @@ class Replica:
 
     async def _listen(self) -> Outcome:
         """Pass on messages until the process ends, fails FAILURES steps in a row, or is silent for `stuck_after` seconds."""
-        tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._wait_for_silence())}
+        self._renewing.clear()
+        waits = (self._receive(), self._wait_for_silence(), self._wait_for_renewal())
+        tasks = {asyncio.create_task(wait) for wait in waits}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -158,6 +200,10 @@ class Replica:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait_for_renewal(self) -> Outcome:
+        await self._renewing.wait()
+        return Event.RENEW, ""
 
     async def _receive(self) -> Outcome:
         assert self._process is not None
@@ -169,7 +215,7 @@ class Replica:
                 if type(message) is Deltas and message.stats.failing >= FAILURES:
                     return Event.FAILED, f"{message.stats.failing} steps of the engine failed in a row"
         except EngineGoneError as error:
-            return Event.GONE, str(error)
+            return error.event, str(error)
 
     async def _wait_for_silence(self) -> Outcome:
         """Return after LOOKS checks without a new message. A machine that slept costs one check."""
@@ -184,10 +230,11 @@ class Replica:
         """Apply an event and wake the callers of `ready`."""
         transition = self.supervision.on(event, why)
         lost = transition.lost
-        if lost is None and event in ENDS and self.supervision.failed_starts == MOST_STARTS:
+        if lost is None and event in ENDS and self.supervision.failed_starts == self.most_starts:
             lost = EngineLostError
         if lost is not None:
             self._lost(self.supervision.refusal(lost))
         self._changed.set()
         self._changed = asyncio.Event()
+        self._report()
         return transition

@@ -7,7 +7,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.server.engines.inflight import RETRY_DOWN, EngineDownError, EngineLostError
@@ -41,6 +41,8 @@ class Event(enum.StrEnum):
     GONE = "gone"  # the process ended, or sent an invalid message
     SILENT = "silent"  # the process gave no sign of life
     FAILED = "failed"  # FAILURES of its steps failed
+    CUT = "cut"  # an engine on another host cannot be reached, or its operator stops it
+    RENEW = "renew"  # the operator wants a new process
     RESUME = "resume"  # the pause before a restart is over
     DRAIN = "drain"  # the server accepts no new requests
     CLOSE = "close"  # the owner does not want the model any more
@@ -73,8 +75,9 @@ class Transition:
 
 S, E, A = State, Event, Action
 DOWN = (S.DEAD, S.STUCK, S.FAILING)
-ENDS = (E.REFUSED, E.LATE, E.GONE, E.SILENT, E.FAILED)
+ENDS = (E.REFUSED, E.LATE, E.GONE, E.SILENT, E.FAILED, E.CUT)
 AGAIN = "{why}; it is being started again"
+CONNECT = "{why}; trying to connect"
 BYE = "the server is shutting down"
 LOST, LATER = EngineLostError, EngineDownError
 
@@ -87,6 +90,9 @@ TABLE: dict[tuple[State, Event], Transition] = {
     (S.READY, E.GONE): Transition(S.DEAD, A.RESTART, LOST, AGAIN),
     (S.READY, E.SILENT): Transition(S.STUCK, A.RESTART, LOST, AGAIN),
     (S.READY, E.FAILED): Transition(S.FAILING, A.RESTART, LOST, AGAIN),
+    **{(state, E.CUT): Transition(S.DEAD, A.RESTART, None, CONNECT) for state in (S.LOADING, *DOWN)},
+    (S.READY, E.CUT): Transition(S.DEAD, A.RESTART, LATER, CONNECT),
+    (S.READY, E.RENEW): Transition(S.DEAD, A.RESTART, LATER, "the operator restarts it"),
     **{(state, E.RESUME): Transition(state, A.START, None, "{before}") for state in DOWN},
     **{(state, E.LOADED): Transition(S.READY, A.NOTHING, None, "") for state in DOWN},
     **{
@@ -99,7 +105,7 @@ TABLE: dict[tuple[State, Event], Transition] = {
     **{(state, E.DRAIN): Transition(S.DRAINING, A.NOTHING, LOST if state in DOWN else None, BYE) for state in State},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.NOTHING, None, BYE) for event in (E.BEGIN, E.LOADED)},
     **{(S.DRAINING, event): Transition(S.DRAINING, A.KILL, LOST, f"{{why}}; {BYE}") for event in ENDS},
-    (S.DRAINING, E.REFUSED): Transition(S.DRAINING, A.KILL, LOST, BYE),
+    **{(S.DRAINING, event): Transition(S.DRAINING, A.KILL, LOST, BYE) for event in (E.REFUSED, E.RENEW)},
     (S.DRAINING, E.RESUME): Transition(S.DRAINING, A.KILL, None, BYE),
     **{(state, E.CLOSE): Transition(S.CLOSED, A.STOP, LATER, "the server has shut down") for state in State},
 }
@@ -112,10 +118,11 @@ class Supervision:
     an engine that always ends soon after its start does not keep the machine busy.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, name: str = "") -> None:
+        self.name = name  # of the replica, for the log; empty for a single engine
         self.state = State.CLOSED
         self.detail = ""  # why the engine is not ready: one line
-        self.pauses = PAUSES
+        self.pauses: Sequence[float] = PAUSES
         self.pause = 0.0  # seconds before the next restart
         self.restarts = 0
         self.failed_starts = 0  # processes in a row that ended before they were ready
@@ -141,14 +148,18 @@ class Supervision:
             if self._since is not None and now - self._since >= CALM:
                 self._attempts = 0
             self._since = None
-        if transition.action is Action.RESTART:
+        if event is Event.RENEW:
+            self.pause, self._since = 0.0, None
+        elif transition.action is Action.RESTART:
             self.pause = self.pauses[min(self._attempts, len(self.pauses) - 1)]
             self._attempts += 1
         self.restarts += event is Event.RESUME and transition.action is Action.START
         detail = transition.detail.format(why=why, before=self.detail)
-        if transition.state is not self.state or event in ENDS:
+        repeated = event is Event.CUT and (transition.state, detail) == (self.state, self.detail)
+        if not repeated and (transition.state is not self.state or event in ENDS):
             level = logging.WARNING if transition.state in DOWN else logging.INFO
             line = why if event is Event.REFUSED else detail
-            log.log(level, "%s%s", transition.state.value, f": {line}" if line else "")
+            who = f"replica {self.name}: " if self.name else ""
+            log.log(level, "%s%s%s", who, transition.state.value, f": {line}" if line else "")
         self.state, self.detail = transition.state, detail
         return transition

@@ -147,6 +147,14 @@ def read_query(given: dict[str, str], kind: type[T]) -> T:
         raise _wrong_field(str(error), kind) from None
 
 
+def read_form(given: dict[str, Any], kind: type[T]) -> T:
+    """Convert the fields of a form: texts, or lists of texts. Raises ApiError."""
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error), kind) from None
+
+
 def check_size(data: bytes) -> None:
     """Raises ApiError if decoding all values of a body would delay other requests.
 

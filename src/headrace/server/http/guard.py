@@ -39,7 +39,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")  # an x-request-id that a clie
 ABSOLUTE = re.compile(r"https?://(?:[^/]*@)?([^/]*)", re.IGNORECASE)  # start of a target in absolute form, with its host
 UPLOAD_SPEED = 1 << 20  # bytes/s that a body must reach after its first seconds
 NO_KEY, LOCAL = Principal(""), Principal()  # of requests without a valid key, and on a server without keys
-UPLOADS = "/v1/files"  # the only path that accepts multipart forms
+FORM_FIELDS = 1 << 20  # bytes of a form next to its sound file
 JSON, FORM, PARTS = b"application/json", b"application/x-www-form-urlencoded", b"multipart/form-data"
 # Browsers send at least one of these with every request of another site's page, except links and images.
 BROWSER = (b"origin", b"sec-fetch-site", b"referer")
@@ -121,6 +121,13 @@ class Guard:
         self._open_paths = PROBES.union(public)
         self._app = app
         self._limits = settings.limits
+        # Paths that accept multipart forms, and the bytes of a form.
+        sound = settings.limits.audio_bytes + FORM_FIELDS
+        self._forms = {
+            "/v1/files": settings.limits.file,
+            "/v1/audio/transcriptions": sound,
+            "/v1/audio/translations": sound,
+        }
         self._proxies = settings.proxies
         self._keys = keys
         self._count = count
@@ -265,8 +272,8 @@ class Guard:
 
     async def _read(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Read the body and return a `receive` with it for the application. Raises ApiError, QuotaError."""
-        upload = _check_type(path, headers)
-        limit = self._limits.file if upload else self._limits.body
+        upload = _check_type(headers, path in self._forms)
+        limit = self._forms[path] if upload else self._limits.body
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > limit:
             raise too_large(limit)
@@ -327,8 +334,9 @@ def _is_cross_site(headers: dict[bytes, bytes]) -> bool:
     return site not in (b"none", b"same-origin") and mode != b"navigate"
 
 
-def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Return whether the body is an upload. Raises ApiError (415) if it is neither an upload nor JSON, or if it is compressed.
+def _check_type(headers: dict[bytes, bytes], takes_forms: bool) -> bool:
+    """Return whether the body is an upload, on a path that takes forms. Raises ApiError (415) if it is neither an upload nor
+    JSON, or if it is compressed.
 
     `curl -d` declares a form, and some clients declare no type: both count as JSON unless a browser may have sent them. A page
     of another site can send these types without a preflight request, but not a declared JSON body.
@@ -338,7 +346,7 @@ def _check_type(path: str, headers: dict[bytes, bytes]) -> bool:
         name = ascii(encoding[:40].decode("latin-1"))
         raise ApiError(415, f"the body has the Content-Encoding {name}; send it without compression")
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if path == UPLOADS and kind == PARTS:
+    if takes_forms and kind == PARTS:
         return True
     has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
     browser = b"mozilla" in headers.get(b"user-agent", b"").lower() or any(name in headers for name in BROWSER)

@@ -27,7 +27,7 @@ KINDS = {
 STATIC = tuple(
     "index.html style.css chat.css dashboard.css icon.svg inter.woff2 inter.txt main.js api.js answer.js attach.js buttons.js "
     "chat.js conversations.js dashboard.js dom.js exits.js export.js figures.js icons.js markdown.js panel.js plot.js "
-    "request.js storage.js texts.js thoughts.js tokens.js versions.js".split()
+    "record.js request.js storage.js texts.js thoughts.js tokens.js versions.js".split()
 )
 CODE_CSS = "code.css"  # generated: the colours of code
 # Files by path. They need no key: they are the same for all users, and ask for the key.
@@ -78,14 +78,15 @@ def add_page(api: Api) -> None:
         return {"html": await render_confined(call.body.text)}
 
 
-def file_routes() -> list[Route]:
-    """Routes of the page's static files."""
-    return [Route(path, _sender(file), methods=["GET"]) for path, file in load().items()]
+def file_routes(records: Callable[[], bool]) -> list[Route]:
+    """Routes of the page's static files. records: whether the page may use the microphone."""
+    return [Route(path, _sender(file, records), methods=["GET"]) for path, file in load().items()]
 
 
-def _sender(file: StaticFile) -> Callable[[Request], Awaitable[Response]]:
+def _sender(file: StaticFile, records: Callable[[], bool]) -> Callable[[Request], Awaitable[Response]]:
     async def send(request: Request) -> Response:
-        headers = {**HEADERS, "ETag": file.tag}
+        microphone = f"microphone={'(self)' if records() else '()'}"
+        headers = {**HEADERS, "Permissions-Policy": microphone, "ETag": file.tag}
         if request.headers.get("if-none-match") == file.tag:
             return Response(status_code=304, headers=headers)
         return Response(file.data, headers=headers, media_type=file.kind)

@@ -6,7 +6,10 @@ all tiers that ran. A tier without an engine is skipped.
 """
 
 import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,6 +18,7 @@ from starlette.requests import Request
 from headrace.data.fields import BIASES, ID_LISTS, IDS, declared
 from headrace.data.params import SamplingParams
 from headrace.decoding.tools import callable_tools
+from headrace.server.access.principals import PRINCIPAL
 from headrace.server.engines.async_llm import RequestFailedError, State
 from headrace.server.engines.inflight import DeadlineError, TooLongError, collect_answer
 from headrace.server.engines.metrics import LABELS
@@ -27,7 +31,7 @@ from headrace.server.protocols.prompts import Conversation, Texts
 from headrace.server.protocols.stream import unless_disconnected
 from headrace.server.settings import CascadeSettings
 from headrace.stats.confidence import cut_by_context, token_confidence
-from headrace.text.dialects.call_parser import CallFormat, format_of
+from headrace.text.dialects.call_formats import CallFormat, format_of
 
 UNAVAILABLE = 503
 SCORE_BUCKETS = tuple(i / 20 for i in range(1, 21))
@@ -63,7 +67,7 @@ class Cascade:
         """The response to a request, streamed or complete. Raises the errors that `as_api_error` knows, and ClientGoneError."""
         self._check(request)
         if isinstance(request.prompt, Conversation) and callable_tools(request.prompt.tools)[0]:
-            await self._check_call_formats()
+            await self._check_call_formats(http)
         given = request.sampling.deadline
         seconds = self.models.settings.limits.deadline if given is None else given
         ends = None if seconds is None else time.monotonic() + seconds
@@ -71,7 +75,8 @@ class Cascade:
         for tier, threshold in zip(self.settings.tiers, (*self.settings.thresholds, None), strict=True):
             attempt = CascadeAttempt(self.settings.name, tier, threshold is not None, before)
             try:
-                async with self.models.use(tier) as service:
+                async with self._use(tier, http, ends) as service:
+                    service.check_kind(speech=False)
                     generation = await start(service, _within(request, ends), http, attempt)
                     accepted = threshold is None or await self._score(service, generation, http, attempt, threshold)
                     if accepted and (response := await _answer(generation, write, http, threshold is None)) is not None:
@@ -128,13 +133,18 @@ class Cascade:
         if len(texts) != 1 or not isinstance(texts[0], str):
             raise bad(f"prompt: a cascade takes one text; send one request for each, or {instead}", "prompt")
 
-    async def _check_call_formats(self) -> None:
+    def _use(self, tier: str, http: Request, ends: float | None = None) -> AbstractAsyncContextManager[Service]:
+        """Use a tier, which waits for its model at most until `ends` (time.monotonic) or the client's end."""
+        seconds = None if ends is None else max(0.0, ends - time.monotonic())
+        return self.models.use(tier, seconds=seconds, wait=partial(unless_disconnected, http), of_cascade=True)
+
+    async def _check_call_formats(self, http: Request) -> None:
         """Raises ApiError if the templates of the tiers write tool calls in different formats, and what `Models.use` raises."""
         for tier in self.settings.tiers:
             if tier in self._call_formats:
                 continue
             try:
-                async with self.models.use(tier) as service:
+                async with self._use(tier, http) as service:
                     self._call_formats[tier] = format_of(service.llm.opened.template.choose(tools=True).source)
             except Exception as error:
                 # A tier without an engine writes no calls now.
@@ -147,12 +157,17 @@ class Cascade:
 
     def model(self) -> Model:
         """Its entry in /v1/models: the context of the last tier, and the state of the first tier that is not ready."""
-        services = [self.models.find(tier) for tier in self.settings.tiers]
+        services = [self.models.entry(tier, of_cascade=True).service for tier in self.settings.tiers]
         loaded = services[-1].llm.loaded
         states = [service.llm.state for service in services if service.llm.state is not State.READY]
         context = None if loaded is None else loaded.max_model_len
         state = states[0] if states else State.READY
         return Model(self.settings.name, self.created, context, state, msgspec.UNSET, list(self.settings.tiers))
+
+
+def find_cascade(cascades: Mapping[str, Cascade], name: str | None) -> Cascade | None:
+    """Return the cascade of this name, if the key of this request may use it."""
+    return cascades.get(name) if name is not None and PRINCIPAL.get().may_use(name) else None
 
 
 async def _answer(generation: Generation, write: Write, http: Request, last: bool) -> Any:

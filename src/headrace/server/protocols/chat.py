@@ -39,6 +39,7 @@ def read(body: ChatRequest) -> GenerationRequest:
         max_tokens=most,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         response_format=body.response_format,
+        splits_reasoning=True,
         names={"logprobs": "top_logprobs", **({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})},
     )
 
@@ -130,14 +131,15 @@ def _logprobs(written: EncodedLogprobs | None) -> dict[str, Any] | None:
 
 
 def _message(answer: Answer) -> ChatMessage:
+    reasoning = answer.reasoning or msgspec.UNSET
     if not answer.calls:
-        return ChatMessage(answer.text)
-    return ChatMessage(answer.text or None, tool_calls=answer.calls)
+        return ChatMessage(answer.text, reasoning_content=reasoning)
+    return ChatMessage(answer.text or None, tool_calls=answer.calls, reasoning_content=reasoning)
 
 
 def _delta(piece: Piece) -> ChatDelta:
     if piece.call is None:
-        return ChatDelta(content=piece.text)
+        return ChatDelta(reasoning_content=piece.text) if piece.reasoning else ChatDelta(content=piece.text)
     if piece.name is not None:
         return ChatDelta(tool_calls=[new_call(piece.name, piece.call)])
     return ChatDelta(tool_calls=[ToolCall(ToolFunction(piece.text), index=piece.call)])

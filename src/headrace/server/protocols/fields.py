@@ -35,6 +35,8 @@ from headrace.server.http.limits_check import (
     check_same_kind,
 )
 
+# Of one request; Limits.inputs is lower.
+RERANK_DOCUMENTS = 1 << 16
 # A JSON object that is checked where it is used.
 Object = dict[str, Any]
 
@@ -193,12 +195,35 @@ class EmbeddingRequest(IgnoredFields, kw_only=True):
     encoding_format: Word | None = None
     dimensions: Int64 | None = None
     pooling: Word | None = None
+    prompt_name: Word | None = None
+    input_type: Word | None = None
     priority: Int32 | None = None
     cache_salt: Salt | None = None
     deadline: Deadline | None = None
 
     def __post_init__(self) -> None:
         check_same_kind("input", self.input)
+        if self.prompt_name is not None and self.input_type is not None:
+            raise ValueError("input_type: is another name of prompt_name; give one of them")
+
+
+class RerankDocument(StrictStruct, kw_only=True):
+    """A document of /v1/rerank in the form {"text": …}."""
+
+    text: str
+
+
+class RerankRequest(IgnoredFields, kw_only=True):
+    """POST /v1/rerank: documents in the order of their relevance to a query. The fields are those of Jina and Cohere."""
+
+    model: Word
+    query: str
+    documents: Annotated[list[str | RerankDocument], Meta(max_length=RERANK_DOCUMENTS)]
+    top_n: Int32 | None = None
+    return_documents: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: Salt | None = None
+    deadline: Deadline | None = None
 
 
 class ClassifyRequest(IgnoredFields, kw_only=True):
@@ -207,7 +232,7 @@ class ClassifyRequest(IgnoredFields, kw_only=True):
     model: Word
     input: Prompts
     criterion: Word | None = None
-    threshold: float | None = None
+    threshold: float | Annotated[tuple[float, ...], Meta(max_length=1024)] | None = None
     return_exits: bool | None = None
     priority: Int32 | None = None
     cache_salt: Salt | None = None

@@ -23,13 +23,14 @@ from headrace.server.http.errors import as_api_error
 from headrace.server.protocols.fields import Sampling
 from headrace.server.protocols.logprobs import EncodedLogprobs, token_exits
 from headrace.server.protocols.openai_types import CascadeAttempt, Exits, ToolCall, Usage, new_call, usage
-from headrace.server.protocols.prompts import Prompt, Texts
+from headrace.server.protocols.prompts import Conversation, Prompt, Texts
 from headrace.server.protocols.sampling import sampling_params
 from headrace.server.protocols.stream import DONE, start_stream, unless_disconnected
 from headrace.server.protocols.structured import CompiledFormat, check_answer, compile_format, fits_tool, requested_format
 from headrace.server.protocols.time_slices import decode_in_slices
 from headrace.server.settings import Limits
 from headrace.text.dialects.call_parser import Piece
+from headrace.text.dialects.reasoning import ReasoningSplitter, reasoning_of
 from headrace.weights.defaults import values
 
 # Log-probabilities of the prompts of one request.
@@ -48,6 +49,7 @@ class GenerationRequest:
     echo: bool = False  # answers begin with their prompt
     response_format: Any = None
     form_field: str = "response_format"  # the field that errors about the format name
+    splits_reasoning: bool = False  # reasoning in tags is no part of an answer's text
     names: Mapping[str, str] = field(default_factory=dict)  # names of fields here -> in the protocol, for errors
 
     @property
@@ -90,7 +92,7 @@ class AnswerEvent:
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces if piece.call is None)
+        return "".join(piece.text for piece in self.pieces if piece.call is None and not piece.reasoning)
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class Answer:
 
     index: int
     text: str = ""
+    reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: EncodedLogprobs | None = None
     exits: Exits = msgspec.UNSET
@@ -108,7 +111,10 @@ class Answer:
     def add(self, event: AnswerEvent, logprobs: EncodedLogprobs | None, exits: Exits) -> None:
         for piece in event.pieces:
             if piece.call is None:
-                self.text += piece.text
+                if piece.reasoning:
+                    self.reasoning += piece.text
+                else:
+                    self.text += piece.text
                 continue
             if piece.name is not None:
                 self.calls.append(new_call(piece.name))
@@ -135,7 +141,9 @@ class Generation:
     late: bool = False  # no mask enforces all of the format: complete answers are checked
     attempt: CascadeAttempt | None = None
     generated: int = 0  # tokens of the events so far
+    new_splitter: Callable[[int], ReasoningSplitter] | None = None  # of a prompt; None: reasoning stays text
     _readers: dict[int, CallReader] = field(default_factory=dict)  # by answer, if there are tools
+    _splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by answer
 
     @property
     def model(self) -> str:
@@ -175,12 +183,20 @@ class Generation:
     async def _event(self, index: int, delta: Delta) -> AnswerEvent:
         reason = delta.finish_reason
         pieces = [Piece(delta.text)] if delta.text else []
+        thoughts: list[Piece] = []
+        if self.new_splitter is not None:
+            if index not in self._splitters:
+                self._splitters[index] = self.new_splitter(index // (self.request.sampling.n or 1))
+            decode, final = self.service.llm.opened.tokenizer.decode, reason is not None
+            split = self._splitters[index].push(delta.text, delta.token_ids, decode, final=final)
+            thoughts, pieces = [one for one in split if one.reasoning], [one for one in split if not one.reasoning]
+            delta = msgspec.structs.replace(delta, text="".join(piece.text for piece in pieces))
         if self.tools is not None:
             if (reader := self._readers.get(index)) is None:
                 reader = self._readers[index] = CallReader(self.tools, held=self.form is not None)
             pieces = await self._read_calls(self.tools, reader, delta)
             reason = reader.finish_reason(reason)
-        return AnswerEvent(index, pieces, delta.token_ids, delta.logprobs, delta.exits, reason, delta.stop_reason)
+        return AnswerEvent(index, thoughts + pieces, delta.token_ids, delta.logprobs, delta.exits, reason, delta.stop_reason)
 
     async def _read_calls(self, tools: Tooling, reader: CallReader, delta: Delta) -> list[Piece]:
         """Split the text of a delta into plain text and tool calls. A JSON object that may be a call is one if its arguments
@@ -287,7 +303,7 @@ async def start(
         open_objects = service.settings.open_objects if open_objects is None else open_objects
         form = requested_format(request.sampling, request.response_format, open_objects)
         tools = await unless_disconnected(http, request.prompt.tooling(service, form, open_objects))
-        params = _params(service, request, form if tools is None else tools.spec)
+        params = service.with_adapter(_params(service, request, form if tools is None else tools.spec))
         if attempt is not None and attempt.scored and params.logprobs is None:
             params = params.replace(logprobs=0)
         _check_size(service.limits, request)
@@ -303,7 +319,10 @@ async def start(
         service.check_room(prompts, request.max_tokens, request.prompt.name)
         deadline, salt = service.deadline(request.sampling.deadline), (request.sampling.cache_salt or "").encode()
         inflight = service.llm.submit(prompts, params, salt=salt, deadline=deadline, grammar=checked.grammar)
-    return Generation(service, request, inflight, tools, form, late, attempt)
+    splitter = None
+    if request.splits_reasoning and form is None and (tools is None or tools.reads_json):
+        splitter = _splitter_of(service, request.prompt, prompts)
+    return Generation(service, request, inflight, tools, form, late, attempt, new_splitter=splitter)
 
 
 async def answer(generation: Generation, write: Write, http: Request) -> Any:
@@ -319,6 +338,26 @@ async def answer(generation: Generation, write: Write, http: Request) -> Any:
             return await unless_disconnected(http, writer.collect())
         finally:
             generation.abort()
+
+
+def _splitter_of(
+    service: Service, prompt: Prompt, prompts: Sequence[Sequence[int]]
+) -> Callable[[int], ReasoningSplitter] | None:
+    """Makes the splitter of an answer to one of the prompts; None if the template has no tags of reasoning."""
+    form = reasoning_of(prompt.template(service).source) if isinstance(prompt, Conversation) else None
+    if form is None:
+        return None
+    tokenizer = service.llm.opened.tokenizer
+    ids = tokenizer.control_id(form.opening), tokenizer.control_id(form.closing)
+    opening = tokenizer.encode(form.opening, add_special=False)
+
+    def make(number: int) -> ReasoningSplitter:
+        end = list(prompts[number][-len(opening) - 2 :])
+        at = next((at for at in range(len(end) - len(opening), -1, -1) if end[at : at + len(opening)] == opening), None)
+        inside = at is not None and not tokenizer.decode(end[at + len(opening) :]).strip()
+        return ReasoningSplitter(form, inside=inside, ids=ids)
+
+    return make
 
 
 def _params(service: Service, request: GenerationRequest, spec: StructuredOutputs | None) -> SamplingParams:

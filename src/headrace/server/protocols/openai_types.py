@@ -91,6 +91,7 @@ class ChatMessage(msgspec.Struct):
     role: str = "assistant"
     refusal: str | None = None
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -118,6 +119,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -175,6 +177,14 @@ class Model(msgspec.Struct):
     tiers: list[str] | msgspec.UnsetType = msgspec.UNSET  # models of a cascade, in the order in which they answer
     exit: Exit | msgspec.UnsetType = msgspec.UNSET
     cascade: TokenCascade | msgspec.UnsetType = msgspec.UNSET  # a smaller model opened with it
+    state: str | msgspec.UnsetType = msgspec.UNSET  # of its memory: loaded, loading or unloaded
+    mode: str | msgspec.UnsetType = msgspec.UNSET  # pinned or on demand
+    bytes: int | msgspec.UnsetType = msgspec.UNSET  # in memory, planned until it was loaded once
+    progress: float | msgspec.UnsetType = msgspec.UNSET  # share of the bytes that are loaded, while it loads
+    aliases: list[str] | msgspec.UnsetType = msgspec.UNSET  # other names of it
+    transcribes: bool | msgspec.UnsetType = msgspec.UNSET  # a speech model, for /v1/audio
+    root: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: its folder or file
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: the model that it adapts
     object: str = "model"
     owned_by: str = "headrace"
 

@@ -89,8 +89,8 @@ class Conversation:
     async def encode(self, service: Service, tools: Tooling | None, *, limited: bool = True) -> list[list[int]]:
         template, variables = self.template(service), self.variables()
         variables.pop(CHAT_TEMPLATE, None)
-        if tools is not None and tools.in_template:
-            variables["tools"] = tools.tools
+        if tools is not None:
+            variables |= tools.template_variables(template.source)
         check_ending(self.messages, self.continue_final_message, self.add_generation_prompt)
         messages = conversation(read_messages(self.messages), tools, template.source, read_json)
         llm, mark = service.llm, ""

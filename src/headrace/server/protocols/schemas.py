@@ -115,7 +115,25 @@ def plain(kind: str) -> dict[str, Any]:
 COMPLETION_ANSWER, CHAT_ANSWER = content(ref(Completion), streams=True), content(ref(Chat), streams=True)
 EMBEDDINGS = content(_object("list", {"data": _array(EMBEDDING), "model": TEXT, "usage": {"type": "object"}}))
 CLASSES = content(_object("list", {"data": _array(CLASSIFICATION), "model": TEXT, "usage": {"type": "object"}}))
+RANKED = _object(None, {"index": NUMBER, "relevance_score": {"type": "number"}}, {"document": _object(None, {"text": TEXT})})
+RANKING = content(_object("list", {"results": _array(RANKED), "model": TEXT, "usage": {"type": "object"}}))
 MODEL, MODELS = content(ref(Model)), content(_list(ref(Model)))
+OPERATED_MODEL = _object(
+    "model",
+    {
+        "id": TEXT,
+        "state": {"enum": ["loaded", "loading", "unloaded"]},
+        "mode": {"enum": ["pinned", "on demand", "off"]},
+        "aliases": _array(TEXT),
+        "bytes": NUMBER,
+        "progress": {"type": "number"},
+        "requests": NUMBER,
+        "waiting": NUMBER,
+        "idle_seconds": {"type": ["number", "null"]},
+        "failures": NUMBER,
+    },
+)
+OPERATED, OPERATED_MODELS = content(OPERATED_MODEL), content(_list(OPERATED_MODEL))
 TOKENS = content(_object(None, {"tokens": _array(NUMBER), "count": NUMBER, "max_model_len": MAYBE_NUMBER}))
 INPUT_TOKENS = content(_object("response.input_tokens", {"input_tokens": NUMBER}))
 TOKENIZER = content(_object(None, {"tokenizer_class": TEXT, "bos_token": MAYBE_TEXT, "eos_token": MAYBE_TEXT}))
@@ -124,6 +142,43 @@ STATUS, VERSION = content(_object(None, {"status": TEXT})), content(_object(None
 HEALTH = content(_object(None, {"status": TEXT, "detail": TEXT, "restarts": NUMBER}))
 RESPONSES, ITEMS = content(RESPONSE, streams=True), content(_list({"type": "object"}))
 FILES, BATCHES = content(_list(FILE)), content(_list(BATCH))
+
+
+TRANSCRIPTION = {
+    "application/json": {
+        "schema": _object(None, {"text": TEXT}, {"segments": _array({"type": "object"}), "usage": {"type": "object"}})
+    },
+    **plain("text/plain"),
+    **plain("text/event-stream"),
+}
+
+
+def form_content(kind: type[StrictStruct]) -> Content:
+    """Content of a multipart form: the fields of a struct, and a file."""
+    (_,), components = msgspec.json.schema_components((kind,), ref_template=REF)
+    schema = components[kind.__name__]
+    properties = {"file": {"type": "string", "format": "binary"}, **_whole(schema["properties"], components)}
+    return {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", *schema["required"]],
+                "additionalProperties": False,
+                "properties": properties,
+            }
+        }
+    }
+
+
+def _whole(schema: Any, components: dict[str, Any]) -> Any:
+    """A schema with the objects that it names, because the document lists those of JSON bodies alone."""
+    if isinstance(schema, list):
+        return [_whole(one, components) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _whole(components[schema["$ref"].rpartition("/")[2]], components)
+    return {name: _whole(one, components) for name, one in schema.items()}
 
 
 def document(endpoints: list[Endpoint]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Routes of stored objects: files, batches and responses."""
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -9,9 +10,10 @@ from starlette.responses import StreamingResponse
 
 from headrace.server.engines.models import Models
 from headrace.server.http.limits_check import Name, StrictStruct
-from headrace.server.protocols.cascade import Cascade
+from headrace.server.protocols.cascade import Cascade, find_cascade
 from headrace.server.protocols.fields import BatchRequest, InputTokensRequest, ResponseRequest
 from headrace.server.protocols.generation import generate
+from headrace.server.protocols.models import use_model, with_time_left
 from headrace.server.protocols.routes import Api, Call
 from headrace.server.protocols.schemas import (
     BATCH,
@@ -136,14 +138,16 @@ def add_responses(api: Api, models: Models, cascades: Mapping[str, Cascade], sto
     async def respond(call: Call) -> Any:
         body: ResponseRequest = call.body
         limits = models.settings.limits
-        if body.model in cascades:
-            return await responses.respond(cascades[body.model].generate, limits, store, body, call.http)
-        async with models.use(body.model) as service:
+        if (cascade := find_cascade(cascades, body.model)) is not None:
+            return await responses.respond(cascade.generate, limits, store, body, call.http)
+        begun = time.monotonic()
+        async with use_model(models, body.model, call.http, body.deadline) as service:
+            body = with_time_left(body, service, begun)
             return await responses.respond(partial(generate, service), limits, store, body, call.http)
 
     @api.post("/v1/responses/input_tokens", INPUT_TOKENS, InputTokensRequest)
     async def count(call: Call) -> Any:
-        async with models.use(call.body.model) as service:
+        async with use_model(models, call.body.model, call.http) as service:
             return await responses.count_input(service, models.settings.limits, store, call.body)
 
     @api.post("/v1/responses/{name}/cancel", content(RESPONSE))

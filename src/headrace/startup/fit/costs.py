@@ -114,6 +114,9 @@ def _layer(shape: ModelShape, layer: LayerShape, step: Step, tp: int, rank: int)
             yield _linear(linear, layer, step.tokens, tp, rank)
     if layer.heads:
         yield _attention(layer, step, tp, rank)
+        if shape.source_positions:
+            past = max(0, shape.source_positions - step.rows)
+            yield replace(_attention(layer, replace(step, past=past), tp, rank), name="attention to sound")
     if layer.state_bytes:  # read and written
         state = 2 * layer.state_bytes * step.batch / tp
         yield Operation("state", STATE, 1, state, 0.75 * state * step.rows, step.rows, step.batch)
@@ -178,16 +181,10 @@ def _time(operation: Operation, step: Step, machine: Machine, read: float) -> Ti
         HOST: lambda each, *_: machine.host[0] + machine.host[1] * each.rows,
     }[operation.kind](operation, step, machine)
     if operation.kind in (LINEAR, ATTENTION):
-        seconds = from_memory(seconds, operation.calls * operation.nbytes, read, machine)
+        seconds = machine.in_step(seconds, operation.calls * operation.nbytes, operation.rows, read)
     if operation.kind != HOST:
         seconds *= machine.factor(step.tokens)
     return Timed(operation, seconds, _limit(operation, machine))
-
-
-def from_memory(seconds: float, nbytes: float, read: float, machine: Machine) -> float:
-    """Time of an operation that takes `seconds` with its `nbytes` bytes in the cache, in a step that reads `read` bytes."""
-    share = machine.memory_share(read)
-    return max(seconds, share * nbytes * machine.from_memory + (1 - share) * seconds)
 
 
 def _roofline(operation: Operation, machine: Machine) -> Timed:

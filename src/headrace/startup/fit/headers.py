@@ -19,6 +19,7 @@ from headrace.models.registry import describe
 from headrace.startup.fit.formulas import shape_by_formula
 from headrace.startup.fit.shapes import ModelShape, shape_of
 from headrace.weights import catalog, hub, names
+from headrace.weights.ctranslate2 import is_ctranslate2
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.mixes import HEAD, MIXES, SHORT, TABLE, mix_in, tensor_kind
@@ -86,8 +87,9 @@ class PlannedSource:
         """Nothing to close."""
 
 
-def open_shape(model: str, weights: str = "", quantize: str = "") -> ModelShape:
+def open_shape(model: str, weights: str = "", quantize: str = "", rope: str | None = None) -> ModelShape:
     """Shape of a model. weights: number format of the matrices of a model without files, a mix (Q4_K_M) or a kind (BF16).
+    rope: as in `read_config`, for a model with files.
 
     Raises WeightError or HubError, and RuntimeError without the compiled core, one line each.
     """
@@ -107,16 +109,32 @@ def open_shape(model: str, weights: str = "", quantize: str = "") -> ModelShape:
     if weights:
         raise ValueError(f"--weights is the format of a model without files, and {model} has them; leave it out")
     try:
-        return shape_of(read_config(source), source, model, quantize)
+        return shape_of(read_config(source, rope), source, model, quantize)
     except WeightError as error:
         return _unsupported(source, model, str(error))
+
+
+def config_of(model: str) -> Mapping[str, Any]:
+    """The settings of a shape, as a config.json has them: of the catalog by name, or of a file or folder.
+
+    Raises WeightError, one line.
+    """
+    entry, path = catalog.load().get(model), expand(model)
+    if entry is not None and entry.config:
+        return entry.config
+    if path.is_file() and path.suffix == ".json":
+        return _read(path)
+    if (path / "config.json").is_file():
+        return _read(path / "config.json")
+    raise WeightError(f"{model} is no shape; give a name of the catalog, a config.json, or a folder with one")
 
 
 def _is_config(path: Path) -> bool:
     """Whether a path is a config.json, or a folder with one and no weights."""
     if path.is_file():
         return path.suffix == ".json"
-    return path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors"))
+    without_weights = not any(path.glob("*.safetensors")) and not is_ctranslate2(path)
+    return path.is_dir() and (path / "config.json").is_file() and without_weights
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -132,7 +150,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _from_config(values: Mapping[str, Any], path: Path, name: str, weights: str, quantize: str) -> ModelShape:
     """Shape of a model without files; matrices have the number formats that `weights` gives them."""
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
-    chosen = _format(weights) if weights else _format_of(values)
+    chosen = number_format(weights) if weights else _format_of(values)
     source = PlannedSource(path, "safetensors", plain)
     try:
         config = read_config(source)
@@ -157,7 +175,7 @@ def planned(config: ModelConfig, chosen: str, path: Path = Path("model")) -> Pla
     return PlannedSource(path, container, {}, tensors)
 
 
-def _format(weights: str) -> str:
+def number_format(weights: str) -> str:
     """A mix or kind by its name, in any case. Raises ValueError for an unknown one."""
     name = SHORT.get(weights.upper(), weights.upper())
     if name not in MIXES and name not in KINDS:

@@ -68,8 +68,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds and bytes/s between two of them. devices: accelerators of one host. measured: date and version of a measurement;
     empty for published figures, whose `source` says where from.
 
-    Of a measurement: linear, by number format of weights in the cache; from_memory, least seconds of a byte in a step that
-    reads much more than `cache` bytes; program, time of a step divided by the sum of its operations, by rows; quantize, embed,
+    Of a measurement: linear, by number format of weights in the cache; from_memory, seconds of reading a byte in a step that
+    reads much more than `cache` bytes; apart, share of the shorter of reading and multiplying that does not happen at the same
+    time as the longer, by rows; program, time of a step divided by the sum of its operations, by rows; quantize, embed,
     answers, host: seconds of a call, and of each number, number, logit, sequence.
     """
 
@@ -84,6 +85,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 0
     linear: dict[str, Curve] = {}
     from_memory: float = 0.0
+    apart: Curve | None = None
     cache: int = 0
     attention: tuple[Attention, ...] = ()
     program: Curve | None = None
@@ -105,6 +107,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def memory_share(self, read: float) -> float:
         """Share of a step's bytes that come from memory and not from the cache, if the step reads `read` bytes."""
         return min(1.0, max(0.0, 2 * (read / self.cache - 1))) if self.cache else 0.0
+
+    def in_step(self, seconds: float, nbytes: float, rows: int, read: float) -> float:
+        """Time of a call that takes `seconds` with its `nbytes` bytes in the cache, in a step that reads `read` bytes."""
+        share, reading = self.memory_share(read), nbytes * self.from_memory
+        apart = 0.0 if self.apart is None else self.apart.seconds(min(rows, self.apart.rows[-1]), 0.0)
+        return share * (max(seconds, reading) + apart * min(seconds, reading)) + (1 - share) * seconds
 
     def factor(self, rows: int) -> float:
         """Time of a step of `rows` rows divided by the sum of its operations."""

@@ -9,7 +9,7 @@ from headrace.startup.fit import solve
 from headrace.startup.fit.costs import Step, decode_seconds, prefill_seconds, products_of, timed
 from headrace.startup.fit.machine import Machine
 from headrace.startup.fit.shapes import ModelShape
-from headrace.startup.fit.sizes import Bytes, Layout, Load, bytes_of, check_layout, largest_rank, units_of
+from headrace.startup.fit.sizes import BLOCK, Bytes, Layout, Load, bytes_of, check_layout, largest_rank, units_of
 
 # Sequences whose longest context is shown.
 BATCHES = (1, 8, 32)
@@ -69,6 +69,7 @@ def model_record(shape: ModelShape, kv_dtype: str) -> dict[str, Any]:
         "weights_bytes": shape.weights_bytes,
         "kv_bytes_per_token": shape.kv_block_bytes(kv_dtype) / 16,
         "state_bytes": shape.state_bytes,
+        "source_bytes": shape.kv_blocks(0, 1, BLOCK) * shape.kv_block_bytes(kv_dtype, BLOCK),
     }
 
 
@@ -111,7 +112,8 @@ def offload_record(shape: ModelShape, question: Question, machine: Machine | Non
 
 def _parts(bytes_: Bytes) -> dict[str, int]:
     names = ("weights", "kv", "state", "buffers", "process", "total")
-    return {name: getattr(bytes_, name) for name in names}
+    windows = {"kv_windows": bytes_.windows} if bytes_.windows else {}
+    return {name: getattr(bytes_, name) for name in names} | windows
 
 
 def contexts(shape: ModelShape, asked: int) -> list[int]:

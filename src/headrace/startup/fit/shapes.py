@@ -17,6 +17,7 @@ from headrace.weights.source import WeightSource
 # Columns of a packed tile, and the number of segments in which a layer with split columns is summed.
 TILE, SEGMENTS = 64, 8
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+ENCODER_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
 
 
 @lru_cache(maxsize=4096)
@@ -111,6 +112,10 @@ class LayerShape:
     state_bytes: int = 0
     post_norms: bool = False
 
+    def slides(self, window: int) -> bool:
+        """Whether the layer is in the pool of layers that see at most `window` tokens."""
+        return self.window is not None and self.window <= window
+
     def kv_bytes(self, kv_dtype: str, kv_heads: int | None = None) -> int:
         """Bytes of K and V of PAGE tokens. kv_heads: held by a rank; a latent vector is held whole by every rank."""
         if not self.owns_kv or not self.heads:
@@ -131,7 +136,8 @@ class ModelShape:
     """All that the planner knows of a model. Compared by identity, so that results for it are cached.
 
     tables: token table (first), positions. head: output projection; the token table if tied. other: bytes that are in no layer
-    (an encoder-decoder's encoder). config: of a model that Headrace runs, otherwise None with `refusal` as the reason.
+    (an encoder-decoder's encoder). source_positions, encoder_layers, convolutions: of an encoder that reads sound. config: of a
+    model that Headrace runs, otherwise None with `refusal` as the reason.
     origin: what the sizes come from. stored: packed bytes of all tensors of the file, if the matrices are by formula.
     """
 
@@ -146,6 +152,9 @@ class ModelShape:
     tied: bool
     vectors: int = 0
     other: int = 0
+    source_positions: int = 0
+    encoder_layers: tuple[LayerShape, ...] = ()
+    convolutions: tuple[Linear, ...] = ()
     config: ModelConfig | None = None
     refusal: str = ""
     origin: str = ""
@@ -159,6 +168,12 @@ class ModelShape:
     def sides(self) -> int:
         """K/V tables of a sequence: 2 for an encoder-decoder."""
         return 2 if self.config is not None and self.config.source is not None else 1
+
+    def kv_blocks(self, blocks: int, batch: int, block_size: int) -> int:
+        """Blocks of `batch` sequences with `blocks` blocks of tokens, and of their sources: as many, or a window each."""
+        if self.source_positions:
+            return blocks + batch * -(-self.source_positions // block_size)
+        return self.sides * blocks
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -182,8 +197,10 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Weights of all matrices."""
-        return sum(linear.copies * part.rows * part.columns for linear in self.linears for part in linear.parts)
+        """Weights of all matrices, those of an encoder of sound included."""
+        sound = (linear for layer in self.encoder_layers for linear in layer.linears)
+        every = (*self.linears, *sound, *self.convolutions)
+        return sum(linear.copies * part.rows * part.columns for linear in every for part in linear.parts)
 
     @property
     def multiplied(self) -> int:
@@ -194,6 +211,12 @@ class ModelShape:
         """Bytes of K and V of `block_size` tokens in all layers."""
         return sum(layer.kv_bytes(kv_dtype) for layer in self.layers) * block_size // PAGE
 
+    def window(self, context: int) -> int:
+        """Number of tokens that window layers keep in a pool of their own, 0 if there is none (`ModelConfig.shared_window`)."""
+        if self.encoder or self.sides > 1 or not all(layer.owns_kv for layer in self.layers):
+            return 0
+        return max((layer.window for layer in self.layers if layer.window is not None and layer.window < context), default=0)
+
     @property
     def state_bytes(self) -> int:
         return sum(layer.state_bytes for layer in self.layers)
@@ -202,10 +225,16 @@ class ModelShape:
 def shape_of(config: ModelConfig, source: WeightSource, name: str, quantize: str = "", origin: str = "") -> ModelShape:
     """Shape of a model that Headrace runs, from the headers of its file. Raises WeightError as `weights.parts.plan` does."""
     sizes: dict[int, list[PackedSize]] = {}
+    encoder: dict[int, list[PackedSize]] = {}
     outside: list[PackedSize] = []
     for size in packed_sizes(describe(config), source, quantize):
         found = LAYER.fullmatch(size.path)
         sizes.setdefault(int(found[1]), []).append(size) if found else outside.append(size)
+    sound = config.source if config.reads_sound else None
+    for size in outside if sound is not None else ():
+        if (found := ENCODER_LAYER.fullmatch(size.path)) is not None:
+            encoder.setdefault(int(found[1]), []).append(replace(size, path=size.path.removeprefix("encoder.")))
+    convolutions = [size for size in outside if size.columns and size.path.startswith("encoder.conv")]
     layers = tuple(_layer(config, layer, sizes[at]) for at, layer in enumerate(config.layers))
     tables = [size for size in outside if size.columns and not size.path.startswith(("output", "encoder"))]
     own_head = [size for size in outside if size.columns and size.path.startswith("output")]
@@ -223,6 +252,11 @@ def shape_of(config: ModelConfig, source: WeightSource, name: str, quantize: str
         tied=not own_head,
         vectors=sum(size.nbytes for size in outside if not size.columns and not size.path.startswith("encoder")),
         other=sum(size.nbytes for size in outside if size.path.startswith("encoder")),
+        source_positions=0 if sound is None else sound.max_position,
+        encoder_layers=() if sound is None else tuple(_layer(sound, one, encoder[at]) for at, one in enumerate(sound.layers)),
+        convolutions=tuple(
+            _linear(path.rpartition(".")[2], parts) for path, parts in groupby(convolutions, lambda size: size.path)
+        ),
         config=config,
         origin=origin or f"headers of {source.path.name}",
     )

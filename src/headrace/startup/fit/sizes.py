@@ -1,10 +1,12 @@
 """Memory of a model: weights, K/V, state, buffers and process, by rank of a layout. The memory plan has the same bytes."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from headrace.backends.memory import window_blocks
+from headrace.backends.native.encoder import scratch_blocks
 from headrace.data.plan import MAX_NODES
 from headrace.kv.layout import PAGE
 from headrace.parallel.pipeline.cut import even_borders
@@ -58,13 +60,15 @@ ONE = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Memory of one rank in bytes. kv: blocks of all sequences. state: of state layers."""
+    """Memory of one rank in bytes. kv: blocks of all sequences. state: of state layers. windows: the part of `kv` in the pool
+    of window layers."""
 
     weights: int
     kv: int
     state: int
     buffers: int
     process: int
+    windows: int = 0
 
     @property
     def total(self) -> int:
@@ -187,21 +191,25 @@ def stages(shape: ModelShape, layout: Layout) -> list[range]:
 
 def bytes_of(shape: ModelShape, load: Load, layout: Layout = ONE, rank: int = 0, stage: int = 0) -> Bytes:
     """Memory of one rank of one stage."""
-    weights, page, state = _held(shape, layout, rank, stage, load.kv_dtype)
-    kv = shape.sides * load.blocks * page * BLOCK // PAGE
-    return Bytes(weights, kv, load.batch * state, buffers_of(shape, load), PROCESS + TOKEN_TEXT * shape.vocab_size)
+    window = shape.window(load.context)
+    weights, page, in_windows, state = _held(shape, layout, rank, stage, load.kv_dtype, window)
+    windows = in_windows * min(load.blocks, window_blocks(window, BLOCK, load.batch, load.chunk)) * BLOCK // PAGE
+    kv = shape.kv_blocks(load.blocks, load.batch, BLOCK) * page * BLOCK // PAGE + windows
+    buffers, process = buffers_of(shape, load) + encoder_bytes(shape), PROCESS + TOKEN_TEXT * shape.vocab_size
+    return Bytes(weights, kv, load.batch * state, buffers, process, windows)
 
 
 @lru_cache(maxsize=4096)
-def _held(shape: ModelShape, layout: Layout, rank: int, stage: int, kv_dtype: str) -> tuple[int, int, int]:
-    """Bytes of a rank: weights, K/V of a page, state of a sequence."""
+def _held(shape: ModelShape, layout: Layout, rank: int, stage: int, kv_dtype: str, window: int) -> tuple[int, int, int, int]:
+    """Bytes of a rank: weights, K/V of a page, K/V of a page in window layers, state of a sequence."""
     inside = layer_counts(shape, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
-    weights = page = state = 0
+    weights = page = in_windows = state = 0
     for layer, count in inside:
         weights += count * (layer.vectors + sum(weights_of(linear, layer, layout.tp, rank) for linear in layer.linears))
         held = len(heads_of(layer, layout.tp, rank)[1]) if layer.heads and not layer.latent else None
-        page += count * layer.kv_bytes(kv_dtype, held)
+        kv = count * layer.kv_bytes(kv_dtype, held)
+        page, in_windows = (page, in_windows + kv) if layer.slides(window) else (page + kv, in_windows)
         state += count * layer.state_bytes // layout.tp
     if first:
         weights += sum(weights_of(table, None, layout.tp, rank) for table in shape.tables) + shape.other
@@ -211,7 +219,7 @@ def _held(shape: ModelShape, layout: Layout, rank: int, stage: int, kv_dtype: st
             weights += weights_of(shape.head, None, layout.tp, rank)
     if shape.stored is not None:
         weights = round(weights * shape.stored / shape.matched_bytes)
-    return weights, page, state
+    return weights, page, in_windows, state
 
 
 def units_of(shape: ModelShape) -> list[int]:
@@ -234,6 +242,19 @@ def largest_rank(shape: ModelShape, load: Load, layout: Layout = ONE) -> Bytes:
     """Memory of the rank that needs most."""
     every = [bytes_of(shape, load, layout, rank, stage) for stage in range(layout.pp) for rank in range(layout.tp)]
     return max(every, key=lambda each: each.total)
+
+
+def encoder_bytes(shape: ModelShape) -> int:
+    """Bytes of an encoder of sound: the pool in float32 with the K and V of all its layers, and the buffers of a window."""
+    rows = shape.source_positions
+    if not rows:
+        return 0
+    encoder = replace(shape, layers=shape.encoder_layers, source_positions=0, encoder_layers=(), convolutions=(), config=None)
+    pages = scratch_blocks(BLOCK, rows) * BLOCK // PAGE
+    taken = sum(pages * layer.kv_bytes("float32") for layer in shape.encoder_layers)
+    taken += sum(reserved(kind, width, rows) for kind, width in layer_buffers(encoder)) + reserved("float", shape.hidden, rows)
+    # The first convolution has two rows for each position.
+    return taken + 2 * reserved("float", max(linear.inputs for linear in shape.convolutions), 2 * rows)
 
 
 def buffers_of(shape: ModelShape, load: Load) -> int:

@@ -1,51 +1,29 @@
-"""Formats of tool calls in a model's text, a parser that finds calls while the text comes, and a filter of repeated calls."""
+"""A parser that finds tool calls in a model's text while it comes, and a filter of repeated calls."""
 
 import re
 import secrets
 import string
 from dataclasses import dataclass
 
+from headrace.text.dialects.call_formats import LEADS, CallFormat
+
 MAX_HEAD = 1024  # characters up to the end of a call's name
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 
 
-@dataclass(frozen=True, slots=True)
-class CallFormat:
-    """The format of one model family: `opening` {"name": …, `key`: {…}} `closing`, with `between` between two calls.
-
-    Without an opening, an answer that begins with a brace is a call. listed: the calls are one JSON list.
-    """
-
-    name: str
-    opening: str
-    closing: str
-    key: str
-    between: str
-    listed: bool = False
-
-
-HERMES = CallFormat("hermes", "<tool_call>", "\n</tool_call>", "arguments", "\n")
-LLAMA3 = CallFormat("llama3_json", "", "", "parameters", "; ")
-MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True)
-LEADS = {"llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]",)}  # optional tags before the calls
-
-
-def format_of(template: str | None) -> CallFormat | None:
-    """The format of a chat template; None if it has no tools."""
-    if template is None or "tools" not in template:
-        return None
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    return LLAMA3 if "<|python_tag|>" in template or '"parameters": ' in template else HERMES
-
-
 @dataclass(slots=True)
 class Piece:
-    """The next part of a text: plain text, or of call number `call` its name (at its beginning) or arguments."""
+    """The next part of a text: plain text, reasoning, or of call number `call` its name (at its beginning) or arguments."""
 
     text: str
     call: int | None = None
     name: str | None = None
+    reasoning: bool = False
+
+
+def begun_length(text: str, tag: str) -> int:
+    """Length of the longest end of a text with which `tag` may begin; more text may complete it."""
+    return next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 class CallParser:
@@ -115,8 +93,7 @@ class CallParser:
         """Plain text up to an opening."""
         opening, held = self.form.opening, self._held
         at = held.find(opening) if opening else -1
-        keep = next((n for n in range(min(len(opening), len(held)), 0, -1) if held.endswith(opening[:n])), 0)
-        text = held[:at] if at >= 0 else held[: len(held) - keep]
+        text = held[:at] if at >= 0 else held[: len(held) - begun_length(held, opening)]
         plain = text.rstrip() if opening else text
         if plain or not opening:
             plain = "".join([*self._blanks, plain])
@@ -125,7 +102,7 @@ class CallParser:
             pieces.append(Piece(plain))
         if at < 0:
             self._blanks.append(text[len(text.rstrip()) :] if opening else "")
-            self._held = held[len(held) - keep :]
+            self._held = held[len(text) :]
             return False
         self._blanks = []
         self._held, self._state = held[at + len(opening) :], "call" if self.form.listed else "head"
@@ -200,7 +177,15 @@ class CallParser:
         if after[0] in ",;":
             self._held, self._state = after[1:], "head"
             return True
-        self._held, self._state = after[1:] if after[0] == "]" else after, "text"
+        self._held, self._state = after[1:] if after[0] == "]" else after, "closing" if self.form.closing else "text"
+        return True
+
+    def _closing(self, pieces: list[Piece]) -> bool:
+        """The closing tag after a list of calls, which may be missing."""
+        after, closing = self._held.lstrip(), self.form.closing
+        if len(after) < len(closing) and closing.startswith(after):
+            return False
+        self._held, self._state = after.removeprefix(closing), "text"
         return True
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from headrace.weights.ctranslate2 import CTranslate2Folder, is_ctranslate2
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.awq import AWQReader
@@ -109,6 +110,8 @@ def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
 
     A folder with an unknown quant_method opens as a plain one; reading the model's config then refuses it by name.
     """
+    if is_ctranslate2(Path(path)):
+        return CTranslate2Folder(path)
     folder = SafetensorsFolder(path)
     settings = folder.config.get(SETTINGS)
     if isinstance(settings, Mapping) and (scheme := SCHEMES.get(str(settings.get("quant_method")))) is not None:

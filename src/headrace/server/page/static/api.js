@@ -13,14 +13,14 @@ export class ApiError extends Error {
 const KINDS = { 401: "key", 403: "key", 429: "busy", 503: "down" };
 const TOO_LONG = "context_length_exceeded";
 
-async function send(path, { body, signal } = {}) {
+async function send(path, { body, form, signal } = {}) {
   const headers = {};
   if (key()) headers.Authorization = `Bearer ${key()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
-    const method = body === undefined ? "GET" : "POST";
-    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    const method = body === undefined && !form ? "GET" : "POST";
+    response = await fetch(path, { method, headers, signal, body: form ?? (body && JSON.stringify(body)), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("unreachable", "");
@@ -42,6 +42,8 @@ async function asError(response) {
 
 export const getText = async (path, options) => (await send(path, options)).text();
 export const getJson = async (path, options) => (await send(path, options)).json();
+/** The JSON that answers a multipart form. */
+export const getForm = async (path, form, signal) => (await send(path, { form, signal })).json();
 
 /** The events of a streamed answer. Throws ApiError, also for one that comes within the stream. */
 export async function* stream(path, body, signal) {

@@ -35,9 +35,10 @@ function decoded(bytes) {
   }
 }
 
-/** `into` gets each file as text, in their order; `refuse` one that cannot be, with a name of the page's texts and its values. */
-async function take(files, room, into, refuse) {
+/** `sound` may take a file, and says so; `into` gets each other file as text, in their order; `refuse` one that cannot be, with a name of the page's texts and its values. */
+async function take(files, room, into, refuse, sound) {
   for (const file of files) {
+    if (sound(file)) continue;
     try {
       into(await quoted(file, room));
     } catch (error) {
@@ -51,8 +52,8 @@ const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
 
 /** Listen: `chooser` is an input of files, `field` what is pasted into, `place` what shows that files are dragged over the page.
  * `room()` is what the context holds, `open()` whether a message can be written. */
-export function attachable({ chooser, field, place, room, open, into, refuse }) {
-  const add = (files) => take([...files], room(), into, refuse);
+export function attachable({ chooser, field, place, room, open, into, refuse, sound }) {
+  const add = (files) => take([...files], room(), into, refuse, sound);
   chooser.addEventListener("change", () => {
     const files = [...chooser.files];
     chooser.value = ""; // the same file may be chosen again

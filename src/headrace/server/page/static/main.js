@@ -9,6 +9,7 @@ import { read } from "/page/export.js";
 import { Watch } from "/page/figures.js";
 import { icon } from "/page/icons.js";
 import { drawPanel } from "/page/panel.js";
+import { Dictation } from "/page/record.js";
 import { early } from "/page/request.js";
 import { key, look, saveLook, setKey } from "/page/storage.js";
 import { language, number, t, translate } from "/page/texts.js";
@@ -32,6 +33,8 @@ const chat = new Chat({
   early: () => early(models.find((one) => one.id === model)),
 });
 const list = new Conversations(chat, address);
+
+const dictation = new Dictation({ into: addSpoken, refuse: (text) => notice(text) });
 
 const watch = new Watch(showState, (history) => {
   if (document.body.dataset.view === "dashboard") drawDashboard(history);
@@ -91,16 +94,52 @@ function keepPanel(open) {
 async function showState(now, health, error) {
   const before = state;
   if ((now === "ready" && before !== "ready") || !model) await findModels(); // first: whoever sees it ready may write, and a message names its model
+  else if (now === "ready" && models.some((one) => one.mode === "on demand")) await lookAtModels();
   state = now;
   $("#status").dataset.state = now;
-  $("#status span").textContent = t(now);
+  showStatus();
   $("#status").title = health.detail || t(now);
   if (now === "locked" && before !== "locked") askKey(!!key());
 }
 
+/** The state of the server, or how far the chosen model is loaded. */
+function showStatus() {
+  const one = models.find((one) => one.id === model);
+  const loads = state === "ready" && one?.state === "loading";
+  $("#status span").textContent = loads ? t("modelLoads", { model, n: Math.round(100 * (one.progress ?? 0)) }) : t(state);
+}
+
+/** The name of a model in the list, with its state if it is not in memory. */
+const entry = (one) => (one.state && one.state !== "loaded" ? `${one.id} · ${t(`model_${one.state}`)}` : one.id);
+
+/** Which models are in memory: the list stays as it is, except for its words. */
+async function lookAtModels() {
+  const before = models;
+  try {
+    models = await askModels();
+  } catch {
+    return;
+  }
+  if (models.length !== before.length) return findModels();
+  for (const option of $("#models").options) {
+    const one = models.find((one) => one.id === option.value);
+    if (one && option.textContent !== entry(one)) option.textContent = entry(one);
+  }
+  const known = (all) => all.find((one) => one.id === model)?.max_model_len;
+  if (known(before) !== known(models)) chosen();
+}
+
+/** The models that write: those that transcribe sound fill the composer. A server of speech alone shows these. */
+async function askModels() {
+  const all = (await getJson("/v1/models")).data;
+  const writers = all.filter((one) => !one.transcribes);
+  dictation.serve(all.find((one) => one.transcribes)?.id ?? "");
+  return writers.length ? writers : all;
+}
+
 async function findModels() {
   try {
-    models = (await getJson("/v1/models")).data;
+    models = await askModels();
   } catch {
     return;
   }
@@ -108,7 +147,7 @@ async function findModels() {
   $("#model").textContent = model;
   $("#model").hidden = models.length > 1;
   $("#models").hidden = models.length < 2;
-  $("#models").replaceChildren(...models.map((one) => h("option", { value: one.id, selected: one.id === model }, one.id)));
+  $("#models").replaceChildren(...models.map((one) => h("option", { value: one.id, selected: one.id === model }, entry(one))));
   chosen();
 }
 
@@ -156,7 +195,7 @@ function words() {
   $("#empty p").textContent = [model ? t("emptyText", { model }) : t("emptyTextNoModel"), room && t("room", { n: number(room) })].filter((part) => part).join(" ");
   $("#ideas").replaceChildren(...t("ideas").map((idea) => h("button", { type: "button", onclick: () => submit(idea) }, idea)));
   $("#keys").replaceChildren(...t("keys").flatMap(([keys, what]) => [h("dt", {}, ...keys.split("+").map((one) => h("kbd", {}, one))), h("dd", {}, what)]));
-  $("#status span").textContent = t(state);
+  showStatus();
   list.draw();
 }
 
@@ -214,10 +253,17 @@ $("#composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit(prompt.value);
 });
+/** What was spoken goes on where the message ends. */
+function addSpoken(text) {
+  prompt.value = [prompt.value.trimEnd(), text].filter((part) => part).join(" ");
+  grow();
+  prompt.focus();
+}
+
 $("#attach").addEventListener("click", () => $("#attached").click());
 attachable({
   chooser: $("#attached"), field: prompt, place: $("#chat"), room: context, open: () => !$("#chat").hidden && !$("dialog[open]"),
-  into: addText, refuse: (name, values) => notice(t(name, values)),
+  into: addText, refuse: (name, values) => notice(t(name, values)), sound: (file) => dictation.take(file),
 });
 $("#stop").addEventListener("click", () => {
   chat.stop();

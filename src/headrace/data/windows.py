@@ -1,0 +1,11 @@
+"""Output of one request of a transcription, as plain data."""
+
+import msgspec
+
+
+class WindowOutput(msgspec.Struct):
+    """Output of a window of sound: for each choice the tokens, and the sum of their log-probabilities as the request's
+    `logprobs_mode` has them. aligned: of an alignment, what `Request.pooled` has."""
+
+    choices: list[tuple[list[int], float]]
+    aligned: list[float] = []

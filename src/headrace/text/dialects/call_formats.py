@@ -1,0 +1,68 @@
+"""Formats of tool calls, one for each way in which model families write them, and the format of a chat template."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The format of one model family: `opening` {"name": …, `key`: {…}} `closing`, with `between` between two calls.
+
+    Without an opening, an answer that begins with a brace is a call. listed: the calls are one JSON list. named: a call is
+    `opening` NAME `named` {…}, without a closing. xml: a call is `opening` <function=NAME> <parameter=KEY>VALUE</parameter>
+    </function> `closing`.
+    """
+
+    name: str
+    opening: str
+    closing: str
+    key: str
+    between: str
+    listed: bool = False
+    named: str | None = None
+    xml: bool = False
+
+
+# Qwen 2.5 and 3, SmolLM3, Granite 4, EXAONE 4, ERNIE 4.5, Arcee, and models whose template has no tools.
+HERMES = CallFormat("hermes", "<tool_call>", "\n</tool_call>", "arguments", "\n")
+LLAMA3 = CallFormat("llama3_json", "", "", "parameters", "; ")
+# Mistral up to its third tokenizer; later ones, and Ministral 3.
+MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True)
+MISTRAL_NAMED = CallFormat("mistral_named", "[TOOL_CALLS]", "", "arguments", "", named="[ARGS]")
+# Granite 3.
+GRANITE = CallFormat("granite", "<|tool_call|>", "", "arguments", ", ", listed=True)
+# Phi-4-mini.
+PHI4 = CallFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments", ", ", listed=True)
+# InternLM 2.5 and 3.
+INTERNLM = CallFormat("internlm", "<|action_start|><|plugin|>", "<|action_end|>", "parameters", "\n")
+# GLM-4 (0414).
+GLM4 = CallFormat("glm4", "", "", "arguments", "\n", named="\n")
+SEED = CallFormat("seed", "<seed:tool_call>", "</seed:tool_call>", "arguments", "\n", xml=True)
+# Qwen3-Coder.
+QWEN_XML = CallFormat("qwen_xml", "<tool_call>", "</tool_call>", "arguments", "\n", xml=True)
+
+FORMATS = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GRANITE, PHI4, INTERNLM, GLM4, SEED, QWEN_XML)
+# Optional tags before the calls, by format.
+LEADS = {
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "phi4": ("<|tool_call|>", "functools"),
+}
+
+
+def format_of(template: str | None) -> CallFormat | None:
+    """The format of a chat template; None if it has no tools."""
+    if template is None or "tools" not in template:
+        return None
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    if "<|tool|>" in template:
+        return PHI4
+    for form in (GRANITE, INTERNLM, SEED):
+        if form.opening in template:
+            return form
+    if "<parameter=" in template:
+        return QWEN_XML
+    if "<|observation|>" in template and HERMES.opening not in template:
+        return GLM4
+    return LLAMA3 if "<|python_tag|>" in template or '"parameters": ' in template else HERMES

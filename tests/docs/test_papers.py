@@ -1,0 +1,57 @@
+"""The page of papers: up to date, with figures that stand in the log, and no paper of the seeds' methods missing."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.pages import DOCS, generated, stale, written
+from tests.papers import papers
+
+LOG = (DOCS / "log" / "2026-11.md").read_text("utf-8")
+METHODS = (
+    "SDN BranchyNet PABEE CALM speculative lookahead blockwise Medusa PagedAttention FlashAttention Flash-Decoding GQA CLA "
+    "GPTQ AWQ LLM.int8 SmoothQuant SparseGPT Wanda DistilBERT step-by-step mask-predict FrugalGPT contrastive "
+    "contrastive-search"
+).split()
+
+
+def section(heading: str) -> str:
+    """Text of a section of the log; empty if there is none."""
+    return LOG.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """Quotes that the log lacks, and numbers of our figure that no quote holds."""
+    other, *more = row.get("also", [""])
+    found = [f"{quote!r} is not in {row['section']!r}" for quote in row["quotes"] if quote not in section(row["section"])]
+    found += [f"{quote!r} is not in {other!r}" for quote in more if quote not in section(other)]
+    quoted = " ".join([*row["quotes"], *more])
+    numbers = [number for number in re.findall(r"\d+\.\d+", row["ours"]) if number not in quoted]
+    return found + [f"{number} is in no quote" for number in numbers]
+
+
+def test_the_page_is_written_from_the_data() -> None:
+    assert written("papers") == generated("papers"), stale("papers")
+
+
+def test_no_method_is_missing() -> None:
+    assert [row["id"] for row in papers()] == METHODS
+
+
+@pytest.mark.parametrize("row", papers(), ids=lambda row: row["id"])
+def test_each_figure_is_in_the_log(row: dict[str, Any]) -> None:
+    assert faults(row) == []
+    assert row["claim"]
+    assert row["why"]
+    assert bool(row["ours"]) == bool(row["quotes"])
+    assert section(row["section"]), "the log says what was measured, or what was tried"
+    assert (DOCS / f"en/understand/methods/{row['page']}.md").is_file()
+
+
+def test_a_changed_figure_is_found() -> None:
+    """The controls: another number in a figure, in a quote, and another section."""
+    row = next(row for row in papers() if row["id"] == "GPTQ")
+    assert faults(row | {"ours": row["ours"].replace("3.13", "3.25")}) == ["3.25 is in no quote"]
+    assert faults(row | {"quotes": [*row["quotes"], "**3.25** times"]})
+    assert len(faults(row | {"section": "2026-11-20: batching policies"})) == len(row["quotes"])

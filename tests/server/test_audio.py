@@ -1,0 +1,333 @@
+"""Routes of audio: the openai client in each format, streams, fields, limits, keys, quotas, and files that are refused."""
+
+import io
+import json
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import BadRequestError
+from openai.types.audio import (
+    Transcription,
+    TranscriptionTextDeltaEvent,
+    TranscriptionTextDoneEvent,
+    TranscriptionVerbose,
+    TranslationVerbose,
+)
+
+from headrace import LLM
+from headrace.audio.text_formats import FORMATS
+from headrace.audio.transcript import Transcript
+from headrace.audio.vad import SpeechBounds
+from headrace.server.access.principals import Principal
+from headrace.server.access.queueing import QueueFullError
+from headrace.server.protocols.transcribing import SoundMemory
+from headrace.server.settings import Limits
+from tests.server.harness import ENGINE, PATIENCE, Running, in_thread, until
+from tests.tiny_whisper import RATE, noise, write_folder
+
+LIMITS = Limits(body_seconds=PATIENCE, header_seconds=PATIENCE, send_seconds=PATIENCE, audio_bytes=2 << 20, audio_seconds=40)
+EVENTS = {"transcript.text.delta": TranscriptionTextDeltaEvent, "transcript.text.done": TranscriptionTextDoneEvent}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with Running(folder, limits=LIMITS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def offline(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **ENGINE) as llm:
+        yield llm
+
+
+def wav(samples: np.ndarray, rate: int = RATE) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, rate, 0, "NONE", ""))
+        out.writeframes(np.round(samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+SOUND = wav(noise(1.2))
+
+
+def ask(server: Running, route: str = "transcriptions", **more: Any) -> Any:
+    """A request of the openai client."""
+    given = {"model": "tiny", "file": ("a.wav", SOUND), "temperature": 0.3, "language": "en", **more}
+    return getattr(server.openai.audio, route).create(**{name: value for name, value in given.items() if value is not None})
+
+
+@pytest.fixture(scope="module")
+def expected(offline: LLM) -> Transcript:
+    return offline.transcribe(SOUND, language="en", temperatures=(0.3,))
+
+
+def test_each_format_is_the_offline_transcript(server: Running, expected: Transcript) -> None:
+    assert expected.segments
+    plain = ask(server)
+    assert Transcription.model_validate(plain.to_dict(), strict=True).text == expected.text
+    assert plain.usage.to_dict() == {"type": "duration", "seconds": 1.2}
+    assert ask(server, response_format="text") == expected.text + "\n"
+    assert ask(server, response_format="srt") == FORMATS["srt"](expected)
+    assert ask(server, response_format="vtt") == FORMATS["vtt"](expected)
+    verbose = ask(server, response_format="verbose_json", timestamp_granularities=["segment"])
+    TranscriptionVerbose.model_validate_json(verbose.to_json())
+    assert [(one.start, one.end, one.text, one.tokens) for one in verbose.segments] == [
+        (one.start, one.end, one.text, one.tokens) for one in expected.segments
+    ]
+    assert (verbose.language, verbose.duration) == ("en", 1.2)
+
+
+def test_words_have_times(server: Running, offline: LLM) -> None:
+    expected = offline.transcribe(SOUND, language="en", temperatures=(0.3,), words=True)
+    words = [word for one in expected.segments for word in one.words or ()]
+    made = ask(server, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+    TranscriptionVerbose.model_validate_json(made.to_json())
+    assert words
+    assert [(one.word, one.start, one.end) for one in made.words] == [(one.word.strip(), one.start, one.end) for one in words]
+    assert [(one.start, one.end) for one in made.segments] == [(one.start, one.end) for one in expected.segments]
+    alone = ask(server, response_format="verbose_json", timestamp_granularities=["word"]).to_dict()
+    assert "segments" not in alone
+    assert len(alone["words"]) == len(words)
+    assert "words" not in ask(server, response_format="verbose_json").to_dict()
+
+
+def test_a_stream_has_a_delta_for_each_segment(server: Running, expected: Transcript) -> None:
+    with server.http.stream(
+        "POST",
+        "/v1/audio/transcriptions",
+        files={"file": ("a.wav", SOUND)},
+        data={"model": "tiny", "temperature": "0.3", "language": "en", "stream": "true"},
+    ) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    events = [EVENTS[json.loads(line)["type"]].model_validate_json(line, strict=True) for line in lines]  # type: ignore[attr-defined]
+    assert [type(one) for one in events] == [TranscriptionTextDeltaEvent] * len(expected.segments) + [
+        TranscriptionTextDoneEvent
+    ]
+    assert "".join(one.delta for one in events[:-1]).strip() == expected.text == events[-1].text
+    assert events[-1].usage.input_tokens == 60
+    streamed = list(ask(server, stream=True))
+    assert [one.type for one in streamed] == [one.type for one in events]
+
+
+PARTS = np.concatenate([np.concatenate([noise(0.5, seed), np.zeros(4 * RATE, np.float32)]) for seed in range(3)])
+
+
+def test_sound_is_cut_in_silences_and_decoded_together(server: Running, offline: LLM) -> None:
+    sound = wav(PARTS)
+    given: dict[str, Any] = {"language": "en", "temperatures": (0.3,), "long": "chunked"}
+    expected = offline.transcribe(sound, **given)
+    assert expected.way == "chunked"
+    assert expected.text != offline.transcribe(sound, **given | {"long": "sequential"}).text
+    submit = server.llm.submit
+    open_windows: list[int] = []
+
+    def watched(prompts: Any, *args: Any, **more: Any) -> Any:
+        open_windows.append(len(server.llm.inflight))
+        return submit(prompts, *args, **more)
+
+    server.llm.submit = watched  # type: ignore[method-assign]
+    try:
+        made = ask(server, file=("a.wav", sound), chunking_strategy="auto", response_format="verbose_json")
+    finally:
+        server.llm.submit = submit  # type: ignore[method-assign]
+    assert made.text == expected.text
+    assert max(open_windows) >= 1  # another window was there
+    assert [(one.start, one.tokens) for one in made.segments] == [(one.start, one.tokens) for one in expected.segments]
+    streamed = [
+        one.delta
+        for one in ask(server, file=("a.wav", sound), chunking_strategy="auto", stream=True)
+        if one.type.endswith("delta")
+    ]
+    assert "".join(streamed).strip() == expected.text
+
+
+def test_server_vad_takes_the_bounds_of_speech(server: Running, offline: LLM) -> None:
+    bounds = SpeechBounds(silence=5.0, before=0.1)
+    given: dict[str, Any] = {"language": "en", "temperatures": (0.3,), "long": "chunked"}
+    expected = offline.transcribe(wav(PARTS), **given, bounds=bounds)
+    strategy = {"type": "server_vad", "silence_duration_ms": 5000, "prefix_padding_ms": 100}
+    made = ask(server, file=("a.wav", wav(PARTS)), chunking_strategy=strategy, response_format="verbose_json").to_dict()
+    assert made["text"] == expected.text
+    assert made["text"] != offline.transcribe(wav(PARTS), **given).text
+    form = {"model": "tiny", "temperature": "0.3", "language": "en", "chunking_strategy": json.dumps(strategy)}
+    assert (
+        server.http.post("/v1/audio/transcriptions", files={"file": ("a", wav(PARTS))}, data=form).json()["text"]
+        == expected.text
+    )
+
+
+def test_languages_may_differ_by_segment(server: Running, offline: LLM) -> None:
+    expected = offline.transcribe(SOUND, temperatures=(0.3,), multilingual=True)
+    form = {"model": "tiny", "temperature": "0.3", "multilingual": "true", "response_format": "verbose_json"}
+    made = server.http.post("/v1/audio/transcriptions", files={"file": ("a", SOUND)}, data=form).json()
+    assert [one["language"] for one in made["segments"]] == [one.language for one in expected.segments]
+    assert {one.language for one in expected.segments} <= {"en", "fr", "de"}
+
+
+def test_translations(server: Running, offline: LLM) -> None:
+    expected = offline.transcribe(SOUND, task="translate", temperatures=(0.3,))
+    made = ask(server, "translations", language=None, response_format="verbose_json")
+    TranslationVerbose.model_validate_json(made.to_json())
+    assert made.text == expected.text
+    assert made.to_dict()["task"] == "translate"
+
+
+def test_a_language_is_detected_and_temperature_0_falls_back(server: Running, offline: LLM) -> None:
+    sound = wav(noise(0.3))
+    expected = offline.transcribe(sound)
+    made = ask(server, file=("a.wav", sound), language=None, temperature=0, response_format="verbose_json").to_dict()
+    assert made["text"] == expected.text
+    assert made["language_probability"] == pytest.approx(expected.language_probability)
+    assert len(made["fallbacks"]) == len(expected.fallbacks)
+    assert expected.fallbacks
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "file is missing": {"file": None},
+    "the file is empty": {"file": ("a.wav", b"")},
+    "the sound has an unknown format; send": {"file": ("a.wav", b"no sound at all")},
+    "is cut": {"file": ("a.wav", SOUND[:1000])},
+    "at most 40 s": {"file": ("a.wav", wav(np.zeros(41 * 8000), 8000))},
+    "model is missing": {"model": None},
+    "choose auto, en, fr, de": {"language": "xx"},
+    "unknown field 'speed'": {"speed": "2"},
+    "temperature: must be a number, at most 2.0": {"temperature": "3"},
+    "a stream has the format json or text": {"stream": "true", "response_format": "srt"},
+    "goes with response_format verbose_json": {"timestamp_granularities[]": "segment"},
+    "speakers, which are not told apart": {"response_format": "diarized_json"},
+    "known_speaker_names: speakers are not told apart": {"known_speaker_names[]": "Ada"},
+    "is given, so none is detected": {"language": "en", "languages[]": "fr"},
+    "language 'yy'": {"languages[]": "yy"},
+    "include: log-probabilities": {"include[]": "logprobs"},
+    "chunking_strategy": {"chunking_strategy": "server_vad"},
+    "chunking_strategy.threshold": {"chunking_strategy[type]": "server_vad", "chunking_strategy[threshold]": "2"},
+    "is neither auto nor a JSON object": {"chunking_strategy": "{"},
+    "is given twice": {"chunking_strategy": "auto", "chunking_strategy[type]": "server_vad"},
+    "cuts in silences, and vad is false": {"chunking_strategy": "auto", "vad": "false"},
+    "priority must be 0 or more": {"priority": "-1"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_requests_that_are_refused(server: Running, message: str) -> None:
+    given = {"model": "tiny", "file": ("a.wav", SOUND), **REFUSED[message]}
+    parts = {name: value if name == "file" else (None, value) for name, value in given.items() if value is not None}
+    answer = server.http.post("/v1/audio/transcriptions", files=parts)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_bodies_that_are_no_forms_or_too_large(server: Running) -> None:
+    assert server.http.post("/v1/audio/transcriptions", json={"model": "tiny"}).status_code == 400
+    assert server.http.post("/v1/audio/transcriptions", content=b"x").status_code == 400
+    large = {"file": ("a.wav", bytes(4 << 20))}
+    assert server.http.post("/v1/audio/transcriptions", files=large, data={"model": "tiny"}).status_code == 413
+
+
+def test_routes_of_texts_refuse_a_speech_model(server: Running) -> None:
+    message = [{"role": "user", "content": "a"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": message}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/classify", {"input": "a"}),
+    ):
+        answer = server.post(path, {"model": "tiny", **body})
+        assert answer.status_code == 400
+        assert "send a file to /v1/audio/transcriptions" in answer.json()["error"]["message"]
+    assert server.post("/tokenize", {"model": "tiny", "prompt": "a"}).json()["count"] == 1
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert model["transcribes"] is True
+
+
+def test_a_long_prompt_is_cut_and_reported(server: Running) -> None:
+    for prompt, reported in (("The mill. " * 50, "prompt"), ("Mill.", None)):
+        form = {"model": "tiny", "temperature": "0.3", "language": "en", "prompt": prompt}
+        answer = server.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", wav(noise(0.2)))}, data=form)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-headrace-truncated") == reported
+
+
+def test_a_client_that_leaves_ends_its_windows(server: Running) -> None:
+    before = server.figure("audio_seconds_total")
+    with server.http.stream(
+        "POST",
+        "/v1/audio/transcriptions",
+        files={"file": ("a.wav", wav(noise(30.0)))},
+        data={"model": "tiny", "temperature": "1", "language": "en", "stream": "true"},
+    ) as answer:
+        next(answer.iter_lines())
+    until(lambda: not server.llm.in_use and not server.models.open and not server.models._using)
+    assert server.figure("audio_seconds_total") == before
+    assert ask(server).text
+
+
+def test_files_run_side_by_side_and_are_counted(server: Running, expected: Transcript) -> None:
+    before = server.figure("audio_seconds_total")
+    answers = [in_thread(lambda: ask(server).text) for _ in range(2)]
+    assert [one.result() for one in answers] == [expected.text] * 2
+    assert server.figure("audio_seconds_total") == pytest.approx(before + 2 * 1.2)
+    assert server.figure("audio_windows_total") > 0
+
+
+def test_quotas_count_seconds_as_tokens(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[ada]\nkey = "ada-key-of-test"\ntokens = 40\nwindow = 600.0\n')
+    keys.chmod(0o600)
+    with Running(folder, limits=LIMITS, keys=keys, wait=False) as server:
+        headers = {"Authorization": "Bearer ada-key-of-test"}
+
+        def post(path: str, **more: Any) -> Any:
+            return server.http.post(path, headers=headers, **more)
+
+        until(lambda: server.health()["status"] == "ready")
+        form = {"model": "tiny", "temperature": "0.3", "language": "en"}
+        assert server.http.post("/v1/audio/transcriptions", files={"file": ("a", SOUND)}, data=form).status_code == 401
+        answer = post("/v1/audio/transcriptions", files={"file": ("a", SOUND)}, data=form)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "quota_exceeded"
+        assert post("/v1/audio/transcriptions", files={"file": ("a", wav(noise(0.2)))}, data=form).status_code == 200
+
+
+def test_the_memory_of_sounds_is_shared() -> None:
+    memory = SoundMemory(100)
+    with memory.share() as first, memory.share() as second:
+        first.resize(60)
+        second.resize(40)
+        first.resize(50)
+        with pytest.raises(QueueFullError, match="bytes of sound"):
+            second.resize(51)
+        second.resize(50)
+    assert not memory._held
+    assert Principal().room(100, 60, 60) == 40
+
+
+def test_a_text_model_transcribes_nothing(tmp_path: Path) -> None:
+    from tests.tiny_files import write_tiny_gguf
+
+    with Running(write_tiny_gguf(tmp_path / "tiny.gguf")) as server, pytest.raises(BadRequestError, match="reads no sound"):
+        ask(server)
+
+
+def test_languages_to_choose_from_and_words_before_each_window(server: Running, offline: LLM) -> None:
+    sound = wav(noise(0.3))
+    chosen: dict[str, Any] = {"languages": ("de",), "hotwords": "mill wheel", "vad": False}
+    expected = offline.transcribe(sound, temperatures=(0.3,), **chosen)
+    form = {"model": "tiny", "temperature": "0.3", "languages[]": "de", "vad": "false", "response_format": "verbose_json"}
+    files = [("file", ("a.wav", sound)), ("keywords[]", (None, "mill")), ("keywords[]", (None, "wheel"))]
+    made = server.http.post("/v1/audio/transcriptions", files=files, data=form).json()
+    assert (made["text"], made["language"]) == (expected.text, "de")

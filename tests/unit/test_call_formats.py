@@ -1,0 +1,240 @@
+"""Formats of tool calls by family: golden texts of published templates, cut at every character; controls; grammars."""
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace.decoding.constrained import Grammars
+from headrace.decoding.tools import CallReader, ToolError, Tooling, conversation, gathered_calls, tooling
+from headrace.server.protocols.fields import ChatRequest
+from headrace.text.dialects.call_formats import (
+    FORMATS,
+    GLM4,
+    GRANITE,
+    HERMES,
+    INTERNLM,
+    MISTRAL_NAMED,
+    PHI4,
+    QWEN_XML,
+    SEED,
+    CallFormat,
+    format_of,
+)
+from headrace.text.tokenizer import Tokenizer
+from tests.unit.vocabularies import byte_level
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "turns": {"type": "integer", "maximum": 9},
+        "way": {"type": "string"},
+        "marks": {"type": "array", "items": {"type": "integer"}},
+        "slow": {"type": "boolean"},
+    },
+    "required": ["turns", "way"],
+    "additionalProperties": False,
+}
+TURN: Any = {"type": "function", "function": {"name": "turn_wheel", "description": "Turns it.", "parameters": PARAMETERS}}
+STOP: Any = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}}
+TEMPLATES = {
+    "granite": "{{ available_tools }} respond only with <|tool_call|> followed by a JSON list of tools used",
+    "phi4": "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    "internlm": "{{ tools }}<|action_start|><|plugin|>",
+    "mistral_named": "{{ tools }}[TOOL_CALLS]{{ name + '[ARGS]' + arguments }}{{ message.tool_calls }}",
+    "glm4": "{{ tools }}<|observation|>{{ m.tool_calls }}",
+    "seed": "{{ tools }}<seed:tool_call>\n<function=example>\n<parameter=a>1</parameter>",
+    "qwen_xml": "{{ tools }}<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>",
+    "hermes": "{{ tools }}<tool_call>",
+}
+ONE = ("turn_wheel", {"turns": 3, "way": 'a "}{[ \\ b'})
+JSON = '{"turns": 3, "way": "a \\"}{[ \\\\ b"}'
+BODY = f'{{"name": "turn_wheel", "arguments": {JSON}}}'
+# Format, a text as its models write it, the plain text of it, and its calls.
+GOLDEN: dict[str, tuple[CallFormat, str, str, list[tuple[str, Any]]]] = {
+    "granite 3": (GRANITE, f"<|tool_call|>[{BODY}]", "", [ONE]),
+    "granite 3.1": (GRANITE, f"<tool_call>[{BODY}]", "", [ONE]),
+    "granite 3, the tag a control token": (
+        GRANITE,
+        f'[{BODY}, {{"name": "stop", "arguments": {{}}}}]',
+        "",
+        [ONE, ("stop", {})],
+    ),
+    "phi-4-mini": (PHI4, f"<|tool_call|>[{BODY}]<|/tool_call|>", "", [ONE]),
+    "phi-4-mini, another opening": (PHI4, f"functools[{BODY}]", "", [ONE]),
+    "internlm 3": (
+        INTERNLM,
+        f'I turn it.<|action_start|><|plugin|>\n{{"name": "turn_wheel", "parameters": {JSON}}}<|action_end|>\n',
+        "I turn it.",
+        [ONE],
+    ),
+    "smollm3, granite 4, exaone 4": (HERMES, f"<tool_call>{BODY}</tool_call>\n<tool_call>{BODY}</tool_call>", "", [ONE, ONE]),
+    "ministral 3": (MISTRAL_NAMED, f"[TOOL_CALLS]turn_wheel[ARGS]{JSON}[TOOL_CALLS]stop[ARGS]{{}}", "", [ONE, ("stop", {})]),
+    "mistral small 3.2": (MISTRAL_NAMED, f"Well.[TOOL_CALLS]turn_wheel[CALL_ID]a1b2c3d4e[ARGS]{JSON}", "Well.", [ONE]),
+    "ministral 3, the tags control tokens": (MISTRAL_NAMED, f"turn_wheel{JSON}stop{{}}", "", [ONE, ("stop", {})]),
+    "glm-4": (GLM4, f"turn_wheel\n{JSON}", "", [ONE]),
+    "glm-4, text and two calls": (GLM4, f"I turn\nit.\nturn_wheel\n{JSON}\nstop\n{{}}", "I turn\nit.", [ONE, ("stop", {})]),
+    "seed-oss": (
+        SEED,
+        "I turn it.\n<seed:tool_call>\n<function=turn_wheel>\n<parameter=turns>3</parameter>\n"
+        '<parameter=way>a "}{[ \\ b</parameter>\n</function>\n</seed:tool_call>',
+        "I turn it.",
+        [ONE],
+    ),
+    "seed-oss, values of other types": (
+        SEED,
+        "<seed:tool_call>\n<function=turn_wheel>\n<parameter=turns>3</parameter>\n<parameter=way>12</parameter>\n"
+        "<parameter=marks>[1, 2]</parameter>\n<parameter=slow>True</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=stop>\n</function>\n</seed:tool_call>",
+        "",
+        [("turn_wheel", {"turns": 3, "way": "12", "marks": [1, 2], "slow": True}), ("stop", {})],
+    ),
+    "qwen3-coder": (
+        QWEN_XML,
+        '<tool_call>\n<function=turn_wheel>\n<parameter=turns>\n3\n</parameter>\n<parameter=way>\na "}{[ \\ b\n</parameter>\n'
+        "</function>\n</tool_call>",
+        "",
+        [ONE],
+    ),
+    "qwen3-coder, several lines": (
+        QWEN_XML,
+        "<tool_call>\n<function=turn_wheel>\n<parameter=way>\na\n\n  <b>\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("turn_wheel", {"way": "a\n\n  <b>"})],
+    ),
+}
+PLAIN = {
+    "granite": "[1] says <|tool",
+    "phi4": "functoo [1]",
+    "internlm": "<|action_start| is a tag",
+    "mistral_named": "[TOOL_CALLS]turn_wheels[ARGS] and\n turn_wheel turns",
+    "glm4": "turn_wheel\nis a tool.\n  stop (",
+    "seed": "<seed:tool is a tag <function=a>",
+    "qwen_xml": "A < b, <tool_cal",
+}
+
+
+def tools_of(form: CallFormat, **fields: Any) -> Tooling:
+    request = ChatRequest(model="x", messages=[], tools=[TURN, STOP], **fields)
+    given = tooling(request, TEMPLATES[form.name], lambda text: None)
+    assert given is not None
+    assert given.form == form
+    return given
+
+
+def read(tools: Tooling, parts: list[str]) -> tuple[str, list[tuple[str, Any]], CallReader]:
+    """Plain text and calls of a text that comes in parts. A candidate of a bare JSON object fits."""
+    reader, pieces = CallReader(tools), []
+    for number, part in enumerate(parts):
+        steps = reader.push(part, final=number == len(parts) - 1)
+        try:
+            next(steps)
+            while True:
+                steps.send(True)
+        except StopIteration as end:
+            pieces += end.value
+    text, calls = gathered_calls(pieces)
+    return text, [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in calls], reader
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_golden_text_is_read_however_it_is_cut(name: str) -> None:
+    """At every character in two, and in pieces of one character; the plain text has no whitespace of the calls."""
+    form, text, plain, calls = GOLDEN[name]
+    tools = tools_of(form)
+    cuts = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+    for parts in cuts:
+        found, made, reader = read(tools, parts)
+        assert (found.strip(), made) == (plain, calls), parts
+        assert reader.finish_reason("stop") == "tool_calls"
+
+
+@pytest.mark.parametrize("name", [name for name, (form, *_) in GOLDEN.items() if form is not HERMES])
+def test_another_format_does_not_read_it(name: str) -> None:
+    """Control: a parser of the usual format finds other calls, or other text."""
+    _, text, plain, calls = GOLDEN[name]
+    found, made, _ = read(tools_of(HERMES), [text])
+    assert (found.strip(), made) != (plain, calls)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_text_without_a_call_stays_text(name: str) -> None:
+    (form,) = [one for one in FORMATS if one.name == name]
+    for parts in ([PLAIN[name]], list(PLAIN[name])):
+        assert read(tools_of(form), parts)[:2] == (PLAIN[name], [])
+
+
+@pytest.mark.parametrize("name", ["seed-oss", "qwen3-coder", "glm-4", "ministral 3"])
+def test_an_unfinished_call_is_no_call(name: str) -> None:
+    form, text, *_ = GOLDEN[name]
+    reader = CallReader(tools_of(form))
+    steps = reader.push(text[: text.index("turns") + 8], final=True)
+    with pytest.raises(StopIteration):
+        next(steps)
+    assert reader.finish_reason("stop") == "stop"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_template_determines_the_format(name: str) -> None:
+    form = format_of(TEMPLATES[name])
+    assert form is not None
+    assert form.name == name
+
+
+MAY = {
+    "granite": f"<|tool_call|>[{BODY}]",
+    "phi4": f"<|tool_call|>[{BODY}]<|/tool_call|>",
+    "internlm": f'<|action_start|><|plugin|>\n{{"name": "turn_wheel", "parameters": {JSON}}}<|action_end|>',
+    "mistral_named": f"[TOOL_CALLS]turn_wheel[ARGS]{JSON}",
+    "glm4": f"turn_wheel\n{JSON}",
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", MAY)
+def test_calls_follow_their_schema(name: str, choice: str) -> None:
+    """The grammar takes the call of the golden text, and none with 99 turns; text only if calls are not required."""
+    (form,) = [one for one in FORMATS if one.name == name]
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    given = tools_of(form, tool_choice=choice)
+
+    def takes(text: str) -> bool:
+        constraint = grammars.constraint(given.spec)
+        for token in tokenizer.encode(text, add_special=False, parse_special=False):
+            constraint.push(token)
+        return not constraint.error
+
+    assert takes(MAY[name])
+    assert not takes(MAY[name].replace('"turns": 3', '"turns": 99'))
+    assert takes("The wheel turns.") is (choice == "auto")
+
+
+@pytest.mark.parametrize("form", [SEED, QWEN_XML], ids=lambda form: form.name)
+def test_xml_is_refused_where_a_call_is_required(form: CallFormat) -> None:
+    with pytest.raises(ToolError, match="writes calls as XML") as error:
+        tools_of(form, tool_choice="required")
+    assert error.value.param == "tool_choice"
+    request = ChatRequest(model="x", messages=[], tools=[TURN])
+    with pytest.raises(ToolError, match="a format"):
+        tooling(request, TEMPLATES[form.name], lambda text: None, None, {"type": "object"})
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}
+
+
+def test_the_tools_have_the_names_that_a_template_reads() -> None:
+    given = tools_of(HERMES)
+    assert given.template_variables("{{ tools }}") == {"tools": given.tools}
+    assert given.template_variables("{{ xml_tools }}") == {"tools": given.tools, "xml_tools": given.tools}
+
+
+def test_templates_that_write_no_calls_get_them_as_text() -> None:
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    talk.append({"role": "assistant", "content": None, "tool_calls": [CALLED]})
+    *_, granite = conversation(talk, tools_of(GRANITE), TEMPLATES["granite"])
+    written = '[{"name": "turn_wheel", "arguments": {"turns": 1, "way": "left"}}]'
+    assert granite == {"role": "assistant", "content": f"<|tool_call|>{written}"}
+    system, _, phi = conversation(talk, tools_of(PHI4), TEMPLATES["phi4"])
+    assert phi["content"] == f"<|tool_call|>{written}<|/tool_call|>"
+    assert [one["name"] for one in json.loads(system["tools"])] == ["turn_wheel", "stop"]
