@@ -55,6 +55,30 @@ def test_a_model_that_is_not_downloaded(shell: Shell) -> None:
     assert found["memory"]["weights"] == pytest.approx(639446688, rel=0.02)
 
 
+def test_memory_nodes_are_predicted(shell: Shell, config: Path) -> None:
+    one, two = (answer(shell, config, "--machine", "xeon-8592", "--nodes", count) for count in (1, 2))
+    assert two["machine"]["bandwidth"] == 2 * one["machine"]["bandwidth"]
+    assert two["memory"]["available"] == 2 * one["memory"]["available"]
+    assert one["predicted"]["tpot_ms"] / 2 < two["predicted"]["tpot_ms"] < one["predicted"]["tpot_ms"]
+    assert two["phases"]["decode"]["by_operation"]["barriers"]["ms"] == pytest.approx(32 * 0.012)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (("--machine", "h100", "--nodes", 2), "--nodes 2: a host of NVIDIA H100 80 GB SXM has one memory node; lower it"),
+        (("--nodes", 2), "--nodes 2 needs times of one node; measure this machine with --calibrate, or use --machine"),
+        (
+            ("--machine", "xeon-8592", "--nodes", 2, "--check"),
+            "--check runs the model on this machine, and --nodes 2 is predicted; leave one of them out",
+        ),
+    ],
+)
+def test_memory_nodes_that_cannot_be_predicted(shell: Shell, config: Path, options: tuple[object, ...], refusal: str) -> None:
+    code, _, err = shell("fit", config, *options)
+    assert (code, err.strip()) == (1, f"headrace: {refusal}")
+
+
 def test_times_of_a_published_machine_are_marked(shell: Shell, config: Path) -> None:
     code, out, _ = shell("fit", config, "--machine", "a100", "--devices", 2, "--tpot", 20, "--ttft", 1000)
     assert code == 0

@@ -128,6 +128,37 @@ def test_measured_times_by_hand(tmp_path: Path) -> None:
     assert again["down"] == pytest.approx(1.5 * 30 * (multiplying + 3e-10 * down / 3))
 
 
+def test_memory_nodes_share_bytes_and_wait_at_barriers(tmp_path: Path) -> None:
+    """Two nodes: half of the time of each byte, the fixed parts as before, 12 us of barriers a layer."""
+    smol = shape(tmp_path, SMOLLM2, "Q8_0")
+    down, two = smol.layers[0].linears[3].nbytes, MEASURED.of_nodes(2)
+    lines = {each.operation.name: each.seconds for each in timed(smol, Step(1, 1, 99), two)}
+    assert lines["down"] == pytest.approx(30 * (1e-6 + 1e-10 * down / 2))
+    assert lines["attention"] == pytest.approx(30 * (1e-6 + 1e-7 / 2 + 1e-10 * 100 * 768 / 2))
+    assert lines["host"] == pytest.approx(1.1e-4)
+    assert lines["barriers"] == pytest.approx(30 * 8 * 1.5e-6)
+    assert (two.memory, two.bandwidth) == (2 * MEASURED.memory, 2 * MEASURED.bandwidth)
+    # One node is the machine itself, without barriers.
+    assert MEASURED.of_nodes(1) is MEASURED
+    assert "barriers" not in {each.operation.name for each in timed(smol, Step(1, 1, 99), MEASURED)}
+
+
+def test_memory_nodes_gain_by_the_bandwidth_and_not_for_small_models(tmp_path: Path) -> None:
+    """A published bound: 13.2 GB are read twice as fast; a model of a few MB waits longer at the barriers than it gains."""
+    xeon = published()["xeon-8592"]
+    seven = shape(tmp_path, LLAMA2_7B)
+    one, two = (decode_seconds(seven, 1, 1, xeon.of_nodes(count)) for count in (1, 2))
+    assert two == pytest.approx(one / 2 + 32 * 8 * 1.5e-6)
+    smol = shape(tmp_path, SMOLLM2, "Q8_0")
+    assert decode_seconds(smol, 1, 1, xeon.of_nodes(2)) > decode_seconds(smol, 1, 1, xeon) / 2 + 30 * 8 * 1.5e-6 - 1e-9
+
+
+@pytest.mark.parametrize(("name", "count", "most"), [("h100", 2, "one memory node"), ("xeon-8592", 3, "1 to 2 memory nodes")])
+def test_a_host_has_the_memory_nodes_that_it_can_have(name: str, count: int, most: str) -> None:
+    with pytest.raises(ValueError, match=rf"^--nodes {count}: a host of .* has {most}; lower it$"):
+        published()[name].of_nodes(count)
+
+
 def test_offload_takes_the_longer_of_computing_and_reading(tmp_path: Path) -> None:
     seven = shape(tmp_path, LLAMA2_7B)
     units = units_of(seven)

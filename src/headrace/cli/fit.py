@@ -53,6 +53,7 @@ def fit(
     replicas: Annotated[int, typer.Option(help="Copies of the model.")] = 1,
     offload: Annotated[bool, typer.Option("--offload", help="Weights that do not fit in memory stay on disk.")] = False,
     devices: Annotated[int, typer.Option(min=1, max=64, help="Machines or accelerators that layouts may use.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Memory nodes (sockets) like the machine, used by one process.")] = 1,
     tpot: Annotated[float, typer.Option(min=0, help="Most milliseconds a token: prints the largest batch.")] = 0.0,
     ttft: Annotated[float, typer.Option(min=0, help="Most milliseconds to the first token: prints the chunk.")] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of --calibrate and --check (default: all cores).")] = None,
@@ -72,9 +73,8 @@ def fit(
     layout = Layout(tp, pp, replicas)
     shape = headers.open_shape(model, weights, quantize)
     load = Load(min(4096, shape.max_position) if context is None else context, batch, chunk, kv_dtype)
-    chosen = _machine(machine, calibrate, threads, report.kinds(shape))
-    room = _memory(memory, chosen, machine)
-    question = report.Question(load, layout, room, devices, tpot / 1e3, ttft / 1e3)
+    chosen = _of_nodes(_machine(machine, calibrate, threads, report.kinds(shape)), nodes, check)
+    question = report.Question(load, layout, _memory(memory, chosen, machine), devices, tpot / 1e3, ttft / 1e3)
     found = report.report(shape, question, chosen)
     if offload:
         found["offload"] = report.offload_record(shape, question, chosen)
@@ -113,6 +113,17 @@ def _machine(name: str, calibrate: bool, threads: int | None, kinds: Any) -> Any
     status().finish()
     say(f"{machine.name}: {save(machine)}")
     return machine
+
+
+def _of_nodes(machine: Any, nodes: int, check: bool) -> Any:
+    """The machine with `nodes` memory nodes. Raises ValueError if that cannot be predicted."""
+    if nodes == 1:
+        return machine
+    if check:
+        raise ValueError(f"--check runs the model on this machine, and --nodes {nodes} is predicted; leave one of them out")
+    if machine is None:
+        raise ValueError(f"--nodes {nodes} needs times of one node; measure this machine with --calibrate, or use --machine")
+    return machine.of_nodes(nodes)
 
 
 def _memory(given: str, machine: Any, name: str) -> int:

@@ -162,8 +162,10 @@ class Feeding:
         if seq.kv.moves:
             self._compact(seq, end, flight.plan)
         flight.plan.feeds.append(feed)
-        # Lagging rows run through the layers above the exit, unless the token of this feed exits, too.
-        flight.room -= end - start + feed.lag
+        flight.room -= end - start
+        if feed.lags:
+            # Lagging rows run through the layers above the exit, unless the token of this feed exits, too.
+            flight.room -= feed.lag
         flight.works.append(FeedWork(request, seq, feed, end == goal(seq)))
         if known // self.blocks.block_size > start // self.blocks.block_size:
             flight.promises.update(self._completed(seq, start, known))

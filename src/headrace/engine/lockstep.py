@@ -282,10 +282,11 @@ class Uninterrupted:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             _signal.signal(number, handler)
-        # ExitStack: every handler runs, also if an earlier one raises.
-        with contextlib.ExitStack() as stack:
-            for number, frame in reversed(self._pending.items()):
-                stack.callback(self._before[number], number, frame)
+        if self._pending:
+            # ExitStack: every handler runs, also if an earlier one raises.
+            with contextlib.ExitStack() as stack:
+                for number, frame in reversed(self._pending.items()):
+                    stack.callback(self._before[number], number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending.setdefault(number, frame)

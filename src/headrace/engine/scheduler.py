@@ -194,9 +194,10 @@ class Scheduler:
             if number in output.propagated:
                 self.blocks.leave(work.seq, work.feed.start, output.propagated[number])
             self._computed(work.seq, work.feed.start + work.feed.count, depth)
-            for (group, below), lag in zip(self.feeding.uppers.items(), work.feed.lags, strict=False):
-                if lag and (depth is None or below < depth):
-                    self.blocks.fill(work.seq, group, work.feed.start - lag)
+            if work.feed.lags:
+                for (group, below), lag in zip(self.feeding.uppers.items(), work.feed.lags, strict=False):
+                    if lag and (depth is None or below < depth):
+                        self.blocks.fill(work.seq, group, work.feed.start - lag)
             if work.feed.source is not None:
                 self.blocks.publish_source(work.seq)
         if flight.retry and flight.works[0].last:
@@ -233,7 +234,8 @@ class Scheduler:
                 kv.computed[g] = end
         if end // self.blocks.block_size > kv.published:
             self.blocks.publish(seq)
-        self.blocks.retire(seq)
+        if self.blocks.windows is not None:
+            self.blocks.retire(seq)
 
     def _target_groups_of(self, seq: Sequence) -> list[int]:
         """The target's KV groups that a sequence's feeds fill."""

@@ -154,7 +154,12 @@ def timed(shape: ModelShape, step: Step, machine: Machine, layout: Layout = ONE,
     """Times of the operations of a step on one rank."""
     every = operations(shape, step, layout, rank, stage)
     read = _read(every)
-    return [_time(operation, step, machine, read) for operation in every]
+    times = [_time(operation, step, machine, read) for operation in every]
+    if machine.barriers:
+        layers = sum(count for _, count in layer_counts(shape, layout, stage))
+        barriers = Operation("barriers", EXCHANGE, layers, 0, 0, step.tokens, 0)
+        times.append(Timed(barriers, layers * machine.barriers, "link"))
+    return times
 
 
 def bytes_read(shape: ModelShape, step: Step) -> float:

@@ -16,6 +16,10 @@ PUBLISHED = Path(__file__).with_name("machines.toml")
 HERE = "here"
 # Share of the peak of a published machine that large products reach.
 EFFICIENCY = 0.7
+# Most memory nodes that the core uses.
+MOST_NODES = 8
+# Seconds that the threads of several memory nodes wait for each other in a layer: 8 barriers of 1.5 us.
+NODE_BARRIERS = 8 * 1.5e-6
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -32,6 +36,10 @@ class Curve(msgspec.Struct, frozen=True):
             raise ValueError("rows must be 1 or more, and ascending")
         if any(not 0 <= value < math.inf for value in (*self.fixed, *self.per_byte)):
             raise ValueError("seconds must be numbers from 0 on")
+
+    def divided(self, count: int) -> "Curve":
+        """Times of `count` memory nodes that share the bytes of a call; its fixed part stays."""
+        return Curve(self.rows, self.fixed, tuple(value / count for value in self.per_byte))
 
     def seconds(self, rows: int, nbytes: float) -> float:
         """Interpolated in the logarithm of rows; beyond the last one in proportion to them."""
@@ -60,13 +68,20 @@ class Attention(msgspec.Struct, frozen=True):
     decode: tuple[float, float, float]
     prefill: tuple[float, float]
 
+    def divided(self, count: int) -> "Attention":
+        """Times of `count` memory nodes that share the sequences, the heads and the bytes of a call."""
+        call, sequence, byte = self.decode
+        decode, prefill = (call, sequence / count, byte / count), (self.prefill[0] / count, self.prefill[1] / count)
+        return Attention(self.head_dim, self.group, self.kv_dtype, decode, prefill)
+
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A machine: one process on one CPU host, or one accelerator.
 
     memory: bytes. bandwidth: bytes/s read. peak: operations/s (2 for a product) by number format: int8, bf16. link: latency in
     seconds and bytes/s between two of them. devices: accelerators of one host. measured: date and version of a measurement;
-    empty for published figures, whose `source` says where from.
+    empty for published figures, whose `source` says where from. nodes: most memory nodes (sockets) of a host, each like this
+    machine. barriers: seconds of a layer in which the threads of several nodes wait for each other.
 
     Of a measurement: linear, by number format of weights in the cache; from_memory, seconds of reading a byte in a step that
     reads much more than `cache` bytes; apart, share of the shorter of reading and multiplying that does not happen at the same
@@ -95,6 +110,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: tuple[float, float] = (0.0, 0.0)
     # Bytes/s of the disk with the store; 0: not known.
     disk: float = 0.0
+    nodes: int = 1
+    barriers: float = 0.0
 
     def __post_init__(self) -> None:
         if self.memory < 1 or not 0 < self.bandwidth < math.inf or self.devices < 1:
@@ -103,6 +120,34 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("peak and link must be speeds above 0")
         if self.measured and not (self.linear and self.attention and self.cache > 0):
             raise ValueError("a measured machine has linear, attention and cache")
+
+    def of_nodes(self, count: int) -> "Machine":
+        """A host of `count` memory nodes, each like this machine, whose threads share one process. Its times are predicted.
+
+        Memory, bandwidth and peaks are multiplied, times per byte divided. Each layer waits at barriers between the nodes.
+        Raises ValueError if the host cannot have them.
+        """
+        most = MOST_NODES if self.measured else self.nodes
+        if not 1 <= count <= most:
+            one = "one memory node" if most == 1 else f"1 to {most} memory nodes"
+            raise ValueError(f"--nodes {count}: a host of {self.name} has {one}; lower it")
+        if count == 1:
+            return self
+        return msgspec.structs.replace(
+            self,
+            name=f"{count} memory nodes of {self.name}",
+            memory=count * self.memory,
+            bandwidth=count * self.bandwidth,
+            peak={name: count * value for name, value in self.peak.items()},
+            threads=count * self.threads,
+            linear={name: curve.divided(count) for name, curve in self.linear.items()},
+            from_memory=self.from_memory / count,
+            cache=count * self.cache,
+            attention=tuple(each.divided(count) for each in self.attention),
+            quantize=(self.quantize[0], self.quantize[1] / count),
+            answers=(self.answers[0], self.answers[1] / count),
+            barriers=NODE_BARRIERS,
+        )
 
     def memory_share(self, read: float) -> float:
         """Share of a step's bytes that come from memory and not from the cache, if the step reads `read` bytes."""
