@@ -232,6 +232,7 @@ def test_the_command_refuses_before_loading(folder: Path, tmp_path: Path, capsys
         "choose auto, en": ["transcribe", str(folder), sound, "--language", "xx"],
         "takes numbers": ["transcribe", str(folder), sound, "--temperature", "warm"],
         "has no sound files": ["transcribe", str(folder), str(tmp_path / "empty")],
+        "--word-times: txt shows no times; add --format json": ["transcribe", str(folder), sound, "--word-times"],
         "would both be written": ["transcribe", str(folder), sound, sound, "-o", str(tmp_path / "out")],
     }
     for message, arguments in cases.items():

@@ -39,6 +39,8 @@ class SubtitleOptions:
 
         layout = Layout(**asdict(self))
         if layout == PLAIN:
+            if words and output_format == "txt":
+                raise typer.BadParameter("--word-times: txt shows no times; add --format json, srt, vtt or tsv")
             return layout
         if output_format not in SUBTITLES or not words:
             raise typer.BadParameter(
