@@ -63,6 +63,15 @@ def test_memory_nodes_are_predicted(shell: Shell, config: Path) -> None:
     assert two["phases"]["decode"]["by_operation"]["barriers"]["ms"] == pytest.approx(32 * 0.012)
 
 
+def test_the_nodes_of_a_measured_machine_have_its_free_memory_each(
+    shell: Shell, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines.save(MEASURED)
+    monkeypatch.setattr("headrace.host.free_memory", lambda: 5_000_000_000)
+    for count in (1, 2):
+        assert answer(shell, config, "--nodes", count)["memory"]["available"] == count * 5_000_000_000
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [

@@ -73,8 +73,8 @@ def fit(
     layout = Layout(tp, pp, replicas)
     shape = headers.open_shape(model, weights, quantize)
     load = Load(min(4096, shape.max_position) if context is None else context, batch, chunk, kv_dtype)
-    chosen = _of_nodes(_machine(machine, calibrate, threads, report.kinds(shape)), nodes, check)
-    question = report.Question(load, layout, _memory(memory, chosen, machine), devices, tpot / 1e3, ttft / 1e3)
+    chosen = _host(machine, nodes, check, calibrate, threads, report.kinds(shape))
+    question = report.Question(load, layout, _memory(memory, chosen, machine, nodes), devices, tpot / 1e3, ttft / 1e3)
     found = report.report(shape, question, chosen)
     if offload:
         found["offload"] = report.offload_record(shape, question, chosen)
@@ -115,24 +115,23 @@ def _machine(name: str, calibrate: bool, threads: int | None, kinds: Any) -> Any
     return machine
 
 
-def _of_nodes(machine: Any, nodes: int, check: bool) -> Any:
+def _host(name: str, nodes: int, check: bool, calibrate: bool, threads: int | None, kinds: Any) -> Any:
     """The machine with `nodes` memory nodes. Raises ValueError if that cannot be predicted."""
-    if nodes == 1:
-        return machine
-    if check:
+    if nodes > 1 and check:
         raise ValueError(f"--check runs the model on this machine, and --nodes {nodes} is predicted; leave one of them out")
-    if machine is None:
+    machine = _machine(name, calibrate, threads, kinds)
+    if nodes > 1 and machine is None:
         raise ValueError(f"--nodes {nodes} needs times of one node; measure this machine with --calibrate, or use --machine")
-    return machine.of_nodes(nodes)
+    return machine if nodes == 1 else machine.of_nodes(nodes)
 
 
-def _memory(given: str, machine: Any, name: str) -> int:
+def _memory(given: str, machine: Any, name: str, nodes: int) -> int:
     from headrace.data.config import parse_bytes
     from headrace.host import free_memory
 
     if given:
         return parse_bytes(given)
-    return free_memory() if machine is None or (machine.measured and name == "here") else int(machine.memory)
+    return nodes * free_memory() if machine is None or (machine.measured and name == "here") else int(machine.memory)
 
 
 def _cells(

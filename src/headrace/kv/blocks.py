@@ -158,8 +158,8 @@ class BlockManager:
         kv.encoded = False
 
     def retire(self, seq: Sequence) -> None:
-        """Give up the blocks of window layers that no later row of `seq` sees, the first ones first."""
-        if self.windows is None or seq.kv.moves:  # accepted K/V may still lie in them
+        """Give up the blocks of window layers that no later row of `seq` sees, the first ones first. Only with windows."""
+        if seq.kv.moves:  # accepted K/V may still lie in them
             return
         table, least = seq.kv.tables[WINDOWS], min(seq.kv.computed[g] for g in self._layered)
         self._retire(table, min(self.first_seen(least), len(table)))
@@ -221,15 +221,15 @@ class BlockManager:
         Returns the number of blocks."""
         table, size = seq.kv.tables[WINDOWS], self.block_size
         need, start = sum(1 << g for g in self._layered), len(table)
-        found = [pool.find(self.hash(seq, index), need) for index in range(start, start + count)]
+        hits = [pool.find(self.hash(seq, index), need) for index in range(start, start + count)]
         best, held = 0, len(_held(table))
-        for place, block in enumerate(found, 1):
+        for place, block in enumerate(hits, 1):
             held = 0 if block is None else held + 1
             if held >= start + place - self.first_seen((start + place) * size):
                 best = place
         first = self.first_seen((start + best) * size)
         self._retire(table, min(first, start))
-        for index, block in enumerate(found[:best], start):
+        for index, block in enumerate(hits[:best], start):
             table.append(-1 if block is None or index < first else block)
             if table[-1] >= 0:
                 pool.share(table[-1])

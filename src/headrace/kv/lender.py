@@ -66,9 +66,9 @@ class Lender:
         room = most - sum(len(loan.blocks) for loan in self._loans)
         loan = Loan(groups)
         for start in range(0, len(hashes) - SEGMENT_BLOCKS + 1, SEGMENT_BLOCKS):
-            found = [pool.find(key, groups) for key in hashes[start : start + SEGMENT_BLOCKS]]
-            blocks = [block for block in found if block is not None]
-            if len(blocks) < len(found) or len(loan.blocks) + len(blocks) > room:
+            hits = [pool.find(key, groups) for key in hashes[start : start + SEGMENT_BLOCKS]]
+            blocks = [block for block in hits if block is not None]
+            if len(blocks) < len(hits) or len(loan.blocks) + len(blocks) > room:
                 break
             for block in blocks:
                 pool.share(block)

@@ -255,16 +255,16 @@ def _answer_ids(source: Any, config: ModelConfig, tokenizer: Tokenizer) -> list[
 
 def _linear(source: WeightSource, name: str, prefix: str = "", rows: int = 0) -> Step:
     """A linear step. The prefix may be missing in the file. rows: outputs that it must have, 0 for any."""
-    found = next((each for each in (prefix + name, name) if f"{each}.weight" in source.names()), None)
-    if found is None:
+    head = next((each for each in (prefix + name, name) if f"{each}.weight" in source.names()), None)
+    if head is None:
         raise WeightError(
             f"{source.path}: a reranker's head is named and {name + '.weight'!r} is missing; this file cannot rank"
         )
-    weight = _checked(source, f"{found}.weight").astype(np.float64)
-    bias = _checked(source, f"{found}.bias").astype(np.float64) if f"{found}.bias" in source.names() else np.zeros(1)
+    weight = _checked(source, f"{head}.weight").astype(np.float64)
+    bias = _checked(source, f"{head}.bias").astype(np.float64) if f"{head}.bias" in source.names() else np.zeros(1)
     weight = weight.reshape(-1, weight.shape[-1])
     if rows and len(weight) != rows:
-        raise WeightError(f"{source.path}: {found + '.weight'!r} has {len(weight)} outputs, and a reranker's head has {rows}")
+        raise WeightError(f"{source.path}: {head + '.weight'!r} has {len(weight)} outputs, and a reranker's head has {rows}")
     return lambda row: weight @ row + bias
 
 

@@ -99,11 +99,11 @@ class Sentence:
         if name is None:
             return "" if self.default is None else self.prompts[self.default]
         names = DOCUMENT if name == "document" else (name,)
-        found = next((each for each in names if each in self.prompts), None)
-        if found is None:
+        stored = next((each for each in names if each in self.prompts), None)
+        if stored is None:
             known = f"it has {', '.join(self.prompts)}" if self.prompts else "it has none: write it into the texts"
             raise PromptError(f"this model has no prompt {name[:40]!r}; {known}")
-        return self.prompts[found]
+        return self.prompts[stored]
 
 
 def read_sentence(path: Path, source: WeightSource, config: ModelConfig) -> Sentence:
