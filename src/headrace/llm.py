@@ -345,9 +345,9 @@ class LLM:
     ) -> list[Classification]:
         """Classify texts, or pairs of texts (tuples), with early exit.
 
-        The first exit whose confidence passes the threshold gives the class. criterion: max_prob, margin, entropy, kl or
-        patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: a number, or one
-        for each exit but the last; default: the calibrated one of the criterion. Raises ValueError.
+        The first exit whose confidence passes the threshold gives the class or number. criterion: max_prob, margin, entropy, kl
+        or patience, "off" for no early exit; default: the calibrated threshold with the fewest layers. threshold: a number, or
+        one for each exit but the last; default: the calibrated one of the criterion. Raises ValueError.
         """
         known = require_classifier(self.classifier)
         ids = encode_texts(lambda text: self.tokenizer.encode(text, parse_special=False), texts)

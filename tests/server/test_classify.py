@@ -1,7 +1,6 @@
 """/v1/classify: the classes of `LLM.classify`, limits, and one-line errors."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +82,7 @@ def test_return_exits_returns_the_votes_of_each_exit(server: Running, bert: Path
     with LLM(bert, threads=1, classifier=folder) as llm:
         expected = llm.classify(TEXTS, criterion="off")
     for one, right in zip(server.post("/v1/classify", asked).json()["data"], expected, strict=True):
-        assert one["exits"] == [asdict(vote) for vote in right.votes]
+        assert one["exits"] == [vote.record() for vote in right.votes]
         assert [vote["layers"] for vote in one["exits"]] == [1, LAYERS]
 
 

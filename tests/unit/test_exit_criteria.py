@@ -194,7 +194,7 @@ def test_random_exits_lose_accuracy() -> None:
     assert accuracy(rng.permutation(left)) < accuracy(left) - 0.02
 
 
-def together(criterion: str, threshold: float, said: np.ndarray) -> np.ndarray:
+def together(criterion: str, threshold: float, said: np.ndarray, tolerance: float | None = None) -> np.ndarray:
     """Nobody leaves before all can, as the code of PABEE and CALM has it in batches."""
     return np.full(said.shape[1], bool(passes(criterion, threshold, said).all()))
 

@@ -61,6 +61,8 @@ class Predictions:
 def predict(llm: LLM, data: LabelledTexts) -> Predictions:
     """Run all exits on all texts. Raises ValueError for a label that the classifier does not have."""
     assert llm.classifier is not None
+    if llm.classifier.exits.tolerance is not None:
+        raise ValueError("these exits predict numbers, and bench exits measures classes; give a classifier of classes")
     number = {label: at for at, label in enumerate(llm.classifier.exits.labels)}
     if strange := sorted(set(data.labels) - set(number)):
         raise ValueError(f"the classifier has no label {strange[0]!r}; its labels are {', '.join(number)}"[:400])

@@ -62,7 +62,7 @@ def exits(
         from headrace.bench import classifier as classifiers
         from headrace.training.classifier import read_labelled
 
-        texts = read_labelled(data, most)
+        texts = read_labelled(data, most, numbers=True)
         with _measuring(model, options, classifier=classifier) as llm:
             result = classifiers.measure(llm, texts, *rule, rounds)
         printed, lines = classifiers.printed(result), classifiers.curve_lines(result)

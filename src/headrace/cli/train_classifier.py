@@ -44,6 +44,12 @@ def train_classifier(
     epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
     decay: Annotated[float, typer.Option(min=0.0, help="Weight decay.")] = 1e-3,
     each_exit: EachExit = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Labels are numbers: exits predict a number, and patience counts exits that change it by less than this."
+        ),
+    ] = None,
     most: Annotated[int | None, typer.Option(min=4, help="Number of texts to use (default: all).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -69,12 +75,22 @@ def train_classifier(
     exits = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
-    texts, path = read_labelled(data, most), fetch(model)
+    numbers = tolerance is not None
+    texts, path = read_labelled(data, most, numbers=numbers), fetch(model)
     together = JointConfig(epochs, batch, rate, seed) if joint else None
     config = ClassifierConfig(
-        exits, pooling, decay, delta, epsilon, joint=together, each_exit=each_exit, seed=seed, threads=threads
+        exits,
+        pooling,
+        decay,
+        delta,
+        epsilon,
+        joint=together,
+        each_exit=each_exit,
+        tolerance=tolerance,
+        seed=seed,
+        threads=threads,
     )
-    others = None if check is None else read_labelled(check)
+    others = None if check is None else read_labelled(check, numbers=numbers)
     with resumable(out) if joint else nullcontext():
         result = train(str(path), texts, out, config, status(), others, Interrupt())
     status().finish()
@@ -87,7 +103,8 @@ def train_classifier(
 
 def _print(result: Any, delta: float, epsilon: float) -> None:
     exits = zip(result.exits.layers, result.accuracy, strict=True)
-    print_table(("after layer", "right"), [(str(layer), f"{share:.3f}") for layer, share in exits])
+    measure = "right" if result.exits.tolerance is None else "correlation"
+    print_table(("after layer", measure), [(str(layer), f"{share:.3f}") for layer, share in exits])
     rows = [(one.criterion, threshold_text(one.threshold), f"{one.mean_layers:.2f}", f"{one.risk:.4f}") for one in result.rules]
     if rows:
         print_table(("criterion", "threshold", "layers a text", "lost"), rows)

@@ -77,18 +77,28 @@ class RankedDocument(JsonRecord):
 
 @dataclass(slots=True)
 class Vote(JsonRecord):
-    """The prediction of one exit: number of layers below it, most probable label, and its probability."""
+    """The prediction of one exit: number of layers below it, most probable label, and its probability.
+
+    value: the predicted number, if the exits predict numbers; there is no label then.
+    """
 
     layers: int
-    label: str
-    probability: float
+    label: str = ""
+    probability: float | None = None
+    value: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Plain JSON data: layers, and the number or label and probability."""
+        if self.value is not None:
+            return {"layers": self.layers, "value": self.value}
+        return {"layers": self.layers, "label": self.label, "probability": self.probability}
 
 
 @dataclass(slots=True)
 class Classification(JsonRecord):
     """The class of a text: label, probabilities of all labels, number of computed layers, and the votes of the computed exits.
 
-    The last vote is the prediction.
+    The last vote is the prediction. value: the predicted number, if the exits predict numbers; there are no labels then.
     """
 
     token_ids: list[int]
@@ -96,13 +106,20 @@ class Classification(JsonRecord):
     probabilities: dict[str, float]
     layers: int
     votes: list[Vote] = field(default_factory=list)
+    value: float | None = None
 
     def record(self, *, votes: bool = False) -> dict[str, Any]:
-        """Label, probabilities and layers as plain JSON data, for commands and the server; with `votes` also the exits'."""
-        found: dict[str, Any] = {"label": self.label, "probabilities": self.probabilities, "layers": self.layers}
-        return found | ({"exits": [vote.to_dict() for vote in self.votes]} if votes else {})
+        """Label and probabilities, or the number, and layers as plain JSON data, for commands and the server; with `votes` also
+        the exits'."""
+        found: dict[str, Any] = {"label": self.label, "probabilities": self.probabilities}
+        if self.value is not None:
+            found = {"value": self.value}
+        found["layers"] = self.layers
+        return found | ({"exits": [vote.record() for vote in self.votes]} if votes else {})
 
     def __repr__(self) -> str:
+        if self.value is not None:
+            return f"Classification({self.value:.4g}, {self.layers} layers)"
         return f"Classification({self.label!r}, {self.probabilities[self.label]:.3f}, {self.layers} layers)"
 
 

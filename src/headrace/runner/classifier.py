@@ -2,7 +2,8 @@
 passes, and the layers above are skipped for it. The batch shrinks from layer to layer, which changes no other row.
 
 Source of the criteria: Teerapittayanon et al., "BranchyNet", 2016 (entropy); Kaya et al., "Shallow-Deep Networks", arXiv
-1810.07052 (probability); Zhou et al., "BERT Loses Patience" (PABEE), arXiv 2006.04152 (agreement of exits in a row).
+1810.07052 (probability); Zhou et al., "BERT Loses Patience" (PABEE), arXiv 2006.04152 (agreement of exits in a row, and for
+numbers steps smaller than a tolerance in a row).
 """
 
 import math
@@ -62,6 +63,13 @@ def _patience(probs: np.ndarray) -> np.ndarray:
     return same
 
 
+def _steady(values: np.ndarray, tolerance: float) -> np.ndarray:
+    """Number of exits in a row, up to the last, that changed the number [exits, texts, 1] by less than the tolerance."""
+    near = np.abs(np.diff(values[..., 0], axis=0)) < tolerance
+    count: np.ndarray = np.cumprod(near[::-1], 0).sum(0)
+    return count
+
+
 def _cross(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Cross entropy -sum p log q, in nats."""
     sums: np.ndarray = -np.where(p > 0, p * np.log(np.maximum(q, 1e-300)), 0.0).sum(-1)
@@ -82,7 +90,8 @@ class ExitClassifiers:
     """Linear classifiers over pooled hidden rows. Exit i reads them after `layers[i]` layers, the last one after all.
 
     weight: [exits, classes, width] float64. bias: [exits, classes] float64. pooling: first, last or mean (width: the hidden
-    size), or both (twice that: the first row, then the mean).
+    size), or both (twice that: the first row, then the mean). tolerance: None for classes; otherwise each exit predicts one
+    number, there are no labels, and patience counts exits that change it by less than the tolerance.
     """
 
     layers: tuple[int, ...]
@@ -90,6 +99,11 @@ class ExitClassifiers:
     pooling: str
     weight: np.ndarray
     bias: np.ndarray
+    tolerance: float | None = None
+
+    def predictions(self, logits: np.ndarray) -> np.ndarray:
+        """Probabilities of logits [..., classes]; numbers are predictions as they are."""
+        return probabilities(logits) if self.tolerance is None else logits
 
     def logits(self, exit: int, pooled: np.ndarray) -> np.ndarray:
         """Logits [texts, classes] of one exit for pooled rows [texts, width]. A text's products are summed in one order,
@@ -105,6 +119,8 @@ class ExitClassifiers:
             return
         if criterion not in CRITERIA:
             raise ValueError(f"unknown criterion {criterion!r:.100}; use {', '.join(CRITERIA)}")
+        if self.tolerance is not None and criterion != "patience":
+            raise ValueError(f"{criterion} needs classes, and these exits predict numbers; use patience")
         rule = CRITERIA[criterion]
         most = rule.most(len(self.labels), len(self.layers))
         values = threshold if isinstance(threshold, tuple) else () if threshold is None else (threshold,)
@@ -124,8 +140,10 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
     return shares
 
 
-def passes(criterion: str, threshold: Threshold, probs: np.ndarray) -> np.ndarray:
+def passes(criterion: str, threshold: Threshold, probs: np.ndarray, tolerance: float | None = None) -> np.ndarray:
     """Which texts stop at the last exit of these probabilities [exits, texts, classes]: [texts] bool.
+
+    tolerance: `probs` are numbers [exits, texts, 1], and the criterion is patience.
 
     The last exit of the classifier has no threshold of its own among several: no text stops there.
     """
@@ -136,17 +154,17 @@ def passes(criterion: str, threshold: Threshold, probs: np.ndarray) -> np.ndarra
             return np.zeros(probs.shape[1], bool)
         threshold = threshold[len(probs) - 1]
     rule = CRITERIA[criterion]
-    measured = rule.measure(probs)
+    measured = rule.measure(probs) if tolerance is None else _steady(probs, tolerance)
     passed: np.ndarray = measured >= threshold if rule.rising else measured <= threshold
     return passed
 
 
-def first_exit(criterion: str, threshold: Threshold, probs: np.ndarray) -> np.ndarray:
-    """The exit at which each text stops, of all exits' probabilities [exits, texts, classes]: [texts]."""
+def first_exit(criterion: str, threshold: Threshold, probs: np.ndarray, tolerance: float | None = None) -> np.ndarray:
+    """The exit at which each text stops, of all exits' probabilities [exits, texts, classes], or numbers: [texts]."""
     last = len(probs) - 1
     exits = np.full(probs.shape[1], last)
     for exit in reversed(range(last)):
-        exits[passes(criterion, threshold, probs[: exit + 1])] = exit
+        exits[passes(criterion, threshold, probs[: exit + 1], tolerance)] = exit
     return exits
 
 
@@ -206,8 +224,8 @@ class ClassifierRun:
         for rule in {self.rules[number] for number in numbers}:
             assert rule is not None
             same = [number for number in numbers if self.rules[number] == rule]
-            probs = probabilities(np.stack([self.logits[number] for number in same], 1))
-            exiting = passes(rule.criterion, rule.threshold, probs)
+            probs = self.exits.predictions(np.stack([self.logits[number] for number in same], 1))
+            exiting = passes(rule.criterion, rule.threshold, probs, self.exits.tolerance)
             gone.update(number for number, exits in zip(same, exiting, strict=True) if exits)
         return [number for number in self.here if number not in gone]
 

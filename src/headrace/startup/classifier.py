@@ -36,7 +36,7 @@ class Info(msgspec.Struct, frozen=True):
     """The fields of classifier.json.
 
     model: name for the user. fits: fingerprint of the model that the exits were trained on. layers: number of layers below each
-    exit. trained: training settings for the user.
+    exit. trained: training settings for the user. tolerance: of exits that predict numbers; they have no labels.
     """
 
     model: str
@@ -46,11 +46,13 @@ class Info(msgspec.Struct, frozen=True):
     pooling: str
     trained: dict[str, float | str] = {}
     version: Size = VERSION
+    tolerance: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class ClassifierThreshold(msgspec.Struct, frozen=True):
     """A threshold with a guarantee from `n` held-out texts: with probability 1 - epsilon, at most a share `delta` of texts like
-    them is lost, that is, the exit is wrong and the full model is right. risk, mean_layers: values on the n texts.
+    them is lost, that is, the exit is wrong and the full model is right; of numbers, the exit errs by more than the full model
+    and the tolerance together. risk, mean_layers: values on the n texts.
     """
 
     criterion: Annotated[str, msgspec.Meta(min_length=1)]
@@ -89,7 +91,10 @@ class Classifier:
         return criterion, threshold
 
     def classification(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
-        """The classification of a text from the logits [exits, classes] of its computed exits."""
+        """The classification of a text from the logits [exits, classes] of its computed exits, or from their numbers."""
+        if self.exits.tolerance is not None:
+            numbers = [Vote(layer, value=row[0]) for layer, row in zip(self.exits.layers, logits, strict=False)]
+            return Classification(token_ids, "", {}, numbers[-1].layers, numbers, numbers[-1].value)
         shares, layers, labels = probabilities(np.array(logits)), self.exits.layers, self.exits.labels
         votes = [Vote(layers[at], labels[one.argmax()], float(one.max())) for at, one in enumerate(shares)]
         each = dict(zip(labels, shares[-1].tolist(), strict=True))
@@ -134,7 +139,15 @@ def save(
     folder: Path, exits: ExitClassifiers, model: Opened, trained: dict[str, float | str], rules: Sequence[ClassifierThreshold]
 ) -> None:
     """Write all three files. classifier.json comes last, so that an incomplete folder is not a classifier."""
-    info = Info(model.path.name, fingerprint(model), exits.labels, exits.layers, exits.pooling, trained)
+    info = Info(
+        model.path.name,
+        fingerprint(model),
+        exits.labels,
+        exits.layers,
+        exits.pooling,
+        trained,
+        tolerance=msgspec.UNSET if exits.tolerance is None else exits.tolerance,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INFO).unlink(missing_ok=True)
     with atomic_write(folder / WEIGHTS) as part:
@@ -170,7 +183,7 @@ def load(folder: str | Path, model: Opened) -> Classifier:
         )
     _check(place, info, tensors, model)
     weight, bias = (tensors[name].astype(np.float64) for name in ("weight", "bias"))
-    exits = ExitClassifiers(info.layers, info.labels, info.pooling, weight, bias)
+    exits = ExitClassifiers(info.layers, info.labels, info.pooling, weight, bias, info.tolerance or None)
     for rule in rules:
         try:
             exits.check(rule.criterion, rule.threshold)
@@ -184,11 +197,15 @@ def _check(place: Path, info: Info, tensors: dict[str, np.ndarray], model: Opene
     layers, labels, c = info.layers, info.labels, model.config
     if not layers or list(layers) != sorted(set(layers)) or layers[0] < 1 or layers[-1] != c.num_layers:
         raise ValueError(f"{place}: exits stand after ascending layers, the last after layer {c.num_layers}; train it again")
-    if len(set(labels)) != len(labels) or not 2 <= len(labels) <= MOST_LABELS or max(map(len, labels)) > LONGEST_LABEL:
+    if isinstance(info.tolerance, float):
+        if labels or not 0 < info.tolerance < float("inf"):
+            raise ValueError(f"{place}: exits that predict numbers have a tolerance above 0 and no labels; train it again")
+    elif len(set(labels)) != len(labels) or not 2 <= len(labels) <= MOST_LABELS or max(map(len, labels)) > LONGEST_LABEL:
         raise ValueError(f"{place}: a classifier has 2 to {MOST_LABELS} different labels; train it again")
     if info.pooling not in (*POOLS, BOTH):
         raise ValueError(f"{place}: unknown pooling {info.pooling!r:.100}; train it again")
-    shape = len(layers), len(labels), c.hidden_size * (1 + (info.pooling == BOTH))
+    outputs = 1 if isinstance(info.tolerance, float) else len(labels)
+    shape = len(layers), outputs, c.hidden_size * (1 + (info.pooling == BOTH))
     for name, wanted in (("weight", shape), ("bias", shape[:2])):
         if name not in tensors or tensors[name].shape != wanted or tensors[name].dtype != np.float32:
             raise ValueError(f"{place}: tensor {name!r} is missing or not of the shape {wanted}; train it again")

@@ -1,4 +1,4 @@
-"""Training of a classifier with exits: a linear layer after each chosen layer of an encoder.
+"""Training of a classifier with exits: a linear layer after each chosen layer of an encoder, for classes or for a number.
 
 Over a frozen encoder, each exit is a logistic regression on the rows that the engine itself computes. With a JointConfig the
 encoder learns together with its exits (training.joint_classifier). Learn-then-Test calibrates the exit thresholds on texts that
@@ -24,12 +24,13 @@ from headrace.data.plan import Threshold
 from headrace.data.progress import Progress
 from headrace.decoding.prompts import Classifying
 from headrace.llm import LLM
-from headrace.runner.classifier import BOTH, CRITERIA, ExitClassifiers, first_exit, probabilities
+from headrace.runner.classifier import BOTH, CRITERIA, ExitClassifiers, first_exit
 from headrace.startup.classifier import ClassifierThreshold, Pair, encode_texts, save
 from headrace.startup.opening import Opened, open_model
 from headrace.stats.calibration import calibrate
 from headrace.training.joint_classifier import WORK, JointConfig, check_new, learn, save_model
 from headrace.training.overlap import hashes, parts_of, split, without
+from headrace.training.regression import calibrated_patience, correlations, fit_number, numbers_of, spread
 from headrace.training.run import Interrupt, TrainingConfig, exclusive
 
 # Most steps of L-BFGS.
@@ -42,7 +43,7 @@ GRID_SIZE = 100
 
 @dataclass(frozen=True, slots=True)
 class LabelledTexts:
-    """Texts, or pairs of texts, with one label each."""
+    """Texts, or pairs of texts, with one label each; numbers as their text."""
 
     texts: list[str | Pair]
     labels: list[str]
@@ -51,10 +52,11 @@ class LabelledTexts:
         return LabelledTexts([self.texts[index] for index in indices], [self.labels[index] for index in indices])
 
 
-def read_labelled(path: Path, most: int | None = None) -> LabelledTexts:
+def read_labelled(path: Path, most: int | None = None, *, numbers: bool = False) -> LabelledTexts:
     """Read JSON lines, or .tsv and .csv files with a header; `most` texts at most.
 
-    Fields: "text" (or "sentence") and "label"; of pairs "text" and "pair" (or "sentence1" and "sentence2").
+    Fields: "text" (or "sentence") and "label"; of pairs "text" and "pair" (or "sentence1" and "sentence2"). numbers: labels may
+    have a decimal point.
     Raises ValueError, naming the line.
     """
     texts: list[str | Pair] = []
@@ -62,7 +64,8 @@ def read_labelled(path: Path, most: int | None = None) -> LabelledTexts:
     for number, row in enumerate(_rows(path), 1):
         text = row.get("text", row.get("sentence", row.get("sentence1")))
         second, label = row.get("pair", row.get("sentence2")), row.get("label")
-        if not isinstance(text, str) or not text or not isinstance(label, str | int) or isinstance(label, bool):
+        known = isinstance(label, str | int) or (numbers and isinstance(label, float))
+        if not isinstance(text, str) or not text or not known or isinstance(label, bool):
             raise ValueError(f'{path}, entry {number}: wants "text" (or "sentence") and "label"')
         if second is not None and (not isinstance(second, str) or not second):
             raise ValueError(f'{path}, entry {number}: "pair" (or "sentence2") is the second text, and is empty')
@@ -232,6 +235,8 @@ class ClassifierConfig(TrainingConfig):
     decay: L2 penalty. delta, epsilon: of the calibration. held_out: share of `data` to calibrate with, if there is no `check`.
     each_exit: the entropy gets a threshold for each exit, shaped on the training texts.
     joint: settings of a training together with the encoder, None for a frozen encoder.
+    tolerance: the labels are numbers, and patience counts exits that change the number by less; None: labels are classes.
+    Raises ValueError for a tolerance of 0 or less, and for thresholds by exit of numbers.
     """
 
     layers: tuple[int, ...] | None = None
@@ -242,11 +247,19 @@ class ClassifierConfig(TrainingConfig):
     held_out: float = 0.3
     joint: JointConfig | None = None
     each_exit: bool = False
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+            raise ValueError(f"--tolerance {self.tolerance:g}: give a number above 0, in the unit of the labels")
+        if self.tolerance is not None and self.each_exit:
+            raise ValueError("--each-exit is for the entropy of classes; leave it out, or --tolerance")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierReport:
-    """A trained classifier: the accuracy of each exit on the calibration texts, the rules, and notes on texts left out."""
+    """A trained classifier: the accuracy of each exit on the calibration texts (of numbers: Pearson's r), the rules, and notes
+    on texts left out."""
 
     exits: ExitClassifiers
     accuracy: list[float]
@@ -270,11 +283,11 @@ def train(
     Raises ValueError, and KeyboardInterrupt if `interrupt` stopped the joint training.
     """
     progress = progress or Progress()
-    labels = tuple(sorted(set(data.labels)))
+    labels = tuple(sorted(set(data.labels))) if config.tolerance is None else ()
     data, check, notes = _disjoint(data, check, config)
     if len(set(data.labels)) < 2 or len(check.texts) < 2:
         raise ValueError("a classifier needs texts of two labels at least, and some to calibrate with; give more")
-    if strange := sorted(set(check.labels) - set(labels)):
+    if labels and (strange := sorted(set(check.labels) - set(labels))):
         raise ValueError(f"the label {strange[0]!r} is in no text to train with; give one, or leave its texts out")
     opened = open_model(model)
     layers, pooling = _exit_layers(opened, config), config.pooling or opened.pooling
@@ -288,20 +301,39 @@ def train(
         if config.joint is None:
             weight, bias = _fit_exits(llm, data, labels, layers, pooling, config.decay, progress)
             about |= {"decay": config.decay}
-        exits = ExitClassifiers(layers, labels, pooling, weight, bias)
-        probs, classes = _probabilities(llm, exits, check, progress), _classes(labels, check)
-        families = None
-        if config.each_exit and len(layers) > 1:
-            families = exit_families(_probabilities(llm, exits, data, progress), _classes(labels, data))
-        # The default rule is the best of all criteria on these texts: each is tested at a part of epsilon (Bonferroni), so that
-        # all hold together.
-        rules = calibrated(exits, probs, classes, config.delta, config.epsilon / len(CRITERIA), families=families)
-        rules = [msgspec.structs.replace(rule, epsilon=config.epsilon) for rule in rules]
-        accuracy = (probs.argmax(-1) == classes).mean(-1).tolist()
+        exits = ExitClassifiers(layers, labels, pooling, weight, bias, config.tolerance)
+        predicted, targets = _predictions(llm, exits, check, progress), _targets(labels, check)
+        if config.tolerance is not None:
+            rules = calibrated_patience(exits, predicted, targets, config.delta, config.epsilon)
+            accuracy = correlations(predicted, targets)
+        else:
+            rules = _rules(llm, exits, data, predicted, targets, config, progress)
+            accuracy = (predicted.argmax(-1) == targets).mean(-1).tolist()
         save(out, exits, llm.opened, about | {"accuracy": float(accuracy[-1])}, rules)
     if config.joint is not None:
         shutil.rmtree(out / WORK)
     return ClassifierReport(exits, accuracy, rules, notes)
+
+
+def _rules(
+    llm: LLM,
+    exits: ExitClassifiers,
+    data: LabelledTexts,
+    probs: np.ndarray,
+    classes: np.ndarray,
+    config: ClassifierConfig,
+    progress: Progress,
+) -> list[ClassifierThreshold]:
+    """Calibrate all criteria. data: training texts, which shape thresholds by exit.
+
+    The default rule is the best of all criteria on these texts: each is tested at a part of epsilon (Bonferroni), so that all
+    hold together.
+    """
+    families = None
+    if config.each_exit and len(exits.layers) > 1:
+        families = exit_families(_predictions(llm, exits, data, progress), _targets(exits.labels, data))
+    rules = calibrated(exits, probs, classes, config.delta, config.epsilon / len(CRITERIA), families=families)
+    return [msgspec.structs.replace(rule, epsilon=config.epsilon) for rule in rules]
 
 
 def _disjoint(
@@ -338,14 +370,16 @@ def _exit_layers(opened: Opened, config: ClassifierConfig) -> tuple[int, ...]:
     return layers
 
 
-def _probabilities(llm: LLM, exits: ExitClassifiers, data: LabelledTexts, progress: Progress) -> np.ndarray:
-    """Return the probabilities of all exits, [exits, texts, classes]."""
+def _predictions(llm: LLM, exits: ExitClassifiers, data: LabelledTexts, progress: Progress) -> np.ndarray:
+    """Return the probabilities of all exits, [exits, texts, classes], or their numbers, [exits, texts, 1]."""
     rows = pooled_rows(llm, data.texts, exits.layers, exits.pooling, progress).astype(np.float64)
-    return probabilities(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(exits.layers))]))
+    return exits.predictions(np.stack([exits.logits(exit, rows[exit]) for exit in range(len(exits.layers))]))
 
 
-def _classes(labels: Sequence[str], data: LabelledTexts) -> np.ndarray:
-    """Return the class numbers [texts] of the labels."""
+def _targets(labels: Sequence[str], data: LabelledTexts) -> np.ndarray:
+    """Return the class numbers [texts] of the labels; without labels the numbers themselves."""
+    if not labels:
+        return numbers_of(data.labels)
     number = {label: index for index, label in enumerate(labels)}
     return np.array([number[label] for label in data.labels])
 
@@ -364,11 +398,12 @@ def _fit_exits(
     progress: Progress,
 ) -> ExitWeights:
     """Fit each exit by itself, on rows of the frozen encoder."""
-    rows, classes, weights = pooled_rows(llm, data.texts, layers, pooling, progress), _classes(labels, data), []
+    rows, targets, weights = pooled_rows(llm, data.texts, layers, pooling, progress), _targets(labels, data), []
     progress.start("training", len(layers), unit="exits")
     for exit in range(len(layers)):
         progress.advance(1)
-        weights.append(fit(rows[exit], classes, len(labels), decay))
+        own = fit(rows[exit], targets, len(labels), decay) if labels else fit_number(rows[exit], targets, decay)
+        weights.append(own)
     weight, bias = (np.stack(parts).astype(np.float64) for parts in zip(*weights, strict=True))
     return weight, bias
 
@@ -386,7 +421,9 @@ def _train_jointly(
 ) -> ExitWeights:
     """Train all exits together with the encoder, and write the encoder to `out`."""
     texts = encode_texts(partial(opened.tokenizer.encode, parse_special=False), data.texts)
-    classes = _classes(labels, data).tolist()
-    trained = learn(opened, texts, classes, len(labels), layers, pooling, joint, progress, out / WORK, interrupt)
+    targets = _targets(labels, data)
+    centre, width = (0.0, 1.0) if labels else spread(targets)
+    learned = targets.tolist() if labels else ((targets - centre) / width).tolist()
+    trained = learn(opened, texts, learned, len(labels) or 1, layers, pooling, joint, progress, out / WORK, interrupt)
     save_model(out, trained.model, opened)
-    return trained.weight.astype(np.float64), trained.bias.astype(np.float64)
+    return trained.weight.astype(np.float64) * width, trained.bias.astype(np.float64) * width + centre

@@ -1,7 +1,7 @@
 """Joint training of a classifier: an encoder and its exits learn together and become a new model.
 
-The loss is the weighted mean of all exits' cross-entropies; the i-th exit has weight i. A stopped training resumes from its
-last checkpoint; the new model's config.json is written last.
+The loss is the weighted mean of all exits' cross-entropies, or of the squared errors of numbers; the i-th exit has weight i. A
+stopped training resumes from its last checkpoint; the new model's config.json is written last.
 
 Source: PABEE, Zhou et al., arXiv 2006.04152.
 """
@@ -65,7 +65,7 @@ class JointModel:
 def learn(
     opened: Opened,
     texts: Sequence[list[int]],
-    classes: Sequence[int],
+    targets: Sequence[int] | Sequence[float],
     count: int,
     layers: tuple[int, ...],
     pooling: str,
@@ -76,7 +76,8 @@ def learn(
 ) -> JointModel:
     """Train an encoder with float weights and its exits after `layers`.
 
-    texts: token ids. classes: the class of each text, 0 ≤ class < count. work: folder of the training state.
+    texts: token ids. targets: the class of each text, 0 ≤ class < count, or with `count` 1 its number (of about mean 0 and
+    variance 1). work: folder of the training state.
     The same bytes for the same arguments on the same machine and threads, whether it was stopped or not.
     Raises ValueError, and KeyboardInterrupt if stopped.
     """
@@ -88,15 +89,15 @@ def learn(
     weight, bias = torch.zeros(len(layers), count, width), torch.zeros(len(layers), count)
     exits = {"exits.weight": weight, "exits.bias": bias}
     batches = [batch for epoch in range(config.epochs) for batch in _batches(texts, config, epoch)]
-    record_job(work, _job(opened, texts, classes, layers, pooling, config))
+    record_job(work, _job(opened, texts, targets, layers, pooling, config))
     factors = dict.fromkeys(exits, EXIT_RATE_FACTOR)
     tensors = dict(model.named_parameters()) | exits
     run = Run(tensors, work, Budget(steps=len(batches)), config.rate, rate_factors=factors, betas=BETAS)
 
     def step(number: int) -> float:
         batch = batches[number]
-        batch_texts, batch_classes = [texts[index] for index in batch], [classes[index] for index in batch]
-        loss = loss_of(model, weight, bias, batch_texts, batch_classes, layers, pooling)
+        batch_texts, batch_targets = [texts[index] for index in batch], [targets[index] for index in batch]
+        loss = loss_of(model, weight, bias, batch_texts, batch_targets, layers, pooling)
         loss.backward()
         return loss.item()
 
@@ -105,10 +106,15 @@ def learn(
 
 
 def _job(
-    opened: Opened, texts: Sequence[list[int]], classes: Sequence[int], layers: Sequence[int], pooling: str, config: JointConfig
+    opened: Opened,
+    texts: Sequence[list[int]],
+    targets: Sequence[int] | Sequence[float],
+    layers: Sequence[int],
+    pooling: str,
+    config: JointConfig,
 ) -> dict[str, Any]:
     """Settings that must stay the same on resume."""
-    data = hashlib.sha256(json.dumps([list(texts), list(classes)]).encode()).hexdigest()[:16]
+    data = hashlib.sha256(json.dumps([list(texts), list(targets)]).encode()).hexdigest()[:16]
     return {"parent": str(opened.path), "texts": data, "layers": list(layers), "pooling": pooling, **asdict(config)}
 
 
@@ -117,16 +123,17 @@ def loss_of(
     weight: torch.Tensor,
     bias: torch.Tensor,
     texts: Sequence[list[int]],
-    classes: Sequence[int],
+    targets: Sequence[int] | Sequence[float],
     layers: Sequence[int],
     pooling: str,
 ) -> torch.Tensor:
-    """Weighted mean of the exits' cross-entropies, in nats."""
+    """Weighted mean of the exits' cross-entropies, in nats; of exits with one output, of their squared errors."""
     output = run_sequences(model, texts, [layer - 1 for layer in layers])
-    targets, total = torch.tensor(classes), torch.zeros(())
+    right, total = torch.tensor(targets), torch.zeros(())
     for exit, rows in enumerate(output.after):
         logits = pooled(rows, [len(text) for text in texts], pooling) @ weight[exit].T + bias[exit]
-        total = total + (exit + 1) * cross_entropy(logits, targets)
+        loss = cross_entropy(logits, right) if logits.shape[1] > 1 else (logits[:, 0] - right).square().mean()
+        total = total + (exit + 1) * loss
     return total / (len(layers) * (len(layers) + 1) / 2)
 
 

@@ -30,7 +30,7 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     except ValueError as error:
         raise bad(str(error)[:300], "threshold" if request.criterion is None else "criterion") from None
     texts = await encode_inputs(service, request)
-    each_has = len(known.exits.labels) + (len(known.exits.layers) if request.return_exits else 0)
+    each_has = max(1, len(known.exits.labels)) + (len(known.exits.layers) if request.return_exits else 0)
     if (many := len(texts) * each_has) > MAX_PROBABILITIES:
         raise bad(f"these inputs make {many} probabilities and {MAX_PROBABILITIES} are the most; send fewer", "input")
     inflight = await unless_disconnected(http, run_in_groups(service, request, texts, salt, rule=rule))

@@ -77,13 +77,13 @@ EMBEDDING = _object("embedding", {"index": NUMBER, "embedding": {"oneOf": [{"typ
 
 CLASSIFICATION = _object(
     "classification",
+    {"index": NUMBER, "layers": NUMBER},
     {
-        "index": NUMBER,
         "label": TEXT,
         "probabilities": {"type": "object", "additionalProperties": {"type": "number"}},
-        "layers": NUMBER,
+        "value": {"type": "number"},
+        "exits": _array({"type": "object"}),
     },
-    {"exits": _array({"type": "object"})},
 )
 
 
