@@ -1,6 +1,7 @@
 """Command train-classifier: train exits of an encoder on labelled texts."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,13 @@ ExitPooling = Annotated[
 ]
 EachExit = Annotated[
     bool, typer.Option("--each-exit", help="Entropy: a threshold for each exit, as in BranchyNet, shaped on --data.")
+]
+
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        help="Labels are numbers: exits predict a number, and patience counts exits that change it by less than this."
+    ),
 ]
 
 
@@ -44,12 +52,7 @@ def train_classifier(
     epsilon: Annotated[float, typer.Option(help="Probability that the bound does not hold.")] = 0.05,
     decay: Annotated[float, typer.Option(min=0.0, help="Weight decay.")] = 1e-3,
     each_exit: EachExit = False,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Labels are numbers: exits predict a number, and patience counts exits that change it by less than this."
-        ),
-    ] = None,
+    tolerance: Tolerance = None,
     most: Annotated[int | None, typer.Option(min=4, help="Number of texts to use (default: all).")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -75,22 +78,12 @@ def train_classifier(
     exits = layers_of(layers, "--layers") or None
     if pooling not in (None, "first", "mean", "both"):
         raise typer.BadParameter(f"--pooling takes first, mean or both, not {pooling!r}")
-    numbers = tolerance is not None
-    texts, path = read_labelled(data, most, numbers=numbers), fetch(model)
+    read = partial(read_labelled, numbers=tolerance is not None)
+    texts, path = read(data, most), fetch(model)
     together = JointConfig(epochs, batch, rate, seed) if joint else None
-    config = ClassifierConfig(
-        exits,
-        pooling,
-        decay,
-        delta,
-        epsilon,
-        joint=together,
-        each_exit=each_exit,
-        tolerance=tolerance,
-        seed=seed,
-        threads=threads,
-    )
-    others = None if check is None else read_labelled(check, numbers=numbers)
+    common: dict[str, Any] = {"each_exit": each_exit, "tolerance": tolerance, "seed": seed, "threads": threads}
+    config = ClassifierConfig(exits, pooling, decay, delta, epsilon, joint=together, **common)
+    others = None if check is None else read(check)
     with resumable(out) if joint else nullcontext():
         result = train(str(path), texts, out, config, status(), others, Interrupt())
     status().finish()
