@@ -80,6 +80,10 @@ class MethodOptions:
     ] = None
     heal_steps: Annotated[int | None, _method("heal: training steps, four texts of --calibrate each.")] = None
     heal_rate: Annotated[float | None, _method("heal: highest learning rate (default: 1e-4).")] = None
+    prune_rounds: Annotated[
+        int | None,
+        _method("heal,magnitude: rounds of pruning during the training, up to --sparsity; 1: all before it."),
+    ] = None
     layout: Annotated[
         str | None,
         _method("Layout of a folder: compressed (compressed-tensors, the default), gptq, awq, or 2:4 (needs groups of 32)."),

@@ -104,12 +104,13 @@ def reading_bytes(pipeline: Pipeline, opened: Opened, cut: bool = False) -> int:
     read = pipeline.text_source if pipeline.reads or pipeline.kv is not None else None
     for text in filter(None, (read, pipeline.judge)):
         most = max(most, LIBRARIES + (writing_bytes(opened, window) if text == SELF else file_bytes(Path(text))))
-    if pipeline.reads:
+    if pipeline.measures:
         wanted = tokens_wanted(pipeline, layer_width(decoder))
         rows = 4 * wanted * config.layers[0].q_size if pipeline.kv_heads else 0  # of `out`, before the cut
         most = max(most, rows + peak_bytes(config, decoder, wanted, window, bool(pipeline.cuts)))
     if pipeline.heal is not None and not cut:
-        most = max(most, LIBRARIES + heal_bytes(config, reduce(pruned_config, pipeline.cuts, config)))
+        student = reduce(pruned_config, pipeline.cuts, config)
+        most = max(most, LIBRARIES + heal_bytes(config, student, pipeline.prune_rounds is not None))
     return most if pipeline.kv is None else max(most, peak_bytes(config, decoder, TOKENS, window))
 
 
@@ -126,12 +127,14 @@ def too_few_tokens_warning(tokens: int, width: int) -> list[str]:
 def start_work(
     opened: Opened, pipeline: Pipeline, mix: str, folder: Path, judged: Texts, progress: Progress
 ) -> tuple[WorkFolder, Texts]:
-    """Start or resume the work folder; returns it with the calibration texts, drawn if missing.
+    """Start or resume the work folder; returns it with the calibration texts, drawn if missing; none if nothing measures.
 
     judged: evaluation texts. Raises ValueError if one holds a calibration passage, and as WorkFolder and `draw_texts` do.
     """
     work = WorkFolder(folder)
     work.begin(plan_of(opened, pipeline, mix))
+    if not pipeline.measures:
+        return work, []
     if not (folder / TEXTS).is_file():
         wanted = tokens_wanted(pipeline, layer_width(describe(opened.config)))
         drawn = draw_texts(opened, pipeline.text_source, wanted, pipeline.seed, progress, WINDOW, pipeline.threads)

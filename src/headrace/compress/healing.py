@@ -1,4 +1,4 @@
-"""Healing: a cut model is trained to predict what the original predicts (distillation), before anything is rounded.
+"""Healing: a cut or pruned model is trained to predict what the original predicts (distillation), before anything is rounded.
 
 The trainer is passed in, because training imports this package. This module holds its interface, texts and report.
 """
@@ -26,7 +26,8 @@ TEXTS = "heal.texts.json"
 class HealReport:
     """Training of `steps` steps over `tokens` tokens, `different` of them distinct.
 
-    before, after: judgement on held-out texts before and after it.
+    before, after: judgement on held-out texts before and after it; with rounds of pruning, `before` is of the model that is
+    pruned at once and not trained.
     """
 
     steps: int
@@ -62,8 +63,11 @@ def heal_texts(opened: Opened, source: str, how: Heal, work: WorkFolder, judged:
     return texts
 
 
-def heal_bytes(original: ModelConfig, cut: ModelConfig) -> int:
-    """Peak memory of training in bytes: weights, gradients and optimizer moments; the packed original; logits of a text."""
+def heal_bytes(original: ModelConfig, cut: ModelConfig, pruned: bool = False) -> int:
+    """Peak memory of training in bytes: weights, gradients and optimizer moments; the packed original; logits of a text.
+
+    pruned: also a mask of zeros.
+    """
     table = original.vocab_size * original.hidden_size
     student, teacher = describe(cut).num_parameters, describe(original).num_parameters
-    return 16 * student + 2 * teacher + 4 * table + 10 * 4 * original.vocab_size * WINDOW
+    return (16 + pruned) * student + 2 * teacher + 4 * table + 10 * 4 * original.vocab_size * WINDOW

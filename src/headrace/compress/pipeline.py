@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace import core
 from headrace.compress.grids.keep import GLOBAL, Sparsity
-from headrace.compress.pruning import PRUNES, SPARSEGPT, parse_pruning
+from headrace.compress.pruning import PRUNES, SPARSEGPT, PruningSchedule, parse_pruning
 from headrace.compress.structure import HEADS, KV_HEADS, LAYERS, NEURONS, STRUCTURES, Cut, parse_cuts
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import FORMATS
@@ -31,15 +31,20 @@ EXAMPLES = "awq,gptq or neurons,heal,wanda,gptq"
 
 @dataclass(frozen=True, slots=True)
 class Heal:
-    """Training of a cut model: `steps` of healing.BATCH texts; `rate` is the peak learning rate."""
+    """Training of a cut model: `steps` of healing.BATCH texts; `rate` is the peak learning rate.
+
+    pruning: rounds of pruning by magnitude during the training, if any.
+    """
 
     steps: int
     rate: float
     seed: int
     threads: int
+    pruning: PruningSchedule | None = None
 
     def __str__(self) -> str:
-        return f"{self.steps} steps at {self.rate:g}"
+        rounds = "" if self.pruning is None else f", pruned in {self.pruning.rounds} rounds"
+        return f"{self.steps} steps at {self.rate:g}{rounds}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +57,15 @@ class Pipeline:
     file for rtn. budget: bytes of all tensors; formats are then chosen matrix by matrix, starting from `format`. sparsity: as
     grids.keep.parse_sparsity reads it. keep_neurons, keep_heads (shares), drop_layers, kv_heads (counts): numbers of the
     methods that cut; pool: how K/V heads are merged. heal_steps, heal_rate: length and peak learning rate of the training after
-    cuts.
+    cuts. prune_rounds: rounds in which magnitude prunes during that training (training.gradual); None: once, after it.
 
     calibrate: a text file, or "self" (the model writes them); None: "self" for methods that read texts. If texts are named and
-    there are no cuts, rtn searches scales by importance, as `weighted` does. tokens: calibration tokens; None: four for each
-    input of the widest matrix. act_order: GPTQ takes important columns first. damp: share of the Hessian's mean diagonal that
-    GPTQ and SparseGPT add to it (None: least_squares.DAMPING). true_sequential: they measure the inputs of a matrix with the
-    matrices before it rounded. alpha: of SmoothQuant, a number or "auto" (chosen in each layer). judge: a text file, "self", or
-    None. write_imatrix: file for the measured importance. kv: K/V format that OUT asks for (weights.kv_settings.FORMATS), with
-    key means over the same texts.
+    there are neither cuts nor training, rtn searches scales by importance, as `weighted` does. tokens: calibration tokens;
+    None: four for each input of the widest matrix. act_order: GPTQ takes important columns first. damp: share of the Hessian's
+    mean diagonal that GPTQ and SparseGPT add to it (None: least_squares.DAMPING). true_sequential: they measure the inputs of a
+    matrix with the matrices before it rounded. alpha: of SmoothQuant, a number or "auto" (chosen in each layer). judge: a text
+    file, "self", or None. write_imatrix: file for the measured importance. kv: K/V format that OUT asks for
+    (weights.kv_settings.FORMATS), with key means over the same texts.
     keep_work: the work folder stays after the run. threads: 0: one for each core.
     """
 
@@ -74,6 +79,7 @@ class Pipeline:
     pool: str | None = None
     heal_steps: int | None = None
     heal_rate: float | None = None
+    prune_rounds: int | None = None
     layout: str | None = None
     head: str | None = None
     imatrix: Path | None = None
@@ -138,18 +144,27 @@ class Pipeline:
         rate = RATE if self.heal_rate is None else self.heal_rate
         if self.heal_steps < 1 or not 0 < rate < 1:
             raise ValueError("--heal-steps is 1 or more, and --heal-rate between 0 and 1")
-        return Heal(self.heal_steps, rate, self.seed, self.thread_count)
+        pruning = None
+        if self.prune_rounds is not None and self.prunes is not None:
+            pruning = PruningSchedule(self.prunes[1], self.prune_rounds)
+        return Heal(self.heal_steps, rate, self.seed, self.thread_count, pruning)
 
     @property
     def reads(self) -> bool:
-        """True if calibration texts are read: by a cut, or after all cuts (`walks`)."""
+        """True if texts are read: by a cut, by a training, or after all cuts (`walks`)."""
+        return self.measures or HEAL in self.method
+
+    @property
+    def measures(self) -> bool:
+        """True if inputs are measured on calibration texts: by a cut, or after all cuts (`walks`)."""
         return self.walks or bool(self.cuts)
 
     @property
     def walks(self) -> bool:
         """True if a layer pass reads texts after all cuts: for a method, the importance file or the budget."""
         reads = bool(set(self.method) & set(READ)) or ("wanda" in self.method and self.imatrix is None)
-        weighted = self.calibrate is not None and not self.cuts and self.format.upper() not in FLOATS
+        trains = bool(self.cuts) or HEAL in self.method
+        weighted = self.calibrate is not None and not trains and self.format.upper() not in FLOATS
         return reads or weighted or self.write_imatrix is not None or self.budget is not None
 
     @property
@@ -160,7 +175,8 @@ class Pipeline:
     def check(self) -> None:
         """Raise ValueError for unknown methods, and for settings that cannot be combined."""
         check_known(self.method)
-        check_order(self.method)
+        check_order(self.method, self.prune_rounds is not None)
+        self._check_rounds()
         if self.kv is not None and self.kv not in FORMATS:
             raise ValueError(f"K and V are kept as {' or '.join(FORMATS)}, not {self.kv!r}")
         cuts, prunes, _ = self.cuts, self.prunes, self.heal
@@ -177,6 +193,21 @@ class Pipeline:
             raise ValueError("--imatrix and --calibrate both give the importance of inputs; leave one out")
         if prunes and self.budget is not None:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
+
+    def _check_rounds(self) -> None:
+        """Raise ValueError for rounds of pruning without training or magnitude, or more of them than steps."""
+        rounds = self.prune_rounds
+        if rounds is None:
+            return
+        if HEAL not in self.method:
+            raise ValueError(
+                f"--prune-rounds {rounds}: without training between them rounds remove the weights that one round removes; "
+                f"train with --method {HEAL},magnitude --heal-steps 200, or leave it out"
+            )
+        if "magnitude" not in self.method:
+            raise ValueError(f"--prune-rounds {rounds} needs the method magnitude, as in --method {HEAL},magnitude")
+        if not 1 <= rounds <= (self.heal_steps or rounds):
+            raise ValueError(f"--prune-rounds {rounds}: give 1 to {self.heal_steps}, the steps of --heal-steps")
 
     def _check_options(self) -> None:
         """Raise ValueError for options without their method, or out of range."""
@@ -213,10 +244,12 @@ def check_known(methods: Sequence[str]) -> None:
         raise ValueError(f"no method is named; known are {', '.join(METHODS)}")
 
 
-def check_order(methods: Sequence[str]) -> None:
-    """Raise ValueError for methods that cannot follow one another."""
+def check_order(methods: Sequence[str], in_rounds: bool = False) -> None:
+    """Raise ValueError for methods that cannot follow one another. in_rounds: the training prunes, so it needs no cut."""
     reasons = (_why_not(before, after) for before, after in pairwise(methods))
-    alone = f"{HEAL} trains what a cut has left" if methods[0] == HEAL else ""
+    alone = f"{HEAL} trains what a cut has left" if methods[0] == HEAL and not in_rounds else ""
+    if alone and "magnitude" in methods:
+        alone += ", or prunes in rounds (--prune-rounds)"
     if why := next(filter(None, (*reasons, alone)), ""):
         raise ValueError(f"{','.join(methods)} cannot be: {why}; {_instead(methods)}")
 

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.compress.grids.keep import EXAMPLES, Sparsity, keep_mask, magnitude, parse_sparsity, wanda
+from headrace.compress.grids.keep import EXAMPLES, GLOBAL, Sparsity, keep_mask, magnitude, parse_sparsity, wanda
 from headrace.weights.kinds import FLOATS
 
 SPARSEGPT = "sparsegpt"
@@ -73,6 +74,37 @@ def global_threshold(matrices: Iterable[np.ndarray], share: float) -> float:
         counts += np.bincount(bits, minlength=len(counts))
     below = np.cumsum(counts) <= share * counts.sum()
     return float(np.uint32(below.sum() << DROPPED_BITS).view(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class PruningSchedule:
+    """Rounds of magnitude pruning up to the sparsity `final`, spread evenly over a training.
+
+    Source: Zhu & Gupta, "To prune, or not to prune", arXiv 1710.01878, equation 1.
+    """
+
+    final: Sparsity
+    rounds: int
+
+    def sparsity_after(self, finished: int) -> Sparsity:
+        """Sparsity after `finished` rounds; the last round has the final one. Of 2:4, a whole number of each group."""
+        share = self.final.share * (1 - (1 - finished / self.rounds) ** 3)
+        return replace(self.final, share=share, kept=self.final.of - round(share * self.final.of))
+
+    def first_steps(self, steps: int) -> list[int]:
+        """The step before which each round prunes; as many steps follow the last round as lie between two."""
+        return [number * steps // self.rounds for number in range(self.rounds)]
+
+    def prune(self, matrices: Sequence[np.ndarray], finished: int) -> None:
+        """Set weights of float32 matrices [n, k] to 0, in place, so that the shares are those after `finished` rounds."""
+        sparsity = self.sparsity_after(finished)
+        if sparsity.per == GLOBAL:
+            least = global_threshold(matrices, sparsity.share)
+            for matrix in matrices:
+                matrix[np.abs(matrix) < least] = 0.0
+            return
+        for matrix in matrices:
+            matrix[...] = prune_rows(matrix, ("magnitude", sparsity), None)
 
 
 def prune_rows(rows: np.ndarray, how: tuple[str, Sparsity], importance: np.ndarray | None) -> np.ndarray:

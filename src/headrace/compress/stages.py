@@ -1,4 +1,4 @@
-"""Cuts (structured pruning), one after the other, and healing.
+"""Cuts (structured pruning), one after the other, and healing, which may prune in rounds.
 
 Each cut is a layer pass over the model that the one before has left; it writes a smaller model as a GGUF file in the work
 folder. Matrices that a cut changes are stored as float32 there, all other tensors as they were. A healed model is float32.
@@ -73,10 +73,12 @@ def cut_model(
     threads: int,
     vocabulary: bool = True,
 ) -> PrunedModel:
-    """Run cuts, or resume them. The file of each replaces that of the one before.
+    """Run cuts, or resume them; without cuts the model as it is. The file of each replaces that of the one before.
 
     vocabulary: the file holds the tokenizer, too. Raises ValueError as `pruned_config` and WorkFolder do, and OSError.
     """
+    if not cuts:
+        return PrunedModel(opened, [], [], 0)
     names = [f"{index}-{cut.method}" for index, cut in enumerate(cuts)]
     files = [work.folder / f"{name}.gguf" for name in names]
     done = max((index for index, name in enumerate(names) if (work.folder / f"{name}.json").is_file()), default=-1)

@@ -103,9 +103,11 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progr
     texts: Texts = []
     if pipeline.reads:
         work, texts = start_work(original, pipeline, plan.format_name(pipeline), work_path(path), judge_texts, progress)
-        _warn(plan.report, too_few_tokens_warning(sum(map(len, texts)), layer_width(describe(original.config))), progress)
+        if texts:
+            few = too_few_tokens_warning(sum(map(len, texts)), layer_width(describe(original.config)))
+            _warn(plan.report, few, progress)
         plan.report.passages = passage_hashes(texts)
-        if pipeline.cuts:
+        if pipeline.cuts or pipeline.heal is not None:
             plan = _cut(plan, work, texts, judge_texts, progress, healer)
         if pipeline.walks:
             _run_methods(plan, work, texts, progress)
@@ -130,7 +132,7 @@ def _compress(model: str | Path, path: Path, pipeline: Pipeline, progress: Progr
 def _cut(
     plan: CompressionPlan, work: WorkFolder, texts: Texts, judge_texts: Texts, progress: Progress, healer: Healer | None
 ) -> CompressionPlan:
-    """Cut the model, heal it if the pipeline does, and plan the rest for the smaller model."""
+    """Cut the model if there are cuts, heal it if the pipeline does, and plan the rest for the smaller model."""
     pipeline, vocabulary = plan.pipeline, plan.copies_vocabulary
     left = cut_model(plan.original, pipeline.cuts, work, texts, progress, pipeline.thread_count, vocabulary)
     if (heal := pipeline.heal) is not None:

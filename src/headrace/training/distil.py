@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from headrace.training.examples import (
     write_items,
 )
 from headrace.training.exit_heads import check as check_exits
+from headrace.training.gradual import GradualPruning
 from headrace.training.heads import ANSWER_TOKENS, Prompt, acceptance, prompt_tokens
 from headrace.training.losses import HARD, LOSSES, MAPS, DistillationLoss, check_maps
 from headrace.training.run import Budget, Interrupt, Run, TrainingConfig, exclusive, record_job
@@ -288,17 +290,25 @@ def train(
     config: DistilConfig,
     progress: Progress,
     interrupt: Interrupt | None,
+    pruning: GradualPruning | None = None,
 ) -> list[float]:
-    """Train to the end of the budget. Returns the losses of the steps."""
+    """Train to the end of the budget, with rounds of `pruning` if given. Returns the losses of the steps."""
     losses: list[float] = []
 
     def remark(value: float) -> str:
         losses.append(value)
         return f"step {run.steps}, loss {value:.3f}"
 
-    run.train(
-        lambda step: loss.backward(batch_of(learned, step, config.batch, config.seed)), progress, interrupt, remark=remark
-    )
+    def step(number: int) -> float:
+        if pruning is not None:
+            pruning.before_step(number)
+        value = loss.backward(batch_of(learned, number, config.batch, config.seed))
+        if pruning is not None:
+            pruning.before_update()
+        return value
+
+    after_update = None if pruning is None else pruning.after_update
+    run.train(step, progress, interrupt, remark=remark, after_update=after_update)
     return losses
 
 
@@ -348,10 +358,12 @@ class Healing:
         teacher = forward_of(backend, original, min(WINDOW, original.config.max_position), how.threads, maps=False)
         loss = DistillationLoss(teacher, student, HEALING_LOSSES, config.temperature, config.share)
         learned, held = held_apart(windows(texts), HELD_OUT, how.seed)
+        pruning = None if how.pruning is None else GradualPruning(model, how.pruning, how.steps)
         progress.start("judging")
-        before, _ = judge_untrained(loss, original, folder, held, config)
+        with nullcontext() if pruning is None else pruning.pruned_at_once():
+            before, _ = judge_untrained(loss, original, folder, held, config)
         run = Run(loss.tensors, folder, config.budget, how.rate)
-        train(run, loss, learned, config, progress, self._interrupt)
+        train(run, loss, learned, config, progress, self._interrupt, pruning)
         progress.start("judging")
         after = loss.judge(held)
         progress.finish()

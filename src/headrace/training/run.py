@@ -164,11 +164,12 @@ class Run:
         *,
         name: str = "training",
         remark: Callable[[float], str] = loss_remark,
+        after_update: Callable[[], None] | None = None,
     ) -> None:
         """Train to the end of the budget and save the last checkpoint.
 
         step: adds the gradients of the step with this number, and returns its loss.
-        remark: makes the progress remark of a step's loss.
+        remark: makes the progress remark of a step's loss. after_update: called after each update of the tensors.
         Raises KeyboardInterrupt after a step if `interrupt` stops the training; the checkpoint is saved. Raises ValueError if
         a loss is NaN or infinite, which would destroy every weight; the checkpoint before is kept.
         """
@@ -184,6 +185,8 @@ class Run:
                         f"the loss of step {self.steps} is not a number: start again ({self.folder}) at a lower rate"
                     )
                 self._update()
+                if after_update is not None:
+                    after_update()
                 self.seconds = before + time.monotonic() - begin
                 progress.advance(self._position() - shown, remark(loss))
                 shown = self._position()
