@@ -49,6 +49,20 @@ def test_each_figure_is_in_the_log(row: dict[str, Any]) -> None:
     assert (DOCS / f"en/understand/methods/{row['page']}.md").is_file()
 
 
+TRAINS = re.compile(r"train-|distil|heal|benchmarks\.(refine|exit)|exits|heads")
+
+
+def lacks_seeds(row: dict[str, Any]) -> bool:
+    """True for a figure of something trained that does not say of how many seeds (or splits) it is."""
+    return bool(row["ours"]) and bool(TRAINS.search(row["command"])) and not re.search(r"seed|split", row["ours"])
+
+
+def test_figures_of_trainings_say_how_many_seeds() -> None:
+    assert [row["id"] for row in papers() if lacks_seeds(row)] == []
+    row = next(row for row in papers() if row["id"] == "GQA")
+    assert lacks_seeds(row | {"ours": row["ours"].replace("; one seed", "")}), "control"
+
+
 def test_a_changed_figure_is_found() -> None:
     """The controls: another number in a figure, in a quote, and another section."""
     row = next(row for row in papers() if row["id"] == "GPTQ")

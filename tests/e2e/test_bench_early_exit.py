@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import exit_speed
 from headrace.bench import early_exit_audit as audits
 from headrace.bench.early_exit import ExitRule, bytes_a_step, checks, perturbed, rule_of, thresholds
 from headrace.bench.early_exit_audit import ExitPredictions, Text, audit, criteria_of
@@ -197,3 +198,19 @@ def test_figures_from_the_command_line(shell: Shell, model: Path, folder: Path, 
         code, _, err = shell("bench", "exits", model, *some)
         assert code == 2
         assert wrong in " ".join(err.split())
+
+
+def test_speed_counts_the_layers_of_each_threshold(
+    model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 0 all tokens but the first exit at the first of several exits; above 1 none does, the control."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS) + "\n")
+    sizes = ("--max-tokens", "8", "--rounds", "1", "--threads", "1", "--batches", "1", "3")
+    exit_speed.main([str(model), str(folder), str(prompts), "--exit-layers", "all", "--thresholds", "0", "1.01", *sizes])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line.split(":")[0].strip() for line in lines]
+    assert titles == ["batch 1", "threshold 0", "threshold 1.01", "batch 3", "threshold 0", "threshold 1.01"]
+    for line in lines[1::3]:
+        assert AFTER[0] <= float(line.split()[-2]) < 3
+    assert [line.split()[-2] for line in lines[2::3]] == ["4.00", "4.00"]
