@@ -1,14 +1,19 @@
 """Tiny Whisper models with random weights, by `transformers` (the oracle), and their folders."""
 
 import json
+import re
+import struct
 import wave
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.audio_utils import mel_filter_bank
 
 RATE = 16_000
 POSITIONS = 50  # one second of sound: 100 log-mel rows
@@ -20,6 +25,34 @@ CONTROLS = (
 TEXT = 256  # one token for each byte
 EOT = TEXT
 VOCAB = TEXT + len(CONTROLS) + POSITIONS + 1
+
+
+NAMES = [  # of Hugging Face's tensors in openai-whisper
+    (r"^model\.", ""),
+    (r"\.layers\.", ".blocks."),
+    (r"self_attn_layer_norm", "attn_ln"),
+    (r"encoder_attn_layer_norm", "cross_attn_ln"),
+    (r"final_layer_norm", "mlp_ln"),
+    (r"self_attn", "attn"),
+    (r"encoder_attn", "cross_attn"),
+    (r"q_proj", "query"),
+    (r"k_proj", "key"),
+    (r"v_proj", "value"),
+    (r"out_proj", "out"),
+    (r"fc1", "mlp.0"),
+    (r"fc2", "mlp.2"),
+    (r"embed_positions\.weight", "positional_embedding"),
+    (r"embed_tokens", "token_embedding"),
+    (r"encoder\.layer_norm", "encoder.ln_post"),
+    (r"decoder\.layer_norm", "decoder.ln"),
+]
+
+
+def renamed(name: str) -> str:
+    """A tensor's name in openai-whisper and in ggml files."""
+    for ours, theirs in NAMES:
+        name = re.sub(ours, theirs, name)
+    return name
 
 
 def oracle(bins: int = 80, positions: int = POSITIONS, vocab_size: int = VOCAB) -> Any:
@@ -106,6 +139,67 @@ def _linear(variables: dict[str, np.ndarray], state: dict[str, np.ndarray], thei
     weights = [state[f"{name}.weight"] for name in names]
     biases = [state.get(f"{name}.bias", np.zeros(len(one), np.float16)) for name, one in zip(names, weights, strict=True)]
     variables[f"{theirs}/weight"], variables[f"{theirs}/bias"] = np.concatenate(weights), np.concatenate(biases)
+
+
+def words() -> list[bytes]:
+    """The words of `write_tokenizer`, without control tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return [bytes([codes[char]]) for char in sorted(pre_tokenizers.ByteLevel.alphabet())]
+
+
+def mel_filters(bins: int) -> np.ndarray:
+    """Mel filters by transformers, [bins, 201] float32."""
+    values: np.ndarray = mel_filter_bank(201, bins, 0.0, 8000.0, RATE, "slaney", "slaney")
+    return values.T.astype(np.float32)
+
+
+def ggml_tensor(name: str, value: np.ndarray, kind: str) -> bytes:
+    """A tensor of a ggml file; kind: a type of the package gguf."""
+    code = getattr(gguf.GGMLQuantizationType, kind)
+    data = gguf.quants.quantize(value, code).tobytes()
+    raw = name.encode()
+    return struct.pack(f"<3i{value.ndim}i", value.ndim, len(raw), code, *value.shape[::-1]) + raw + data
+
+
+def ggml_sizes(config: Any, number: int) -> list[int]:
+    """The sizes at the start of a ggml file. number: its number format."""
+    encoder = [config.max_source_positions, config.d_model, config.encoder_attention_heads, config.encoder_layers]
+    decoder = [config.max_target_positions, config.d_model, config.decoder_attention_heads, config.decoder_layers]
+    return [config.vocab_size, *encoder, *decoder, config.num_mel_bins, number]
+
+
+def ggml_head(sizes: Sequence[int], filters: np.ndarray, ranked: Sequence[bytes]) -> bytes:
+    """A ggml file up to its tensors."""
+    data = struct.pack("<I11i2i", 0x67676D6C, *sizes, *filters.shape) + filters.tobytes() + struct.pack("<i", len(ranked))
+    return data + b"".join(struct.pack("<i", len(word)) + word for word in ranked)
+
+
+def ggml_bytes(state: Mapping[str, np.ndarray], config: Any, ranked: Sequence[bytes], kind: str = "F16") -> bytes:
+    """A ggml file as whisper.cpp's converter and quantizer write it: matrices in `kind`, convolutions in float16 (float32 if
+    all are), the rest in float32. state: tensors by the names of Hugging Face."""
+    number = {"F32": 0, "F16": 1, "Q4_0": 2002, "Q4_1": 2003, "Q8_0": 2007, "Q5_0": 2008, "Q5_1": 2009}[kind]
+    data = ggml_head(ggml_sizes(config, number), mel_filters(config.num_mel_bins), ranked)
+    for name, value in state.items():
+        theirs, stored = renamed(name), value.astype(np.float32)
+        if "proj_out" in theirs:
+            continue
+        used = "F32"
+        if "conv" in theirs:
+            stored = stored.reshape(-1, 1) if stored.ndim == 1 else stored
+            used = "F16" if stored.ndim == 3 and kind != "F32" else "F32"
+        elif stored.ndim == 2 and "positional" not in theirs:
+            used = kind if stored.shape[1] % 32 == 0 else "F16"
+        data += ggml_tensor(theirs, stored, used)
+    return data
+
+
+def write_ggml(path: Path, model: Any, kind: str = "F16") -> Path:
+    """The tiny model as a ggml file."""
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    path.write_bytes(ggml_bytes(state, model.config, words(), kind))
+    return path
 
 
 def ctranslate2_bytes(variables: dict[str, np.ndarray], specification: str = "WhisperSpec", version: int = 6) -> bytes:

@@ -1,7 +1,6 @@
 """Transcription with real weights against openai-whisper in float32: log-mel rows, languages, tokens and times."""
 
 import io
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,36 +19,10 @@ from headrace.runner import alignment
 from headrace.startup.speech import speech_model
 from headrace.weights.ctranslate2 import CTranslate2Folder
 from tests.places import model_file
-from tests.tiny_whisper import RATE, noise
+from tests.tiny_whisper import RATE, noise, renamed
 
 pytestmark = pytest.mark.peers
 whisper: Any = pytest.importorskip("whisper")
-
-NAMES = [  # of Hugging Face's tensors in openai-whisper
-    (r"^model\.", ""),
-    (r"\.layers\.", ".blocks."),
-    (r"self_attn_layer_norm", "attn_ln"),
-    (r"encoder_attn_layer_norm", "cross_attn_ln"),
-    (r"final_layer_norm", "mlp_ln"),
-    (r"self_attn", "attn"),
-    (r"encoder_attn", "cross_attn"),
-    (r"q_proj", "query"),
-    (r"k_proj", "key"),
-    (r"v_proj", "value"),
-    (r"out_proj", "out"),
-    (r"fc1", "mlp.0"),
-    (r"fc2", "mlp.2"),
-    (r"embed_positions\.weight", "positional_embedding"),
-    (r"embed_tokens", "token_embedding"),
-    (r"encoder\.layer_norm", "encoder.ln_post"),
-    (r"decoder\.layer_norm", "decoder.ln"),
-]
-
-
-def renamed(name: str) -> str:
-    for ours, theirs in NAMES:
-        name = re.sub(ours, theirs, name)
-    return name
 
 
 @pytest.fixture(scope="module")

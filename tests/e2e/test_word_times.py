@@ -17,8 +17,9 @@ from headrace.data.plan import Align
 from headrace.decoding.prompts import Aligning
 from headrace.engine.admission import AdmissionError
 from headrace.runner.alignment import first_positions, normalised, smoothed
+from headrace.startup.opening import open_model
 from headrace.startup.speech import alignment_heads, speech_model
-from tests.tiny_whisper import EOT, POSITIONS, frames, noise, oracle, write_folder, write_wav
+from tests.tiny_whisper import EOT, POSITIONS, frames, noise, oracle, write_ctranslate2, write_folder, write_wav
 
 HEADS = ((1, 2), (2, 0), (2, 3))
 PROMPT = [EOT + 1, EOT + 2, EOT + 6, EOT + 10, *b"the mill wheel", EOT]
@@ -149,3 +150,12 @@ def test_the_command_writes_words_and_lays_out_subtitles(
     for message, options in refused.items():
         assert main([*command, *options]) == 2
         assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_ctranslate2_folders_name_their_alignment_heads(tmp_path: Path) -> None:
+    folder = write_ctranslate2(tmp_path, oracle())
+    (folder / "config.json").write_text(json.dumps({"suppress_ids": [5], "alignment_heads": [[2, 1], [1, 3]]}))
+    assert speech_model(open_model(folder))[1].alignment == ((2, 1), (1, 3))
+    (folder / "config.json").write_text(json.dumps({"alignment_heads": [[9, 9]]}))
+    with pytest.raises(ValueError, match="not pairs of a layer and a head"):
+        speech_model(open_model(folder))

@@ -10,6 +10,7 @@ from headrace.cli.output import print_fields, print_table, say, status
 from headrace.data.progress import human_size
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary
+from headrace.weights.model_files import is_ggml
 from headrace.weights.store import Record, Store, StoreError, folder_name, folder_size
 
 
@@ -85,10 +86,15 @@ def list_models(
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """GGUF files and folders with weights: `folder` itself, or its entries."""
-    if folder.suffix == ".gguf" or any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+    """GGUF and ggml files, and folders with weights: `folder` itself, or its entries."""
+    settings = ("config.json", "adapter_config.json")
+    if folder.suffix == ".gguf" or is_ggml(folder) or any((folder / name).exists() for name in settings):
         return [folder]
-    paths = [*folder.glob("*.gguf"), *(file.parent for file in folder.glob("*/config.json"))]
+    paths = [
+        *folder.glob("*.gguf"),
+        *filter(is_ggml, folder.glob("*.bin")),
+        *(file.parent for file in folder.glob("*/config.json")),
+    ]
     return sorted({*paths, *(file.parent for file in folder.glob("*/adapter_config.json"))})
 
 

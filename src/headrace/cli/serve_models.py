@@ -5,6 +5,7 @@ from typing import Any
 
 from headrace.cli.output import say
 from headrace.cli.serve_options import MODES, ModelEntry, ServerOptions
+from headrace.weights.model_files import file_title
 from headrace.weights.store import expand
 
 PINNED, ON_DEMAND, _ = MODES
@@ -52,7 +53,7 @@ def loaded_first(entry: ModelEntry) -> bool:
 def served_name(model: str) -> str:
     """Return the default name of a model for clients: the last part of a path, or the name itself."""
     path = expand(model)
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+    return file_title(path.resolve().name) if path.exists() else model
 
 
 def _folder_models(folder: Path | None, taken: set[Any]) -> dict[str, Path]:

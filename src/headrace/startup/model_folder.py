@@ -1,11 +1,11 @@
-"""Models in a folder (`serve --models-dir`): GGUF files, and folders with a model, by name."""
+"""Models in a folder (`serve --models-dir`): GGUF and ggml files, and folders with a model, by name."""
 
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.startup.opening import open_files
-from headrace.weights.model_files import first_name, part_name
+from headrace.weights.model_files import file_title, first_name, is_ggml, part_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def models_in(folder: Path) -> FolderModels:
             skipped.append(f"{path.name} is not served: {problem}")
         else:
             part = part_name(path.name)
-            found[part.model if part is not None else path.name.removesuffix(".gguf")].append(path)
+            found[part.model if part is not None else file_title(path.name)].append(path)
     for name, paths in found.items():
         if len(paths) > 1:
             skipped.append(f"{name} is not served: {' and '.join(path.name for path in paths)} have this name; rename one")
@@ -44,7 +44,7 @@ def models_in(folder: Path) -> FolderModels:
 
 def _problem(path: Path) -> str:
     """Why an entry is no model that can be opened, one line; empty if it is one."""
-    if not path.is_dir() and path.suffix != ".gguf":
+    if not path.is_dir() and path.suffix != ".gguf" and not is_ggml(path):
         return "it is neither a .gguf file nor a folder"
     try:
         opened = open_files(path, download=False)

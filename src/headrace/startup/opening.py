@@ -16,6 +16,7 @@ from headrace.text.chat import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.weights import catalog, hub, names
 from headrace.weights.defaults import Defaults, defaults_of, family_of, from_name, gguf_settings, own_settings
+from headrace.weights.ggml import GGMLFile
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.ranking import Ranker, is_ranker, read_ranker, with_separator
 from headrace.weights.safetensors import SafetensorsFolder
@@ -143,7 +144,7 @@ def open_files(
     entry = entries.get(target) or catalog_entry(path, entries)
     source = open_weights(path)
     config = read_config(source, rope)
-    generation = {} if isinstance(source, GGUFFile) else _read_json(path / "generation_config.json")
+    generation = {} if isinstance(source, (GGUFFile, GGMLFile)) else _read_json(path / "generation_config.json")
     opened = Opened(
         name=str(model),
         path=path,
@@ -186,6 +187,8 @@ def _load_text_processing(opened: Opened) -> TextProcessing:
     source = opened.source
     if isinstance(source, GGUFFile):
         tokenizer = Tokenizer.from_gguf(source.metadata)
+    elif isinstance(source, GGMLFile):
+        tokenizer = Tokenizer.from_words(source.words, source.controls, source.controls[0])
     else:
         _refuse_pointers(source.path)
         tokenizer = Tokenizer.from_folder(source.path)

@@ -8,6 +8,7 @@ from typing import Any, Self
 from headrace.text.content_marks import MARK, SIGN, is_structure, unmark
 from headrace.text.gguf_vocab import read_gguf
 from headrace.text.hf_vocab import read_folder
+from headrace.text.ranked_vocab import read_ranked
 from headrace.text.vocabulary import TokenizerError, Vocabulary, clear_errors, spell
 
 __all__ = ["Tokenizer", "TokenizerError"]
@@ -73,6 +74,11 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
         """Read the tokenizer of a GGUF file's metadata (keys `tokenizer.*`). Raises TokenizerError."""
         return cls(read_gguf(metadata))
+
+    @classmethod
+    def from_words(cls, words: Sequence[bytes], controls: Sequence[str], end: str) -> Self:
+        """A byte-level BPE tokenizer from its words by rank and its control tokens. Raises TokenizerError."""
+        return cls(read_ranked(words, controls, end))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:

@@ -163,14 +163,15 @@ class CTranslate2Folder(SafetensorsFolder):
         self._data, self._variables = np.empty(0, np.uint8), {}
 
 
-def suppressed_ids(folder: Path) -> dict[str, list[int]]:
-    """Token ids that config.json of a CTranslate2 folder suppresses: `suppress_ids`, and `suppress_ids_begin` at the start."""
+def recorded_lists(folder: Path) -> dict[str, list[Any]]:
+    """Lists in config.json of a CTranslate2 folder: token ids that are suppressed (`suppress_ids`, and `suppress_ids_begin` at
+    the start), and `alignment_heads`, pairs of a layer and a head."""
     try:
         path = folder / "config.json"
         value = json.loads(path.read_text("utf-8")) if path.stat().st_size <= MAX_JSON_BYTES else {}
     except (OSError, ValueError):
         return {}
-    keys = ("suppress_ids", "suppress_ids_begin")
+    keys = ("suppress_ids", "suppress_ids_begin", "alignment_heads")
     return {key: value[key] for key in keys if isinstance(value, dict) and isinstance(value.get(key), list)}
 
 

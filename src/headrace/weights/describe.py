@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace.weights.ggml import GGMLFile
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.kinds import FLOATS
 from headrace.weights.kv_settings import FILE, FORMAT_KEY
+from headrace.weights.model_files import is_ggml
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.folder import QuantizedFolder, open_folder
 from headrace.weights.source import TensorInfo, WeightSource
@@ -21,7 +23,7 @@ COMPRESSED, COMPRESS_KEY = FILE, "headrace.compress"  # where `headrace compress
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Plain data about a `.gguf` file or a folder with safetensors; None for values that the file does not have.
+    """Plain data about a `.gguf` file, a ggml file or a folder with safetensors; None for values that the file does not have.
 
     Keys: path, format, quantised (scheme of quantization), activations (rounding that it asks for), core (how the native core
     holds its matrices then), compress (methods of `headrace compress`), kv (K/V format that it asks for), name, architecture,
@@ -34,6 +36,9 @@ def describe(path: Path) -> dict[str, Any]:
         record = _json(path / COMPRESSED)
         kv = record["kv"].get("format") if isinstance(record.get("kv"), dict) else None
         return {**_tensors(folder), "compress": _text(record.get("compress")), "kv": _text(kv), **_from_config(folder)}
+    if is_ggml(path):
+        ggml = GGMLFile(path)
+        return {**_tensors(ggml), "format": "ggml", "compress": None, "kv": None, **_from_config(ggml)}
     file = GGUFFile(path)
     ours = {"compress": _text(file.metadata.get(COMPRESS_KEY)), "kv": _text(file.metadata.get(FORMAT_KEY))}
     return {**_tensors(file), **ours, **_from_metadata(file.metadata)}

@@ -1,6 +1,6 @@
 """Resolve a model's name to a path on this machine, downloading the model if missing.
 
-A model is a name of the catalog, a name that the user gave (`weights.names`), a `.gguf` file, a folder with safetensors, or a
+A model is a name of the catalog, a name that the user gave (`weights.names`), a `.gguf` file, a ggml file, a folder, or a
 repository of the model hub (`organisation/repository`, or `organisation/repository:FILE`, where FILE is a file or a part of its
 name, as in `:Q4_K_M`). HF_ENDPOINT, HF_TOKEN, HF_HUB_ETAG_TIMEOUT and HF_HUB_OFFLINE have the meaning of the hub's own library;
 offline nothing is downloaded.
@@ -19,7 +19,7 @@ from headrace.data.progress import Progress, human_size
 from headrace.data.spelling import did_you_mean, near
 from headrace.weights import catalog, names
 from headrace.weights.catalog import Entry, Source
-from headrace.weights.model_files import first_name, part_name, part_names
+from headrace.weights.model_files import first_name, is_ggml, part_name, part_names
 from headrace.weights.source import adapter, foreign, trained
 from headrace.weights.store import (
     TEMPLATES,
@@ -115,7 +115,7 @@ def _check_local(path: Path) -> Path:
             other = f"{trained_parts}, and no model" if trained_parts else "is a folder without config.json"
             what = f"{other}; name a .gguf file or a folder with safetensors"
         raise HubError(f"{path} {what}")
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file() and path.suffix != ".gguf" and not is_ggml(path):
         raise HubError(f"{path} is not a .gguf file; name one, or a folder with safetensors")
     return path
 

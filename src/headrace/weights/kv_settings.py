@@ -58,7 +58,7 @@ def kv_settings(source: WeightSource, shape: tuple[int, int, int]) -> KVSettings
 def _of_folder(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads((path / FILE).read_text("utf-8")).get("kv")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise WeightError(f"{path / FILE} cannot be read ({error}); repair or remove it") from None

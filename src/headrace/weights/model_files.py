@@ -7,7 +7,9 @@ from typing import NamedTuple
 from headrace.weights.source import WeightError
 
 PART = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+WEIGHTS, CTRANSLATE2 = (".gguf", ".safetensors"), "model.bin"
 MAX_PARTS = 1000  # real models have tens
+GGML_MAGIC = (0x67676D6C).to_bytes(4, "little")  # of whisper.cpp's files
 
 
 class PartName(NamedTuple):
@@ -18,12 +20,26 @@ class PartName(NamedTuple):
     total: int
 
 
+def is_ggml(path: Path) -> bool:
+    """Whether a file begins as ggml files of whisper.cpp do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGML_MAGIC)) == GGML_MAGIC
+    except OSError:
+        return False
+
+
 def part_name(name: str) -> PartName | None:
     """Take a file name apart; None if it is not that of a part."""
     match = PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]) <= MAX_PARTS:
         return None
     return PartName(match["model"], int(match["number"]), int(match["count"]))
+
+
+def file_title(name: str) -> str:
+    """A model's name by that of its file: `ggml-base.bin` is ggml-base."""
+    return name.removesuffix(".gguf").removesuffix(".bin")
 
 
 def part_names(name: PartName) -> list[str]:
@@ -58,5 +74,5 @@ def model_files(model: Path) -> list[Path]:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The files with a model's weights: of a GGUF model all, of a folder *.safetensors. Raises OSError, WeightError."""
-    return [file for file in model_files(model) if file.suffix in (".gguf", ".safetensors")]
+    """The files with a model's weights: of a GGUF or ggml model all. Raises OSError, WeightError."""
+    return [file for file in model_files(model) if model.is_file() or file.suffix in WEIGHTS or file.name == CTRANSLATE2]

@@ -111,6 +111,8 @@ def read_sentence(path: Path, source: WeightSource, config: ModelConfig) -> Sent
     usual = "mean" if config.encoder else "last"
     if source.format == "gguf":
         return _from_gguf(source, usual)
+    if not path.is_dir():  # a ggml file has no modules
+        return Sentence(usual)
     prompts, default = _prompts(path / PROMPTS)
     if not (path / MODULES).is_file():
         pooling = _pooling(path / "1_Pooling" / "config.json", usual) if config.encoder else usual

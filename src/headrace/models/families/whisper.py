@@ -89,5 +89,5 @@ FAMILY = Family(
         from_hf,
         NameMap(laid_out(origins(NAMES), "conv", "conv1.weight", "conv2.weight"), "model.", SAVED_TWICE),
     ),
-    gguf="Whisper is read from safetensors or CTranslate2 files; take such a folder",
+    gguf="Whisper is read from folders (safetensors, CTranslate2) and ggml files of whisper.cpp; take such a one",
 )

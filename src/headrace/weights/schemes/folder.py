@@ -7,7 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.weights.ctranslate2 import CTranslate2Folder, is_ctranslate2
+from headrace.weights.ggml import GGMLFile
 from headrace.weights.gguf import GGUFFile
+from headrace.weights.model_files import is_ggml
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes.awq import AWQReader
 from headrace.weights.schemes.base import SchemeReader
@@ -101,8 +103,10 @@ def input_scale(source: WeightSource, names: Iterable[str]) -> float | None:
 
 
 def open_weights(path: Path) -> "GGUFFile | SafetensorsFolder | QuantizedFolder":
-    """Open the weights at a path: a folder, or a GGUF file. Raises WeightError."""
-    return open_folder(path) if path.is_dir() else GGUFFile(path)
+    """Open the weights at a path: a folder, a GGUF file, or a ggml file of whisper.cpp. Raises WeightError."""
+    if path.is_dir():
+        return open_folder(path)
+    return GGMLFile(path) if is_ggml(path) else GGUFFile(path)
 
 
 def open_folder(path: str | Path) -> SafetensorsFolder | QuantizedFolder:
