@@ -1,5 +1,6 @@
 """Whisper: torch in float64 against transformers, the native core against torch, and the readers of its files."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 from headrace import LLM, SamplingParams
+from headrace.audio.decode import samples_of
+from headrace.audio.mel import HOP, LogMel
 from headrace.backends.eager.program import EagerProgram
 from headrace.cli.app import main
 from headrace.data.frames import frames_of
@@ -28,6 +32,7 @@ from headrace.weights.ctranslate2 import CTranslate2Folder
 from headrace.weights.loader import load_model, stored_tensors
 from headrace.weights.source import WeightError
 from tests.models.zoo import MemorySource
+from tests.places import model_file
 from tests.tiny_whisper import EOT, POSITIONS, TEXT, VOCAB, ctranslate2_bytes, frames, oracle, write_ctranslate2, write_folder
 
 PROMPT = [EOT + 1, EOT + 2, EOT + 6, 40, 41]
@@ -38,19 +43,22 @@ def loaded(theirs: Any) -> Model:
     return load_model(MemorySource("safetensors", theirs.state_dict(), theirs.config.to_dict()), torch.float64)
 
 
-def logits(ours: Model, rows: np.ndarray) -> torch.Tensor:
-    """Logits of every row of PROMPT with these frames as source."""
-    pool, table = KVPool(ours.config, 32, 8, torch.float64), range(10, 17)
+def logits(ours: Model, rows: np.ndarray, prompt: Sequence[int] = PROMPT) -> torch.Tensor:
+    """Logits of every row of a prompt with these frames as source."""
+    positions, own = len(rows) // 2, 10
+    table = range(own, own + -(-positions // 8))
+    pool = KVPool(ours.config, table.stop + 10, 8, torch.float64)
     EagerProgram(ours, pool).encode([(frames_of(rows), table)])
     with torch.inference_mode():
-        result: torch.Tensor = ours(build(pool, [FeedRows(PROMPT, range(3), source=POSITIONS, source_table=table)]))
+        feed = FeedRows(list(prompt), range(-(-len(prompt) // 8)), source=positions, source_table=table)
+        result: torch.Tensor = ours(build(pool, [feed]))
     return result
 
 
-def expected(theirs: Any, rows: np.ndarray) -> torch.Tensor:
+def expected(theirs: Any, rows: np.ndarray, prompt: Sequence[int] = PROMPT) -> torch.Tensor:
     with torch.inference_mode():
         result: torch.Tensor = theirs(
-            input_features=torch.from_numpy(rows.T.copy())[None].double(), decoder_input_ids=torch.tensor([PROMPT])
+            input_features=torch.from_numpy(rows.T.copy())[None].double(), decoder_input_ids=torch.tensor([list(prompt)])
         ).logits[0]
     return result
 
@@ -59,6 +67,29 @@ def expected(theirs: Any, rows: np.ndarray) -> torch.Tensor:
 def test_logits_equal_transformers(bins: int) -> None:
     theirs = oracle(bins)
     assert (logits(loaded(theirs), frames(bins)) - expected(theirs, frames(bins))).abs().max() < 1e-9
+
+
+@pytest.mark.weights
+@pytest.mark.slow
+def test_logits_of_real_weights_equal_transformers() -> None:
+    """whisper-base in float64 on 16 s of speech, with its text as the decoder's prompt."""
+    source = CTranslate2Folder(model_file("whisper-base"))
+    theirs = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**source.config))
+    half = {f"model.{name}": source.raw(name).view(np.float16).reshape(source.info(name).shape) for name in source.names()}
+    missing, surplus = theirs.load_state_dict({name: torch.from_numpy(one.copy()) for name, one in half.items()}, strict=False)
+    assert (missing, surplus) == (["proj_out.weight"], [])
+    theirs.tie_weights()
+    theirs = theirs.double().eval()
+    samples = samples_of(model_file("speech.wav"))
+    rows = LogMel(samples, 80).window(0, 3000)
+    prompt = [50258, 50259, 50359, 50364, 6776, 502, 281, 2136, 428, 36541, 712, 3636, 13, 50518]
+    right = expected(theirs, rows, prompt)
+    ours = load_model(source, torch.float64)
+    assert (logits(ours, rows, prompt) - right).abs().max() < 1e-9
+    assert right.abs().max() > 10
+    # A control: the last row of sound is lost.
+    rows[len(samples) // HOP - 1] = 0
+    assert (logits(ours, rows, prompt) - right).abs().max() > 1e-6
 
 
 def test_slips_in_the_encoder_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
