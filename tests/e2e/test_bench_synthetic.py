@@ -1,21 +1,35 @@
 """bench synthetic: files of published shapes with random weights, which every reader opens and which run."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 
+from benchmarks.plan_memory import measure
 from headrace import LLM, SamplingParams
 from headrace.bench.synthetic import write_synthetic
-from headrace.startup.fit.headers import config_of, open_shape
+from headrace.models.configs import read_config
+from headrace.models.layers import frequencies
+from headrace.startup.fit.headers import PlannedSource, config_of, open_shape
+from headrace.startup.fit.sizes import Load, bytes_of
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.source import WeightError
 from tests.cli_shell import Shell
+from tests.models import zoo
 from tests.models.test_configs import GEMMA3_1B, LLAMA31_8B, QWEN25_05B
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+
+
+BERT = {"model_type": "bert", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "max_position_embeddings": 64, "vocab_size": 320, "type_vocab_size": 2, "layer_norm_eps": 1e-12}  # fmt: skip
+# GGUF files of Qwen2 cannot say that upper layers alone have a window.
+PARTLY = {**QWEN25_05B, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 12}
+# Variants of tests/models/zoo.py whose settings GGUF files of the architecture cannot have.
+REFUSED = ("qwen2-window", "smollm3-window", "gemma3-query-scale")
 
 
 def config(tmp_path: Path, name: str = "config.json", **settings: object) -> str:
@@ -59,12 +73,66 @@ def test_the_command_and_what_it_refuses(shell: Shell, tmp_path: Path) -> None:
         ([tmp_path / "missing"], "missing is no shape; give a name of the catalog, a config.json, or a folder with one"),
         ([shape, "--weights", "Q9"], "--weights Q9: unknown number format"),
         ([shape, "--weights", "G4_128"], "--weights G4_128: G4_128 cannot be written"),
-        ([config(tmp_path, "gemma.json", **GEMMA3_1B)], "not written as GGUF"),
+        ([config(tmp_path, "bert.json", **BERT)], "bert: shapes of decoders that GGUF files can hold are written"),
+        ([config(tmp_path, "window.json", **PARTLY)], "qwen2: the GGUF file of this shape would have another layers"),
     ):
         code, _, err = shell("bench", "synthetic", *arguments, "-o", out)
         assert (code, err.count("\n")) == (1, 1)
         assert message in err
         assert not out.exists()
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.CONFIGS if name not in REFUSED])
+def test_a_file_of_every_family_has_the_config_of_its_shape(name: str, tmp_path: Path) -> None:
+    """Windows, rotary scalings, softcaps and multipliers; the file is read by the family, as any other."""
+    shape = zoo.CONFIGS[name]()
+    shape.vocab_size = 320
+    place = config(tmp_path, **shape.to_dict())
+    out = write_synthetic(place, tmp_path / "out.gguf", "F32").path
+    stored, given = read_config(GGUFFile(out)), read_config(PlannedSource(tmp_path, "safetensors", config_of(place)))
+    numbers = [asdict(replace(one, architecture="", layers=())) for one in (stored, given)]
+    floats = {key for key, value in numbers[0].items() if isinstance(value, float)}
+    assert {key: numbers[0][key] for key in floats} == pytest.approx({key: numbers[1][key] for key in floats}, rel=1e-6)
+    assert {**numbers[0], **dict.fromkeys(floats)} == {**numbers[1], **dict.fromkeys(floats)}
+    rows = [[(layer.window, layer.heads, layer.kv_heads, layer.ffn) for layer in one.layers] for one in (stored, given)]
+    assert rows[0] == rows[1]
+    for mine, theirs in zip(stored.layers, given.layers, strict=True):
+        assert (mine.rope is None) == (theirs.rope is None)
+        if mine.rope is not None and theirs.rope is not None:
+            turns = [frequencies(rope, rope.dim or mine.head_dim) for rope in (mine.rope, theirs.rope)]
+            np.testing.assert_allclose(*turns, rtol=1e-6)
+            assert mine.rope.amplitude == pytest.approx(theirs.rope.amplitude, rel=1e-6)
+            assert mine.rope.short == pytest.approx(theirs.rope.short)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_shape_that_a_file_would_change_is_refused(name: str, tmp_path: Path) -> None:
+    shape = zoo.CONFIGS[name]()
+    shape.vocab_size = 320
+    with pytest.raises(WeightError, match="would have another"):
+        write_synthetic(config(tmp_path, **shape.to_dict()), tmp_path / "out.gguf", "F32")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+SIZES = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 32000}
+SHAPES = {
+    "llama": {**LLAMA31_8B, **SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8},
+    "qwen2": {**QWEN25_05B, **SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8},
+    "gemma3": {**GEMMA3_1B, **SIZES, "num_hidden_layers": 8, "sliding_window": 128},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_process_takes_the_planned_memory(name: str, tmp_path: Path) -> None:
+    """Resident memory at its peak, with every sequence at its longest, is within 5 % of the plan. Control: without K/V or
+    without buffers the plan is off by more."""
+    file = write_synthetic(config(tmp_path, **SHAPES[name]), tmp_path / "out.gguf", "Q8_0").path
+    load = Load(context=1024, batch=8, chunk=512)
+    found, plan = measure(str(file), load), bytes_of(open_shape(str(file)), load)
+    assert found.planned == plan.total
+    assert abs(found.error) <= 0.05, found
+    for part in (plan.weights, plan.kv, plan.buffers, plan.process):
+        assert found.peak > 1.05 * (plan.total - part)
 
 
 def test_a_vocabulary_has_room_for_all_bytes(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ tile of random rows, which costs no kernel less than different rows would.
 
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from headrace.compress.grids.encode import WRITTEN, encode
 from headrace.data.config import ModelConfig
 from headrace.models import gguf
 from headrace.models.configs import read_config
+from headrace.models.families import FAMILIES
+from headrace.models.same_config import differing_settings
 from headrace.startup.fit.headers import PlannedSource, config_of, number_format, planned
 from headrace.text.gguf_vocab import CONTROL, KEY, NORMAL, UNUSED
 from headrace.text.vocabulary import CHAR_OF_BYTE
@@ -47,13 +49,14 @@ def write_synthetic(shape: str, out: Path, weights: str = "Q4_K_M", layers: int 
     values = dict(config_of(shape))
     if layers is not None:
         values = _with_layers(values, layers)
-    config = gguf.stored_config(read_config(PlannedSource(Path(shape), "safetensors", values)))
+    config = gguf.with_gguf_architecture(read_config(PlannedSource(Path(shape), "safetensors", values)))
+    shape_keys = _metadata(config)
     tensors = planned(config, number_format(weights)).tensors
     others = gguf.made_tensors(config)
     infos = [*tensors.values(), *(TensorInfo(name, data.shape, "F32", data.nbytes) for name, data in others.items())]
     if unwritten := sorted({info.kind for info in infos} - set(WRITTEN)):
         raise WeightError(f"--weights {weights}: {unwritten[0]} cannot be written; choose one of {', '.join(WRITTEN)}")
-    keys = gguf.metadata(config) | {"general.name": f"{Path(shape).stem} (random weights)"} | _vocabulary(config.vocab_size)
+    keys = shape_keys | {"general.name": f"{Path(shape).stem} (random weights)"} | _vocabulary(config.vocab_size)
     entries = [entry(key, value) for key, value in keys.items()]
     nbytes = file_size(entries, infos)
     require_space(out.absolute().parent, nbytes)
@@ -66,6 +69,33 @@ def write_synthetic(shape: str, out: Path, weights: str = "Q4_K_M", layers: int 
     write_gguf(out, entries, infos, chunks())
     parameters = sum(int(np.prod(info.shape, dtype=np.int64)) for info in tensors.values())
     return SyntheticFile(out, config, parameters, nbytes, 8 * sum(info.nbytes for info in infos) / parameters)
+
+
+def _metadata(config: ModelConfig) -> dict[str, Any]:
+    """Metadata keys of the shape. Raises WeightError if a GGUF file with them has another config."""
+    family = FAMILIES[config.architecture]
+    if config.encoder or config.source is not None or isinstance(family.gguf, str):
+        raise WeightError(f"{config.architecture}: shapes of decoders that GGUF files can hold are written; use another shape")
+    keys = gguf.metadata(config, family.gguf_name)
+    divisors = gguf.made_tensors(config)
+    source = _HeaderSource(Path(config.architecture), "gguf", {}, planned(config, "F32").tensors, keys, divisors)
+    source.tensors |= {name: TensorInfo(name, data.shape, "F32", data.nbytes) for name, data in divisors.items()}
+    if changed := differing_settings(config, read_config(source)):
+        raise WeightError(
+            f"{config.architecture}: the GGUF file of this shape would have another {', '.join(changed)}; use another shape"
+        )
+    return keys
+
+
+@dataclass(slots=True)
+class _HeaderSource(PlannedSource):
+    """A GGUF file that is not written yet: metadata, tensors without values, and values of the rotary divisors."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def raw(self, name: str) -> np.ndarray:
+        return self.values[name]
 
 
 def _with_layers(values: Mapping[str, Any], layers: int) -> dict[str, Any]:

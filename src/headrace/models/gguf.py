@@ -20,6 +20,10 @@ LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.
 SCALINGS = ("none", "linear", "yarn", "longrope")
 # Number formats of the divisors.
 FLOATS = {"F32": "<f4", "F16": "<f2"}
+# Families whose GGUF files have the name of another one.
+SHARED_NAMES = {"mistral": "llama", "internlm3": "llama", "olmo3": "olmo2"}
+# Architectures whose multipliers are metadata.
+MULTIPLIED = ("granite", "minicpm")
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
@@ -136,13 +140,13 @@ def stored_config(config: ModelConfig) -> ModelConfig:
 
 
 def with_gguf_architecture(config: ModelConfig) -> ModelConfig:
-    """The config with GGUF's name of the architecture; Mistral is llama."""
-    return replace(config, architecture="llama") if config.architecture == "mistral" else config
+    """The config with GGUF's name of the architecture, where that is the name of another family."""
+    return replace(config, architecture=SHARED_NAMES.get(config.architecture, config.architecture))
 
 
-def metadata(config: ModelConfig) -> dict[str, Any]:
-    """Metadata keys of a config from `stored_config`."""
-    layer, name = config.each_layer, config.architecture
+def metadata(config: ModelConfig, name: str = "") -> dict[str, Any]:
+    """Metadata keys of a config from `stored_config`, or of another decoder. name: general.architecture, if different."""
+    layer, name = full_layer(config), name or config.architecture
     eps = "layer_norm_epsilon" if name == "gpt2" else "layer_norm_rms_epsilon"
     keys: dict[str, Any] = {
         "context_length": config.max_position,
@@ -152,9 +156,54 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
     }
     if layer.rope is not None:
         keys |= {"rope.dimension_count": layer.rope.dim or layer.head_dim, "rope.freq_base": layer.rope.theta}
-        if layer.rope.scaling == "linear":
-            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": layer.rope.factor}
+        keys |= _scaling_keys(layer.rope)
+        if name == "olmo2" and layer.rope.scaling == "yarn" and any(one.window for one in config.layers):
+            keys["rope.scaling.attn_factor"] = layer.rope.amplitude  # OLMo 3's files have the product
+        if layer.rope.growth:
+            keys["attention.temperature_scale"] = layer.rope.growth
+    keys |= _window_keys(config) | _softcap_keys(config)
+    if name in MULTIPLIED:
+        keys |= {"embedding_scale": config.embed_scale, "residual_scale": 1.0, "logit_scale": 1 / config.head_scale}
+        keys |= {"attention.scale": config.attn_scale} if config.attn_scale is not None else {}
     return {"general.architecture": name} | shape_keys(name, config) | {f"{name}.{key}": value for key, value in keys.items()}
+
+
+def full_layer(config: ModelConfig) -> LayerConfig:
+    """The first layer that attends to all tokens; the first layer if each has a window."""
+    return next((layer for layer in config.layers if layer.window is None), config.layers[0])
+
+
+def _scaling_keys(rope: RopeConfig) -> dict[str, Any]:
+    if rope.scaling == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
+    if rope.short:
+        return {"rope.scaling.original_context_length": rope.original_context, "rope.scaling.attn_factor": rope.amplitude}
+    if rope.scaling != "yarn":
+        return {}
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope.factor,
+        "rope.scaling.original_context_length": rope.original_context,
+        "rope.scaling.yarn_beta_fast": rope.beta_fast,
+        "rope.scaling.yarn_beta_slow": rope.beta_slow,
+        "rope.scaling.attn_factor": rope.amplitude / magnitude(rope.factor),
+    }
+
+
+def _window_keys(config: ModelConfig) -> dict[str, Any]:
+    """The window, which layers have it, and their rotary base."""
+    local = next((layer for layer in config.layers if layer.window is not None), None)
+    if local is None:
+        return {}
+    keys: dict[str, Any] = {"attention.sliding_window": local.window}
+    if full_layer(config).window is None:
+        keys["attention.sliding_window_pattern"] = np.array([layer.window is not None for layer in config.layers])
+    return keys if local.rope is None else keys | {"rope.freq_base_swa": local.rope.theta}
+
+
+def _softcap_keys(config: ModelConfig) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": config.attn_softcap, "final_logit_softcapping": config.logit_softcap}
+    return {key: cap for key, cap in caps.items() if cap is not None}
 
 
 def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
@@ -172,10 +221,13 @@ def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
 
 
 def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Tensors of a GGUF file that are not parameters: Llama 3's frequency divisors, float32."""
-    rope = config.each_layer.rope
-    if rope is None or rope.scaling not in ("llama3", "divisors"):
+    """Tensors of a GGUF file that are not parameters: the frequency divisors of Llama 3 or LongRoPE, float32."""
+    layer = full_layer(config)
+    if (rope := layer.rope) is None or rope.scaling not in ("llama3", "divisors"):
         return {}
-    dim = rope.dim or config.each_layer.head_dim
+    if rope.short:
+        lists = {LONG_DIVISORS: rope.divisors, SHORT_DIVISORS: rope.short}
+        return {name: np.array(divisors, np.float32) for name, divisors in lists.items()}
+    dim = rope.dim or layer.head_dim
     plain = frequencies(replace(rope, scaling="none"), dim)
     return {ROPE_DIVISORS: (plain / frequencies(rope, dim)).astype(np.float32)}
