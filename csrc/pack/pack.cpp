@@ -144,6 +144,14 @@ void Packer::fill(const Piece& piece) {
     for (int block = piece.first; block < piece.last; ++block) {
         if (!row_block_is_finite(tensor, block)) job.finite = false;
     }
+    if (request.mapped_bytes && !request.source.permutation) {
+        // The pages of a large matrix would otherwise stay next to its packed rows. A row that another thread still reads
+        // comes back from the page cache.
+        const size_t row = static_cast<size_t>(request.source.row_bytes), first = 16 * static_cast<size_t>(piece.first);
+        const size_t start = std::min(first * row, request.mapped_bytes);
+        const size_t end = std::min(16 * static_cast<size_t>(piece.last) * row, request.mapped_bytes);
+        if (end > start) os::forget(request.source.rows + start, end - start);
+    }
     if (job.left.fetch_sub(blocks) > blocks) return;
     if (tensor.bias) {
         arena_.provide({reinterpret_cast<const uint8_t*>(tensor.bias), bias_bytes(tensor)});
