@@ -1,10 +1,10 @@
-"""Transcription compared with faster-whisper: word error rates and times. `python -m benchmarks.peers.speech`."""
+"""Transcription compared with faster-whisper and OpenVINO: word error rates and times. `python -m benchmarks.peers.speech`."""
 
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from headrace.cli.output import print_table, say, status
 from headrace.host import cores
 from headrace.stats.paired_ratio import ratio
 
-OURS, PEER = "headrace", "faster-whisper"
+OURS, PEER, OPENVINO = "headrace", "faster-whisper", "openvino"
 WAYS = ("sequential", "chunked")
 KV_BYTES = 1 << 30
 
@@ -63,6 +63,12 @@ def peer_engine(place: Path | None) -> engines.PeerEngine:
     return engines.PeerEngine(PEER, "faster_whisper.py", ("faster-whisper==1.2.1",), {}, reads="folder", place=place)
 
 
+def openvino_engine(place: Path | None) -> engines.PeerEngine:
+    """OpenVINO GenAI in the environment of `benchmarks.peers`, or in `place`."""
+    known = engines.ENGINES[OPENVINO]
+    return replace(known, worker="openvino_speech.py", settings={}, reads="folder", place=place)
+
+
 def read_clips(file: Path) -> list[Clip]:
     """Clips of a JSON list of {"file", "lang", "text"}, where paths are relative to it.
 
@@ -89,10 +95,11 @@ def words(text: str, language: str) -> list[str]:
 
 
 def start(
-    stack: ExitStack, model: str, name: str, format: str, way: str, *, place: Path | None, temperature: float | None
+    stack: ExitStack, model: str, engine: engines.PeerEngine | None, format: str, way: str, temperature: float | None
 ) -> Engine:
-    """Start an engine's worker and load the model in it. Raises ValueError."""
-    command = worker_command(engines.WORKERS / "ours_speech.py") if name == OURS else peer_engine(place).command
+    """Start an engine's worker (None: ours) and load the model in it. Raises ValueError."""
+    name = OURS if engine is None else engine.name
+    command = worker_command(engines.WORKERS / "ours_speech.py") if engine is None else engine.command
     worker = start_worker(stack, f"speech-{name}-{format}-{way}", command, SOURCE if name == OURS else {})
     setting = {"quantize": None if format == "bf16" else format, "long": way, "vad": True, "temperature": temperature}
     about = worker.ask(model=model, setting=setting, threads=cores(), kv_bytes=KV_BYTES)
@@ -132,14 +139,16 @@ def speed(clips: Sequence[Clip], ours: Sequence[Engine], peers: Sequence[Engine]
     """Seconds for the clips, in turns; each round has samples of its own, so that no engine has seen a window."""
     record: dict[str, Any] = {}
     for engine in ours:
-        peer = next(one for one in peers if one.way == engine.way)
-        times: dict[str, list[float]] = {OURS: [], PEER: []}
+        turns = [engine, *(one for one in peers if one.way == engine.way)]
+        times: dict[str, list[float]] = {one.name: [] for one in turns}
         for number in range(rounds + 1):
-            for name, one in ((OURS, engine), (PEER, peer)):
+            for one in turns:
                 seconds, _ = one.transcribe(clips, 1 - 1e-4 * number)
-                times[name].append(seconds)
-        pairs = ratio(times[PEER][1:], times[OURS][1:])
-        record[engine.title] = {"seconds": {name: sorted(each[1:]) for name, each in times.items()}, "ratio": asdict(pairs)}
+                times[one.name].append(seconds)
+        for peer in turns[1:]:
+            seconds_of = {name: sorted(times[name][1:]) for name in (OURS, peer.name)}
+            pairs = ratio(times[peer.name][1:], times[OURS][1:])
+            record[f"{engine.title}, {peer.name}"] = {"peer": peer.name, "seconds": seconds_of, "ratio": asdict(pairs)}
     return record
 
 
@@ -151,11 +160,15 @@ def speech(
     timed: Annotated[str, typer.Option("--time", help="Names of files to measure times of, without suffix.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of times, after one to warm up.")] = 5,
     place: Annotated[Path | None, typer.Option("--peer-env", help="Environment that has faster-whisper.")] = None,
+    openvino: Annotated[
+        str, typer.Option(metavar="FOLDER", help="The same model as optimum-intel exports it in int8, for OpenVINO GenAI.")
+    ] = "",
+    openvino_place: Annotated[Path | None, typer.Option("--openvino-env", help="Environment that has OpenVINO GenAI.")] = None,
     install: Annotated[bool, typer.Option("--install", help="Install it, in its own environment.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
 ) -> None:
     """Word error rates of Headrace and faster-whisper (int8) on recordings with their texts, with bootstrap intervals, or with
-    --time the times of some of them, in turns."""
+    --time the times of some of them, in turns. OpenVINO takes part in sequential windows."""
     clips = read_clips(clips_file)
     if unknown := set(ways.split(",")) - set(WAYS):
         raise ValueError(f"--ways has {', '.join(sorted(unknown))}; choose from {', '.join(WAYS)}")
@@ -163,14 +176,16 @@ def speech(
         if missing := set(chosen) - {clip.path.stem for clip in clips}:
             raise ValueError(f"--time has {', '.join(sorted(missing))}, which CLIPS lacks")
         clips = [clip for clip in clips if clip.path.stem in chosen]
-    if place is None:
-        engines.make_ready([peer_engine(None)], install, say)
+    ours_ways, wanted = ways.split(","), [(peer_engine(place), model, way) for way in ways.split(",")]
+    if openvino and "sequential" in ours_ways:
+        wanted.append((openvino_engine(openvino_place), openvino, "sequential"))
+    engines.make_ready([engine for engine, _, _ in wanted if engine.place is None], install, say)
     status().start("transcribing")
     result: dict[str, Any] = {"machine": machine(), "clips": len(clips)}
-    options: dict[str, Any] = {"place": place, "temperature": 0.0 if chosen else None}
+    temperature = 0.0 if chosen else None
     with ExitStack() as stack:
-        peers = [start(stack, model, PEER, "int8", way, **options) for way in ways.split(",")]
-        ours = [start(stack, model, OURS, format, way, **options) for format in formats.split(",") for way in ways.split(",")]
+        peers = [start(stack, folder, engine, "int8", way, temperature) for engine, folder, way in wanted]
+        ours = [start(stack, model, None, format, way, temperature) for format in formats.split(",") for way in ours_ways]
         if chosen:
             result["speed"] = speed(clips, ours, peers, rounds)
         else:
@@ -179,7 +194,7 @@ def speech(
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     if chosen:
-        print_table(("engine", OURS, PEER, "ratio", "interval"), [_times(*row) for row in result["speed"].items()])
+        print_table(("engines", OURS, "peer", "ratio", "interval"), [_times(*row) for row in result["speed"].items()])
     else:
         print_table(("engine", "group", "errors", "interval"), list(_rates(result["errors"])))
 
@@ -190,7 +205,7 @@ def _times(title: str, record: dict[str, Any]) -> tuple[str, ...]:
     return (
         title,
         f"{middle[OURS]:.3f}",
-        f"{middle[PEER]:.3f}",
+        f"{middle[record['peer']]:.3f}",
         f"{pairs['median']:.2f}",
         f"{pairs['low']:.2f} to {pairs['high']:.2f}",
     )

@@ -33,7 +33,7 @@ from headrace.audio.wav import (
 from headrace.confined.process import ConfinedProcess, OverrunError, Task
 
 SECONDS_AT_ONCE = 30  # of a WAV file that are decoded at once
-PIECE_SECONDS = 600  # of a long file, in one answer
+PIECE_SECONDS = 60  # of a long file, in one answer
 MEMORY, MOST_MEMORY = 512 << 20, 2 << 30  # bytes of address space next to the samples, and all together
 MOST_BYTES = 512 << 20  # of a file that is not WAV
 CPU_SECONDS, CPU_PER_SECOND = 2.0, 0.02  # limit of CPU time, and for each second of sound
