@@ -56,6 +56,21 @@ def test_a_window_has_the_bits_of_the_whole_file() -> None:
     assert not beyond[3:].any()
 
 
+def test_the_rows_of_one_window_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[int, int]] = []
+    logs = LogMel._logs
+    monkeypatch.setattr(LogMel, "_logs", lambda self, start, end: (computed.append((start, end)), logs(self, start, end))[1])
+    samples = sound()
+    file = LogMel(samples, 80)
+    kept = np.concatenate([file.window(0, 150), file.window(150, file.count - 150)])
+    assert computed == [(0, file.count)]
+    assert np.array_equal(file.window(0, file.count), kept)  # computed again, with the same bits
+    assert len(computed) == 2
+    longer = LogMel(np.tile(samples, 8), 80)
+    longer.window(0, 10)
+    assert computed[2:] == [(0, 3000), (3000, 3200), (0, 10)]
+
+
 def test_a_file_of_a_few_samples_has_rows() -> None:
     for count in (0, 1, 159, 160, 161, 400):
         file = LogMel(sound()[:count], 80)

@@ -1,6 +1,6 @@
 """Log-mel rows of sound, as Whisper was trained on them. In float64 and without BLAS: a row depends on its samples alone."""
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol
 
 import numpy as np
@@ -29,17 +29,28 @@ class LogMel:
         self.samples = samples
         self.bins = bins
         self.count = len(samples) // HOP
-        # The silence after the end is part of the file, too.
-        parts = [self._logs(at, min(at + ROWS_AT_ONCE, self.count)).max() for at in range(0, self.count, ROWS_AT_ONCE)]
-        self.loudest = max(parts, default=np.log10(FLOOR))
+        # Of a sound of one window, until its last row is read: the pass for the loudest value computes all its rows.
+        self._kept: np.ndarray | None = None
+
+    @cached_property
+    def loudest(self) -> float:
+        """The largest logarithm of the file."""
+        largest = float(np.log10(FLOOR))
+        for at in range(0, self.count, ROWS_AT_ONCE):
+            logs = self._logs(at, min(at + ROWS_AT_ONCE, self.count))
+            largest = max(largest, float(logs.max()))
+            self._kept = logs if self.count <= ROWS_AT_ONCE else None
+        return largest
 
     def window(self, start: int, rows: int) -> np.ndarray:
         """Rows from `start` on, [rows, bins] float32; zeros after the end of the file."""
         end = min(start + rows, self.count)
         window = np.zeros((rows, self.bins), np.float32)
         if end > start:
-            logs = np.maximum(self._logs(start, end), self.loudest - RANGE)
-            window[: end - start] = (logs + 4.0) / 4.0
+            lowest = self.loudest - RANGE
+            logs = self._logs(start, end) if self._kept is None else self._kept[start:end]
+            window[: end - start] = (np.maximum(logs, lowest) + 4.0) / 4.0
+            self._kept = None if end == self.count else self._kept
         return window
 
     def _logs(self, start: int, end: int) -> np.ndarray:
