@@ -11,6 +11,7 @@ from headrace.server.protocols.fields import ChatRequest
 from headrace.text.dialects.call_formats import (
     FORMATS,
     GLM4,
+    GLM_XML,
     GRANITE,
     HERMES,
     INTERNLM,
@@ -45,6 +46,7 @@ TEMPLATES = {
     "glm4": "{{ tools }}<|observation|>{{ m.tool_calls }}",
     "seed": "{{ tools }}<seed:tool_call>\n<function=example>\n<parameter=a>1</parameter>",
     "qwen_xml": "{{ tools }}<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>",
+    "glm_xml": "{{ tools }}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value></tool_call>",
     "hermes": "{{ tools }}<tool_call>",
 }
 ONE = ("turn_wheel", {"turns": 3, "way": 'a "}{[ \\ b'})
@@ -102,6 +104,20 @@ GOLDEN: dict[str, tuple[CallFormat, str, str, list[tuple[str, Any]]]] = {
         "",
         [("turn_wheel", {"way": "a\n\n  <b>"})],
     ),
+    "glm-4.5": (
+        GLM_XML,
+        "I turn it.\n<tool_call>turn_wheel\n<arg_key>turns</arg_key>\n<arg_value>3</arg_value>\n<arg_key>way</arg_key>\n"
+        '<arg_value>a "}{[ \\ b</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>',
+        "I turn it.",
+        [ONE, ("stop", {})],
+    ),
+    "glm-4.5, on one line": (
+        GLM_XML,
+        "<tool_call>turn_wheel<arg_key>turns</arg_key><arg_value>3</arg_value><arg_key>way</arg_key><arg_value>12</arg_value>"
+        "</tool_call>",
+        "",
+        [("turn_wheel", {"turns": 3, "way": "12"})],
+    ),
 }
 PLAIN = {
     "granite": "[1] says <|tool",
@@ -111,6 +127,7 @@ PLAIN = {
     "glm4": "turn_wheel\nis a tool.\n  stop (",
     "seed": "<seed:tool is a tag <function=a>",
     "qwen_xml": "A < b, <tool_cal",
+    "glm_xml": "A < b, <arg_key>a</arg_key>",
 }
 
 
@@ -187,7 +204,21 @@ MAY = {
     "internlm": f'<|action_start|><|plugin|>\n{{"name": "turn_wheel", "parameters": {JSON}}}<|action_end|>',
     "mistral_named": f"[TOOL_CALLS]turn_wheel[ARGS]{JSON}",
     "glm4": f"turn_wheel\n{JSON}",
+    "seed": "<seed:tool_call>\n<function=turn_wheel>\n<parameter=turns>3</parameter>\n<parameter=way>left</parameter>\n"
+    "</function>\n</seed:tool_call>",
+    "qwen_xml": "<tool_call>\n<function=turn_wheel>\n<parameter=turns>\n3\n</parameter>\n<parameter=way>\nleft\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm_xml": "<tool_call>turn_wheel\n<arg_key>turns</arg_key>\n<arg_value>3</arg_value>\n<arg_key>way</arg_key>\n"
+    "<arg_value>left</arg_value>\n</tool_call>",
 }
+
+
+def call_of(form: CallFormat, name: str, **values: str) -> str:
+    """A call as XML."""
+    tags = form.tags
+    parts = [f"{tags.key}{k}{tags.key_end}{tags.wrap}{v}{tags.wrap}{tags.value_end}\n" for k, v in values.items()]
+    between = "\n" if tags.head else ""
+    return f"{form.opening}{between}{tags.head}{name}{tags.head_end}\n{''.join(parts)}{tags.end}{form.closing}"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -206,18 +237,117 @@ def test_calls_follow_their_schema(name: str, choice: str) -> None:
         return not constraint.error
 
     assert takes(MAY[name])
-    assert not takes(MAY[name].replace('"turns": 3', '"turns": 99'))
+    wrong = (
+        MAY[name].replace('"turns": 3', '"turns": 99') if form.xml is None else call_of(form, "turn_wheel", turns="99", way="a")
+    )
+    assert not takes(wrong)
     assert takes("The wheel turns.") is (choice == "auto")
 
 
-@pytest.mark.parametrize("form", [SEED, QWEN_XML], ids=lambda form: form.name)
-def test_xml_is_refused_where_a_call_is_required(form: CallFormat) -> None:
-    with pytest.raises(ToolError, match="writes calls as XML") as error:
-        tools_of(form, tool_choice="required")
-    assert error.value.param == "tool_choice"
+XML = (SEED, QWEN_XML, GLM_XML)
+BOX = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "box": {"$ref": "#/$defs/Box"},
+        "side": {"enum": ["left", "größer als 1"], "type": "string"},
+        "code": {"type": "string", "minLength": 2, "maxLength": 4},
+        "count": {"type": ["integer", "null"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "day": {"type": "string", "format": "date"},
+    },
+    "required": ["box", "side"],
+    "additionalProperties": False,
+    "$defs": {"Box": BOX},
+}
+SET: Any = {"type": "function", "function": {"name": "set", "parameters": VALUES}}
+GOOD = {"box": '{"a": 1}', "side": "größer als 1", "code": "a</b", "count": "null", "either": "12", "day": "today"}
+
+
+def taken(form: CallFormat, text: str, **fields: Any) -> bool:
+    """Whether the grammar of a request that must call `set` takes the text as a complete answer."""
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    given = tooling(ChatRequest(model="x", messages=[], tools=[SET], **fields), TEMPLATES[form.name], lambda text: None)
+    assert given is not None
+    constraint = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).constraint(given.spec)
+    for token in tokenizer.encode(text, add_special=False, parse_special=False):
+        if constraint.done:
+            return False
+        constraint.push(token)
+    return constraint.whole
+
+
+@pytest.mark.parametrize("form", XML, ids=lambda form: form.name)
+def test_the_values_of_a_call_as_xml_follow_their_schemas(form: CallFormat) -> None:
+    """JSON by its schema, texts by enum and lengths; each control breaks one of them. The reader finds the same values."""
+    must: dict[str, Any] = {"tool_choice": "required"}
+    assert taken(form, call_of(form, "set", **GOOD), **must)
+    assert taken(form, call_of(form, "set", box='{"a": 1}', side="left"), **must)
+    given = tooling(ChatRequest(model="x", messages=[], tools=[SET]), TEMPLATES[form.name], lambda text: None)
+    assert given is not None
+    expected = {"box": {"a": 1}, "side": "größer als 1", "code": "a</b", "count": None, "either": "12", "day": "today"}
+    assert read(given, list(call_of(form, "set", **GOOD)))[1] == [("set", expected)]
+    broken = {"box": '{"a": "x"}', "side": "right", "code": "abcde", "count": "1.5"}
+    for key, value in broken.items():
+        assert not taken(form, call_of(form, "set", **{**GOOD, key: value}), **must), key
+    assert not taken(form, call_of(form, "set", **{**GOOD, "code": "a"}), **must)
+    for missing in ("box", "side"):
+        assert not taken(form, call_of(form, "set", **{k: v for k, v in GOOD.items() if k != missing}), **must), missing
+    assert not taken(form, call_of(form, "set", **GOOD, other="1"), **must)
+    assert not taken(form, call_of(form, "unset", **GOOD), **must)
+    end = form.tags.value_end
+    assert not taken(form, call_of(form, "set", **{**GOOD, "day": f"a{end}b"}), **must)
+
+
+@pytest.mark.parametrize("form", XML, ids=lambda form: form.name)
+def test_several_calls_as_xml_one_call_and_none(form: CallFormat) -> None:
+    call = call_of(form, "set", box='{"a": 1}', side="left")
+    assert taken(form, f"{call}\n{call}", tool_choice="required")
+    assert not taken(form, f"{call}\n{call}", tool_choice="required", parallel_tool_calls=False)
+    assert taken(form, f"Well.\n{call}")
+    assert not taken(form, f"Well.\n{call.replace('left', 'right')}")
+    assert not taken(form, "Well.", tool_choice="required")
+    assert taken(form, "Well.")
+
+
+@pytest.mark.parametrize("form", XML, ids=lambda form: form.name)
+def test_a_format_may_stand_in_place_of_calls_as_xml(form: CallFormat) -> None:
     request = ChatRequest(model="x", messages=[], tools=[TURN])
-    with pytest.raises(ToolError, match="a format"):
-        tooling(request, TEMPLATES[form.name], lambda text: None, None, {"type": "object"})
+    given = tooling(request, TEMPLATES[form.name], lambda text: None, None, BOX)
+    assert given is not None
+    tokenizer = Tokenizer.from_gguf(byte_level())
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for text, fits in ((MAY[form.name], True), ('{"a": 1}', True), ("Well.", False), ('{"a": "b"}', False)):
+        constraint = grammars.constraint(given.spec)
+        for token in tokenizer.encode(text, add_special=False, parse_special=False):
+            constraint.push(token)
+        assert bool(constraint.error) is not fits, text
+
+
+def test_parameters_that_xml_cannot_hold_are_refused() -> None:
+    def ask(parameters: dict[str, Any], **more: Any) -> None:
+        tool = {"type": "function", "function": {"name": "a", "parameters": parameters, **more}}
+        tooling(ChatRequest(model="x", messages=[], tools=[tool]), TEMPLATES["qwen_xml"], lambda text: None)
+
+    with pytest.raises(ToolError, match="'a>b' is no name there; rename it"):
+        ask({"type": "object", "properties": {"a>b": {}}})
+    dated = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}}
+    ask(dated)
+    with pytest.raises(ToolError, match="tool 0: format of texts in XML cannot be held to; leave strict out"):
+        ask(dated, strict=True)
+    ask({"type": "object", "properties": {"day": {"type": "string"}}}, strict=True)
+
+
+def test_an_open_object_takes_other_parameters() -> None:
+    """Also parameters without a list of properties."""
+    call = call_of(QWEN_XML, "set", **GOOD, other="1")
+    assert taken(QWEN_XML, call, tool_choice="required", open_objects=True) is False  # additionalProperties is false
+    SET["function"]["parameters"] = {"type": "object"}
+    try:
+        assert taken(QWEN_XML, call, tool_choice="required")
+        assert not taken(QWEN_XML, call.replace("<parameter=other>", "<parameter=>"), tool_choice="required")
+    finally:
+        SET["function"]["parameters"] = VALUES
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "turn_wheel", "arguments": '{"turns": 1, "way": "left"}'}}

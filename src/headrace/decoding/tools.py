@@ -13,6 +13,7 @@ from headrace.data.params import SamplingParams
 from headrace.data.structured import ConstraintError, StructuredOutputs
 from headrace.decoding.grammar import WHITESPACE
 from headrace.decoding.json_schema.prepare import Prepared, prepare
+from headrace.decoding.xml_grammar import invalid_name, unheld_of, xml_rules
 from headrace.text.dialects.call_formats import GLM4, HERMES, MISTRAL, MISTRAL_NAMED, PHI4, CallFormat, format_of
 from headrace.text.dialects.call_parser import CallParser, Piece, RepeatFilter, new_call_id
 from headrace.text.dialects.json_calls import JsonCallFilter, Steps
@@ -196,9 +197,8 @@ def tooling(
     if answer is not None and not told_apart:
         message = "this model writes calls as JSON, which cannot be distinguished from an answer of this format; leave one out"
         raise ToolError(message, "response_format")
-    if form_or_hermes.xml and (must or answer is not None):
-        field, value = ("tool_choice", "a tool_choice that requires a call") if must else ("response_format", "a format")
-        raise ToolError(f"this model writes calls as XML, which cannot be combined with {value}; leave it out", field)
+    if form_or_hermes.xml:
+        _check_xml(usable)
     grammar = _grammar(_Calls(usable, schemas, form_or_hermes, must, several, special, answer))
     try:
         spec = StructuredOutputs(grammar=grammar)
@@ -301,18 +301,34 @@ class _Calls:
             rules.append(f"args_{i}: %json {json.dumps(self.schemas[i])}")
         return rules
 
+    def xml(self) -> list[str]:
+        """The rules of a call's body of a format with `xml`."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        return xml_rules(self.form, names, self.schemas, schemas_of(self.tools))
+
+
+def _check_xml(tools: list[dict[str, Any]]) -> None:
+    """Raise ToolError for parameters that calls as XML cannot have."""
+    for number, (tool, schema) in enumerate(zip(tools, schemas_of(tools), strict=True)):
+        if (key := invalid_name(schema)) is not None:
+            raise ToolError(
+                f"tool {number}: this model writes calls as XML, and {key[:40]!r} is no name there; rename it", "tools"
+            )
+        if tool["function"].get("strict") and (unheld := unheld_of(schema)):
+            message = f"tool {number}: {', '.join(unheld)[:100]} of texts in XML cannot be held to; leave strict out"
+            raise ToolError(message, "tools", "unsupported")
+
 
 def _grammar(task: _Calls) -> str:
     """A Lark grammar of calls alone (`must`), of calls or a text of the schema `answer`, or of any text and then calls; if the
     opening is a control token, of text or calls."""
     form, must, several, special_id, answer = task.form, task.must, task.several, task.special_id, task.answer
-    if form.xml:
-        return "start: /(.|\\n)*/"  # values are text, which schemas of JSON do not describe
     if form.named is not None:
         return _named_grammar(task)
     special = special_id(form.opening)
-    rules = task.bodies(lambda name: json.dumps(f'{{"name": "{name}", "{form.key}": '), ' "}"')
-    opening, between = json.dumps(form.opening + ("[" if form.listed else "\n")), json.dumps(form.between)
+    rules = task.bodies(lambda name: json.dumps(f'{{"name": "{name}", "{form.key}": '), ' "}"') if not form.xml else task.xml()
+    first = "[" if form.listed else "" if form.xml and not form.xml.head else "\n"
+    opening, between = json.dumps(form.opening + first), json.dumps(form.between)
     more = f"({between} body)*" if several else ""
     closing = json.dumps(form.closing)
     if form.listed:
@@ -328,7 +344,7 @@ def _grammar(task: _Calls) -> str:
     else:
         again = f"({between} {opening} body {closing})*" if several else ""
         calls = f"{opening} body {closing} {again}"
-        start = f'TEXT | trigger "\\n" body {closing} {again}'
+        start = f"TEXT | trigger {json.dumps(first) if first else ''} body {closing} {again}"
     if answer is not None and not must:
         return "\n".join([*rules, f"start: {calls} | answer", f"answer: %json {json.dumps(answer)}"])
     rules.append(f"start: {calls if must else start}")

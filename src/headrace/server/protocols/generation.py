@@ -89,6 +89,7 @@ class AnswerEvent:
     exits: Sequence[Exited]
     finish_reason: str | None
     stop_reason: int | str | None
+    in_reasoning: bool = False  # its tokens are of the reasoning, or of its tags
 
     @property
     def text(self) -> str:
@@ -141,6 +142,7 @@ class Generation:
     late: bool = False  # no mask enforces all of the format: complete answers are checked
     attempt: CascadeAttempt | None = None
     generated: int = 0  # tokens of the events so far
+    reasoned: int = 0  # tokens of them that are reasoning or its tags
     new_splitter: Callable[[int], ReasoningSplitter] | None = None  # of a prompt; None: reasoning stays text
     _readers: dict[int, CallReader] = field(default_factory=dict)  # by answer, if there are tools
     _splitters: dict[int, ReasoningSplitter] = field(default_factory=dict)  # by answer
@@ -183,12 +185,16 @@ class Generation:
     async def _event(self, index: int, delta: Delta) -> AnswerEvent:
         reason = delta.finish_reason
         pieces = [Piece(delta.text)] if delta.text else []
-        thoughts: list[Piece] = []
+        thoughts, in_reasoning = list[Piece](), False
         if self.new_splitter is not None:
             if index not in self._splitters:
                 self._splitters[index] = self.new_splitter(index // (self.request.sampling.n or 1))
             decode, final = self.service.llm.opened.tokenizer.decode, reason is not None
-            split = self._splitters[index].push(delta.text, delta.token_ids, decode, final=final)
+            splitter = self._splitters[index]
+            before = splitter.inside
+            split = splitter.push(delta.text, delta.token_ids, decode, final=final)
+            in_reasoning = before or splitter.inside
+            self.reasoned += len(delta.token_ids) if in_reasoning else 0
             thoughts, pieces = [one for one in split if one.reasoning], [one for one in split if not one.reasoning]
             delta = msgspec.structs.replace(delta, text="".join(piece.text for piece in pieces))
         if self.tools is not None:
@@ -196,7 +202,9 @@ class Generation:
                 reader = self._readers[index] = CallReader(self.tools, held=self.form is not None)
             pieces = await self._read_calls(self.tools, reader, delta)
             reason = reader.finish_reason(reason)
-        return AnswerEvent(index, thoughts + pieces, delta.token_ids, delta.logprobs, delta.exits, reason, delta.stop_reason)
+        return AnswerEvent(
+            index, thoughts + pieces, delta.token_ids, delta.logprobs, delta.exits, reason, delta.stop_reason, in_reasoning
+        )
 
     async def _read_calls(self, tools: Tooling, reader: CallReader, delta: Delta) -> list[Piece]:
         """Split the text of a delta into plain text and tool calls. A JSON object that may be a call is one if its arguments

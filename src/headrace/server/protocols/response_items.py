@@ -175,6 +175,15 @@ def text_part(text: str, logprobs: Any) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
+def reasoning_item(text: str, status: str = "completed") -> Item:
+    """The reasoning before an answer. The model's own text is its content; no summary is made."""
+    return {"id": new_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": [reasoning_part(text)]}
+
+
+def reasoning_part(text: str) -> Item:
+    return {"type": "reasoning_text", "text": text}
+
+
 def call_item(call: ToolCall, status: str = "completed") -> Item:
     return {
         "id": new_id("fc"), "type": "function_call", "status": status, "call_id": call.id,

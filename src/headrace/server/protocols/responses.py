@@ -22,6 +22,8 @@ from headrace.server.protocols.response_items import (
     chat_tools,
     message_item,
     messages,
+    reasoning_item,
+    reasoning_part,
     text_part,
 )
 from headrace.server.protocols.sampling import check_top_logprobs, refuse_unsupported
@@ -35,7 +37,7 @@ NAMES = {
     "logprobs": "top_logprobs",
     "response_format": "text",
 }
-# Valid values of `include`. The second one is about reasoning items, which no answer here has.
+# Valid values of `include`. The second one has no effect: the text of reasoning items is their content.
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 REASONING = ("effort", "summary", "generate_summary")
 
@@ -75,6 +77,7 @@ def read(body: ResponseRequest, items: list[Item]) -> GenerationRequest:
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         response_format=form,
+        splits_reasoning=True,
         names=NAMES,
     )
 
@@ -128,7 +131,9 @@ class ResponseWriter(Writer):
 
     async def logprobs(self, event: AnswerEvent) -> EncodedLogprobs | None:
         top = self.generation.request.logprobs
-        return None if top is None else chat_logprobs(self.tokenizer, event.logprobs, top)
+        if top is None:
+            return None
+        return chat_logprobs(self.tokenizer, () if event.in_reasoning else event.logprobs, top)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """An error after the first event ends the stream with the events `error` and `response.failed`."""
@@ -142,7 +147,7 @@ class ResponseWriter(Writer):
                     )
                 for part in self.chunks(event, await self.logprobs(event)):
                     yield part
-            self._response["usage"] = _usage(self.generation.usage)
+            self._response["usage"] = self._usage()
             if self._keep is not None:
                 await self._keep()
             yield self._event(f"response.{self._response['status']}", response=self._response)
@@ -159,6 +164,8 @@ class ResponseWriter(Writer):
         for piece in event.pieces:
             if piece.call is not None:
                 yield from self._call(piece, piece.call)
+            elif piece.reasoning:
+                yield from self._reasoning(piece.text)
             elif piece.text:
                 # Log-probabilities go with the last piece.
                 yield from self._text(piece.text, entries if piece is event.pieces[-1] else [])
@@ -170,11 +177,13 @@ class ResponseWriter(Writer):
 
     def complete(self, answers: list[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        if answer.text or not answer.calls:
+        if answer.reasoning:
+            self._items.append(reasoning_item(answer.reasoning))
+        if answer.text or not (answer.calls or answer.reasoning):
             logprobs = joined(answer.logprobs)["content"] if answer.logprobs else []
             self._items.append(message_item(answer.text, logprobs))
         self._items += map(call_item, answer.calls)
-        self._response["usage"] = _usage(self.generation.usage)
+        self._response["usage"] = self._usage()
         self._response |= _ending(str(answer.finish_reason))
         return self._response
 
@@ -192,6 +201,18 @@ class ResponseWriter(Writer):
         item["content"][0]["logprobs"] += logprobs
         where = _place(item, self._open)
         yield self._event("response.output_text.delta", **where, content_index=0, delta=text, logprobs=logprobs)
+
+    def _reasoning(self, text: str) -> Iterable[bytes]:
+        if self._open is None or self._items[self._open]["type"] != "reasoning":
+            yield from self._close()
+            item = reasoning_item("", status="in_progress")
+            where = _place(item, len(self._items))
+            yield self._add(item, {**item, "content": []})
+            yield self._event("response.content_part.added", **where, content_index=0, part=reasoning_part(""))
+        assert self._open is not None
+        item = self._items[self._open]
+        item["content"][0]["text"] += text
+        yield self._event("response.reasoning_text.delta", **_place(item, self._open), content_index=0, delta=text)
 
     def _begin_text(self) -> Iterable[bytes]:
         yield from self._close()
@@ -229,11 +250,18 @@ class ResponseWriter(Writer):
             text, logprobs = part["text"], part["logprobs"]
             yield self._event("response.output_text.done", **where, content_index=0, text=text, logprobs=logprobs)
             yield self._event("response.content_part.done", **where, content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            yield self._event("response.reasoning_text.done", **where, content_index=0, text=part["text"])
+            yield self._event("response.content_part.done", **where, content_index=0, part=part)
         else:
             call = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", **where, **call)
         yield self._event("response.output_item.done", output_index=self._open, item=item)
         self._open = None
+
+    def _usage(self) -> dict[str, Any]:
+        return _usage(self.generation.usage, self.generation.reasoned)
 
 
 def _place(item: Item, index: int) -> dict[str, Any]:
@@ -248,12 +276,12 @@ def _ending(reason: str) -> dict[str, Any]:
     return {"status": "incomplete", "incomplete_details": {"reason": cause}}
 
 
-def _usage(counted: Usage) -> dict[str, Any]:
+def _usage(counted: Usage, reasoned: int) -> dict[str, Any]:
     return {
         "input_tokens": counted.prompt_tokens,
         "input_tokens_details": {"cached_tokens": counted.prompt_tokens_details["cached_tokens"], "cache_write_tokens": 0},
         "output_tokens": counted.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoned},
         "total_tokens": counted.total_tokens,
         **({} if counted.tiers is msgspec.UNSET else {"tiers": counted.tiers}),
     }

@@ -1,6 +1,20 @@
 """Formats of tool calls, one for each way in which model families write them, and the format of a chat template."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class XmlTags:
+    """Tags of a call as XML: `head` NAME `head_end`, per parameter `key` KEY `key_end` `wrap` VALUE `wrap` `value_end`, and
+    `end`."""
+
+    head: str
+    head_end: str
+    key: str
+    key_end: str
+    value_end: str
+    end: str
+    wrap: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,8 +22,7 @@ class CallFormat:
     """The format of one model family: `opening` {"name": …, `key`: {…}} `closing`, with `between` between two calls.
 
     Without an opening, an answer that begins with a brace is a call. listed: the calls are one JSON list. named: a call is
-    `opening` NAME `named` {…}, without a closing. xml: a call is `opening` <function=NAME> <parameter=KEY>VALUE</parameter>
-    </function> `closing`.
+    `opening` NAME `named` {…}, without a closing. xml: a call is `opening`, its tags, `closing`.
     """
 
     name: str
@@ -19,7 +32,13 @@ class CallFormat:
     between: str
     listed: bool = False
     named: str | None = None
-    xml: bool = False
+    xml: XmlTags | None = None
+
+    @property
+    def tags(self) -> XmlTags:
+        """The tags of a format with `xml`."""
+        assert self.xml is not None
+        return self.xml
 
 
 # Qwen 2.5 and 3, SmolLM3, Granite 4, EXAONE 4, ERNIE 4.5, Arcee, and models whose template has no tools.
@@ -36,11 +55,15 @@ PHI4 = CallFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments", ", ", 
 INTERNLM = CallFormat("internlm", "<|action_start|><|plugin|>", "<|action_end|>", "parameters", "\n")
 # GLM-4 (0414).
 GLM4 = CallFormat("glm4", "", "", "arguments", "\n", named="\n")
-SEED = CallFormat("seed", "<seed:tool_call>", "</seed:tool_call>", "arguments", "\n", xml=True)
-# Qwen3-Coder.
-QWEN_XML = CallFormat("qwen_xml", "<tool_call>", "</tool_call>", "arguments", "\n", xml=True)
+FUNCTION = XmlTags("<function=", ">", "<parameter=", ">", "</parameter>", "</function>\n")
+SEED = CallFormat("seed", "<seed:tool_call>", "</seed:tool_call>", "arguments", "\n", xml=FUNCTION)
+# Qwen3-Coder: a value has lines of its own.
+QWEN_XML = CallFormat("qwen_xml", "<tool_call>", "</tool_call>", "arguments", "\n", xml=replace(FUNCTION, wrap="\n"))
+# GLM-4.5 and later.
+ARGUMENT = XmlTags("", "", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "")
+GLM_XML = CallFormat("glm_xml", "<tool_call>", "</tool_call>", "arguments", "\n", xml=ARGUMENT)
 
-FORMATS = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GRANITE, PHI4, INTERNLM, GLM4, SEED, QWEN_XML)
+FORMATS = (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GRANITE, PHI4, INTERNLM, GLM4, SEED, QWEN_XML, GLM_XML)
 # Optional tags before the calls, by format.
 LEADS = {
     "llama3_json": ("<|python_tag|>",),
@@ -63,6 +86,8 @@ def format_of(template: str | None) -> CallFormat | None:
             return form
     if "<parameter=" in template:
         return QWEN_XML
+    if "<arg_key>" in template:
+        return GLM_XML
     if "<|observation|>" in template and HERMES.opening not in template:
         return GLM4
     return LLAMA3 if "<|python_tag|>" in template or '"parameters": ' in template else HERMES

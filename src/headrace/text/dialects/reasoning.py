@@ -41,6 +41,11 @@ class ReasoningSplitter:
         self._held = ""
         self._fresh = True  # nothing of the reasoning was shown
 
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends in the reasoning."""
+        return self._state == "reasoning"
+
     def push(
         self, text: str, token_ids: Sequence[int] = (), decode: Callable[[list[int]], str] | None = None, *, final: bool = False
     ) -> list[Piece]:

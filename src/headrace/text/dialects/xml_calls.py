@@ -1,4 +1,5 @@
-"""Parser of calls as XML: `<function=NAME><parameter=KEY>VALUE</parameter></function>` (Seed-OSS, Qwen3-Coder).
+"""Parser of calls as XML: `<function=NAME><parameter=KEY>VALUE</parameter></function>` (Seed-OSS, Qwen3-Coder), or
+`NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` (GLM-4.5).
 
 A value is text; it becomes JSON by the tool's schema. Arguments are shown parameter by parameter.
 """
@@ -11,10 +12,9 @@ from typing import Any
 from headrace.text.dialects.call_formats import CallFormat
 from headrace.text.dialects.call_parser import MAX_HEAD, CallParser, Piece
 
-FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,128})>")
-PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>")
-VALUE_END, FUNCTION_END = "</parameter>", "</function>"
 PYTHON = {"True": True, "False": False, "None": None}
+MAX_REFERENCES = 8
+KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
 class XmlCallParser(CallParser):
@@ -25,6 +25,13 @@ class XmlCallParser(CallParser):
         self._schemas = schemas
         self._name = ""
         self._count = 0  # parameters of the current call
+        tags = self._tags = form.tags
+        name = r"\s*{}([^<>\n]{{1,128}}?)\s*{}".format(*map(re.escape, (tags.head, tags.head_end)))
+        self._function = re.compile(name if tags.head_end else rf"\s*{re.escape(tags.head)}([^<>\n{{}}]{{1,128}})(?=[\n<])")
+        opened, _, rest = tags.key_end.partition("\n")
+        between = rf"{re.escape(opened)}\s*{re.escape(rest)}" if rest else re.escape(opened)
+        self._parameter = re.compile(rf"\s*{re.escape(tags.key)}([^<>\n]{{1,256}}){between}")
+        self._ends = tuple(filter(None, (tags.end.strip(), form.closing)))
 
     @property
     def unfinished(self) -> bool:
@@ -33,7 +40,7 @@ class XmlCallParser(CallParser):
     def _head(self, pieces: list[Piece]) -> bool:
         if "{".startswith(self._held.lstrip()[:1]) and self._held.strip():
             return super()._head(pieces)  # JSON, as other models of the family write it
-        match = FUNCTION.match(self._held)
+        match = self._function.match(self._held)
         if match is None:
             if len(self._held) <= MAX_HEAD:
                 return False
@@ -47,9 +54,9 @@ class XmlCallParser(CallParser):
 
     def _parameters(self, pieces: list[Piece]) -> bool:
         """One parameter, or the end of the function."""
-        match = PARAMETER.match(self._held)
+        match = self._parameter.match(self._held)
         if match is not None:
-            value, end, rest = self._held[match.end() :].partition(VALUE_END)
+            value, end, rest = self._held[match.end() :].partition(self._tags.value_end)
             if not end:
                 return False
             between = ", " if self._count else ""
@@ -59,9 +66,9 @@ class XmlCallParser(CallParser):
             self._held = rest
             return True
         lead = self._held.lstrip()
-        if lead.startswith((FUNCTION_END, self.form.closing)):
+        if lead.startswith(self._ends):
             pieces.append(Piece("}", self.calls - 1))
-            self._held, self._state = lead.removeprefix(FUNCTION_END), "tail"
+            self._held, self._state = lead.removeprefix(self._tags.end.strip()), "tail"
             return True
         if lead and not lead.startswith("<"):
             self._held = lead[lead.find("<") :] if "<" in lead else ""  # text between parameters means nothing
@@ -74,17 +81,45 @@ class XmlCallParser(CallParser):
     def _json(self, key: str, text: str) -> str:
         """The value of a parameter as JSON."""
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = (self._schemas.get(self._name, {}).get("properties") or {}).get(key)
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if kind == "string":
-            return json.dumps(text, ensure_ascii=False)
+        root = self._schemas.get(self._name, {})
+        kinds = kinds_of((root.get("properties") or {}).get(key), root)
         bare = text.strip()
+        if kinds == {"string"}:
+            return json.dumps(text, ensure_ascii=False)
         if bare in PYTHON:
             return json.dumps(PYTHON[bare])
         try:
-            return json.dumps(json.loads(bare, parse_constant=_refuse), ensure_ascii=False)
+            value = json.loads(bare, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
+        kind = KIND_OF[type(value)]
+        fits = not kinds or kind in kinds or (kind == "integer" and "number" in kinds)
+        return json.dumps(value if fits or "string" not in kinds else text, ensure_ascii=False)
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """The schema, or the target of its reference to `#/$defs/…` of the root."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not isinstance(root, Mapping):
+            return schema
+        place, _, name = reference.removeprefix("#/").partition("/")
+        schema = (root.get(place) or {}).get(name) if place in ("$defs", "definitions") else None
+    return None
+
+
+def kinds_of(schema: Any, root: Any = None) -> frozenset[str]:
+    """JSON types that a schema allows by `type`, `enum`, `const` and unions of them; empty: unknown."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if isinstance(named := schema.get("type"), str | list):
+        return frozenset({named} if isinstance(named, str) else filter(lambda one: isinstance(one, str), named))
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    if values:
+        return frozenset(KIND_OF.get(type(value), "object") for value in values)
+    branches = [kinds_of(each, root) for name in ("anyOf", "oneOf") for each in schema.get(name) or [] if each is not schema]
+    return frozenset().union(*branches) if branches and all(branches) else frozenset()
 
 
 def _refuse(text: str) -> Any:
