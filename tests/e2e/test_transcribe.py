@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from headrace import LLM
+from headrace.audio import transcription
 from headrace.audio.text_formats import FORMATS
 from headrace.audio.transcript import Segment, Transcript
 from headrace.audio.transcription import Decoded, SpeechSettings, Transcription, Window, compression_ratio
@@ -249,6 +251,29 @@ def test_text_commands_refuse_a_speech_model(folder: Path, tmp_path: Path, capsy
     ):
         assert main(arguments) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_short_file_is_encoded_by_its_length(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transcription, "SHORT_SPARE", 3)
+    monkeypatch.setattr(transcription, "SHORT_LEAST", 12)
+    settings: dict[str, Any] = {"language": "en", "vad": False, "temperatures": (0.0,), "words": True}
+    with LLM(folder) as llm:
+        full, short = (llm.transcribe(noise(0.5), **settings, short_context=chosen) for chosen in (False, True))
+        assert full.audio_context is msgspec.UNSET
+        assert short.audio_context == 31  # 1.1 * 25 + 3 positions of 50
+        assert short.segments
+        assert short != full
+        assert llm.transcribe(noise(0.05), **settings, short_context=True).audio_context == 12  # the least
+        for sound in (noise(0.99), noise(2.5)):  # nearly one window, and more
+            assert llm.transcribe(sound, **settings, short_context=True) == llm.transcribe(sound, **settings)
+    sound = str(write_wav(tmp_path / "a.wav", noise(0.5)))
+    command = ["transcribe", str(folder), sound, "--language", "en", "--temperature", "0", "--no-vad", "--format", "json"]
+    assert main([*command, "--audio-context", "auto"]) == 0
+    assert json.loads(capsys.readouterr().out)["audio_context"] == 31
+    assert main(command) == 0
+    assert "audio_context" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.weights

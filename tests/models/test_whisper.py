@@ -92,6 +92,21 @@ def test_logits_of_real_weights_equal_transformers() -> None:
     assert (logits(ours, rows, prompt) - right).abs().max() > 1e-6
 
 
+def test_a_shorter_window_is_that_of_a_model_with_fewer_positions(folder: Path) -> None:
+    theirs, rows = oracle(), frames()[:62]
+    short = oracle(positions=31, vocab_size=VOCAB)
+    state = theirs.state_dict()
+    table = "model.encoder.embed_positions.weight"
+    short.load_state_dict(state | {table: state[table][:31]})
+    assert (logits(loaded(theirs), rows) - expected(short, rows)).abs().max() < 1e-9
+    assert (logits(loaded(theirs), rows) - logits(loaded(theirs), np.pad(rows, ((0, 38), (0, 0))))).abs().max() > 1e-6
+    windows = [frames(), rows, frames(seed=1), rows[:40]]
+    with LLM(folder, quantize="int8") as llm:
+        alone = [written(llm, [one])[0][0] for one in windows]
+    with LLM(folder, quantize="int8") as llm:
+        assert written(llm, windows)[0] == alone  # the same bits in one batch
+
+
 def test_slips_in_the_encoder_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, rows = oracle(), frames()
     right = expected(theirs, rows)
@@ -238,8 +253,9 @@ def test_requests_that_do_not_fit_the_model_are_refused(folder: Path) -> None:
     with LLM(folder) as llm:
         with pytest.raises(AdmissionError, match="reads no text"):
             llm.generate([[1, 2]], GREEDY)
-        with pytest.raises(AdmissionError, match="100 rows of 80"):
-            llm.engine.add(PROMPT, GREEDY, source=frames_of(frames()[:50]))
+        for rows in (frames()[:0], frames()[:51], frames(positions=51), frames(40)):
+            with pytest.raises(AdmissionError, match="up to 100 rows of 80"):
+                llm.engine.add(PROMPT, GREEDY, source=frames_of(rows))
         with pytest.raises(AdmissionError, match="cannot score"):
             llm.engine.add(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), source=window)
         with pytest.raises(AdmissionError, match="the context holds 96"):

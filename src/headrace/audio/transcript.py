@@ -53,7 +53,8 @@ class Fallback(msgspec.Struct):
 class Transcript(msgspec.Struct):
     """The text of a file. language_probability: None if the language was given. duration: seconds. vad: the detector
     of speech (silero, energy), empty without one. way: sequential, windows of
-    30 s one after the other; chunked, windows that are cut in silences."""
+    30 s one after the other; chunked, windows that are cut in silences. audio_context: positions of a window that was encoded
+    shorter than 30 s, which changes the text."""
 
     text: str
     language: str
@@ -64,3 +65,4 @@ class Transcript(msgspec.Struct):
     fallbacks: list[Fallback]
     way: str = "sequential"
     vad: str = ""
+    audio_context: int | msgspec.UnsetType = msgspec.UNSET

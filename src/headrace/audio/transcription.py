@@ -11,6 +11,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from headrace.audio.decode import samples_of
@@ -45,6 +46,7 @@ LATEST_FIRST = 50  # steps: the first timestamp of a window is at most 1 s
 HOTWORDS = 100  # tokens
 WAYS = ("sequential", "chunked")
 CHUNKS = 1_000_000  # windows of a chunk have seeds of their own
+SHORT_SHARE, SHORT_SPARE, SHORT_LEAST = 1.1, 64, 512  # positions of a short context: share of the sound, more, the least
 REPEATS = 3  # equal segments in a row after which the text is not given on
 
 
@@ -56,7 +58,8 @@ class SpeechSettings:
     detect it in each window. task: transcribe, or translate into English. prompt: text before the first window. hotwords: text
     before every window. temperatures: tried in this order. condition: give each window's text to the next one. long:
     sequential (windows one after the other), or chunked (windows cut in silences, decoded together, without the text before
-    them). vad: skip silence, by `bounds`. words: find the times of words.
+    them). vad: skip silence, by `bounds`. words: find the times of words. short_context: encode a file of one window with fewer
+    positions than 30 s have, which is faster and changes the text (lossy).
     """
 
     language: str | None = None
@@ -71,6 +74,7 @@ class SpeechSettings:
     vad: bool = True
     bounds: SpeechBounds = SPEECH
     words: bool = False
+    short_context: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -189,6 +193,7 @@ class Transcription:
             fallbacks,
             way=self.settings.long,
             vad=self.detector.name if self.detector is not None and self.settings.vad else "",
+            audio_context=self._short_positions or msgspec.UNSET,
         )
 
     def _sections(self, samples: Samples) -> list[Section]:
@@ -220,9 +225,20 @@ class Transcription:
         """The window of rows [start, end) of the file, cut to the length of a window, with silence after it."""
         offset = section.mel.samples.start // HOP if isinstance(section.mel.samples, _Cut) else 0
         rows = min(end - start, self.audio.rows)
-        window = np.zeros((self.audio.rows, self.audio.bins), np.float32)
+        positions = self._short_positions or self.audio.positions
+        window = np.zeros((positions * self._rows_per_step, self.audio.bins), np.float32)
         window[:rows] = section.mel.window(start - offset, rows)
         return frames_of(window)
+
+    @property
+    def _short_positions(self) -> int:
+        """Positions of the window of a file that is encoded shorter; 0: whole windows."""
+        rows = round(self.duration * RATE) // HOP
+        if not self.settings.short_context or rows > self.audio.rows:
+            return 0
+        wanted = math.ceil(SHORT_SHARE * rows / self._rows_per_step) + SHORT_SPARE
+        wanted = max(wanted, SHORT_LEAST)
+        return wanted if wanted < self.audio.positions else 0
 
     def _run(self, section: Section) -> Job:
         """Decode the windows of a section."""

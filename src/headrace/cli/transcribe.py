@@ -68,12 +68,17 @@ class SpeechOptions:
         typer.Option(help="sequential: windows one after the other. chunked: cut in silences, decoded together; faster."),
     ] = "sequential"
     vad: Annotated[bool, typer.Option("--vad/--no-vad", help="Skip silence, in which models invent text.")] = True
+    audio_context: Annotated[
+        Literal["full", "auto"],
+        typer.Option(help="auto: encode a file of less than 30 s by its length; faster, and the text may differ (lossy)."),
+    ] = "full"
     words: Annotated[bool, typer.Option("--word-times", help="Find the times of words (json; subtitles by words).")] = False
 
     def settings(self) -> dict[str, Any]:
         """By the names of SpeechSettings."""
         codes = tuple(code.strip() for code in self.languages.split(",") if code.strip())
-        return {**asdict(self), "languages": codes}
+        settings = {**asdict(self), "languages": codes}
+        return settings | {"short_context": settings.pop("audio_context") == "auto"}
 
 
 def register(app: typer.Typer) -> None:

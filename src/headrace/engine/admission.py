@@ -144,8 +144,12 @@ def _check_frames(request: Request, limits: Limits) -> None:
         raise AdmissionError("model", "this model reads no sound; open a speech model, such as whisper-base")
     if frames is None:
         raise AdmissionError("model", "this model transcribes sound and reads no text; use headrace transcribe")
-    if frames.bins != audio.bins or len(frames.rows) != 4 * audio.bins * audio.rows:
-        raise AdmissionError("model", f"a window of this model is {audio.rows} rows of {audio.bins} float32 values")
+    whole = frames.bins == audio.bins and len(frames.rows) == 8 * audio.bins * frames.positions
+    if not whole or not 0 < frames.positions <= audio.positions:
+        raise AdmissionError(
+            "model",
+            f"a window of this model has up to {audio.rows} rows of {audio.bins} float32 values, an even number of rows",
+        )
     if isinstance(request.strategy, Aligning):
         _check_aligned(request, request.strategy.wanted, audio)
     else:

@@ -187,7 +187,7 @@ class EagerProgram:
         for number, stride in enumerate(audio.strides):
             rows = torch.from_numpy(patch_rows(len(x), audio.taps, stride)).to(x.device)
             x = encoder.convolve(number, torch.cat([x, x.new_zeros(1, x.shape[1])])[rows].flatten(1), ctx)
-        first: torch.Tensor = x + encoder.positions.weight
+        first: torch.Tensor = x + encoder.positions.weight[: len(x)]
         return first
 
     def enter(self, ctx: Context, rows: torch.Tensor | None) -> torch.Tensor:

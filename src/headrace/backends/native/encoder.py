@@ -82,10 +82,12 @@ class NativeEncoder:
 
     def _enter(self, frames: Frames) -> np.ndarray:
         """The rows of the encoder's first layer, [positions, hidden] float32."""
+        assert self._positions is not None, "this encoder reads no sound"
         x = rows_of(frames)
         for convolution in self._convolutions:
             x = convolution(x)
-        return x + self._positions
+        rows: np.ndarray = x + self._positions[: len(x)]
+        return rows
 
     def _count(self, source: Placed) -> int:
         """Number of blocks of a source's positions."""
