@@ -4,6 +4,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from headrace.audio.vocabulary import LanguageError
 from headrace.audio.wav import AudioError
 from headrace.cli.app import main
 from headrace.data.windows import WindowOutput
+from headrace.startup.opening import open_model
+from headrace.startup.speech import speech_model
 from tests.places import model_file
 from tests.tiny_whisper import EOT, LANGUAGES, RATE, noise, write_folder, write_wav
 
@@ -274,6 +277,16 @@ def test_a_short_file_is_encoded_by_its_length(
     assert json.loads(capsys.readouterr().out)["audio_context"] == 31
     assert main(command) == 0
     assert "audio_context" not in json.loads(capsys.readouterr().out)
+
+
+def test_models_with_a_cut_decoder_do_not_translate(folder: Path) -> None:
+    opened = open_model(folder)
+    speech_model(opened)[1].check("fr", "translate")
+    opened.config = replace(opened.config, layers=opened.config.layers[:1])
+    tokens = speech_model(opened)[1]
+    tokens.check("fr", "transcribe")
+    with pytest.raises(LanguageError, match="was not trained to translate"):
+        tokens.check("fr", "translate")
 
 
 @pytest.mark.weights

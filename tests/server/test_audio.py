@@ -204,6 +204,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model is missing": {"model": None},
     "choose auto, en, fr, de": {"language": "xx"},
     "unknown field 'speed'": {"speed": "2"},
+    "unknown field 'beam_size'": {"beam_size": "5"},
     "temperature: must be a number, at most 2.0": {"temperature": "3"},
     "a stream has the format json or text": {"stream": "true", "response_format": "srt"},
     "goes with response_format verbose_json": {"timestamp_granularities[]": "segment"},

@@ -25,7 +25,7 @@ class SpeechTokens:
     """Ids of the control tokens. languages: code -> id; empty for a model that knows English alone. first: timestamp 0.00.
 
     suppressed: never written. blank: not written first. alignment: (layer, head) of the decoder, whose cross-attention follows
-    the sound.
+    the sound. translates: the model was trained to translate, not only to transcribe.
     """
 
     start: int
@@ -38,6 +38,7 @@ class SpeechTokens:
     suppressed: Sequence[int]
     blank: Sequence[int]
     alignment: tuple[tuple[int, int], ...] = ()
+    translates: bool = True
 
     @property
     def first(self) -> int:
@@ -67,6 +68,10 @@ class SpeechTokens:
             return
         if language is not None and language not in self.languages:
             raise LanguageError(f"language {language!r}: choose auto, {', '.join(self.languages)}")
+        if task == "translate" and not self.translates:
+            raise LanguageError(
+                f"task {task!r}: this model was not trained to translate, nor are other turbo and distilled ones; open another"
+            )
         if task not in self.tasks:
             raise LanguageError(f"task {task!r}: choose {' or '.join(self.tasks)}")
 

@@ -65,7 +65,10 @@ def speech_model(opened: Opened) -> tuple[Audio, SpeechTokens]:
     else:
         lists = {**opened.source.config, **opened.generation}  # type: ignore[union-attr]
     tokens = speech_tokens(opened.tokenizer, opened.config.vocab_size, lists)
-    return source.audio, replace(tokens, alignment=alignment_heads(opened.config, lists.get("alignment_heads"), opened.name))
+    heads = alignment_heads(opened.config, lists.get("alignment_heads"), opened.name)
+    # Models whose decoder was cut (turbo, distil) were trained on transcripts alone.
+    translates = opened.config.num_layers >= source.num_layers
+    return source.audio, replace(tokens, alignment=heads, translates=translates)
 
 
 def _check_filters(source: GGMLFile) -> None:
