@@ -82,7 +82,7 @@ class MethodOptions:
     heal_rate: Annotated[float | None, _method("heal: highest learning rate (default: 1e-4).")] = None
     prune_rounds: Annotated[
         int | None,
-        _method("heal,magnitude: rounds of pruning during the training, up to --sparsity; 1: all before it."),
+        _method("heal,magnitude: rounds of pruning in the first half of the training, up to --sparsity; 1: all before it."),
     ] = None
     layout: Annotated[
         str | None,

@@ -195,7 +195,7 @@ class Pipeline:
             raise ValueError("--budget may choose kinds in which 0 does not stay 0; leave it out, or --sparsity")
 
     def _check_rounds(self) -> None:
-        """Raise ValueError for rounds of pruning without training or magnitude, or more of them than steps."""
+        """Raise ValueError for rounds of pruning without training or magnitude, or more of them than half of the steps."""
         rounds = self.prune_rounds
         if rounds is None:
             return
@@ -206,8 +206,9 @@ class Pipeline:
             )
         if "magnitude" not in self.method:
             raise ValueError(f"--prune-rounds {rounds} needs the method magnitude, as in --method {HEAL},magnitude")
-        if not 1 <= rounds <= (self.heal_steps or rounds):
-            raise ValueError(f"--prune-rounds {rounds}: give 1 to {self.heal_steps}, the steps of --heal-steps")
+        most = rounds if self.heal_steps is None else max(1, self.heal_steps // 2)
+        if not 1 <= rounds <= most:
+            raise ValueError(f"--prune-rounds {rounds}: give 1 to {most}, half of the steps of --heal-steps")
 
     def _check_options(self) -> None:
         """Raise ValueError for options without their method, or out of range."""

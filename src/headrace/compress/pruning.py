@@ -78,7 +78,7 @@ def global_threshold(matrices: Iterable[np.ndarray], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PruningSchedule:
-    """Rounds of magnitude pruning up to the sparsity `final`, spread evenly over a training.
+    """Rounds of magnitude pruning up to the sparsity `final`, spread evenly over the first half of a training.
 
     Source: Zhu & Gupta, "To prune, or not to prune", arXiv 1710.01878, equation 1.
     """
@@ -92,8 +92,9 @@ class PruningSchedule:
         return replace(self.final, share=share, kept=self.final.of - round(share * self.final.of))
 
     def first_steps(self, steps: int) -> list[int]:
-        """The step before which each round prunes; as many steps follow the last round as lie between two."""
-        return [number * steps // self.rounds for number in range(self.rounds)]
+        """The step before which each round prunes. All lie in the first half: what a late round removes, the falling learning
+        rate no longer gives back."""
+        return [number * steps // (2 * self.rounds) for number in range(self.rounds)]
 
     def prune(self, matrices: Sequence[np.ndarray], finished: int) -> None:
         """Set weights of float32 matrices [n, k] to 0, in place, so that the shares are those after `finished` rounds."""
