@@ -10,7 +10,6 @@ from headrace.cli.output import print_fields, print_table, say, status
 from headrace.data.progress import human_size
 from headrace.weights import catalog, names
 from headrace.weights.defaults import summary
-from headrace.weights.model_files import is_ggml
 from headrace.weights.store import Record, Store, StoreError, folder_name, folder_size
 
 
@@ -87,6 +86,8 @@ def list_models(
 
 def _models_in(folder: Path) -> list[Path]:
     """GGUF and ggml files, and folders with weights: `folder` itself, or its entries."""
+    from headrace.weights.model_files import is_ggml
+
     settings = ("config.json", "adapter_config.json")
     if folder.suffix == ".gguf" or is_ggml(folder) or any((folder / name).exists() for name in settings):
         return [folder]

@@ -5,8 +5,7 @@ from typing import Any
 
 from headrace.cli.output import say
 from headrace.cli.serve_options import MODES, ModelEntry, ServerOptions
-from headrace.weights.model_files import file_title
-from headrace.weights.store import expand
+from headrace.weights.store import expand, file_title
 
 PINNED, ON_DEMAND, _ = MODES
 

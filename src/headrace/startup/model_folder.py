@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.startup.opening import open_files
-from headrace.weights.model_files import file_title, first_name, is_ggml, part_name
+from headrace.weights.model_files import first_name, is_ggml, part_name
+from headrace.weights.store import file_title
 
 
 @dataclass(frozen=True, slots=True)

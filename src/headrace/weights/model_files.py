@@ -37,11 +37,6 @@ def part_name(name: str) -> PartName | None:
     return PartName(match["model"], int(match["number"]), int(match["count"]))
 
 
-def file_title(name: str) -> str:
-    """A model's name by that of its file: `ggml-base.bin` is ggml-base."""
-    return name.removesuffix(".gguf").removesuffix(".bin")
-
-
 def part_names(name: PartName) -> list[str]:
     """The file names of all parts, in order."""
     return [f"{name.model}-{number:05d}-of-{name.total:05d}.gguf" for number in range(1, name.total + 1)]

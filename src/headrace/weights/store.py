@@ -187,6 +187,11 @@ def find_home() -> Path | None:
     return None if user is None else user / ".cache" / "headrace"
 
 
+def file_title(name: str) -> str:
+    """A model's name by that of its file: `ggml-base.bin` is ggml-base."""
+    return name.removesuffix(".gguf").removesuffix(".bin")
+
+
 def expand(path: str) -> Path:
     """A path with `~` expanded. Raises StoreError if there is no home directory."""
     try:
