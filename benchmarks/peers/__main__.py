@@ -11,6 +11,7 @@ import typer
 from benchmarks.command import run
 from benchmarks.peers import engines as peer_engines
 from benchmarks.peers.comparison import compare
+from benchmarks.peers.record import RECORD, keep
 from headrace.bench import interleave as bench_cells
 from headrace.cli.options import writable
 from headrace.cli.output import print_table, say, status
@@ -34,6 +35,10 @@ def peers(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of every engine; every core where not given.")] = None,
     backend: Annotated[str, typer.Option(help="Our back end.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.", callback=writable)] = None,
+    record: Annotated[
+        str,
+        typer.Option(metavar="MACHINE", help="Keep the figures under this name of the machine, for the tables of the pages."),
+    ] = "",
 ) -> None:
     """Headrace beside other engines, in turns, in one run: tokens/s, ratios to the best of them, memory bandwidth."""
     chosen, wanted = peer_engines.pick(engines), bench_cells.pick(cells)
@@ -45,12 +50,14 @@ def peers(
         say(_line(name, figures))
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=2) + "\n")
+        if record:
+            keep(RECORD, record, result)
 
     setting = {"backend": backend}
     status().start("measuring")
     result = compare(model, chosen, wanted, rounds=rounds, threads=threads, setting=setting, say=say, done=done)
     names = [engine.name for engine in chosen]
-    columns = ("cell", "headrace", *names, "ratio to the best", "interval", "GB/s", "other load")
+    columns = ("cell", "headrace", *names, "ratio to the best", "interval", "of the limit", "GB/s", "other load")
     print_table(columns, [_row(name, figures, names) for name, figures in result["cells"].items()])
 
 
@@ -58,7 +65,7 @@ def _row(cell: str, figures: dict[str, Any], engines: list[str]) -> tuple[str, .
     peers = figures["peers"]
     speeds = [f"{peers[name]['tokens_per_s']:.1f}" if name in peers else "-" for name in engines]
     ratio = (f"{figures['ratio']:.2f}", "{:.2f} to {:.2f}".format(*figures["interval"])) if peers else ("-", "-")
-    around = (f"{figures['bandwidth_gb_s']:.1f}", f"{figures['others_cpu']:.0%}")
+    around = (f"{figures['share']:.0%} {figures['limit']}", f"{figures['bandwidth_gb_s']:.1f}", f"{figures['others_cpu']:.0%}")
     return (cell, f"{figures['tokens_per_s']:.1f}", *speeds, *ratio, *around)
 
 
@@ -73,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     examples = (
         ("smollm2-135m --install", "Beside llama.cpp, ONNX Runtime GenAI and OpenVINO GenAI."),
         ("MODEL --engines llama.cpp --cells b1,b8", "One engine, two cells."),
+        ("MODEL --record 'Zen 4'", "Keep the figures; `python -m tests.pages speed speed-readme` writes the tables."),
     )
     return run(peers, "peers", argv, examples)
 
