@@ -1,7 +1,6 @@
 """Recorded speeds next to other engines, by machine, and the tables of the pages that show them."""
 
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,11 +91,15 @@ def tables(runs: list[Run] | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def short_table(head: str = "machine, model", cell: Callable[[str], str] = str, runs: list[Run] | None = None) -> str:
+def chinese_short_table() -> str:
+    return short_table("机器、模型")
+
+
+def short_table(head: str = "machine, model", runs: list[Run] | None = None) -> str:
     """One row for each machine and model: times the fastest other engine, by cell."""
-    lines = [f"| {head} | {' | '.join(cell(name) for name in CELLS)} |", "|---" * (len(CELLS) + 1) + "|"]
+    lines = [f"| {head} | {' | '.join(CELLS)} |", "|---" * (len(CELLS) + 1) + "|"]
     for run in read() if runs is None else runs:
         ratios = [f"{run['cells'][name]['ratio']:.2f}" if name in run["cells"] else "–" for name in CELLS]
         dates = sorted({figures["date"] for figures in run["cells"].values()})
-        lines.append(f"| {_machine(run)}, {_model(run)}, {dates[-1]} | {' | '.join(ratios)} |")
+        lines.append(f"| {_machine(run)}, {_model(run).split('-Instruct')[0]}, {dates[-1]} | {' | '.join(ratios)} |")
     return "\n".join(lines)
