@@ -39,11 +39,11 @@ Ratios = dict[tuple[str, str, str], tuple[float, float]]
 
 
 def read_ratios(page: str) -> Ratios:
-    """Least and greatest ratio by (model, cell, machine) from the tables of the page, whose columns are tokens/s and MACHINES;
-    cells without a run are left out."""
+    """Least and greatest ratio by (model, cell, machine) from the tables above "By machine", whose columns are tokens/s and
+    MACHINES; cells without a run are left out."""
     ratios: Ratios = {}
     model = ""
-    for line in page.splitlines():
+    for line in page.partition("## By machine")[0].splitlines():
         if not line.startswith("|"):
             continue
         first, _, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))

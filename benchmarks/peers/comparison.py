@@ -28,9 +28,9 @@ def compare(
     """Measure every engine in every cell; returns the content of the JSON file.
 
     setting: arguments of our LLM. done: called after each cell with the result so far.
-    `limits` has the machine's limits; in each cell `limit` names the one that is reached first, and `share` is the part of it that
-    our speed reaches. An engine that cannot run the model is left out, reported and listed. Raises ValueError if the model is not a GGUF file,
-    and ValueError if Headrace itself, or an engine that has started, fails.
+    `limits` has the machine's limits; in each cell `limit` names the one that is reached first, and `share` is the part of it
+    that our speed reaches. An engine that cannot run the model is left out, reported and listed. Raises ValueError if the model
+    is not a GGUF file, and ValueError if Headrace itself, or an engine that has started, fails.
     """
     opened = open_model(model)
     if opened.path.suffix != ".gguf":

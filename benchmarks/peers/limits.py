@@ -16,7 +16,7 @@ KV_BYTES = 2  # of a number: bfloat16, the default
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step of a model needs: bytes of all weights that it reads; products of one token in the layers, and in the head."""
+    """What a step needs: bytes of all weights that it reads; products of one token in the layers, and in the head."""
 
     weight_bytes: float
     layer_products: float

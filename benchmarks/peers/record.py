@@ -3,7 +3,10 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
+
+from headrace.bench.competitors import OURS
 
 RECORD = Path(__file__).parents[2] / "docs/data/speed.json"
 # Columns of the short table.
@@ -72,20 +75,24 @@ def tables(runs: list[Run] | None = None) -> str:
         cells = {cell: run["cells"][cell] for cell in (*CELLS, *run["cells"]) if cell in run["cells"]}
         dates = sorted({figures["date"] for figures in cells.values()})
         commits = sorted({figures["commit"] for figures in cells.values()})
-        lines = [
+        engines = dict.fromkeys(about.split(" (")[0] for name, about in run["engines"].items() if name != OURS)
+        head = (
             f"**{_model(run)}, {_machine(run)}**: {run['cpu']}, {run['threads']} threads, {' and '.join(dates)}, "
-            f"commit {' and '.join(commits)}",
+            f"commit {' and '.join(commits)}. Engines: {', '.join(engines)}."
+        )
+        lines = [
+            *wrap(head, 100),
             "",
             "| cell | tokens/s | fastest other engine | tokens/s | times | interval | of the limit |",
             "|---|---|---|---|---|---|---|",
         ]
         for cell, each in cells.items():
-            setting = f"{each['peer']} ({each['setting']})" if each["setting"] else each["peer"]
-            ratio = f"{each['ratio']:.2f}"
+            setting = f"{each['peer']} ({each['setting'].removesuffix(' precision')})" if each["setting"] else each["peer"]
+            ratio = f"**{each['ratio']:.2f}**" if each["ratio"] < 1 else f"{each['ratio']:.2f}"
             low, high = each["interval"]
             lines.append(
                 f"| {title(cell)} | {each['tokens_per_s']:.1f} | {setting} | {each['peer_tokens_per_s']:.1f} "
-                f"| {f'**{ratio}**' if each['ratio'] < 1 else ratio} | {low:.2f}–{high:.2f} | {each['share']:.0%} {each['limit']} |"
+                f"| {ratio} | {low:.2f}–{high:.2f} | {each['share']:.0%} {each['limit']} |"
             )
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
