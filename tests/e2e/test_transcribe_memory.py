@@ -81,8 +81,13 @@ def measured(folder: Path, sound: Path, out: Path, program: tuple[str, ...] = ("
 
 
 def largest(points: np.ndarray) -> float:
-    """The most memory in the second half of a run, when the windows are decoded."""
+    """The most memory in the second half of a run."""
     return float(points[len(points) // 2 :].max())
+
+
+def usual(points: np.ndarray) -> float:
+    """The median of the second half of a run, when the windows are decoded: short peaks (a model is read) do not move it."""
+    return float(np.median(points[len(points) // 2 :]))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -91,9 +96,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     decoded = 2 * RATE * 540 / MEBIBYTE
     first, second = (measured(folder, sound, tmp_path / sound.stem) for sound in (short, long))
     held = measured(folder, long, tmp_path / "held", ("-c", HOLDS_SAMPLES))
-    print([round(largest(one), 1) for one in (first, second, held)], len(first), len(second))
-    assert largest(second) - largest(first) < decoded / 2
-    assert largest(held) - largest(first) > decoded / 2
+    print([round(usual(one), 1) for one in (first, second, held)], len(first), len(second))
+    assert usual(second) - usual(first) < 0.75 * decoded
+    assert usual(held) - usual(second) > 0.75 * decoded
 
 
 @pytest.mark.slow

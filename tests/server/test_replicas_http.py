@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 from headrace import host
-from tests.server.harness import Running, in_thread, until
+from tests.server.harness import PATIENCE, Running, in_thread, until
 
-STREAMS, TOKENS = 6, 300
+STREAMS, TOKENS = 6, 2000
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +34,27 @@ def pids(server: Running) -> list[int]:
     return found  # type: ignore[return-value]
 
 
-def stream(server: Running, seed: int) -> str:
+def stream(server: Running, seed: int, begun: threading.Semaphore | None = None) -> str:
     more: dict[str, Any] = {"prompt": f"Mill {seed}", "max_tokens": TOKENS, "temperature": 1.0, "seed": seed}
     chunks = server.openai.completions.create(model="tiny", stream=True, extra_body={"ignore_eos": True}, **more)
-    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    texts = []
+    for chunk in chunks:
+        texts += [choice.text for choice in chunk.choices]
+        if begun is not None and len(texts) == 3:
+            begun.release()
+    return "".join(texts)
 
 
 def under_streams(server: Running, event: Any) -> list[str]:
-    """The answers of all streams; `event` happens once each has begun."""
-    waiting = [in_thread(lambda seed=seed: stream(server, seed)) for seed in range(STREAMS)]  # type: ignore[misc]
-    until(lambda: sum(one.generated > 2 for one in list(server.llm.inflight.values())) >= STREAMS // 2)
+    """The answers of all streams; `event` happens when half of them have their third chunk.
+
+    The clients say when, since a look at the running requests may come after the first of them have ended.
+    """
+    begun = threading.Semaphore(0)
+    waiting = [in_thread(lambda seed=seed: stream(server, seed, begun)) for seed in range(STREAMS)]  # type: ignore[misc]
+    for _ in range(STREAMS // 2):
+        assert begun.acquire(timeout=PATIENCE)
+    assert server.llm.inflight, "every stream ended before the event"
     event()
     return [one.result() for one in waiting]
 
