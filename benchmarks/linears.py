@@ -39,6 +39,7 @@ TYPES = (
     "G4_128",
     "G8_32",
     "G8_128",
+    "C8",
     "BF16",
 )
 ROWS = (1, 8, 16, 32, 256)
@@ -80,8 +81,10 @@ def measure_linears(
         result["types"][kind] = {}
         for count in rows:
             x = rng.standard_normal((count, shape[1])).astype(np.float32)
-            core.module().time_linears(layers, x, pool, 1)  # memory for the results is there
-            seconds = median(core.module().time_linears(layers, x, pool, repeats))
+            # C8 is for inputs with one scale a row.
+            more = {"activations": "token"} if kind == "C8" else {}
+            core.module().time_linears(layers, x, pool, 1, **more)  # memory for the results is there
+            seconds = median(core.module().time_linears(layers, x, pool, repeats, **more))
             macs = count * shape[0] * shape[1] * len(layers)
             limit, share = share_of(result, "bf16" if kind == "BF16" else "int8", arena.used, macs, seconds)
             figures = {"gmacs": macs / seconds / 1e9, "gb_s": arena.used / seconds / 1e9, "limit": limit, "share": share}

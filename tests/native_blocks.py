@@ -28,6 +28,7 @@ SCALES = {
     "G4_128": (0,),
     "G8_32": (0,),
     "G8_128": (0,),
+    "C8": (0,),
 }
 SPARSE = {"S4": "Q4_0", "S8": "Q8_0"}  # and dense kinds of the same integers
 POINTS = ("G4_32", "G4_128")  # with zero points from 0 to 16 in their third byte
@@ -48,6 +49,10 @@ def random_rows(kind: str, n: int, k: int, seed: int = 0, scales: np.ndarray | N
         normal = rng.standard_normal(shape) * 0.01 * (rng.random(shape) > 0.05)
         drawn = normal if scales is None else rng.choice(scales, shape)
         rows[:, :, at : at + 2] = drawn.astype(np.float16)[..., None].view(np.uint8)
+    if kind == "C8":  # one scale a row, not 0: a row of zeros has nothing to test
+        first = rows[:, 0, :2].copy().view(np.float16)
+        first[first == 0] = 2.0**-7
+        rows[:, :, :2] = first.view(np.uint8)[:, None]
     if kind == "MXFP4":  # powers of two that halves hold
         powers = np.array([2.0**-6, 2.0**-5, 2.0**-20, 0.25]) if scales is None else np.abs(scales[scales != 0])
         rows[:, :, 0] = 128 + np.log2(rng.choice(powers, (n, k // block)))

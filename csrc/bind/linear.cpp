@@ -235,17 +235,19 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
 // Measures `repeats` passes over layers of one size, with a barrier after each layer like in a program. Returns the
 // seconds of each pass. Gated layers write A8.
 std::vector<double> time_linears(const std::vector<const Linear*>& linears, const Floats& x, ThreadPool& pool,
-                                 int repeats, const std::string& path, const std::string& isa) {
+                                 int repeats, const std::string& path, const std::string& isa,
+                                 const std::string& activations) {
     require(!linears.empty() && repeats > 0, "at least one layer and one repeat");
     for (const Linear* each : linears) {
         require(each != nullptr, "no layer may be missing");
         check_input(*each, x);
     }
     const Kernels& table = kernels_named(isa);
+    const Rounding rounding = rounding_named(activations);
     const nb::gil_scoped_release unlocked;
     const size_t m = x.shape(0), n = linears.front()->packed.n();
     const bool gated = linears.front()->packed.gated();
-    const Input input(*linears.front(), x, table);
+    const Input input(*linears.front(), x, table, rounding, 1.0f);
     Buffer out(gated ? a8_bytes(m, n) : m * n * sizeof(float)), scratch(kLinearScratchBytes * pool.size());
     Epilogue epilogue{};
     epilogue.kind = gated ? EpilogueKind::kGated : EpilogueKind::kStore;
@@ -277,7 +279,7 @@ std::vector<double> time_linears(const std::vector<const Linear*>& linears, cons
 
 void bind_linear(nb::module_& m) {
     m.def("time_linears", &time_linears, "linears"_a, "x"_a.noconvert(), "pool"_a, "repeats"_a, "path"_a = "",
-          "isa"_a = "");
+          "isa"_a = "", "activations"_a = "group");
     m.def("quantize_a8", &quantize_a8, "x"_a.noconvert(), "norm"_a = "", "weight"_a = nb::none(), "bias"_a = nb::none(),
           "eps"_a = 0.0f, "isa"_a = "", "activations"_a = "group", "threshold"_a = 6.0f);
     m.def("norm", &norm_rows, "x"_a.noconvert(), "kind"_a, "weight"_a, "bias"_a = nb::none(), "eps"_a = 0.0f,

@@ -1,5 +1,6 @@
 // Linear kernels of one instruction set: runs a unit with direct kernels or panels, then its epilogue.
 #include "linear/bf16.inl"
+#include "linear/by_row.inl"
 #include "linear/columns.inl"
 #include "linear/epilogue.inl"
 #include "linear/internal.h"
@@ -16,6 +17,8 @@ constexpr int kMostBlocks = 4;                     // row blocks per unit
 using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
 
 constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
+
+static_assert(kTuning.by_row_rows <= kTuning.direct_rows, "a pass may have tensors of both kinds");
 
 // Contents of LinearTask::scratch.
 struct Scratch {
@@ -36,6 +39,33 @@ HEADRACE_INLINE int64_t fetched_ahead(const LinearTask& task, const PackedTensor
     return next ? task.unit_blocks * weight.stride : kPrefetchBytes;
 }
 
+// Whether all tensors of a task are multiplied by row.
+HEADRACE_INLINE bool all_by_row(const LinearTask& task) {
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    return by_row(task.weight->kind, task.a8) && (!gated || by_row(task.up->kind, task.a8));
+}
+
+// Row blocks [first, first + blocks) of the weight, and of a gated layer with those of up in the order of memory.
+static void multiply_by_row(const LinearTask& task, int first, int blocks, int row, int rows, int pass, float* y,
+                            float* up) {
+    RowBlock all[kMostRowBlocks];
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    // Two row blocks at once: pass 0 prefetches the next two, since 8 KB from the first one are those of the second.
+    const bool pairs = kParts == 1 && (gated || blocks > 1);
+    int count = 0;
+    const auto add = [&](const PackedTensor& weight, int b, float* to) {
+        const uint8_t* data = weight.data + (first + b) * weight.stride;
+        const int64_t pair = gated ? weight.stride : 2 * weight.stride;
+        const int64_t ahead = pass == 0 && pairs ? pair : fetched_ahead(task, weight, first + b, pass, data);
+        all[count++] = {data, ahead, to + b * rows * 16};
+    };
+    for (int b = 0; b < blocks; ++b) {
+        add(*task.weight, b, y);
+        if (gated) add(*task.up, b, up);
+    }
+    multiply_by_row(all, count, *task.segments, task.a8.blocks + (int64_t)row * task.a8.tiles, task.a8.tiles, rows);
+}
+
 // Multiplies row blocks [block, block + blocks) of one tensor, at most four; result in y. `pass`: number of earlier
 // passes over these weights.
 static void multiply(const LinearTask& task, const PackedTensor& weight, int block, int blocks, int row, int rows,
@@ -48,6 +78,12 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
             bf16_blocks(weight, block + b, two, segments, x, task.bf16.kp, rows, y + b * rows * 16);
         }
         return;
+    }
+    if (by_row(weight.kind, task.a8)) {  // next to a tensor of another kind
+        LinearTask alone = task;
+        alone.weight = &weight;
+        alone.epilogue.kind = EpilogueKind::kStore;
+        return multiply_by_row(alone, block, blocks, row, rows, pass, y, nullptr);
     }
     const DirectKernel kernel = direct_kernels.of[kernel_index(weight.kind)][rows - 1];
     const A8Block* x = task.a8.blocks + (int64_t)row * task.a8.tiles;
@@ -90,8 +126,10 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
         const bool gated = task.epilogue.kind == EpilogueKind::kGated;
         if (task.epilogue.kind == EpilogueKind::kAdd) fetch_sums(task, first, row, rows);
         // Gate and up in memory order (their row blocks are interleaved); bfloat16 processes two blocks at a time.
+        const bool whole = all_by_row(task);
         const int step = gated && task.weight->kind != PackedKind::kBf16 ? 1 : blocks;
-        for (int b = 0; b < blocks; b += step) {
+        if (whole) multiply_by_row(task, first, blocks, row, rows, pass, y, up);
+        for (int b = 0; b < blocks && !whole; b += step) {
             multiply(task, *task.weight, first + b, step, row, rows, pass, y + b * rows * 16);
             if (gated) multiply(task, *task.up, first + b, step, row, rows, pass, up + b * rows * 16);
         }
@@ -142,13 +180,21 @@ static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
     }
 }
 
+// Most rows of a pass, or 0: panels.
+HEADRACE_INLINE int rows_of_pass(const LinearTask& task) {
+    if (task.weight->kind == PackedKind::kBf16) return kTuning.bf16_rows;
+    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
+    if (by_row(task.weight->kind, task.a8) || (gated && by_row(task.up->kind, task.a8))) return kTuning.by_row_rows;
+    return task.panels ? 0 : kTuning.direct_rows;
+}
+
 static void run(const LinearTask& task, int first, int last, int row0, int row1) {
-    const bool bf16 = task.weight->kind == PackedKind::kBf16;
+    const int most = rows_of_pass(task);
     for (int unit = first; unit < last; ++unit) {
-        if (task.panels && !bf16) {
+        if (most == 0) {
             run_panels(task, unit, row0, row1);
         } else {
-            run_direct(task, unit, row0, row1, bf16 ? kTuning.bf16_rows : kTuning.direct_rows);
+            run_direct(task, unit, row0, row1, most);
         }
     }
 }

@@ -83,15 +83,23 @@ HEADRACE_INLINE void quantize_token(const float* x, int k, const float* largest,
     for (int g = 0; g < tiles * 2; ++g) put_group(group_of(x, k, g, padded), scale, blocks + g / 2, g % 2);
 }
 
-// kTensor: the same with a given scale; x / scale is clamped to [-127, 127].
+// kTensor: the same with a given scale; x / scale is clamped to [-127, 127]. Every scale of a row with a value that is
+// not finite is NaN: kernels with one scale a row read the first one.
 HEADRACE_INLINE void quantize_given(const float* x, int k, float scale, A8Block* blocks, int tiles) {
     float padded[32], cut[32];
     const F32v unit = set_f32(scale), most = set_f32(127.0f);
+    bool finite = true;
     for (int g = 0; g < tiles * 2; ++g) {
         const float* from = group_of(x, k, g, padded);
-        const bool finite = max_i32(sizes_of(from, set_i32(0))) < 0x7f800000;
+        const bool group = max_i32(sizes_of(from, set_i32(0))) < 0x7f800000;
         for (int i = 0; i < 32; i += kLanes) store_f32(cut + i, min(max(load_f32(from + i) / unit, -most), most));
-        put_group(cut, {finite ? scale : __builtin_nanf(""), 1.0f, finite}, blocks + g / 2, g % 2);
+        put_group(cut, {scale, 1.0f, group}, blocks + g / 2, g % 2);
+        finite &= group;
+    }
+    for (int tile = 0; tile < tiles && !finite; ++tile) {
+        for (int half = 0; half < 2; ++half) {
+            blocks[tile].scale[half] = blocks[tile].scaled_sum[half] = __builtin_nanf("");
+        }
     }
 }
 

@@ -43,10 +43,9 @@ HEADRACE_INLINE I32v column_codes(const uint8_t* group, int j, int i, int part) 
 template <PackedKind kind>
 HEADRACE_INLINE F32v load_column(const uint8_t* data, int column, int part) {
     constexpr Layout layout = layout_of(kind);
-    const int tile = column / 64, inner = tile % layout.tiles(), within = column % 32;
-    const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
-    const uint8_t* group =
-        block + layout.header_bytes() + inner * layout.tile_bytes() + column % 64 / 32 * layout.group_bytes();
+    const int within = column % 32;
+    const auto [block, integers, inner] = place_of_tile(layout, data, column / 64);
+    const uint8_t* group = integers + column % 64 / 32 * layout.group_bytes();
     const int g = (inner * 64 + column % 64) / layout.group();
     I32v zero = set_i32(layout.zero);
     if constexpr (layout.point() || layout.wide_point()) {

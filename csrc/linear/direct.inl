@@ -205,9 +205,7 @@ static void direct(const uint8_t* data, const uint8_t* values, int64_t ahead, co
             for (int part = 0; part < kParts; ++part) acc[m][part] = set_f32(0.0f);
         }
         for (; tile < segments.end[s]; ++tile) {
-            const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
-            const int inner = tile % layout.tiles();
-            const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes();
+            const auto [block, integers, inner] = place_of_tile(layout, data, tile);
             if (ahead == kPrefetchBytes) {
                 fetch_tile<kind, false>(block + ahead, integers + ahead, inner == 0);
             } else {

@@ -6,7 +6,9 @@
 // in order of k:
 //   acc = fma(float(integer dot) * x.scale, w.scale, acc);  with a minimum also  acc = fma(w.min, x.scaled_sum, acc)
 // The integer dot is exact: the zero point is subtracted in integers. Groups of 16 use the x.scale of their 32 columns.
-// kBf16: two chains, even and odd pairs of columns, added at the end. On AMX another order (linear/amx.inl).
+// kC8 and inputs with one scale a row (`by_row`): per segment  (float(integer dot) * x.scale) * w.scale, with the dot
+// of all its columns. kBf16: two chains, even and odd pairs of columns, added at the end. On AMX another order
+// (linear/amx.inl).
 #pragma once
 
 #include "linear/quantize_act_kernels.h"
@@ -71,6 +73,9 @@ struct LinearTask {
     void* scratch;        // kLinearScratchBytes, 64-byte aligned, of the calling thread; used with `panels`
     FetchList* fetch;     // of the calling thread, or null
 };
+
+// Whether a tensor and its input have one scale a row, so that only the sum of a segment is scaled.
+static constexpr bool by_row(PackedKind kind, const A8& x) { return layout_of(kind).by_row() && one_scale(x.rounding); }
 
 constexpr size_t kLinearScratchBytes = 256 << 10;
 

@@ -48,7 +48,8 @@ struct WorkSplit {
         const EpilogueKind kind = work.epilogue.kind;
         const int direct = work.direct_rows ? work.direct_rows : work.kernels->linear->direct_rows;
         panels = work.rows > direct;
-        unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || panels ? 2 : 1;
+        const bool pairs = panels || (work.rows > 1 && by_row(work.linear->parts().front().kind, work.a8));
+        unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || pairs ? 2 : 1;
         units = 0;
         for (int p = 0; p < parts(work); ++p) units += units_of(work, p);
         if (!work.units.empty()) units = static_cast<int>(work.units.size());

@@ -31,9 +31,7 @@ static void fill_panel(const uint8_t* data, int first, int last, int column, Pan
     const U8v table = load_values(table_of(kind));
     uint8_t* to = panel.bytes + column * 64;
     for (int tile = first; tile < last; ++tile) {
-        const uint8_t* block = data + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
-        const int inner = tile % layout.tiles();
-        const uint8_t* integers = block + layout.header_bytes() + inner * layout.tile_bytes();
+        const auto [block, integers, inner] = place_of_tile(layout, data, tile);
         for (int half = 0; half < 2; ++half, to += panel_group_bytes(layout.group(), layout.has_min())) {
             for (int part = 0; part < kParts; ++part) {
                 U8v w[8];
@@ -256,7 +254,8 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
         const uint8_t* upcoming[2];
         for (int c = 0; c < 2; ++c) {
             fill_panel(weight, block[c], first, last, c, panel);
-            upcoming[c] = last < tiles ? weight.data + block[c] * weight.stride + (int64_t)last * tile_bytes : next[c];
+            const uint8_t* data = weight.data + block[c] * weight.stride + layout.prefix_bytes();
+            upcoming[c] = last < tiles ? data + (int64_t)last * tile_bytes : next[c];
         }
         // Bytes of each block that the steps still prefetch for the next stretch. After that they prefetch the fetch
         // list or, at no cost, the panel itself.

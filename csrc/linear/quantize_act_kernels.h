@@ -11,7 +11,8 @@ namespace headrace {
 // block holds everything that a kernel reads, so a row is one contiguous stream.
 struct A8Block {
     int8_t q[64];          // round(x / scale) to nearest even, in [-127, 127]
-    float scale[2];        // largest |x| of the group / 127; NaN if a value of the group is not finite
+    float scale[2];        // largest |x| of the group / 127; NaN if a value of the group (kToken,
+                           // kTensor: of the row) is not finite
     float scaled_sum[2];   // scale * (sum of the group's q)
     int32_t neg_sum32[2];  // -(sum of q) per 32
     int32_t neg_sum16[4];  // -(sum of q) per 16
@@ -20,6 +21,11 @@ struct A8Block {
 // Source of the scale of 32 columns. kGroup: the 32 columns. kToken: the whole row. kSplit: the 32 columns without the
 // row's outliers. kTensor: given, one for all rows; larger values are clamped.
 enum class Rounding : int32_t { kGroup, kToken, kSplit, kTensor };
+
+// Whether all scales of a row are equal.
+static constexpr bool one_scale(Rounding rounding) {
+    return rounding == Rounding::kToken || rounding == Rounding::kTensor;
+}
 
 constexpr int kMostOutliers = 64;  // per row
 

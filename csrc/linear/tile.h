@@ -11,6 +11,8 @@
 // and 2p + 1 and is in vector p % (b / 2) at bits [b * (p / (b / 2)), ...). One more vector holds 32 bits per row: bits
 // [4j, 4j + 4) are the index in kPatterns of quad j.
 //
+// kRow has no headers: a row block begins with d[16] in 64 bytes, and then come the integers of all its columns.
+//
 // Headers (each [16] is one value per row, f16 unless a type is given):
 //   kZero32     d[2][16]                              w = d * (q - zero)
 //   kMin32      d[2][16] m[2][16]                     w = d * q + m
@@ -22,6 +24,7 @@
 //                                                     p = zero - zero point
 //   kWidePoint  d[s][16] u8 p[s][16]                  w = d * (q - zero) + d * (zero - p); s as above; p: zero point.
 //                                                     q - p does not fit a byte, so d * (zero - p) is a minimum
+//   kRow        none; d[16] of all columns is at the beginning of the row block    w = d * (q - zero)
 //   kNone       bfloat16 pairs: 32 vectors a tile, 2 columns x 16 rows each
 #pragma once
 
@@ -52,18 +55,19 @@ enum class PackedKind : int32_t {
     kG4_32,
     kG4_128,
     kG8_32,
-    kG8_128
+    kG8_128,
+    kC8
 };
 
 // Kinds with their own direct kernels.
 #define HEADRACE_DENSE_KINDS(X) \
     X(kQ4_0) X(kQ4_1) X(kQ5_0) X(kQ5_1) X(kQ8_0) X(kQ2K) X(kQ3K) X(kQ4K) X(kQ5K) X(kQ6K) X(kIq4Nl) X(kIq4Xs)
-#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128) X(kG8_32) X(kG8_128)
-constexpr int kDenseKinds = 12, kKernelKinds = 18;
+#define HEADRACE_KERNEL_KINDS(X) HEADRACE_DENSE_KINDS(X) X(kS4) X(kS8) X(kG4_32) X(kG4_128) X(kG8_32) X(kG8_128) X(kC8)
+constexpr int kDenseKinds = 12, kKernelKinds = 19;
 // All kinds except kBf16.
 #define HEADRACE_INTEGER_KINDS(X) HEADRACE_KERNEL_KINDS(X) X(kMxfp4) X(kNf4) X(kFp4)
 
-enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kWidePoint, kNone };
+enum class Scales { kZero32, kMin32, kSuper32, kSuper16, kSuper16Min, kSuperI8, kPoint, kWidePoint, kRow, kNone };
 
 struct Layout {
     int low, high;  // bits of the two planes
@@ -75,9 +79,10 @@ struct Layout {
 
     constexpr bool point() const { return scales == Scales::kPoint; }
     constexpr bool wide_point() const { return scales == Scales::kWidePoint; }
+    constexpr bool by_row() const { return scales == Scales::kRow; }
     constexpr bool super() const {
         return scales != Scales::kZero32 && scales != Scales::kMin32 && scales != Scales::kNone && !point() &&
-               !wide_point();
+               !wide_point() && !by_row();
     }
     constexpr int tiles() const { return super() ? 4 : span / 64 > 1 ? span / 64 : 1; }  // per block
     constexpr int spans() const { return 64 * tiles() / span; }                          // per block
@@ -100,13 +105,15 @@ struct Layout {
             case Scales::kPoint:
             case Scales::kWidePoint:
                 return spans() * 64;
+            case Scales::kRow:
             case Scales::kNone:
                 return 0;
             default:
                 return 320;
         }
     }
-    constexpr int group_bytes() const {  // integers of 32 columns; 2:4: and their patterns
+    constexpr int prefix_bytes() const { return by_row() ? 64 : 0; }  // at the beginning of a row block
+    constexpr int group_bytes() const {                               // integers of 32 columns; 2:4: and their patterns
         return sparse ? low * 32 + 64 : (low + high) * 64;
     }
     constexpr int tile_bytes() const { return scales == Scales::kNone ? 2048 : 2 * group_bytes(); }
@@ -154,6 +161,8 @@ static constexpr Layout layout_of(PackedKind kind) {
             return {8, 0, false, Scales::kWidePoint, 128};
         case PackedKind::kG8_128:
             return {8, 0, false, Scales::kWidePoint, 128, false, 128};
+        case PackedKind::kC8:
+            return {8, 0, false, Scales::kRow, 128};
         default:
             return {0, 0, false, Scales::kNone, 0};
     }
@@ -207,7 +216,19 @@ struct PackedTensor {
 static constexpr int64_t row_block_bytes(PackedKind kind, int32_t k) {
     const Layout layout = layout_of(kind);
     const int64_t tiles = (k + 63) / 64;
-    return (tiles + layout.tiles() - 1) / layout.tiles() * layout.block_bytes();
+    return layout.prefix_bytes() + (tiles + layout.tiles() - 1) / layout.tiles() * layout.block_bytes();
+}
+
+// A tile of a row block: the scales of its block (or of the row block), its integers, and its number within the block.
+struct TilePlace {
+    const uint8_t *scales, *integers;
+    int inner;
+};
+
+static constexpr TilePlace place_of_tile(const Layout& layout, const uint8_t* data, int tile) {
+    const uint8_t* block = data + layout.prefix_bytes() + (int64_t)(tile / layout.tiles()) * layout.block_bytes();
+    const int inner = tile % layout.tiles();
+    return {layout.by_row() ? data : block, block + layout.header_bytes() + inner * layout.tile_bytes(), inner};
 }
 
 }  // namespace headrace

@@ -68,6 +68,7 @@ HEADRACE_INLINE F32v load_scale(const uint8_t* header, int g, int part) {
     if constexpr (scales == Scales::kZero32 || scales == Scales::kMin32) return half_row(header, g, part);
     if constexpr (scales == Scales::kPoint || scales == Scales::kWidePoint)
         return half_row(header, g * 32 / layout_of(kind).span, part);
+    if constexpr (scales == Scales::kRow) return half_row(header, 0, part);
     const F32v d = half_row(header, 0, part);
     if constexpr (scales == Scales::kSuper16 || scales == Scales::kSuperI8) {
         return d * load_i8_f32((const int8_t*)header + 32 + 16 * g + part * kLanes);

@@ -1,7 +1,7 @@
 // Decoding of stored rows to integers and scales. Block layouts follow the GGUF specification (ggml-org/ggml docs).
 // Exceptions: NF4 and FP4 (half d, then nibbles in the order of IQ4_NL), S4 and S8 (half d, 2-bit indices, kept
-// integers), G4_32, G4_128, G8_32 and G8_128 (half d, zero point, nibbles or bytes). A decoder writes a block's columns
-// to q[row] and its scales to the header at index `row`.
+// integers), G4_32, G4_128, G8_32 and G8_128 (half d, zero point, nibbles or bytes), and C8 (as Q8_0). A decoder writes
+// a block's columns to q[row] and its scales to the header at index `row`.
 #pragma once
 
 #include "linear/tile.h"
@@ -11,7 +11,8 @@ namespace headrace::HEADRACE_ISA {
 
 struct Staged {
     uint8_t q[16][256];  // [row][column of the block], unsigned with offset
-    uint8_t* header;     // header of the packed block
+    uint8_t* header;     // header of the packed block; by_row: of the row block
+    bool first;          // of a row's blocks
 };
 
 HEADRACE_INLINE void put16(uint8_t* header, int index, const uint8_t* from) {
@@ -129,6 +130,17 @@ HEADRACE_INLINE void decode_wide_points(const uint8_t* src, int row, int groups,
     }
 }
 
+// One scale for all blocks of a row. If they differ, it becomes NaN, which the scale check rejects.
+HEADRACE_INLINE void decode_row(const uint8_t* src, int row, int groups, Staged& to) {
+    uint8_t* scale = to.header + 2 * row;
+    for (int g = 0; g < groups; ++g, src += 34) {
+        if (to.first && g == 0) put16(to.header, row, src);
+        const uint16_t broken = 0x7e00;
+        if (__builtin_memcmp(scale, src, 2) != 0) __builtin_memcpy(scale, &broken, 2);
+        for (int i = 0; i < 32; ++i) to.q[row][32 * g + i] = src[2 + i] ^ 0x80;
+    }
+}
+
 // Unpacks the eight 6-bit scales and minima of Q4_K and Q5_K from 12 bytes.
 HEADRACE_INLINE void decode_scales6(const uint8_t* src, int row, uint8_t* scales, uint8_t* mins) {
     for (int j = 0; j < 4; ++j) {
@@ -219,6 +231,7 @@ static constexpr int source_block_bytes(PackedKind kind) {
         case PackedKind::kQ5_1:
             return 48;
         case PackedKind::kQ8_0:
+        case PackedKind::kC8:
             return 68;
         case PackedKind::kQ2K:
             return 84;
@@ -271,6 +284,8 @@ HEADRACE_INLINE void decode_block(const uint8_t* src, int row, int groups, Stage
         decode_points<kind>(src, row, groups, to);
     } else if constexpr (layout_of(kind).wide_point()) {
         decode_wide_points<kind>(src, row, groups, to);
+    } else if constexpr (layout_of(kind).by_row()) {
+        decode_row(src, row, groups < 2 ? groups : 2, to);
     } else if constexpr (layout_of(kind).sparse) {
         decode_sparse<kind>(src, row, groups < 2 ? groups : 2, to);
     } else {

@@ -309,6 +309,7 @@ constexpr Format kFormats[] = {
     {"G4_128", 128, 67, decode_g4<4>},
     {"G8_32", 32, 35, decode_g8<1>},
     {"G8_128", 128, 131, decode_g8<4>},
+    {"C8", 32, 34, decode_q8_0},
 };
 
 }  // namespace

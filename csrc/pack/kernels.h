@@ -10,7 +10,7 @@ enum class SourceKind : int32_t {
     kBf16 = static_cast<int32_t>(PackedKind::kBf16),
     kF16,
     kF32,
-    kLast = static_cast<int32_t>(PackedKind::kG8_128)
+    kLast = static_cast<int32_t>(PackedKind::kC8)
 };
 
 static constexpr bool is_float(SourceKind kind) { return kind >= SourceKind::kBf16 && kind <= SourceKind::kF32; }

@@ -24,7 +24,7 @@ constexpr SourceFormat kSources[] = {
     {"Q2_K", 256, 84},  {"Q3_K", 256, 110},   {"Q4_K", 256, 144}, {"Q5_K", 256, 176},   {"Q6_K", 256, 210},
     {"IQ4_NL", 32, 18}, {"IQ4_XS", 256, 136}, {"BF16", 1, 2},     {"F16", 1, 2},        {"F32", 1, 4},
     {"MXFP4", 32, 17},  {"NF4", 32, 18},      {"FP4", 32, 18},    {"S4", 32, 14},       {"S8", 32, 22},
-    {"G4_32", 32, 19},  {"G4_128", 128, 67},  {"G8_32", 32, 35},  {"G8_128", 128, 131},
+    {"G4_32", 32, 19},  {"G4_128", 128, 67},  {"G8_32", 32, 35},  {"G8_128", 128, 131}, {"C8", 32, 34},
 };
 
 const SourceFormat& format_of(SourceKind kind) { return kSources[static_cast<int>(kind)]; }
@@ -36,6 +36,10 @@ void check(const PackRequest& request) {
     if (request.n < 1 || request.k < 1)
         throw std::invalid_argument("a packed tensor has at least one row and one column");
     source_row_bytes(request.source.kind, request.k);
+    if (request.kind == PackedKind::kC8 && request.k > kMostRowColumns) {
+        throw std::invalid_argument("C8 rows have at most " + std::to_string(kMostRowColumns) + " columns, not " +
+                                    std::to_string(request.k) + "; their sums would overflow: store them as Q8_0");
+    }
 }
 
 }  // namespace

@@ -27,6 +27,9 @@ int64_t source_row_bytes(SourceKind kind, int64_t k);
 // kQ4_0. Throws std::invalid_argument for another `quantize`, or a source that is already quantized.
 PackedKind packed_kind(SourceKind kind, std::string_view quantize = "");
 
+// Most columns of a kC8 row: an int32 holds the sum of 65,536 products of a byte (0 to 255) and an int8 (up to 127).
+constexpr int kMostRowColumns = 65536;
+
 struct PackRequest {
     PackSource source;
     PackedKind kind;

@@ -69,12 +69,14 @@ static void pack_blocks(const PackSource& source, const PackedTensor& out, uint8
         for (int b = 0; b < blocks; ++b) {
             Staged staged;
             if (rows < 16 || b == blocks - 1) __builtin_memset(staged.q, 0, sizeof staged.q);
-            staged.header = data + rb * out.stride + (int64_t)b * layout.block_bytes();
+            uint8_t *whole = data + rb * out.stride, *block = whole + layout.prefix_bytes() + b * layout.block_bytes();
+            staged.header = layout.by_row() ? whole : block;
+            staged.first = b == 0;
             for (int row = 0; row < rows; ++row) {
                 const uint8_t* src = source_row(source, rb * 16 + row) + (int64_t)b * source_block_bytes(kind);
                 decode_block<kind>(src, row, out.k / 32 - 2 * b, staged);
             }
-            store_block<kind>(staged, staged.header + layout.header_bytes());
+            store_block<kind>(staged, block + layout.header_bytes());
         }
     }
 }
@@ -229,7 +231,8 @@ HEADRACE_INLINE void row_scales(const uint8_t* header, int group16, int row, flo
     constexpr Scales scales = layout_of(kind).scales;
     const int group32 = group16 / 2;
     uint16_t d, m = 0;
-    const int d_index = layout_of(kind).super() ? row : group32 * 32 / layout_of(kind).span * 16 + row;
+    constexpr bool one = layout_of(kind).super() || layout_of(kind).by_row();
+    const int d_index = one ? row : group32 * 32 / layout_of(kind).span * 16 + row;
     __builtin_memcpy(&d, header + 2 * d_index, 2);
     scale = half_value(d);
     addend = 0;
@@ -283,10 +286,11 @@ HEADRACE_INLINE void row_quad(const uint8_t* group, int j, int row, uint8_t* q) 
 template <PackedKind kind>
 static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
     constexpr Layout layout = layout_of(kind);
-    const uint8_t* block = tensor.data + row / 16 * tensor.stride;
+    const uint8_t* data = tensor.data + row / 16 * tensor.stride;
     for (int k = 0; k < tensor.k; k += 32) {
         const int group = k / 32 % (2 * layout.tiles());
-        const uint8_t* integers = block + layout.header_bytes() + group * layout.group_bytes();
+        const auto [block, tile, inner] = place_of_tile(layout, data, k / 64);
+        const uint8_t* integers = tile + k / 32 % 2 * layout.group_bytes();
         const int zero = row_zero<kind>(block, group, row % 16);
         for (int j = 0; j < 8; ++j) {
             float scale, addend;
@@ -299,7 +303,6 @@ static void unpack_blocks(const PackedTensor& tensor, int row, float* out) {
                 out[k + 4 * j + i] = layout.has_min() && !layout.wide_point() ? product + addend : product;
             }
         }
-        if (group == 2 * layout.tiles() - 1) block += layout.block_bytes();
     }
 }
 

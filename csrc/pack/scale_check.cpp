@@ -20,6 +20,7 @@ int halves(const Layout& layout) {
         case Scales::kPoint:
         case Scales::kWidePoint:
             return 16 * layout.spans();
+        case Scales::kRow:  // before the blocks
         case Scales::kNone:
             return 0;
     }
@@ -43,7 +44,8 @@ bool row_block_is_finite(const PackedTensor& tensor, int block) {
     const Layout layout = layout_of(tensor.kind);
     const uint8_t* data = tensor.data + block * tensor.stride;
     const int64_t bytes = row_block_bytes(tensor.kind, tensor.k);
-    for (int64_t at = 0; at < bytes; at += layout.block_bytes()) {
+    if (layout.by_row() && broken(data, 16, 0x7c00)) return false;
+    for (int64_t at = layout.prefix_bytes(); at < bytes; at += layout.block_bytes()) {
         const bool plain = layout.scales == Scales::kNone;
         if (plain ? broken(data + at, layout.block_bytes() / 2, 0x7f80) : broken(data + at, halves(layout), 0x7c00))
             return false;

@@ -59,6 +59,7 @@ struct Tuning {
     int panel_rows;         // input rows of a panel kernel
     int panel_tiles;        // tiles of 64 columns in a panel: 2 KB each plus scales, in L1 together with the rows
     int panels_from;        // smallest number of input rows for which panels are faster
+    int by_row_rows;        // input rows of a kernel with one scale a row: times 2 vectors
     int bf16_rows;          // input rows of a bfloat16 kernel: times 2 vectors, times 2 chains
     int attention_rows;     // queries at once
     int attention_pages;    // pages of keys at once: 1, 2 or 4

@@ -16,6 +16,7 @@ constexpr Tuning kTuning = {
     .panel_rows = 3,
     .panel_tiles = 8,  // L1 may have 32 KB
     .panels_from = 24,
+    .by_row_rows = HEADRACE_IS(avx2) ? 3 : 4,
     .bf16_rows = 2,
     .attention_rows = 3,
     .attention_pages = 1,

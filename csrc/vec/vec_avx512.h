@@ -14,6 +14,7 @@ constexpr Tuning kTuning = {
     .panel_rows = 6,
     .panel_tiles = 12,
     .panels_from = 40,
+    .by_row_rows = 8,
     .bf16_rows = 6,
     .attention_rows = 6,
     .attention_pages = 4,

@@ -13,6 +13,7 @@ constexpr Tuning kTuning = {
     .panel_rows = 2,
     .panel_tiles = 8,
     .panels_from = 24,
+    .by_row_rows = 2,
     .bf16_rows = 2,
     .attention_rows = 2,
     .attention_pages = 1,

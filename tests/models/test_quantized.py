@@ -118,7 +118,7 @@ KEPT: dict[str, tuple[set[str], str]] = {
     "gptq-asym": ({"G4_32"}, "GPTQ, 4 bits, groups of 32"),
     "awq": ({"G4_32"}, "AWQ, 4 bits, groups of 32"),
     "int4-asym": ({"G4_32"}, "compressed-tensors, 4 bits, groups of 32"),
-    "int8": ({"Q8_0"}, "compressed-tensors, 8 bits, a scale a row"),
+    "int8": ({"C8"}, "compressed-tensors, 8 bits, a scale a row"),
     "fp8": ({"F32"}, "compressed-tensors, F8_E4M3 as bfloat16"),
     "mxfp4": ({"MXFP4"}, "compressed-tensors, MXFP4"),
     "int3-asym": ({"Q4_0"}, "compressed-tensors, 3 bits, groups of 32"),

@@ -93,7 +93,7 @@ def changed(folder: Path, to: Path, times: Callable[[str], float]) -> Path:
 def rounded_model(folder: Path, activations: str) -> Model:
     source = open_files(folder).source
     model = load_model(source)
-    integers = {path: tuple(kind == "Q8_0" for kind in kinds) for path, kinds in weight_kinds(model, source).items()}
+    integers = {path: tuple(kind == "C8" for kind in kinds) for path, kinds in weight_kinds(model, source).items()}
     round_inputs(model, integers, activations, input_scales(model, source))
     return model
 
@@ -116,7 +116,7 @@ def distance(folder: Path, patch: pytest.MonkeyPatch, times: float = 1.0) -> flo
     model, scales = load_model(source, torch.float64), scales_of(folder)
     kinds = weight_kinds(model, source)
     for path, holder in model.holders():
-        if set(kinds.get(path, ())) == {"Q8_0"}:
+        if set(kinds.get(path, ())) == {"C8"}:
             holder.method = Static(scales.get(path, 0.0) * times)  # type: ignore[attr-defined]
         elif isinstance(holder, Embedding | Linear):
             holder.weight, holder.method = rounded(holder.weight), Faked("bf16")

@@ -97,7 +97,8 @@ void some_units(LinearWork work, const std::vector<float>& logits, const std::ve
     }
 }
 
-Results results(const Layer& layer, const float* x, int m, int direct_rows, const Kernels& kernels, ThreadPool& pool) {
+Results results(const Layer& layer, Rounding rounding, const float* x, int m, int direct_rows, const Kernels& kernels,
+                ThreadPool& pool) {
     const int n = layer.plain.n(), k = layer.plain.k(), tiles = tiles_of(k), out_tiles = tiles_of(n),
               units = (n + 63) / 64;
     const bool bf16 = layer.plain.bf16();
@@ -111,7 +112,7 @@ Results results(const Layer& layer, const float* x, int m, int direct_rows, cons
         work.bf16 = {halves.data(), tiles * 64};
         kernels.quantize->to_bf16(x, k, 0, m, k, {}, nullptr, work.bf16);
     } else {
-        work.a8 = {blocks.data(), tiles};
+        work.a8 = {blocks.data(), tiles, rounding};
         kernels.quantize->to_a8(x, k, 0, m, k, {}, nullptr, work.a8);
     }
     const size_t floats = rows * static_cast<size_t>(n);
@@ -144,11 +145,11 @@ Results results(const Layer& layer, const float* x, int m, int direct_rows, cons
 }
 
 // The layer's input after rounding to int8 or bfloat16.
-std::vector<double> seen(const Layer& layer, const Kernels& kernels, const float* x, int m) {
+std::vector<double> seen(const Layer& layer, Rounding rounding, const Kernels& kernels, const float* x, int m) {
     const int k = layer.plain.k(), tiles = tiles_of(k);
     const Exact<A8Block> blocks(static_cast<size_t>(m * tiles));
     const Exact<uint16_t> halves(static_cast<size_t>(m * tiles * 64));
-    kernels.quantize->to_a8(x, k, 0, m, k, {}, nullptr, {blocks.data(), tiles});
+    kernels.quantize->to_a8(x, k, 0, m, k, {}, nullptr, {blocks.data(), tiles, rounding});
     kernels.quantize->to_bf16(x, k, 0, m, k, {}, nullptr, {halves.data(), tiles * 64});
     std::vector<double> values;
     for (int i = 0; i < m; ++i) {
@@ -186,9 +187,9 @@ std::atomic<int> columns_left_out{0};
 
 // Checks the results against the sums. Control: without a column whose weight in row 0 has at least the average size,
 // the check must fail.
-void compare(const Layer& layer, const Kernels& kernels, const float* x, const std::vector<float>& bias, int m,
-             const Results& got) {
-    const std::vector<double> all = seen(layer, kernels, x, m);
+void compare(const Layer& layer, Rounding rounding, const Kernels& kernels, const float* x,
+             const std::vector<float>& bias, int m, const Results& got) {
+    const std::vector<double> all = seen(layer, rounding, kernels, x, m);
     require(are_sums(layer, kernels, all, bias, got), "a product is not the sum");
     const int k = layer.plain.k();
     std::vector<float> row(static_cast<size_t>(k));
@@ -221,9 +222,9 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
             // The rows in their own memory, so that the sanitizers find a read past the last row.
             const std::vector<float> some(x.begin(), x.begin() + static_cast<ptrdiff_t>(m) * which.k);
             for (const int direct_rows : {1 << 30, -1}) {
-                const Results got = results(layer, some.data(), m, direct_rows, kernels, pool);
+                const Results got = results(layer, which.rounding, some.data(), m, direct_rows, kernels, pool);
                 if (!wanted) {
-                    compare(layer, kernels, some.data(), bias, m, got);
+                    compare(layer, which.rounding, kernels, some.data(), bias, m, got);
                     wanted = std::make_unique<Results>(got);
                 }
                 require(got == wanted->first(m, kMost), "a row has other bits");
@@ -233,13 +234,15 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
 }
 
 // Hash of all results of nine rows for one kind of weights.
-uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool) {
+uint64_t fingerprint(SourceKind source, const Kernels& kernels, ThreadPool& pool,
+                     Rounding rounding = Rounding::kGroup) {
     std::mt19937 rng(static_cast<unsigned>(source));
-    const Case which{source, 33, 768};
+    const Case which{source, 33, 768, rounding};
     const std::vector<uint8_t> rows = some_rows(which, rng);
     const std::vector<float> bias = even_floats(rng, 33), x = even_floats(rng, 9 * 768);
     Arena arena(size_t{1} << 21);
-    const Results got = results(Layer(which, rows, bias, kernels, arena, pool), x.data(), 9, 1 << 30, kernels, pool);
+    const Layer layer(which, rows, bias, kernels, arena, pool);
+    const Results got = results(layer, rounding, x.data(), 9, 1 << 30, kernels, pool);
     Hash hash;
     hash.add(got.stored).add(got.added).add(got.gated).add(got.logits).add(got.maxima).add(got.a8).add(got.bf16);
     return hash.value();
@@ -254,6 +257,9 @@ void check_bits(ThreadPool& pool) {
             bits.compare(amx ? "amx" : "linear", kind, isa, fingerprint(source, kernels_for(isa), pool));
         }
     }
+    const SourceKind rows = static_cast<SourceKind>(PackedKind::kC8);
+    for (const Isa isa : supported_isas())
+        bits.compare("by_row", 0, isa, fingerprint(rows, kernels_for(isa), pool, Rounding::kToken));
     bits.finish();
     const uint64_t other = fingerprint(SourceKind::kF32, kernels(), pool);
     require(!bits.holds("linear", 0, other), "the control: another kind has the same bits");
@@ -301,8 +307,8 @@ void check_amx_order(ThreadPool& pool) {
     const std::vector<float> bias(n, 0.0f);
     Arena arena(size_t{1} << 21);
     const Kernels& kernels = kernels_for(Isa::kAmx);
-    const Results got =
-        results(Layer({SourceKind::kF32, n, k}, rows, bias, kernels, arena, pool), x.data(), m, 1 << 30, kernels, pool);
+    const Results got = results(Layer({SourceKind::kF32, n, k}, rows, bias, kernels, arena, pool), Rounding::kGroup,
+                                x.data(), m, 1 << 30, kernels, pool);
     int others = 0;
     for (int i = 0; i < m; ++i) {
         for (int j = 0; j < n; ++j) {
@@ -329,6 +335,8 @@ int main() {
         for (const int n : {1, 130}) check({source, n, wide ? 256 : free ? 97 : 96}, pool, rng);
         check({source, 33, wide ? 768 : free ? 321 : 352}, pool, rng);
     }
+    const SourceKind rows = static_cast<SourceKind>(PackedKind::kC8);
+    for (const int n : {1, 33, 130}) check({rows, n, 352, Rounding::kToken}, pool, rng);
     require(pages_fetched > 0, "nothing was fetched");
     require(columns_left_out > 100, "few columns were left out");
     std::puts("linear: ok");

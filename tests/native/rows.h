@@ -1,11 +1,13 @@
 // Random rows of every kind of weights, and memory of exact sizes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <random>
 #include <vector>
 
+#include "linear/quantize_act_kernels.h"
 #include "pack/pack.h"
 
 namespace headrace::test {
@@ -27,6 +29,7 @@ private:
 struct Case {
     SourceKind kind;
     int n, k;
+    Rounding rounding = Rounding::kGroup;  // of the inputs
 };
 
 // Random rows of a kind with finite scales: no half or float has an exponent above 1.
@@ -41,7 +44,11 @@ inline std::vector<uint8_t> some_rows(const Case& which, std::mt19937& rng) {
                          : which.kind == static_cast<SourceKind>(PackedKind::kG4_128) ? 67
                                                                                       : 0;
     for (size_t at = 2; block && at < rows.size(); at += block)
-        rows[at] = static_cast<uint8_t>(rng() % 17);  // zero points
+        rows[at] = static_cast<uint8_t>(rng() % 17);               // zero points
+    if (which.kind == static_cast<SourceKind>(PackedKind::kC8)) {  // one scale a row
+        const size_t bytes = static_cast<size_t>(source_row_bytes(which.kind, which.k));
+        for (size_t at = 0; at < rows.size(); at += 34) std::copy_n(&rows[at / bytes * bytes], 2, &rows[at]);
+    }
     const size_t kept = which.kind == static_cast<SourceKind>(PackedKind::kS4)   ? 8
                         : which.kind == static_cast<SourceKind>(PackedKind::kS8) ? 16
                                                                                  : 0;

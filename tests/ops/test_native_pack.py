@@ -215,6 +215,7 @@ def test_the_bits_per_weight_equal_the_table(pool, arena) -> None:
         "G4_128": 4.25,
         "G8_32": 9,
         "G8_128": 8.25,
+        "C8": 8 + 8 * 64 / (16 * 512),  # 64 bytes for the scales of 16 rows
     }
     for kind, per_weight in stored.items():
         before = arena.used

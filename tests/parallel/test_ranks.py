@@ -85,6 +85,17 @@ def test_logits_with_scales_of_whole_rows(activations: str) -> None:
         assert equal(*both(model(), world, activations=activations, quantize="int8")), world
 
 
+@pytest.mark.parametrize("activations", ["token", "tensor"])
+def test_logits_with_weights_and_inputs_of_one_scale_a_row(activations: str) -> None:
+    """C8 by row: exact integer sums of each segment. The control: a scale for 32 inputs gives other logits."""
+    made = kind_model(KINDS["C8"].block)
+    for world in (2, 4):
+        expected, found = both(made, world, source=kind_source("C8", made), activations=activations)
+        assert equal(expected, found), world
+    with ranked(made, 1, source=kind_source("C8", made)) as by_group:
+        assert not equal(expected, logits(by_group))
+
+
 @pytest.mark.parametrize("fuse", [frozenset()])
 def test_logits_without_fusions(fuse: frozenset[str]) -> None:
     assert equal(*both(model(), 2, fuse=fuse))

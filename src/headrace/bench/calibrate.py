@@ -317,6 +317,8 @@ def stored(kind: str, n: int, k: int, rng: np.random.Generator) -> np.ndarray:
         rows[:, :, 2:6] = INDICES[rng.integers(0, 6, (n, k // block, 4))] | INDICES[rng.integers(0, 6, (n, k // block, 4))] << 4
     if kind in POINTS:
         rows[:, :, 2] &= 15
+    if kind == "C8":  # one scale a row
+        rows[:, :, :2] = rows[:, :1, :2]
     return rows.reshape(n, -1)
 
 

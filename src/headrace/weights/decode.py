@@ -207,6 +207,7 @@ DECODERS: dict[str, Callable[[Blocks], np.ndarray]] = {
     "G4_128": _g4,
     "G8_32": _g8,
     "G8_128": _g8,
+    "C8": _q8_0,
 }
 
 

@@ -1,6 +1,6 @@
 """Kinds: number formats of stored tensors. A row is a sequence of equal blocks.
 
-All but the last eight are GGUF's.
+All but the last nine are GGUF's.
 
 | kind | block | values |
 |---|---|---|
@@ -8,6 +8,7 @@ All but the last eight are GGUF's.
 | | S4, S8 | float16 scale, 2-bit indices, kept numbers as Q4_0 and Q8_0 | 2:4 sparse (weights.sparse) |
 | G4_32, G4_128 | float16 scale, zero point 0 to 16, nibbles as Q4_0 by 32 | d * (q - z): groups of GPTQ and AWQ |
 | G8_32, G8_128 | float16 scale, zero point, bytes | d * (q - z) |
+| C8 | as Q8_0, all blocks of a row with the same scale | d * q: one scale a row |
 """
 
 from typing import NamedTuple
@@ -45,6 +46,7 @@ KINDS: dict[str, Kind] = {
     "G4_128": Kind(128, 67),
     "G8_32": Kind(32, 35),
     "G8_128": Kind(128, 131),
+    "C8": Kind(32, 34),
 }
-NOT_GGUF = ("NF4", "FP4", "S4", "S8", "G4_32", "G4_128", "G8_32", "G8_128")
+NOT_GGUF = ("NF4", "FP4", "S4", "S8", "G4_32", "G4_128", "G8_32", "G8_128", "C8")
 FLOATS = ("F32", "F16", "BF16")  # all others are codes with scales

@@ -44,7 +44,7 @@ class Matrix:
             return packed(self.kind, count, self.columns, self.into)
         block = self.block_columns
         blocks = -(-columns.stop // block) - columns.start // block
-        return packed(self.kind, count, block, self.into) * blocks
+        return packed(self.kind, count, block * blocks, self.into)
 
     @property
     def block_columns(self) -> int:

@@ -28,7 +28,7 @@ from headrace.weights.decode import dequantize
 from headrace.weights.safetensors import SafetensorsFolder
 from headrace.weights.schemes import fp8
 from headrace.weights.schemes.base import SCALES, IntegerWriter, SchemeReader, SchemeWriter, Tensors, TensorSpec
-from headrace.weights.schemes.rows import BLOCK, grouped_rows, integer_rows, kind_of, map_rows, mxfp4_rows
+from headrace.weights.schemes.rows import BLOCK, MOST_ROW_COLUMNS, grouped_rows, integer_rows, kind_of, map_rows, mxfp4_rows
 from headrace.weights.schemes.small_floats import GROUPS, MXFP4, NVFP4, SmallFloats, read_nvfp4
 from headrace.weights.source import WeightError
 from headrace.weights.sparse import indices_of, sparse_rows
@@ -159,7 +159,7 @@ class CompressedTensorsReader(SchemeReader):
         stored.shape(matrix, "bitmask", ("U8",), (n, k // 8))
         if stored.has(matrix, "weight_scale"):
             measured = self._measure_plain(matrix, kind, (n, k))
-            if measured[0] == "Q8_0":
+            if measured[0] in ("Q8_0", "C8"):
                 return "S8", measured[1], f"2:4, {measured[2]}"
             if kind == "I8":
                 raise stored.error(matrix, "is 2:4 with zero points, which is not supported; use a symmetric checkpoint")
@@ -178,6 +178,8 @@ class CompressedTensorsReader(SchemeReader):
         zeros, half = self._zeros(matrix, n, groups), 1 << bits - 1
         low, high = (0, 0) if zeros is None else (int(zeros.min()), int(zeros.max()))
         kind = kind_of(bits, -half - high, half - 1 - low, k // groups)
+        if kind == "Q8_0" and groups == 1 and k <= MOST_ROW_COLUMNS:
+            kind = "C8"
         size = f"groups of {k // groups}" if groups > 1 else "a scale a row" if rows == n else "one scale"
         return kind, (n, k), f"{bits} bits, {size}"
 

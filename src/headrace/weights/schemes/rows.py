@@ -4,6 +4,7 @@ q - z of up to 4 bits, any z:   G4_128 where groups are of a multiple of 128 inp
 the same in other groups:   Q4_0 where z = 8, w = d * (q - 8), else G4_32
 q - z of 5 bits, z = 16:    Q5_0, w = d * (q - 16)
 q - z of up to 7 bits, any z, and of 8 bits, z = 128:   Q8_0, w = d * (q - z)
+the same with one scale for each row:   C8 (compressed-tensors), w = d * q
 q - z of 8 bits, any z:     G8_128 where groups are of a multiple of 128 inputs, else G8_32, w = d * (q - z)
 """
 
@@ -22,6 +23,7 @@ RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}  # integers t
 POINTS = {"G4_128": 128, "G4_32": 32}  # 4-bit kinds with zero points, and their group size
 WIDE = {"G8_128": 128, "G8_32": 32}  # 8-bit kinds with zero points, and their group size
 MOST_POINT = 16
+MOST_ROW_COLUMNS = 65_536  # of C8, whose rows are summed in int32
 
 
 def kind_of(bits: int, low: int, high: int, group: int) -> str:
@@ -50,13 +52,13 @@ def grouped_rows(kind: str, codes: np.ndarray, zeros: np.ndarray, scales: np.nda
 
 
 def integer_rows(kind: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Rows of a kind of RANGES or POINTS, uint8 [n, row bytes]. values: int8 [n, k]. scales: float16 [n, k / 32]."""
+    """Rows of a kind of RANGES or POINTS, or of C8, uint8 [n, row bytes]. values: int8 [n, k]. scales: float16 [n, k / 32]."""
     if kind in POINTS:
         return _point_rows(kind, values, scales)
     n, blocks = scales.shape
     rows = blocks_with_scales(scales, KINDS[kind].nbytes)
     offset = values.reshape(n, blocks, BLOCK).view(np.uint8)
-    if kind == "Q8_0":
+    if kind in ("Q8_0", "C8"):
         rows[:, :, 2:] = offset
         return rows.reshape(n, -1)
     offset = offset + np.uint8(-RANGES[kind][0])
@@ -102,7 +104,7 @@ def row_integers(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes = unpack_halves(nibbles).reshape(n, -1, POINTS[kind])
         values = (codes - blocks[:, :, 2:3]).view(np.int8).reshape(n, -1)
         return values, scales.repeat(POINTS[kind] // BLOCK, axis=1)
-    if kind == "Q8_0":
+    if kind in ("Q8_0", "C8"):
         return np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(n, -1), scales
     codes = unpack_halves(blocks[:, :, -16:])
     if kind == "Q5_0":
