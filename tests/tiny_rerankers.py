@@ -56,7 +56,8 @@ def write_cross_encoder(folder: Path, name: str, **config: Any) -> Any:
 # A Unigram vocabulary of as many pieces as WORDS, with XLM-R's control tokens in front.
 PIECES = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁the", "▁mill", "▁river", "▁wheel", "water", "▁turn", "s", "ed", ","]
 PIECES += [*"abcdefghijklmnopqrtuvwxyz"]
-PIECES += [f"▁{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"][: len(WORDS.split()) - len(PIECES)]
+PIECES += [f"{start}{letter}" for start in ("▁", "▁▁") for letter in "abcdefghijklmnopqrstuvwxyz"]
+PIECES = PIECES[: len(WORDS.split())]
 SCORES = [0.0] * 4 + [-1.0 - 0.1 * number for number in range(len(PIECES) - 4)]
 
 

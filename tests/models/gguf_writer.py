@@ -63,6 +63,8 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     if more is None:
         writer.add_tokenizer_model("no_vocab")
+        if config.model_type in ("bert", "xlm-roberta"):
+            writer.add_token_type_count(config.type_vocab_size)
     else:
         more(writer)
     if config.model_type == "gpt2":
@@ -98,7 +100,8 @@ def _without_prefix(name: str, config: Any) -> str:
 
 
 def _encoder_settings(writer: Any, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
+    padding = config.pad_token_id + 1 if config.model_type == "xlm-roberta" else 0  # first rows of the table of positions
+    writer.add_context_length(config.max_position_embeddings - padding)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

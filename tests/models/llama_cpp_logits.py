@@ -11,12 +11,14 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
+# The defaults of the Python package (32, 1 and 1) override the keys of the file; -1 means these.
+FROM_FILE = {"yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0, "yarn_attn_factor": -1.0}
+
 
 def logits(path: Path, prompts: list[list[int]]) -> list[np.ndarray]:
     f32 = llama_cpp.GGML_TYPE_F32
-    model = llama_cpp.Llama(
-        str(path), n_ctx=256, n_batch=256, n_threads=1, logits_all=True, verbose=False, type_k=f32, type_v=f32, n_gpu_layers=0
-    )
+    settings = {"n_ctx": 256, "n_batch": 256, "n_threads": 1, "type_k": f32, "type_v": f32, "n_gpu_layers": 0}
+    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **settings, **FROM_FILE)
     rows = []
     for prompt in prompts:
         model.reset()

@@ -3,7 +3,9 @@
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +15,23 @@ from headrace.weights.gguf import GGUFFile
 from headrace.weights.loader import load_model
 from tests.models.feeding import feed
 from tests.models.gguf_writer import write_gguf
-from tests.models.zoo import CONFIGS, largest_gap, oracle, oracle_logits, prompts
+from tests.models.zoo import CONFIGS, THETA, YARN, largest_gap, oracle, oracle_logits, prompts
 from tests.places import peer_python
 
 # GGUF has no key for these: a window in some layers only, and gemma's query_pre_attn_scalar.
 NOT_IN_GGUF = {"qwen2-window", "gemma3-query-scale", "smollm3-window"}
 # llama.cpp does not build these: a window for llama files, biases of qwen3, of ERNIE and of Seed-OSS's attention output.
 NOT_IN_LLAMA_CPP = {"mistral-window", "qwen3-biases-tied", "seed_oss-out-bias", "ernie4_5-biases"}
-# llama.cpp computes these otherwise than transformers, which ours equal: the windows of Phi-3 and of EXAONE 4 with five layers,
-# YaRN with beta_fast of 2.
-NOT_IN_LLAMA_CPP |= {"phi3-window", "exaone4", "arcee-yarn", "olmo3-yarn"}
+# llama.cpp ignores keys of these files: the window of every phi3 (it says so when it loads one), that of an exaone4 without
+# 64 layers, and yarn_beta_fast of arcee and olmo2 (32 is used; it reads that key for mistral3, grok and deepseek2). Without
+# windows it rotates q and k in every layer of EXAONE. Its logits are those of these changed models.
+YARN_32 = {**YARN, "beta_fast": 32.0}
+AS_LLAMA_CPP_READS: dict[str, dict[str, Any]] = {
+    "phi3-window": {"sliding_window": None},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 5},
+    "arcee-yarn": {"rope_parameters": YARN_32},
+    "olmo3-yarn": {"rope_parameters": {"full_attention": YARN_32, "sliding_attention": THETA}},
+}
 WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]
 
 
@@ -55,30 +64,48 @@ def test_rows_without_the_permutation_are_seen(tmp_path: Path) -> None:
     assert largest_gap(feed(model, batch, "whole"), oracle_logits(theirs, batch)) > 1e-2
 
 
+def llama_cpp_logits(names: Sequence[str], batch: list[list[int]], folder: Path) -> dict[str, list[torch.Tensor]]:
+    """Logits of llama.cpp for each FOLDER/NAME.gguf, all in one process; names that it does not open are missing."""
+    (folder / "prompts.json").write_text(json.dumps(batch))
+    script = Path(__file__).with_name("llama_cpp_logits.py")
+    files = [str(folder / f"{name}.gguf") for name in names]
+    python = peer_python("llama_cpp")
+    subprocess.run([python, str(script), str(folder / "prompts.json"), *files], check=True, timeout=1800)
+    logits = {}
+    for path in folder.glob("*.npz"):
+        with np.load(path) as stored:
+            logits[path.stem] = [torch.from_numpy(stored[str(i)]) for i in range(len(batch))]
+    return logits
+
+
 @pytest.mark.peers
 def test_gguf_gives_the_logits_of_llama_cpp(tmp_path: Path) -> None:
-    """All variants in one llama.cpp process, with a float32 KV cache."""
-    python = peer_python("llama_cpp")
+    """All variants, with a float32 KV cache. One is deep: the only size of EXAONE 4 whose windows llama.cpp reads."""
     batch = prompts(4)
-    names = [name for name in WRITTEN if name not in NOT_IN_LLAMA_CPP]
+    names = [name for name in WRITTEN if name not in {*NOT_IN_LLAMA_CPP, *AS_LLAMA_CPP_READS}]
     for name in names:
         write_gguf(oracle(name), tmp_path / f"{name}.gguf")
-    (tmp_path / "prompts.json").write_text(json.dumps(batch))
-    script = Path(__file__).with_name("llama_cpp_logits.py")
-    files = [str(tmp_path / f"{name}.gguf") for name in names]
-    subprocess.run([python, str(script), str(tmp_path / "prompts.json"), *files], check=True, timeout=1800)
-    gaps, unopened = {}, []
-    for name in names:
-        if not (tmp_path / f"{name}.npz").exists():
-            unopened.append(name)
-            continue
-        ours = feed(load_model(GGUFFile(tmp_path / f"{name}.gguf")), batch, "whole")
-        with np.load(tmp_path / f"{name}.npz") as stored:
-            theirs = [torch.from_numpy(stored[str(i)]) for i in range(len(batch))]
-        gaps[name] = largest_gap(ours, theirs)
+    kinds = [("full" if layer % 4 == 3 else "sliding") + "_attention" for layer in range(64)]
+    write_gguf(oracle("exaone4", num_hidden_layers=64, layer_types=kinds), tmp_path / "exaone4-deep.gguf")
+    names.append("exaone4-deep")
+    theirs = llama_cpp_logits(names, batch, tmp_path)
+    assert set(theirs) == set(names)
+    ours = {name: feed(load_model(GGUFFile(tmp_path / f"{name}.gguf")), batch, "whole") for name in names}
+    gaps = {name: largest_gap(ours[name], theirs[name]) for name in names}
     print({name: f"{gap:.1e}" for name, gap in gaps.items()})
-    assert unopened == []
     assert {name: gap for name, gap in gaps.items() if gap > llama_cpp_tolerance(name)} == {}
+
+
+@pytest.mark.peers
+def test_where_llama_cpp_ignores_keys_it_computes_the_model_without_them(tmp_path: Path) -> None:
+    """The reason of each difference: its logits equal those of transformers for the changed model, and not for the model."""
+    batch = prompts(4)
+    for name in AS_LLAMA_CPP_READS:
+        write_gguf(oracle(name), tmp_path / f"{name}.gguf")
+    theirs = llama_cpp_logits(list(AS_LLAMA_CPP_READS), batch, tmp_path)
+    for name, changes in AS_LLAMA_CPP_READS.items():
+        assert largest_gap(oracle_logits(oracle(name, **changes), batch), theirs[name]) <= llama_cpp_tolerance(name)
+        assert largest_gap(oracle_logits(oracle(name), batch), theirs[name]) > 1e-2
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "en" / "reference" / "models.md"

@@ -193,9 +193,14 @@ def _gemma_ropes() -> dict[str, Any]:
     }
 
 
-def oracle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """The transformers model of a variant, with weights large enough that every part of it shows in the logits."""
+def oracle(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model of a variant, with weights large enough that every part of it shows in the logits.
+
+    changes: of its config.
+    """
     config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     draw_weights(model, 0.0 if name.startswith("gemma") else 1.0, seed)
