@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.classifier import Predictions, calibration_errors, confusion, overthinking
+from headrace.bench.classifier import (
+    Predictions,
+    calibration_errors,
+    confusion,
+    confusion_scores,
+    doubt,
+    overthinking,
+    separation,
+)
 from headrace.llm import LLM
 from headrace.runner.classifier import CRITERIA, ExitClassifiers, first_exit
 from headrace.startup.classifier import CALIBRATION, INFO
@@ -52,6 +60,7 @@ def test_from_texts_to_figures(tmp_path: Path, shell: Shell) -> None:
     assert [one["batch"] for one in found["batches"]] == [1, 8, 32]
     assert set(found["curves"]) == set(CRITERIA)
     assert len(found["calibration_error"]) == LAYERS
+    assert 0 <= found["doubt"]["right"] <= 2 * (LAYERS - 1)
     right = sum(found["confusion"][at][at] for at in range(2))
     assert (sum(map(sum, found["confusion"])), right / 80) == (80, found["accuracy"])
     assert plot.read_text().startswith("<svg")
@@ -246,6 +255,32 @@ def test_overthinking_is_counted() -> None:
     said = np.stack([1 - right, right], -1).astype(float)
     found = overthinking(Predictions(said, np.ones(4, np.int64), np.array([2, 4, 6])))
     assert found == {"wasteful": 0.5, "destructive": 0.25, "of_errors": 0.5, "best": 0.75, "needed": 3.0}
+
+
+def test_confusion_of_exits_by_hand() -> None:
+    """Three exits, two texts: the first text's exits agree; the second's first exit lies 1.2 from the last, its second 0.4."""
+    probs = np.array([[[0.9, 0.1], [0.8, 0.2]], [[0.9, 0.1], [0.4, 0.6]], [[0.9, 0.1], [0.2, 0.8]]])
+    np.testing.assert_allclose(confusion_scores(probs), [0.0, 1.6], atol=1e-12)
+    scores, wrong = np.array([1.0, 3.0, 2.0, 2.0]), np.array([False, True, True, False])
+    assert separation(scores, wrong) == (2 + 1.5) / 4  # the tie of 2 and 2 counts half
+    assert np.isnan(separation(scores, np.zeros(4, bool)))
+
+
+def test_confusion_finds_errors_where_exits_disagree() -> None:
+    """Texts on which the last exit errs have exits that disagree. Control: exits of other texts tell nothing."""
+    rng = np.random.default_rng(3)
+    wrong = rng.random(2000) < 0.3
+    other = np.where(wrong, 0.5, 0.1) > rng.random((4, 2000))  # the earlier exits that disagree with the last one
+    first = np.where(other, 0.3, 0.8)
+    probs = np.concatenate([first, np.full((1, 2000), 0.8)])
+    found = Predictions(np.stack([1 - probs, probs], -1), np.where(wrong, 0, 1), np.arange(1, 6))
+    told = doubt(found)
+    assert told["confusion"] > 0.8
+    assert told["wrong"] > told["right"] + 0.5
+    assert told["probability"] == 0.5
+    shuffled = np.concatenate([probs[:4, rng.permutation(2000)], probs[4:]])
+    control = doubt(Predictions(np.stack([1 - shuffled, shuffled], -1), found.classes, found.layers))
+    assert abs(control["confusion"] - 0.5) < 3 * control["error"] < 0.06
 
 
 def test_calibrated_thresholds_keep_their_promise() -> None:

@@ -1,5 +1,6 @@
 """/v1/classify: the classes of `LLM.classify`, limits, and one-line errors."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 from headrace.llm import LLM
 from headrace.runner.classifier import ExitClassifiers
 from headrace.server.protocols import classify as classes
-from headrace.startup.classifier import ClassifierThreshold, save
+from headrace.startup.classifier import ClassifierThreshold, load, save
+from headrace.startup.opening import open_files
 from tests.server.harness import Running
 from tests.tiny_bert import CONTEXT, HIDDEN, LAYERS, write_tiny_bert
 
@@ -84,6 +86,27 @@ def test_return_exits_returns_the_votes_of_each_exit(server: Running, bert: Path
     for one, right in zip(server.post("/v1/classify", asked).json()["data"], expected, strict=True):
         assert one["exits"] == [vote.record() for vote in right.votes]
         assert [vote["layers"] for vote in one["exits"]] == [1, LAYERS]
+
+
+def test_texts_that_run_deeper_than_calibrated_are_seen(bert: Path, folder: Path, tmp_path: Path) -> None:
+    """The alarm's figure: layers of the last texts under the calibrated rule, in its standard deviations. Texts under a rule of
+    the client's own do not count."""
+    known = load(folder, open_files(bert))
+    rule = ClassifierThreshold("max_prob", 1.0, 0.1, 0.05, "hb", 100, 0.0, 1.5, 0.5)  # no text is that sure
+    save(tmp_path, known.exits, open_files(bert), {}, [rule])
+    with Running(bert, threads=1, classifier=str(tmp_path)) as running:
+
+        def figures() -> tuple[float, float]:
+            text = running.http.get("/metrics").text
+            names = "exit_layer_sum", "exit_layers_above_calibration"
+            total, above = (float(re.findall(rf"headrace:{name}{{[^}}]*}} (\S+)", text)[0]) for name in names)
+            return total, above
+
+        own = {"model": "tiny", "input": TEXTS, "criterion": "max_prob"}
+        assert running.post("/v1/classify", {**own, "threshold": 0.0}).status_code == 200
+        assert figures() == (len(TEXTS) * 1, 0.0)
+        assert running.post("/v1/classify", {"model": "tiny", "input": TEXTS}).status_code == 200
+        assert figures() == (len(TEXTS) * (1 + LAYERS), (LAYERS - 1.5) / 0.5)
 
 
 def test_an_answer_has_at_most_the_maximum_of_probabilities(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,23 @@ def test_a_cap_on_layers_holds_whatever_the_texts() -> None:
     assert first_exit("entropy", 0.1, doubtful).min() == 4  # the control: without a cap all layers run
 
 
+def alternating(texts: int) -> np.ndarray:
+    """Exits that contradict the exit before: the texts on which patience costs most, [5 exits, texts, 2 classes]."""
+    first = np.arange(5)[:, None] % 2 == np.zeros(texts)
+    return np.stack([np.where(first, 0.9, 0.1), np.where(first, 0.1, 0.9)], -1)
+
+
+def test_patience_has_a_cap_too() -> None:
+    """Patience 0 at an exit stops every text there; without it alternating exits run all layers. Others keep their exit."""
+    assert first_exit("patience", 2.0, alternating(50)).min() == 4  # the control
+    assert first_exit("patience", (2.0, 2.0, 0.0, 0.0), alternating(50)).max() == 2
+    easy = np.tile([0.9, 0.1], (5, 50, 1))
+    assert (first_exit("patience", (2.0, 2.0, 2.0, 0.0), easy) == first_exit("patience", 2.0, easy)).all()
+    jumps = np.arange(5.0)[:, None, None] * np.ones((1, 50, 1))
+    assert first_exit("patience", 1.0, jumps, 0.5).min() == 4  # numbers: the control
+    assert first_exit("patience", (1.0, 0.0, 0.0, 0.0), jumps, 0.5).max() == 1
+
+
 def test_an_exit_that_errs_gets_a_stricter_threshold() -> None:
     """At equal loss on fresh texts the thresholds by exit use fewer layers than one threshold for all."""
     families = exit_families(*two_kinds(4000, 1))["entropy"]

@@ -135,7 +135,7 @@ def test_numbers_have_no_probabilities() -> None:
     for criterion in ("max_prob", "margin", "entropy", "kl"):
         with pytest.raises(ValueError, match=f"{criterion} needs classes, and these exits predict numbers; use patience"):
             known.rule(criterion, 0.5)
-    with pytest.raises(ValueError, match="the threshold of patience must be 1 to 5 here, not 6"):
+    with pytest.raises(ValueError, match="the threshold of patience must be 0 to 5 here, not 6"):
         known.rule("patience", 6.0)
     made = known.classification([1, 2], [(0.5,), (1.5,)])
     assert made.record(votes=True) == {

@@ -94,6 +94,49 @@ def overthinking_of(right: np.ndarray, layers: np.ndarray) -> dict[str, float]:
     }
 
 
+def confusion_scores(probs: np.ndarray) -> np.ndarray:
+    """Confusion of each text [texts]: the L1 distances of the earlier exits' probabilities from the last one's, summed.
+
+    probs: [exits, texts, classes]. From 0, if all exits agree in full, to 2 for each earlier exit. The paper subtracts the mean
+    of the training texts and divides by their deviation, which changes no order.
+
+    Source: Kaya et al., "Shallow-Deep Networks", arXiv 1810.07052.
+    """
+    scores: np.ndarray = np.abs(probs[:-1] - probs[-1]).sum((0, 2))
+    return scores
+
+
+def separation(scores: np.ndarray, wrong: np.ndarray) -> float:
+    """Probability that a wrong text [texts] bool has a higher score than a right one, ties as half (area under the ROC curve).
+
+    NaN if all texts are right, or all wrong.
+    """
+    high, low = scores[wrong], np.sort(scores[~wrong])
+    if not len(high) or not len(low):
+        return float("nan")
+    below = np.searchsorted(low, high, "left") + np.searchsorted(low, high, "right")
+    return float(below.mean() / 2 / len(low))
+
+
+def doubt(predictions: Predictions) -> dict[str, float]:
+    """How well the full model's errors are told by the confusion of its exits, and by the last exit's probability alone.
+
+    `confusion`, `probability`: `separation` of wrong texts from right ones. `error`: standard error of `confusion` (Hanley and
+    McNeil, 1982). `wrong`, `right`: mean confusion of such texts.
+    """
+    scores, wrong = confusion_scores(predictions.probs), ~predictions.right[-1]
+    area, bad = separation(scores, wrong), int(wrong.sum())
+    good, twice, squared = len(wrong) - bad, area / (2 - area), 2 * area * area / (1 + area)
+    spread = area * (1 - area) + (bad - 1) * (twice - area * area) + (good - 1) * (squared - area * area)
+    return {
+        "confusion": area,
+        "error": float(np.sqrt(max(0.0, spread) / max(1, bad * good))),
+        "probability": separation(-predictions.probs[-1].max(-1), wrong),
+        "wrong": float(scores[wrong].mean()) if bad else float("nan"),
+        "right": float(scores[~wrong].mean()) if good else float("nan"),
+    }
+
+
 def calibration_errors(predictions: Predictions) -> list[float]:
     """Expected calibration error of each exit, over BINS bins."""
     pairs = zip(predictions.probs.max(-1), predictions.right, strict=True)
@@ -178,6 +221,7 @@ def measure(
         "confusion": confusion(predictions, *rule),
         "batches": [speedup(llm, texts[: 32 * batch], batch, rule, rounds) for batch in BATCHES],
         "overthinking": overthinking(predictions),
+        "doubt": doubt(predictions),
         "curves": curves(predictions),
     }
 
@@ -208,11 +252,14 @@ def printed(result: dict[str, Any]) -> list[Table | str]:
 
 def _summary(result: dict[str, Any]) -> list[str]:
     lost = 100 * (result["full_accuracy"] - result["accuracy"])
-    thought = result["overthinking"]
+    thought, doubt = result["overthinking"], result["doubt"]
     return [
         f"{result['criterion']} {threshold_text(result['threshold'])}: {result['accuracy']:.3f} right of {result['n']} "
         f"(full model {result['full_accuracy']:.3f}, {lost:+.1f} points lost), "
         f"{result['mean_layers']:.2f} layers a text, {result['layers']:.2f} times fewer",
         f"overthinking: {thought['wasteful']:.1%} of texts are right at an earlier exit, {thought['destructive']:.1%} "
         f"only there ({thought['of_errors']:.0%} of the last exit's errors); accuracy of an oracle {thought['best']:.3f}",
+        f"confusion of the exits: {doubt['wrong']:.2f} where the full model is wrong, {doubt['right']:.2f} where it is right; "
+        f"it separates them with {doubt['confusion']:.3f} ± {doubt['error']:.3f} (0.5: not at all), the last probability with "
+        f"{doubt['probability']:.3f}",
     ]

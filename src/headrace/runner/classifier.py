@@ -81,7 +81,7 @@ CRITERIA: dict[str, Criterion] = {
     "margin": Criterion(_margin, True, lambda classes, exits: 1.0),
     "entropy": Criterion(_entropy, False, lambda classes, exits: math.log(classes)),
     "kl": Criterion(_kl, False, lambda classes, exits: math.inf),
-    "patience": Criterion(_patience, True, lambda classes, exits: exits - 1, 1.0),
+    "patience": Criterion(_patience, True, lambda classes, exits: exits - 1),
 }
 
 

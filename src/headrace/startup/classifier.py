@@ -52,7 +52,8 @@ class Info(msgspec.Struct, frozen=True):
 class ClassifierThreshold(msgspec.Struct, frozen=True):
     """A threshold with a guarantee from `n` held-out texts: with probability 1 - epsilon, at most a share `delta` of texts like
     them is lost, that is, the exit is wrong and the full model is right; of numbers, the exit errs by more than the full model
-    and the tolerance together. risk, mean_layers: values on the n texts.
+    and the tolerance together. risk, mean_layers, spread: values on the n texts; spread is the standard deviation of
+    the layers, 0 in files that lack it.
     """
 
     criterion: Annotated[str, msgspec.Meta(min_length=1)]
@@ -63,6 +64,7 @@ class ClassifierThreshold(msgspec.Struct, frozen=True):
     n: int
     risk: float
     mean_layers: float
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ class Classifier:
             raise ValueError("threshold needs a criterion; name one")
         self.exits.check(criterion, threshold)
         return criterion, threshold
+
+    def calibrated(self, criterion: str, threshold: Threshold) -> ClassifierThreshold | None:
+        """The calibrated rule with this criterion and threshold; None if there is none, or its layers have no spread."""
+        rules = (rule for rule in self.rules if (rule.criterion, rule.threshold) == (criterion, threshold))
+        return next((rule for rule in rules if rule.spread > 0), None)
 
     def classification(self, token_ids: list[int], logits: Sequence[Sequence[float]]) -> Classification:
         """The classification of a text from the logits [exits, classes] of its computed exits, or from their numbers."""

@@ -198,8 +198,9 @@ def calibrated(
         if result.threshold is not None and result.risk is not None:
             threshold = grid[int(result.threshold)]
             exit_of = first_exit(criterion, threshold, probs)
-            layers = float(np.array(exits.layers)[exit_of].mean())
-            rules.append(ClassifierThreshold(criterion, threshold, delta, epsilon, result.bound, result.n, result.risk, layers))
+            depths = np.array(exits.layers)[exit_of]
+            about = result.bound, result.n, result.risk, float(depths.mean()), float(depths.std())
+            rules.append(ClassifierThreshold(criterion, threshold, delta, epsilon, *about))
     return rules
 
 

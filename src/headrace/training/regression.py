@@ -76,5 +76,6 @@ def calibrated_patience(
     result = calibrate(losses, grid, delta=delta, epsilon=epsilon) if grid else None
     if result is None or result.threshold is None or result.risk is None:
         return []
-    layers = float(np.array(exits.layers)[exit_of(result.threshold)].mean())
-    return [ClassifierThreshold("patience", result.threshold, delta, epsilon, result.bound, result.n, result.risk, layers)]
+    depths = np.array(exits.layers)[exit_of(result.threshold)]
+    about = result.bound, result.n, result.risk, float(depths.mean()), float(depths.std())
+    return [ClassifierThreshold("patience", result.threshold, delta, epsilon, *about)]

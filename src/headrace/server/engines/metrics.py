@@ -21,6 +21,7 @@ from headrace.server.engines.inflight import InflightRequest
 from headrace.server.engines.messages import Deltas, Loaded, PeerStats, Stats, StoreStats
 from headrace.server.engines.supervision import ENDS, State
 from headrace.server.logs import log_request
+from headrace.startup.classifier import ClassifierThreshold
 
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0)
@@ -160,7 +161,7 @@ class ModelMetrics:
         self.loading_waits = self._gauge("model_requests_waiting", "Requests that wait until the model is loaded.")
         where = "1 for loaded, loading or unloaded, 0 for the others."
         self.residency = self._figures.gauge("model_state", where, (*LABELS, "state"))
-        deeper = f"Mean exit layer of the last {ANSWERS} answers above the calibrated one, in standard deviations."
+        deeper = f"Mean exit layer of the last {ANSWERS} answers or classified texts above calibration, in standard deviations."
         self.above = self._gauge("exit_layers_above_calibration", deeper)
         self.store_bytes = self._gauge("kv_store_bytes", "Bytes of the segments in the folder of the K/V store.")
         self.failing = self._gauge("engine_failing_steps", "Failed steps since the last successful one.")
@@ -222,7 +223,7 @@ class ModelMetrics:
             self._model
         )
         self.exit_layer = self._figures.often(
-            "exit_layer", "Exit layer of each token of a request with early exit.", DEPTHS
+            "exit_layer", "Exit layer of each token or classified text of a request with early exit.", DEPTHS
         ).of(self._model)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token of an answer, after the first.", BETWEEN
@@ -305,12 +306,20 @@ class ModelMetrics:
             depth.observe(exited.layers)
 
     def _compare_depth(self, key: tuple[str, int]) -> None:
-        """Compare the exit layers of the last ANSWERS answers with the calibration, in standard deviations."""
-        if (depth := self._depths.pop(key, None)) is None or self._usual is None:
-            return
-        self._means.append(depth.sum / depth.counts[0])
-        usual, spread = self._usual
+        if (depth := self._depths.pop(key, None)) is not None and self._usual is not None:
+            self._show_depth(depth.sum / depth.counts[0], *self._usual)
+
+    def _show_depth(self, layers: float, usual: float, spread: float) -> None:
+        """Compare the exit layers of the last ANSWERS answers or texts with the calibration, in standard deviations."""
+        self._means.append(layers)
         self.above.set((sum(self._means) / len(self._means) - usual) / max(spread, 1e-3))
+
+    def record_classified(self, layers: Sequence[int], calibrated: ClassifierThreshold | None) -> None:
+        """Record the layers that texts used. calibrated: their rule, if it is a calibrated one whose spread is known."""
+        for count in layers:
+            self.exit_layer.observe(count)
+            if calibrated is not None:
+                self._show_depth(count, calibrated.mean_layers, calibrated.spread)
 
     def _end(self, name: str, metrics: RequestMetrics, request: InflightRequest | None, now: float) -> None:
         reason = self._reasons.pop(name, "abort")

@@ -34,6 +34,8 @@ async def classify(service: Service, request: ClassifyRequest, http: Request, sa
     if (many := len(texts) * each_has) > MAX_PROBABILITIES:
         raise bad(f"these inputs make {many} probabilities and {MAX_PROBABILITIES} are the most; send fewer", "input")
     inflight = await unless_disconnected(http, run_in_groups(service, request, texts, salt, rule=rule))
+    computed = [known.exits.layers[len(one.classified) - 1] for one in inflight]
+    service.metrics.record_classified(computed, known.calibrated(*rule))
     each = [(index, known, bool(request.return_exits), *one) for index, one in enumerate(zip(texts, inflight, strict=True))]
     size = max(1, min(GROUP_SIZE, PROBABILITIES_PER_SLICE // each_has))
     data = [msgspec.Raw(msgspec.json.encode(_entry(*one))) async for some in slices(each, size) for one in some]
