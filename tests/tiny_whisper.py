@@ -92,9 +92,20 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_folder(folder: Path, bins: int = 80) -> Path:
+def with_likely_ends(model: Any) -> Any:
+    """The model with higher logits of the end token and of timestamps."""
+    decoder = model.model.decoder
+    with torch.no_grad():
+        bias = decoder.layer_norm.bias / decoder.layer_norm.bias.square().sum()
+        decoder.embed_tokens.weight[EOT] += 13 * bias
+        decoder.embed_tokens.weight[TEXT + len(CONTROLS) :] += 6 * bias
+    return model
+
+
+def write_folder(folder: Path, bins: int = 80, likely_ends: bool = False) -> Path:
     """A Hugging Face folder of the tiny model, in float32."""
-    oracle(bins).float().save_pretrained(folder)
+    model = oracle(bins).float()
+    (with_likely_ends(model) if likely_ends else model).save_pretrained(folder)
     write_tokenizer(folder)
     generation = {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7, EOT]}
     (folder / "generation_config.json").write_text(json.dumps(generation))

@@ -47,6 +47,7 @@ TOYS = {
     "scaled_llama": "models",
     "parallel": "models",
     "loud_llama": "models",
+    "listener": "models",
     "dimming": "data",
     "line_trainer": "training",
 }

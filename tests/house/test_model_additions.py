@@ -1,5 +1,6 @@
 """What a model, what its layers see, and a number format take: a toy of each, with its control."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import core
+from headrace import LLM, core
+from headrace.data.frames import frames_of
 from headrace.data.params import SamplingParams
 from headrace.kv.pool import KVPool
 from headrace.models.base import Model
@@ -25,11 +27,14 @@ from headrace.weights.kinds import KINDS
 from headrace.weights.loader import load_model, read_tensor
 from headrace.weights.source import WeightError
 from tests.house.adapter import adapted
+from tests.house.listener import FAMILY as LISTENER
+from tests.house.listener import Listener
 from tests.house.loud_llama import FAMILY as LOUD
 from tests.house.parallel import Parallel
 from tests.models.zoo import MemorySource
 from tests.tiny import VOCAB, finish, run_alone, tiny_config, tiny_engine, tiny_model, tokens_of
 from tests.tiny_native import as_bfloat16, native_alone, native_engine, native_model, source_of
+from tests.tiny_whisper import EOT, frames, write_folder
 
 needs_core = pytest.mark.skipif(not core.available(), reason=core.reason())
 BACKENDS = ["torch", pytest.param("native", marks=needs_core)]
@@ -102,6 +107,39 @@ def test_an_order_of_ops_is_a_file_more(parallel: Model, backend: str) -> None:
 def test_an_order_of_ops_without_its_rows_is_refused() -> None:
     with pytest.raises(WeightError, match="unknown architecture 'parallel'"):
         describe(tiny_config("parallel"))
+
+
+# -- a source of frames: a model file, and its rows in MODELS and FAMILIES ----------------------------------------------------
+
+
+def heard(path: Path, backend: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Outputs of windows of sound, each alone and all together."""
+    dtype = {"dtype": "float64"} if backend == "torch" else {}
+    windows = [frames_of(frames(seed=seed)) for seed in range(3)]
+    with LLM(path, backend=backend, threads=1, **dtype) as llm:  # type: ignore[arg-type]
+        each = []
+        for group in (*([window] for window in windows), windows):
+            requests = [llm.engine.add([EOT + 1, EOT + 2, 40], GREEDY, source=window) for window in group]
+            finish(llm.engine)
+            each += [tokens_of(request)[0] for request in requests]
+    return each[: len(windows)], each[len(windows) :]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_source_of_frames_is_a_file_and_its_rows(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine, runner and both back ends run an encoder that they do not know."""
+    path = write_folder(tmp_path)
+    plain, _ = heard(path, backend)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, "model_type": "listener"}))
+    with pytest.raises(WeightError, match="listener"):
+        LLM(path, backend=backend)
+    monkeypatch.setitem(FAMILIES, "listener", LISTENER)
+    monkeypatch.setitem(MODELS, "listener", Listener)
+    alone, together = heard(path, backend)
+    assert alone == together
+    assert len({tuple(one) for one in alone}) == 3, "each window has its own text"
+    assert all(mine != theirs for mine, theirs in zip(alone, plain, strict=True))
 
 
 # -- what a linear layer sees of the step ------------------------------------------------------------------------------------

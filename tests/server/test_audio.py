@@ -19,6 +19,7 @@ from openai.types.audio import (
 )
 
 from headrace import LLM
+from headrace.audio import transcription
 from headrace.audio.text_formats import FORMATS
 from headrace.audio.transcript import Transcript
 from headrace.audio.vad import SpeechBounds
@@ -86,6 +87,16 @@ def test_each_format_is_the_offline_transcript(server: Running, expected: Transc
         (one.start, one.end, one.text, one.tokens) for one in expected.segments
     ]
     assert (verbose.language, verbose.duration) == ("en", 1.2)
+
+
+def test_a_field_chooses_beams(server: Running, offline: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcription, "LOGPROB", -99.0)  # no fallback to temperatures above 0
+    monkeypatch.setattr(transcription, "COMPRESSION", 99.0)
+    expected = [offline.transcribe(SOUND, language="en", beams=beams) for beams in (1, 5)]
+    assert expected[0].segments != expected[1].segments
+    for beams, transcript in zip((1, 5), expected, strict=True):
+        made = ask(server, temperature=0, response_format="verbose_json", extra_body={"beams": beams})
+        assert [one.tokens for one in made.segments] == [one.tokens for one in transcript.segments]
 
 
 def test_words_have_times(server: Running, offline: LLM) -> None:
@@ -205,6 +216,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "choose auto, en, fr, de": {"language": "xx"},
     "unknown field 'speed'": {"speed": "2"},
     "unknown field 'beam_size'": {"beam_size": "5"},
+    "beams: must be an integer, at most 16": {"beams": "17"},
     "temperature: must be a number, at most 2.0": {"temperature": "3"},
     "a stream has the format json or text": {"stream": "true", "response_format": "srt"},
     "goes with response_format verbose_json": {"timestamp_granularities[]": "segment"},

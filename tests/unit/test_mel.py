@@ -1,11 +1,16 @@
 """Log-mel rows against the feature extractor of transformers, and rows that depend on their samples alone."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import WhisperFeatureExtractor
 
+import tests
 from headrace.audio import mel
 from headrace.audio.mel import HOP, RATE, LogMel
 
@@ -38,11 +43,72 @@ def _symmetric() -> np.ndarray:
     return np.hanning(mel.WINDOW)
 
 
-@pytest.mark.parametrize(("name", "slip"), [("_hann", _symmetric), ("RANGE", 7.0), ("FLOOR", 1e-3)])
+def _htk(bins: int) -> np.ndarray:
+    """Triangles on HTK's mel scale."""
+    edges = 700 * (10 ** (np.linspace(0, 2595 * np.log10(1 + RATE / 2 / 700), bins + 2) / 2595) - 1)
+    at, steps = np.arange(mel.WINDOW // 2 + 1) * RATE / mel.WINDOW, np.diff(edges)
+    up, down = (at - edges[:-2, None]) / steps[:-1, None], (edges[2:, None] - at) / steps[1:, None]
+    triangles: np.ndarray = np.maximum(0, np.minimum(up, down)) * (2 / (edges[2:] - edges[:-2]))[:, None]
+    return triangles
+
+
+@pytest.fixture(autouse=True)
+def no_kept_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that change the filters keep no sums of them."""
+    monkeypatch.setattr(mel, "_sums", mel._sums.__wrapped__)
+
+
+@pytest.mark.parametrize(("name", "slip"), [("_hann", _symmetric), ("filters", _htk), ("RANGE", 7.0), ("FLOOR", 1e-3)], ids=str)
 def test_slips_are_caught(monkeypatch: pytest.MonkeyPatch, name: str, slip: Callable[[], np.ndarray] | float) -> None:
     monkeypatch.setattr(mel, name, slip)
     samples = sound()
     assert np.abs(LogMel(samples, 80).window(0, len(samples) // HOP) - expected(samples, 80)).max() > 1e-3
+
+
+def test_rows_after_the_sound_are_no_rows_of_silence() -> None:
+    """Two controls: rows of padded sound, as transformers computes them, and one row more at the end."""
+    samples = sound()
+    rows = LogMel(samples, 80).window(0, 3000)
+    count = len(samples) // HOP
+    assert not rows[count:].any()
+    padded = LogMel(np.pad(samples, (0, 30 * RATE - len(samples))), 80).window(0, 3000)
+    assert np.abs(padded[:count] - rows[:count]).max() < 1e-6
+    assert np.abs(padded[count + 3 :]).min() > 0.1
+    kept = LogMel(samples, 80)
+    kept.count += 1
+    assert np.abs(kept.window(0, count + 1)[count] - rows[count]).max() > 0.1
+
+
+BITS = Path(tests.__file__).parent / "native" / "bits.txt"
+PROGRAM = """
+import numpy as np
+from headrace.audio.mel import LogMel
+from tests.unit.test_mel import bits_of
+for bins in (80, 128):
+    print("mel", bins, bits_of(bins))
+"""
+LEVELS = {"all": "", "without AVX-512": "X86_V4 AVX512_ICL AVX512_SPR", "baseline": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"}
+
+
+def bits_of(bins: int, slip: float = 0.0) -> str:
+    """FNV-1a hash of 1 s of rows, in the format of bits.txt."""
+    values = np.random.default_rng(3).integers(-128, 129, RATE) / 256 * np.linspace(0, 1, RATE)
+    value = 0xCBF29CE484222325
+    for byte in LogMel((values + slip).astype(np.float32), bins).window(0, 101).tobytes():
+        value = (value ^ byte) * 0x100000001B3 & (1 << 64) - 1
+    return f"{value:016x}"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_have_the_same_bits_with_every_instruction_set(level: str) -> None:
+    """Of numpy, in a process of its own each, next to the bits that are recorded."""
+    recorded = [line for line in BITS.read_text().splitlines() if line.startswith("mel ")]
+    assert len(recorded) == 2
+    environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": LEVELS[level]}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    run = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert run.stdout.splitlines() == recorded, run.stderr
+    assert bits_of(80, 1e-4) not in run.stdout
 
 
 def test_a_window_has_the_bits_of_the_whole_file() -> None:

@@ -42,15 +42,21 @@ def clock(seconds: float, point: str = ",", hours: bool = True) -> str:
 
 
 def cues(transcript: Transcript, layout: Layout = PLAIN) -> Iterator[Cue]:
-    """The subtitles of a transcript. Segments without times of words are subtitles themselves."""
+    """The subtitles of a transcript. Without a layout each segment is one, from its first word to its last."""
     if layout == PLAIN or not any(segment.words for segment in transcript.segments):
-        yield from ((segment.start, segment.end, line(segment)) for segment in transcript.segments)
+        yield from map(_cue_of, transcript.segments)
         return
     for words in _subtitles(transcript, layout):
         if layout.highlight:
             yield from _highlighted(words)
         else:
             yield words[0].start, words[-1].end, "".join(word.word for word in words)
+
+
+def _cue_of(segment: Segment) -> Cue:
+    if words := segment.words:
+        return words[0].start, words[-1].end, line(segment)
+    return segment.start, segment.end, line(segment)
 
 
 def _subtitles(transcript: Transcript, layout: Layout) -> Iterator[list[Word]]:

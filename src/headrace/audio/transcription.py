@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from headrace.audio.words import (
 )
 from headrace.data.config import Audio
 from headrace.data.frames import frames_of
-from headrace.data.params import SamplingParams
+from headrace.data.params import BeamSearchParams, SamplingParams
 from headrace.data.plan import Align
 from headrace.data.sources import Frames
 from headrace.data.windows import WindowOutput
@@ -41,6 +41,7 @@ TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 COMPRESSION, LOGPROB, NO_SPEECH = 2.4, -1.0, 0.6  # thresholds of fallbacks and skips
 CONDITIONED = 0.5  # temperature above which a window's text is not given on
 BEST_OF = 5
+MAX_BEAMS = 16
 STEP = 0.02  # seconds of a timestamp
 LATEST_FIRST = 50  # steps: the first timestamp of a window is at most 1 s
 HOTWORDS = 100  # tokens
@@ -56,10 +57,11 @@ class SpeechSettings:
 
     language: a code, or None to detect it. languages: codes to choose from when it is detected; empty: all. multilingual:
     detect it in each window. task: transcribe, or translate into English. prompt: text before the first window. hotwords: text
-    before every window. temperatures: tried in this order. condition: give each window's text to the next one. long:
-    sequential (windows one after the other), or chunked (windows cut in silences, decoded together, without the text before
-    them). vad: skip silence, by `bounds`. words: find the times of words. short_context: encode a file of one window with fewer
-    positions than 30 s have, which is faster and changes the text (lossy).
+    before every window. temperatures: tried in this order. beams: width of the beam search at temperature 0; 1: greedy.
+    condition: give each window's text to the next one. long: sequential (windows one after the other), or chunked (windows cut
+    in silences, decoded together, without the text before them). vad: skip silence, by `bounds`. words: find the times of
+    words. short_context: encode a file of one window with fewer positions than 30 s have, which is faster and changes the text
+    (lossy).
     """
 
     language: str | None = None
@@ -69,6 +71,7 @@ class SpeechSettings:
     prompt: str = ""
     hotwords: str = ""
     temperatures: tuple[float, ...] = TEMPERATURES
+    beams: int = 1
     condition: bool = True
     long: str = "sequential"
     vad: bool = True
@@ -80,6 +83,8 @@ class SpeechSettings:
     def __post_init__(self) -> None:
         if not self.temperatures or not all(0 <= one <= 2 for one in self.temperatures):
             raise ValueError(f"temperatures must be numbers from 0 to 2, not {list(self.temperatures)}")
+        if not 1 <= self.beams <= MAX_BEAMS:
+            raise ValueError(f"beams must be between 1 (greedy) and {MAX_BEAMS}, not {self.beams}")
         if self.long not in WAYS:
             raise ValueError(f"long must be {' or '.join(WAYS)}, not {self.long!r}")
         if self.language is not None and (self.languages or self.multilingual):
@@ -376,16 +381,13 @@ class Transcription:
         self, prompt: list[int], source: Frames, temperature: float, number: int
     ) -> Generator[Window, WindowOutput, Decoded]:
         end = self.tokens.end
-        params = SamplingParams(
-            temperature=temperature,
-            n=BEST_OF if temperature else 1,
-            max_tokens=min(self.context // 2, self.context - len(prompt)),
-            stop_token_ids=(end,),
-            seed=self.settings.seed + number,
-            logprobs=0,
-            logprobs_mode="masked",
-            timestamps=self.tokens.rules(LATEST_FIRST),
-        )
+        limits: dict[str, Any] = {"max_tokens": min(self.context // 2, self.context - len(prompt)), "stop_token_ids": (end,)}
+        rules: dict[str, Any] = {"logprobs_mode": "masked", "timestamps": self.tokens.rules(LATEST_FIRST)}
+        if self.settings.beams > 1 and not temperature:
+            params = BeamSearchParams(beam_width=self.settings.beams, **limits).sampling().replace(**rules)
+        else:
+            draws: dict[str, Any] = {"n": BEST_OF if temperature else 1, "seed": self.settings.seed + number, "logprobs": 0}
+            params = SamplingParams(temperature=temperature, **draws, **limits, **rules)
         output = yield Window(prompt, params, source)
         results = []
         for written, total in output.choices:

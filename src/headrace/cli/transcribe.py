@@ -72,6 +72,9 @@ class SpeechOptions:
         Literal["full", "auto"],
         typer.Option(help="auto: encode a file of less than 30 s by its length; faster, and the text may differ (lossy)."),
     ] = "full"
+    beams: Annotated[
+        int, typer.Option(min=1, max=16, help="Beams at temperature 0; 1: greedy. 5: openai-whisper's choice.")
+    ] = 1
     words: Annotated[bool, typer.Option("--word-times", help="Find the times of words (json; subtitles by words).")] = False
 
     def settings(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ MAX_CANDIDATES = 64
 # Fields that a method reads, for methods that a field selects.
 REFINE = frozenset({"refine"})
 BEAMS = frozenset("beam temperature n min_tokens structured_outputs".split())
+SPEECH_BEAMS = BEAMS - {"structured_outputs"} | {"timestamps", "logprobs_mode"}
 SEARCH = frozenset("penalty_alpha top_k min_tokens".split())
 
 

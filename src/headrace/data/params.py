@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from headrace.data.fields import Field, ParamError, Params, Use, check, declared, fields_with_use, ignored_fields, token_ids
-from headrace.data.pairing import BEAMS, MAX_N, check_together
+from headrace.data.pairing import BEAMS, MAX_N, SPEECH_BEAMS, check_together
 from headrace.data.structured import ConstraintError, StructuredOutputs
 
 __all__ = [
@@ -371,7 +371,9 @@ class SamplingParams(
 
     def _check_beam(self, beam: BeamSearchParams) -> None:
         """Nothing may be asked for that beam search would drop."""
-        given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + ignored_fields(self, BEAMS)
+        given = [name for name, wanted in beam.shared().items() if getattr(self, name) != wanted] + ignored_fields(
+            self, BEAMS if self.timestamps is None else SPEECH_BEAMS
+        )
         for name in given:
             raise ParamError(
                 name, f"{name} does not go with beam search, which ranks by the model's own log-probabilities; leave it out"

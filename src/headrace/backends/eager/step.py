@@ -237,7 +237,7 @@ class EagerStep:
     ) -> RowSpec:
         live, params = fed.live, fed.live.params
         if logprobs != params.logprobs:  # the strategy needs another number
-            params = params.replace(logprobs=logprobs)
+            params = params.replace(logprobs=logprobs, beam=None)
         return RowSpec(
             params=params,
             keys=[key(live.seed, child) for child in children],

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from headrace.audio import transcript as transcripts
 from headrace.audio.text_formats import FORMATS
 from headrace.audio.transcript import Segment, Transcript
-from headrace.audio.transcription import SpeechSettings
+from headrace.audio.transcription import MAX_BEAMS, SpeechSettings
 from headrace.audio.vad import SpeechBounds
 from headrace.audio.vocabulary import LanguageError
 from headrace.audio.wav import AudioError
@@ -81,6 +81,7 @@ class TranscriptionForm(StrictStruct, kw_only=True):
     keywords: Words | None = None
     # from other servers
     vad: bool | None = None
+    beams: Annotated[int, Meta(ge=1, le=MAX_BEAMS)] | None = None
     multilingual: bool | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     deadline: Deadline | None = None
@@ -223,7 +224,7 @@ def _settings(body: TranscriptionForm, task: str, service: Service) -> SpeechSet
     language = None if body.language in (None, "", "auto") else body.language
     given: dict[str, Any] = {"temperatures": (body.temperature,)} if body.temperature else {}
     given |= {"languages": tuple(body.languages or ()), "hotwords": " ".join(body.keywords or ()), "vad": body.vad is not False}
-    given["multilingual"] = bool(body.multilingual)
+    given |= {"multilingual": bool(body.multilingual), "beams": body.beams or 1}
     if body.chunking_strategy is not None:
         given["long"] = "chunked"
     if isinstance(body.chunking_strategy, ServerVad):
