@@ -3,6 +3,7 @@
 // packed weights of the next stretch are prefetched meanwhile. Formats of one Form share a kernel.
 #pragma once
 
+#include "linear/panel_pairs.inl"
 #include "linear/tile.inl"
 
 namespace headrace::HEADRACE_ISA {
@@ -37,6 +38,9 @@ static void fill_panel(const uint8_t* data, int first, int last, int column, Pan
                 U8v w[8];
                 const U8v values = group_values<kind>(block, inner * 2 + half, part, table);
                 load_quads<kind, 0, 8>(integers + half * layout.group_bytes() + part * kPartBytes, values, w);
+#if HEADRACE_IS(i8mm)
+                zip_group(w);
+#endif
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) store_u8(to + j * 128 + part * kPartBytes, w[j]);
                 float* scale = (float*)(to + 1024) + part * kLanes;
@@ -107,7 +111,11 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
         // Shift before the broadcast: a vector shift would use an execution port that the products need.
         dots[m][0] = dots[m][1] = set_i32(form.zero ? negative_sum<group>(*x[m], half, s) << zero_shift : 0);
     }
+#if HEADRACE_IS(i8mm)
+    add_panel_pairs<rows, s * quads, (s + 1) * quads>(w, vector, half, x, dots);
+#else
     add_panel_dots<form, rows, s * quads, (s + 1) * quads>(w, vector, half, x, dots);
+#endif
 #pragma GCC unroll 2
     for (int c = 0; c < 2; ++c) {
         const float* scales = (const float*)(w + 1024) + s * 32 + (vector + c) * kLanes;

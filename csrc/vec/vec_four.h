@@ -4,22 +4,6 @@
 namespace headrace::HEADRACE_ISA {
 
 constexpr int kLanes = 4;
-// Small sizes, because plain kernels take long to compile. neon and i8mm have not been tuned on hardware yet.
-constexpr Tuning kTuning = {
-    .direct_rows = 2,
-    .turn_rows = 2,
-    .turn_parts = 1,
-    .unpacks = false,
-    .panel_rows = 2,
-    .panel_tiles = 8,
-    .panels_from = 24,
-    .by_row_rows = 2,
-    .bf16_rows = 2,
-    .attention_rows = 2,
-    .attention_pages = 1,
-    .attention_vectors = 2,
-    .probe_sums = 4,
-};
 typedef float F32v __attribute__((vector_size(16)));
 typedef int32_t I32v __attribute__((vector_size(16)));
 typedef uint32_t U32v __attribute__((vector_size(16)));

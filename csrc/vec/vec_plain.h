@@ -5,6 +5,23 @@
 
 namespace headrace::HEADRACE_ISA {
 
+// Small sizes, because plain kernels take long to compile.
+constexpr Tuning kTuning = {
+    .direct_rows = 2,
+    .turn_rows = 2,
+    .turn_parts = 1,
+    .unpacks = false,
+    .panel_rows = 2,
+    .panel_tiles = 8,
+    .panels_from = 24,
+    .by_row_rows = 2,
+    .bf16_rows = 2,
+    .attention_rows = 2,
+    .attention_pages = 1,
+    .attention_vectors = 2,
+    .probe_sums = 4,
+};
+
 // a * b + c rounded once. Without a fast fma, the product is exact in double, and the sum is rounded to odd in double
 // and then to float, which gives the correctly rounded float (Boldo and Melquiond 2008).
 #if defined(__FP_FAST_FMAF) || defined(__aarch64__)
