@@ -86,17 +86,21 @@ def test_invalid_arguments_are_a_one_line_error(
 def test_losses_and_gains_have_the_same_columns_and_marks() -> None:
     """A model that loses has the same columns and marks as one that gains; far values have an axis of their own."""
     cell = {"tokens_per_s": 10.0, "least": 9.0, "most": 11.0, "ratio": 0.5, "ratio_least": 0.4, "ratio_most": 0.6}
-    task = {"questions": 4, "right": 0.5, "error": 0.25, "lost": 0.25, "gained": 0.0}
+    task = {"questions": 4, "right": 0.5, "error": 0.25, "lost": 0.25, "gained": 0.0, "p": 1.0}
     one = {"how": "x", "bytes": 1e6, "read_bytes": 1e6, "bits": 4.0, "perplexity": 10.0, "perplexity_error": 0.1, "scored": 9,
+           "of_first": 1.0, "of_first_error": 0.0,
            "tasks": {"arc": task}, "cells": {"b1": cell}, "peak_rss_mb": 50.0, "load_s": 0.1}  # fmt: skip
     beside = {"kl": 0.5, "kl_error": 0.1, "same_choice": 0.9}
-    worse, better = ({**one, "perplexity": value, "float32": beside} for value in (900.0, 9.0))
+    worse, better = (
+        {**one, "perplexity": value, "of_first": value / 10, "of_first_error": error, "float32": beside}
+        for value, error in ((900.0, 0.02), (9.0, None))
+    )
     models = {"first": one, "worse": worse, "better": better}
     result = {"model": "first", "models": models, "text": "t", "tokens": 9, "rounds": 1, "threads": 1, "bandwidth_gb_s": 0.02,
               "others_cpu": 0.0}  # fmt: skip
     rows = pages.tables(result)[0].cells()
-    assert [row[6] for row in rows] == ["of the first", "+0.00%", "+8900.00%", "-10.00%"]
-    assert [row[-1] for row in rows[2:]] == ["50.0% ± 25.0% of 4 (−25.0% +0.0%)"] * 2
+    assert [row[6] for row in rows] == ["of the first", "+0.00%", "+8900.00% ± 2.00%", "-10.00%"]
+    assert [row[-1] for row in rows[2:]] == ["50.0% ± 25.0% of 4 (−25.0% +0.0%, p 1)"] * 2
     assert len({len(row) for row in rows}) == 1
     size, read, rate = pages.pictures(result)
     assert [one.count("<circle") for one in (size, read, rate)] == [3, 3, 3]

@@ -20,7 +20,7 @@ from headrace.data.progress import Progress
 from headrace.host import cores
 from headrace.llm import LLM
 from headrace.startup.loading import Opened, open_model
-from headrace.stats.paired_ratio import perplexity
+from headrace.stats.paired_ratio import perplexity_of_texts, perplexity_ratio
 from headrace.weights.describe import describe
 
 CELLS = "b1,b8,pp512"
@@ -83,10 +83,12 @@ def measure_compressed(
     result["threads"] = threads or cores()
     result["models"] = {name: _size(opened) for name, opened in models.items()}
     right: dict[str, list[bool | None]] = {}
+    before: list[list[float]] = []
     for number, (name, opened) in enumerate(models.items()):
         say(f"{name}: scoring the text" + (" and questions" if tasks else ""))
-        figures, own = _quality(opened, texts, tasks, threads, tell)
-        right = right or own
+        figures, own, logprobs = _quality(opened, texts, tasks, threads, tell)
+        right, before = right or own, before or logprobs
+        figures["of_first"], figures["of_first_error"] = perplexity_ratio(logprobs, before)
         figures["tasks"] = {task: compare_answers(own[task], right[task]) for task in tasks}
         if number:
             tell.start(f"{name} compared with {first.path.name}")
@@ -123,15 +125,16 @@ def _size(opened: Opened) -> Results:
 
 def _quality(
     opened: Opened, texts: Texts, tasks: Mapping[str, Sequence[ChoiceQuestion]], threads: int | None, tell: Progress
-) -> tuple[Results, dict[str, list[bool | None]]]:
-    """Perplexity of the second half of each text, and which questions of each task are answered right; in the engine."""
+) -> tuple[Results, dict[str, list[bool | None]], list[list[float]]]:
+    """Perplexity of the second half of each text, which questions of each task are answered right, and the log-probabilities
+    of each text; in the engine."""
     llm = LLM(opened.path, speculate=None, threads=threads, max_num_seqs=BATCH * 4)
-    logs: list[float] = []
+    logs: list[list[float]] = []
     tell.start(f"{opened.path.name}: perplexity", len(texts), unit="texts")
     for at in range(0, len(texts), BATCH):
         some = texts[at : at + BATCH]
         for one, score in zip(some, llm.score(some), strict=True):
-            logs += score.logprobs[-(len(one) // 2) :]
+            logs.append(score.logprobs[-(len(one) // 2) :])
         tell.advance(len(some))
     tell.finish()
     right = {}
@@ -140,8 +143,8 @@ def _quality(
         right[task] = answer(llm, questions, tell.advance)
         tell.finish()
     llm.close()
-    value, error = perplexity(logs)
-    return {"perplexity": value, "perplexity_error": error or 0.0, "scored": len(logs)}, right
+    value, error = perplexity_of_texts(logs)
+    return {"perplexity": value, "perplexity_error": error, "scored": sum(map(len, logs))}, right, logs
 
 
 def _speeds(

@@ -28,25 +28,34 @@ def _quality_columns(first: dict[str, Any]) -> list[Column]:
         loss = row.get("float32")
         return loss and f"{loss['kl']:.4f}" + ("" if loss["kl_error"] is None else f" ± {loss['kl_error']:.4f}")
 
+    def of_first(row: dict[str, Any]) -> str:
+        return f"{row['of_first'] - 1:+.2%}" + (_plus_minus(row["of_first_error"], ".2%") if row["number"] > 1 else "")
+
     return [
         Column("#", "{number}"),
         Column("model", "{name}"),
         Column("how", "{how}"),
         Column("MB", lambda row: f"{row['bytes'] / 1e6:.1f}"),
         Column("bits", "{bits:.2f}"),
-        Column("perplexity", "{perplexity:.3f} ± {perplexity_error:.3f}"),
-        Column("of the first", lambda row: f"{row['perplexity'] / first['perplexity'] - 1:+.2%}"),
+        Column("perplexity", lambda row: f"{row['perplexity']:.3f}" + _plus_minus(row["perplexity_error"], ".3f")),
+        Column("of the first", of_first),
         Column("KL", kl),
         Column("same choice", lambda row: percent(row.get("float32", {}).get("same_choice"))),
         *(Column(task, partial(_task_cell, task)) for task in first.get("tasks", {})),
     ]
 
 
+def _plus_minus(error: float | None, form: str) -> str:
+    """A standard error after its value; empty if there is none."""
+    return "" if error is None else f" ± {error:{form}}"
+
+
 def _task_cell(task: str, row: dict[str, Any]) -> str:
     """Share of right answers; of a model that is not the first, also the shares lost and gained."""
     figures = row["tasks"][task]
     right = f"{figures['right']:.1%} ± {figures['error']:.1%} of {figures['questions']}"
-    return f"{right} (−{figures['lost']:.1%} +{figures['gained']:.1%})" if row["number"] > 1 else right
+    changed = f"(−{figures['lost']:.1%} +{figures['gained']:.1%}, p {figures['p']:.2g})"
+    return f"{right} {changed}" if row["number"] > 1 else right
 
 
 def _speed_columns(first: dict[str, Any]) -> list[Column]:
@@ -111,7 +120,9 @@ def summary(result: dict[str, Any]) -> list[str]:
         "text is scored: perplexity as the engine runs the model; KL of its next tokens from the first's, and how often both "
         "choose the same, in float32, which is what the weights alone lose.",
         f"Speeds are medians of {result['rounds']} rounds in turns with the same prompts, {result['threads']} threads{others}; "
-        "in brackets the least and the greatest. Questions: right ± standard error, and of them lost (−) and gained (+).",
+        "in brackets the least and the greatest. Questions: right ± standard error, and of them lost (−) and gained (+), "
+        "with the p-value of equal chances of both (McNemar). Errors of perplexities are over texts, and "
+        "paired next to the first model.",
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.llm import LLM
+from headrace.stats.paired_ratio import mcnemar
 from headrace.workflows.prompts import Prompt, lines_of, read_prompts
 
 CHOICE_FORMS = (
@@ -156,7 +157,8 @@ def _answer_batch(llm: LLM, questions: Sequence[ChoiceQuestion]) -> list[bool | 
 def compare_answers(results: Sequence[bool | None], first: Sequence[bool | None]) -> dict[str, Any]:
     """Share of right answers with its standard error, compared with the `first` model on the same questions.
 
-    `lost`: share that only the first model answers right; `gained`: share that only this model answers right.
+    `lost`: share that only the first model answers right; `gained`: share that only this model answers right; `p`: p-value of
+    equal chances of both.
     Raises ValueError if no question fits the context.
     """
     pairs = [(mine, theirs) for mine, theirs in zip(results, first, strict=True) if mine is not None and theirs is not None]
@@ -164,10 +166,12 @@ def compare_answers(results: Sequence[bool | None], first: Sequence[bool | None]
         raise ValueError("no question fits the model's context; give shorter ones")
     count = len(pairs)
     right = sum(mine for mine, _ in pairs) / count
+    lost, gained = (sum(one and not other for one, other in some) for some in ([pair[::-1] for pair in pairs], pairs))
     return {
         "questions": count,
         "right": right,
         "error": math.sqrt(right * (1 - right) / count),
-        "lost": sum(theirs and not mine for mine, theirs in pairs) / count,
-        "gained": sum(mine and not theirs for mine, theirs in pairs) / count,
+        "lost": lost / count,
+        "gained": gained / count,
+        "p": mcnemar(lost, gained),
     }

@@ -73,6 +73,35 @@ def perplexity(logprobs: Sequence[float]) -> tuple[float, float | None]:
     return value, value * math.sqrt(variance / len(logprobs))
 
 
+def perplexity_of_texts(logprobs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Perplexity of all tokens, and its standard error over texts, whose tokens depend on each other (ratio estimator).
+
+    logprobs: natural logarithms of each text's tokens, at least one. The error is None for one text.
+    """
+    value, _ = perplexity([one for text in logprobs for one in text])
+    texts = len(logprobs)
+    if texts < 2 or math.isinf(value):
+        return value, None
+    mean, tokens = -math.log(value), sum(map(len, logprobs))
+    squares = math.fsum((math.fsum(text) - len(text) * mean) ** 2 for text in logprobs)
+    return value, value * math.sqrt(squares * texts / (texts - 1)) / tokens
+
+
+def perplexity_ratio(own: Sequence[Sequence[float]], first: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """Perplexity divided by that of another model on the same tokens, and its standard error over texts, paired.
+
+    own, first: natural logarithms of the same tokens, by text. The error is None for one text.
+    """
+    less = [[mine - other for mine, other in zip(*pair, strict=True)] for pair in zip(own, first, strict=True)]
+    return perplexity_of_texts(less)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """P-value of the hypothesis that a question is as likely lost as gained: exact, two-sided (McNemar, 1947)."""
+    fewer, count = min(lost, gained), lost + gained
+    return min(1.0, 2 * sum(math.comb(count, k) for k in range(fewer + 1)) / 2**count)
+
+
 def tokens_for_error(count: int, share: float, target: float) -> int:
     """Tokens that bring a relative error of `share`, measured on `count` tokens, down to `target`; in steps of 100.
 
