@@ -143,7 +143,7 @@ void run_on(ThreadPool& pool, LinearWork work) {
     });
 }
 
-int direct_rows_of(const std::string& path) {
+int rows_of_path(const std::string& path) {
     require(path.empty() || path == "direct" || path == "panels", "path must be direct or panels, not " + path);
     return path.empty() ? 0 : path == "direct" ? 1 << 30 : -1;
 }
@@ -170,7 +170,7 @@ Array<float> linear(const Linear& linear, const Floats& x, ThreadPool& pool, con
     epilogue.kind = add_to ? EpilogueKind::kAdd : EpilogueKind::kStore;
     epilogue.out = out;
     epilogue.stride = n;
-    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, rows_of_path(path)});
     return array;
 }
 
@@ -195,7 +195,7 @@ nb::tuple gated(const Linear& linear, const Floats& x, ThreadPool& pool, const s
     const Rounding rounding = rounding_named(activations);
     const nb::gil_scoped_release unlocked;
     const Input input(linear, x, table, rounding, threshold);
-    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+    run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, rows_of_path(path)});
     for (size_t i = 0; i < m * tiles * 64; ++i) {
         const A8Block& block = epilogue.a8.blocks[i / 64];
         q[i] = block.scale[i % 64 / 32] * static_cast<float>(block.q[i % 64]);
@@ -227,7 +227,7 @@ nb::tuple logits(const Linear& linear, const Floats& x, ThreadPool& pool, float 
     {
         const nb::gil_scoped_release unlocked;
         const Input input(linear, x, table, rounding, threshold);
-        run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, direct_rows_of(path)});
+        run_on(pool, {&table, &linear.packed, input.a8, input.bf16, int(m), 0, epilogue, rows_of_path(path)});
     }
     return nb::make_tuple(array, maxima_array);
 }
@@ -257,7 +257,7 @@ std::vector<double> time_linears(const std::vector<const Linear*>& linears, cons
     std::vector<LinearWork> works;
     for (const Linear* each : linears) {
         works.push_back(
-            {&table, &each->packed, input.a8, input.bf16, int(m), pool.size(), epilogue, direct_rows_of(path)});
+            {&table, &each->packed, input.a8, input.bf16, int(m), pool.size(), epilogue, rows_of_path(path)});
     }
     std::vector<double> seconds;
     for (int i = 0; i < repeats; ++i) {

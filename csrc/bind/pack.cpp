@@ -270,6 +270,14 @@ void bind_pack(nb::module_& m) {
         .def_prop_ro(
             "begin", [](const Linear& l) { return l.packed.segments().begin; }, "The first tile that is multiplied.")
         .def_prop_ro("tensors", [](const Linear& l) { return l.tensors; })
+        .def_prop_rw(
+            "direct_rows", [](const Linear& l) { return l.packed.direct_rows; },
+            [](Linear& l, int rows) {
+                require(rows >= 0, "a number of rows is not negative");
+                l.packed.direct_rows = rows;
+            },
+            "Panels are used above this number of rows; 0: the default of the instruction set. Set before a "
+            "program takes the layer.")
         .def_prop_ro("segments", [](const Linear& l) {
             const Segments& s = l.packed.segments();
             return std::vector<int>(s.end, s.end + s.count);

@@ -140,7 +140,9 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
 }
 
 // Runs one panel: two row blocks of the weight; gated: panel 0 is the gate and panel 1 is up.
-static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, Scratch& scratch) {
+template <class Done>
+static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, bool keeps, const Done& done) {
+    Scratch& scratch = *(Scratch*)task.scratch;
     const bool gated = task.epilogue.kind == EpilogueKind::kGated;
     const PackedTensor& weight = gated && index == 1 ? *task.up : *task.weight;
     const int first = unit * task.unit_blocks + (gated ? 0 : 2 * index), last = weight.row_blocks() - 1;
@@ -153,31 +155,34 @@ static void run_panel(const LinearTask& task, int unit, int index, int row0, int
             next[c] = task.weight->data + (first + 2 + c) * task.weight->stride;
         }
     }
-    multiply_panel(task, weight, block, next, row0, row1, scratch.panel, scratch.sums[index], scratch.levels);
+    multiply_panel(task, weight, block, next, row0, row1, scratch.panel, scratch.sums[index], scratch.levels, keeps,
+                   done);
 }
 
+// The last panel of a unit finishes the rows of each step as soon as their sums are complete: they are still in L1, and
+// the stores overlap with the next step's products.
 static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
-    Scratch& scratch = *(Scratch*)task.scratch;
     const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const int blocks = blocks_of_unit(task, unit), panels = gated ? 2 : (blocks + 1) / 2;
-    for (int p = 0; p < panels; ++p) run_panel(task, unit, p, row0, row1, scratch);
-    for (int row = row0, i = 0, rows; row < row1; row += rows, ++i) {
-        rows = step_rows(row1 - row, kPanelRows);
+    const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
+    const int panels = gated ? 2 : (blocks + 1) / 2;
+    if (panels == 2) run_panel(task, unit, 0, row0, row1, true, [](int, int, float*) {});
+    float* before = ((Scratch*)task.scratch)->sums[0];  // of panel 0, step by step
+    run_panel(task, unit, panels - 1, row0, row1, false, [&](int row, int rows, float* y) {
         if (task.epilogue.kind == EpilogueKind::kAdd && row + 3 * kPanelRows <= row1) {
-            for (int b = 0; b < blocks; ++b)
-                fetch_sums(task, unit * task.unit_blocks + b, row + 2 * kPanelRows, kPanelRows);
+            for (int b = 0; b < blocks; ++b) fetch_sums(task, first + b, row + 2 * kPanelRows, kPanelRows);
         }
-        float *y = scratch.sums[0] + i * kStepFloats, *second = scratch.sums[1] + i * kStepFloats;
         alignas(64) Sums joined;
-        if (panels == 2 && !gated) {
-            __builtin_memcpy(joined, y, sizeof(float) * 32 * rows);
-            __builtin_memcpy(joined + 32 * rows, second, sizeof(float) * 32 * rows);
-            y = joined;
+        float *sums = panels == 2 ? before : y, *up = y;
+        before += kStepFloats;
+        if (panels == 2 && !gated) {  // logits: four blocks
+            __builtin_memcpy(joined, sums, sizeof(float) * 32 * rows);
+            __builtin_memcpy(joined + 32 * rows, y, sizeof(float) * 32 * rows);
+            sums = joined;
         }
-        add_outliers(task, *task.weight, unit * task.unit_blocks, blocks, row, rows, y);
-        if (gated) add_outliers(task, *task.up, unit * task.unit_blocks, blocks, row, rows, second);
-        finish(task, unit, blocks, row, rows, y, second);
-    }
+        add_outliers(task, *task.weight, first, blocks, row, rows, sums);
+        if (gated) add_outliers(task, *task.up, first, blocks, row, rows, up);
+        finish(task, unit, blocks, row, rows, sums, up);
+    });
 }
 
 // Most rows of a pass, or 0: panels.

@@ -46,7 +46,7 @@ struct WorkSplit {
 
     WorkSplit(const LinearWork& work) {
         const EpilogueKind kind = work.epilogue.kind;
-        const int direct = work.direct_rows ? work.direct_rows : work.kernels->linear->direct_rows;
+        const int direct = work.direct_rows ? work.direct_rows : direct_rows_of(*work.linear, *work.kernels);
         panels = work.rows > direct;
         const bool pairs = panels || (work.rows > 1 && by_row(work.linear->parts().front().kind, work.a8));
         unit_blocks = kind == EpilogueKind::kLogits ? 4 : kind == EpilogueKind::kGated || pairs ? 2 : 1;
@@ -152,6 +152,10 @@ PackedLinear::PackedLinear(std::vector<PackedTensor> parts, bool gated, int segm
     segments_ = segments_of_rank(columns, segment_unit, share.rank, share.world);
     segments_.begin -= share.start / 64;
     for (int i = 0; i < segments_.count; ++i) segments_.end[i] -= share.start / 64;
+}
+
+int direct_rows_of(const PackedLinear& linear, const Kernels& kernels) {
+    return linear.direct_rows ? linear.direct_rows : kernels.linear->direct_rows;
 }
 
 void run_linear(const LinearWork& work, int thread, std::atomic<int>& next, void* scratch) {

@@ -43,12 +43,19 @@ public:
     const std::vector<PackedTensor>& parts() const { return parts_; }
     const Segments& segments() const { return segments_; }
 
+    // Panels are used above this number of rows; 0: LinearKernels::direct_rows. It changes the speed, not the result.
+    // Set before a program takes the layer.
+    int direct_rows = 0;
+
 private:
     std::vector<PackedTensor> parts_;
     bool gated_;
     int n_ = 0, inputs_ = 0;
     Segments segments_{};
 };
+
+// Most rows for which the layer uses the direct kernels.
+int direct_rows_of(const PackedLinear& linear, const Kernels& kernels);
 
 // One layer applied to `rows` rows by `threads` threads. Plain data: a program keeps one per phase.
 struct LinearWork {
@@ -59,8 +66,7 @@ struct LinearWork {
     int rows;
     int threads;
     Epilogue epilogue;
-    // Panels are used above this number of rows; 0: LinearKernels::direct_rows.
-    int direct_rows = 0;
+    int direct_rows = 0;         // instead of the layer's, unless 0
     FetchList* fetch = nullptr;  // the calling thread's list, or null
     // Heads: the units (kVocabBlock outputs each) to compute, ascending. Empty: all. The first unit of the layer has
     // number first_unit.

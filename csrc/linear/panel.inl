@@ -129,8 +129,9 @@ HEADRACE_INLINE void add_panel_group(const uint8_t* w, int vector, int zero_shif
     if constexpr (s + 1 < sub) add_panel_group<form, rows, s + 1>(w, vector, zero_shift, half, x, acc);
 }
 
-// Arguments of a panel kernel: tiles [first, last) of the input rows. Between stretches, `sums` [2 row
-// blocks][rows][16] holds the sums of the current segment, and `levels` the joined sums of earlier segments.
+// Arguments of a panel kernel: tiles [first, last) of the input rows. After a stretch, `sums` [2 row blocks][rows][16]
+// holds the sums of the current segment, and `levels` the joined sums of earlier segments. The first stretch does not
+// read them.
 struct PanelStep {
     const A8Block* x;
     int64_t stride;
@@ -181,8 +182,8 @@ HEADRACE_INLINE void add_panel(const Panel& panel, const PanelStep& step, int ve
 #pragma GCC unroll 6
     for (int m = 0; m < rows; ++m) {
         row[m] = step.x + m * step.stride + (step.first - segments.begin);
-        acc[m][0] = load_f32(y0 + m * 16);
-        acc[m][1] = load_f32(y1 + m * 16);
+        acc[m][0] = acc[m][1] = set_f32(0.0f);
+        if (step.first > segments.begin) acc[m][0] = load_f32(y0 + m * 16), acc[m][1] = load_f32(y1 + m * 16);
     }
     int segment = 0, tile = step.first;
     while (step.first > segments.begin && segments.end[segment] <= step.first) ++segment;  // joined in the last stretch
@@ -248,15 +249,18 @@ HEADRACE_INLINE PanelKernel panel_kernel(PackedKind kind, int rows) {
     return panel_kernel<least>(kind);
 }
 
-// Multiplies two row blocks of one tensor, over the columns of the segments, by rows [row0, row1). The sums of step i
-// are at sums + i * kStepFloats, its levels at levels + i * 3 * kStepFloats. `next`: the row blocks that are read next,
-// or null.
+// Multiplies two row blocks of one tensor, over the columns of the segments, by rows [row0, row1). After the last
+// stretch of a step's rows, calls done(row, rows, sums of the step). With `keeps`, and between two stretches, the sums
+// of step i are at sums + i * kStepFloats; otherwise every step uses `sums`, which then stays in L1. The levels of step
+// i are at levels + i * 3 * kStepFloats. `next`: the row blocks that are read next, or null.
+template <class Done>
 static void multiply_panel(const LinearTask& task, const PackedTensor& weight, const int* block,
-                           const uint8_t* const* next, int row0, int row1, Panel& panel, float* sums, float* levels) {
+                           const uint8_t* const* next, int row0, int row1, Panel& panel, float* sums, float* levels,
+                           bool keeps, const Done& done) {
     const Layout layout = layout_of(weight.kind);
-    const int tiles = task.segments->end[task.segments->count - 1], steps = (row1 - row0 + kPanelRows - 1) / kPanelRows;
+    const int tiles = task.segments->end[task.segments->count - 1];
     const int tile_bytes = layout.block_bytes() / layout.tiles();
-    __builtin_memset(sums, 0, sizeof(float) * kStepFloats * steps);
+    if (tiles - task.segments->begin > kPanelTiles) keeps = true;
     for (int first = task.segments->begin, last; first < tiles; first = last) {
         last = first + step_rows(tiles - first, kPanelTiles);
         const uint8_t* upcoming[2];
@@ -276,7 +280,7 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
                            last,
                            task.segments,
                            log2_of(layout.zero),
-                           sums + i * kStepFloats,
+                           keeps ? sums + i * kStepFloats : sums,
                            levels + i * 3 * kStepFloats,
                            {panel.bytes, panel.bytes}};
             const int fetched = 2 * (last - first) * kAheadBytes;
@@ -288,6 +292,7 @@ static void multiply_panel(const LinearTask& task, const PackedTensor& weight, c
             }
             wanted -= fetched;
             panel_kernel(weight.kind, rows)(panel, step);
+            if (last == tiles) done(row, rows, step.sums);
         }
     }
 }

@@ -41,7 +41,7 @@ struct CostOf {
             cost.weights += tensor_bytes(part);
             cost.macs += static_cast<double>(part.n) * part.k * rows;
         }
-        const bool panels = !linear.bf16() && rows > kernels.linear->direct_rows;
+        const bool panels = !linear.bf16() && rows > direct_rows_of(linear, kernels);
         cost.kernel += panels ? " panels" : " direct";
         cost.products = linear.bf16() ? Products::kBf16 : Products::kInt8;
         return cost;

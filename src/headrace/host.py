@@ -149,6 +149,12 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or os.uname().machine
 
 
+def cpu_model() -> str:
+    """The processor's model name with its family and model numbers, since virtual machines give many models one name."""
+    numbers = {"family": _cpuinfo("cpu family"), "model": _cpuinfo("model\t")}
+    return ", ".join([cpu_name(), *(f"{name} {number}" for name, number in numbers.items() if number)])
+
+
 def cpu_flags() -> frozenset[str]:
     """Processor features by Linux's names for x86; empty if the system does not report them."""
     return frozenset(_cpuinfo("flags").split())

@@ -1,0 +1,99 @@
+"""Choice between the two kernels of linear layers with integer weights, measured once for each processor and kept in a file.
+
+The direct kernels unpack the weights again for every few input rows, panels unpack them once for all rows. The number of rows
+from which panels are faster depends on the processor and on the weight type. Both compute the same bits.
+"""
+
+import contextlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import headrace
+from headrace import core, host
+from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.sparse import ZEROS
+from headrace.weights.store import find_home
+
+FILE = "kernels.json"  # in the home folder
+# Input rows that are measured: from the last of them at which the direct kernels are not slower, panels are used.
+ROWS = (16, 32, 64, 256)
+FEWEST = 8  # direct kernels have kernels of their own up to this number of rows
+ALWAYS = 1 << 30
+# Outputs and columns of the measured layer: its rows and weights fit the second cache.
+OUTPUTS, COLUMNS = 192, 1536
+REPEATS = 3
+
+# Rows by weight type, by instruction set, by processor and version of Headrace.
+Choices = dict[str, dict[str, dict[str, int]]]
+
+
+def choose_kernels(linear: Any, pool: Any) -> None:
+    """Set the number of rows above which a packed layer uses panels. pool: the threads that measure."""
+    kind = linear.tensors[0].kind
+    if kind not in FLOATS and kind not in ZEROS:
+        linear.direct_rows = direct_rows(kind, pool)
+
+
+def direct_rows(kind: str, pool: Any) -> int:
+    """Most input rows for which the direct kernels of a weight type are used on this processor, measured if it is not known."""
+    isa = str(core.module().cpu_info()["isa"])
+    known = _known(find_home(), isa)
+    if kind not in known:
+        known[kind] = measure(kind, pool)
+        _keep(isa, known)
+    return known[kind]
+
+
+def measure(kind: str, pool: Any) -> int:
+    """The same, measured in a few ms. The layer's weights are zeros: no time depends on them."""
+    module = core.module()
+    block, nbytes = KINDS[kind]
+    rows = np.zeros((OUTPUTS, COLUMNS // block * nbytes), np.uint8)
+    arena = module.Arena()
+    layers = [module.PackedLinear([module.pack(rows, kind, OUTPUTS, COLUMNS, arena, pool)])]
+    x = np.ones((max(ROWS), COLUMNS), np.float32)
+    best = {(rows, path): np.inf for rows in ROWS for path in ("direct", "panels")}
+    for _ in range(REPEATS):
+        for at in best:
+            best[at] = min(best[at], *module.time_linears(layers, x[: at[0]], pool, 1, at[1]))
+    direct = [rows for rows in ROWS if best[rows, "direct"] <= best[rows, "panels"]]
+    if not direct:
+        return FEWEST
+    return ALWAYS if direct[-1] == ROWS[-1] else direct[-1]
+
+
+@cache
+def _known(home: Path | None, isa: str) -> dict[str, int]:
+    """The kept choices of this processor; this process adds to them."""
+    return {} if home is None else _read(home / FILE).get(_processor(), {}).get(isa, {})
+
+
+def _read(file: Path) -> Choices:
+    """The file's content; empty if there is none, or if it is not valid."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Choices)
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _keep(isa: str, choices: dict[str, int]) -> None:
+    """Write choices to the file. A home folder that cannot be written only costs the measurement in the next process."""
+    home = find_home()
+    if home is None:
+        return
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+        everything = _read(home / FILE)
+        everything.setdefault(_processor(), {})[isa] = choices
+        part = home / f".{FILE}.{os.getpid()}"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
+        part.replace(home / FILE)
+
+
+def _processor() -> str:
+    return f"{host.cpu_model()}, headrace {headrace.__version__}"

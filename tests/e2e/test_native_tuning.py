@@ -1,0 +1,105 @@
+"""The choice between direct kernels and panels: measured once for each processor, kept in a file, without a change of results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace import core
+from headrace.backends.native import tuning
+from headrace.backends.native.lowering import FUSIONS
+from headrace.backends.native.program import NativeProgram, thread_pool
+from headrace.weights.kinds import FLOATS, KINDS
+from headrace.weights.sparse import ZEROS
+from tests.tiny_native import Feeder, native_model, native_program
+
+TEXT = [number % 97 for number in range(70)]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home folder, of which this process knows nothing."""
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, rows: int) -> list[str]:
+    """The types that are measured from now on, each with the result `rows`. Kept files are read again."""
+    asked: list[str] = []
+    monkeypatch.setattr(tuning, "measure", lambda kind, pool: asked.append(kind) or rows)
+    tuning._known.cache_clear()
+    return asked
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FLOATS and kind not in ZEROS])
+def test_every_type_can_be_measured(kind: str) -> None:
+    assert tuning.measure(kind, thread_pool(1)) in (tuning.FEWEST, *tuning.ROWS, tuning.ALWAYS)
+
+
+def test_the_measurement_follows_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels are faster from 64 rows on; the control: never, and always."""
+
+    def choice(from_rows: int) -> int:
+        def times(layers: Any, x: np.ndarray, pool: Any, repeats: int, path: str) -> list[float]:
+            return [1.0 if path == "direct" else 0.9 if len(x) >= from_rows else 1.1]
+
+        monkeypatch.setattr(core.module(), "time_linears", times)
+        return tuning.measure("Q8_0", thread_pool(1))
+
+    assert [choice(rows) for rows in (64, 1000, 1)] == [32, tuning.ALWAYS, tuning.FEWEST]
+
+
+def test_a_choice_is_kept_for_this_processor(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, 64)
+    assert [tuning.direct_rows(kind, None) for kind in ("Q8_0", "Q4_0", "Q8_0")] == [64] * 3
+    assert asked == ["Q8_0", "Q4_0"]
+    asked = measured(monkeypatch, 32)
+    assert tuning.direct_rows("Q8_0", None) == 64
+    assert asked == []
+    # Another processor, or another version of Headrace, measures again and leaves the other entry alone.
+    monkeypatch.setattr(tuning, "_processor", lambda: "another")
+    asked = measured(monkeypatch, 32)
+    assert tuning.direct_rows("Q8_0", None) == 32
+    kept = json.loads((home / tuning.FILE).read_text())
+    isa = core.module().cpu_info()["isa"]
+    assert sorted(rows for by_isa in kept.values() for rows in by_isa[isa].items()) == [
+        ("Q4_0", 64),
+        ("Q8_0", 32),
+        ("Q8_0", 64),
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"cpu": 3}', '{"cpu": {"avx2": {"Q8_0": "many"}}}'])
+def test_an_invalid_file_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    home.mkdir()
+    (home / tuning.FILE).write_text(content)
+    asked = measured(monkeypatch, 64)
+    assert tuning.direct_rows("Q8_0", None) == 64
+    assert asked == ["Q8_0"]
+    assert json.loads((home / tuning.FILE).read_text())
+    assert [file.name for file in home.iterdir()] == [tuning.FILE]
+
+
+def test_a_home_that_cannot_be_written_costs_only_the_measurement(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_text("a file, where a folder should be")
+    asked = measured(monkeypatch, 64)
+    assert [tuning.direct_rows("Q8_0", None) for _ in range(2)] == [64, 64]
+    assert asked == ["Q8_0"]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_the_choice_changes_no_bit(home: Path, quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the profile shows that other kernels ran."""
+    logits, kernels = [], []
+    for rows in (1, tuning.ALWAYS):
+        measured(monkeypatch, rows)
+        (home / tuning.FILE).unlink(missing_ok=True)
+        program: NativeProgram = native_program(native_model("llama"), quantize=quantize, fuse=FUSIONS)
+        program.core.profiling = True
+        logits.append(Feeder(program, [TEXT]).feed((0, 0, len(TEXT)))[0])
+        kernels.append({line["kernel"] for line in program.core.profile if line["phase"] in ("qkv", "out", "gate_up", "down")})
+    assert np.array_equal(*logits)
+    name = {"int8": "Q8_0", "int4": "Q4_0"}[quantize]
+    assert kernels == [{f"{name} panels"}, {f"{name} direct"}]
