@@ -17,9 +17,11 @@ from headrace.backends.recipe import Recipe
 from headrace.bench.synthetic import write_synthetic
 from headrace.data.explicit import params_of
 from headrace.kv.blocks import BlockManager
+from headrace.parallel.pipeline import executor
 from tests.e2e.test_windows import poison
 from tests.early_exits import write_exits
 from tests.parallel.engines import no_process_is_left
+from tests.parallel.poisoned_stage import FOLDER, announce
 
 __all__ = ["no_process_is_left"]
 
@@ -35,8 +37,8 @@ GEMMA = {
 }  # fmt: skip
 GIVEN: dict[str, Any] = {"threads": 1, "device": "cpu", "kv_cache_memory": "8MiB", "max_model_len": 256}
 PROMPTS = [[(7 * i + j * (i + 3)) % 250 for j in range(count)] for i, count in enumerate((150, 60, 9, 150))]
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-SAMPLED: dict[str, Any] = {"seed": 3, "n": 2, "max_tokens": 24, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "logprobs": 2, "max_tokens": 40, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"seed": 3, "logprobs": 2, "n": 2, "max_tokens": 24, "ignore_eos": True}
 EXIT, CASCADE = {"exit_threshold": 0.006}, {"cascade_threshold": 0.006}
 
 
@@ -150,9 +152,47 @@ def test_blocks_given_up_early_are_seen(
     with opened(files, given) as llm:
         poison(llm.engine)
         assert tokens(llm, GREEDY) == wanted
-    monkeypatch.setattr(BlockManager, "first_seen", lambda self, computed: computed // self.block_size)
-    monkeypatch.setattr(BlockManager, "check", lambda self, seqs, held=(): None)
+    give_up_all(monkeypatch)
     with opened(files, given) as llm, suppress(AssertionError):
         poison(llm.engine)
         assert tokens(llm, GREEDY) == wanted
         pytest.fail("blocks that rows still read were given up, and no token changed")
+
+
+def give_up_all(patch: pytest.MonkeyPatch) -> None:
+    """All full blocks are given up, also those that rows still read."""
+    patch.setattr(BlockManager, "first_seen", lambda self, computed: computed // self.block_size)
+    patch.setattr(BlockManager, "check", lambda self, seqs, held=(): None)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_freed_blocks_of_ranks_and_stages_are_never_read(
+    files: Files, kept: Any, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed blocks hold NaN: with tp in the first rank, which has half of the heads; with pp in both stages. Tokens and the
+    bits of their log-probabilities are those of K and V that are kept. Control: blocks that rows still read are given up."""
+    fields, given = GREEDY, {**layout, "enable_prefix_caching": False}
+    wanted = kept({}, fields)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    start = executor.start_module
+
+    def poisoned(module: str, *arguments: Any, **more: Any) -> Any:
+        return start("tests.parallel.poisoned_stage" if module == executor.MODULE else module, *arguments, **more)
+
+    def freed(llm: LLM) -> None:
+        if "tp" in layout:
+            poison(llm.engine)
+        else:
+            announce(llm.engine, tmp_path)
+
+    monkeypatch.setattr(executor, "start_module", poisoned)
+    with opened(files, given) as llm:
+        freed(llm)
+        assert tokens(llm, fields) == wanted
+    if "pp" in layout:
+        assert sum(len(json.loads(path.read_text())["freed"]) for path in tmp_path.glob("*.json")) > 20
+    give_up_all(monkeypatch)
+    with opened(files, given) as llm, suppress(AssertionError):
+        freed(llm)
+        assert tokens(llm, fields) == wanted
+        pytest.fail("blocks that rows still read were given up, and nothing changed")
