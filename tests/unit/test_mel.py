@@ -122,6 +122,14 @@ def test_a_window_has_the_bits_of_the_whole_file() -> None:
     assert not beyond[3:].any()
 
 
+def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = sound()
+    rows = LogMel(samples, 80).window(0, 400)
+    for block in (7, 1000):
+        monkeypatch.setattr(mel, "BLOCK", block)
+        assert np.array_equal(LogMel(samples, 80).window(0, 400), rows)
+
+
 def test_the_rows_of_one_window_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[tuple[int, int]] = []
     logs = LogMel._logs

@@ -39,6 +39,7 @@ DECODERS = frozenset(
     "libopencore_amrwb pcm_s8 pcm_u8 pcm_s16le pcm_s16be pcm_s24le pcm_s24be pcm_s32le pcm_s32be pcm_f32le pcm_f32be pcm_f64le "
     "pcm_f64be pcm_alaw pcm_mulaw adpcm_ima_wav adpcm_ms adpcm_ima_qt gsm gsm_ms".split()
 )
+JOINED = 16_000  # samples
 MOST_STREAMS = 16
 # Demuxers whose announced length is exact. A file that is shorter by more than TOLERANCE and SHARE of it is cut.
 EXACT_LENGTHS = frozenset({"flac", "mov", "matroska", "aiff", "caf"})
@@ -87,8 +88,7 @@ class OtherSamples:
         resampler = None
         layout = None
         try:
-            for frame in self._frames():
-                self._check_frame(frame)
+            for frame in self._joined():
                 if resampler is None:
                     layout = frame.layout.nb_channels, frame.rate
                     wanted = frame.layout.name if self._split else "mono"
@@ -106,9 +106,32 @@ class OtherSamples:
                 raise self._damaged(error) from None
         self._check_end()
 
-    def _frames(self) -> Iterator[Any]:
-        for packet in self._container.demux(self._stream):
-            yield from packet.decode()
+    def _joined(self) -> Iterator[Any]:
+        """Checked frames of about `JOINED` samples: codecs have frames of 20 to 40 ms, and each call costs time."""
+        fifo, kind = av.AudioFifo(), None
+        try:
+            for packet in self._container.demux(self._stream):
+                for frame in packet.decode():
+                    self._check_frame(frame)
+                    if kind not in (None, key := (frame.format.name, frame.layout.name, frame.rate)):
+                        yield from self._rest(fifo)
+                        fifo = av.AudioFifo()
+                    kind, frame.pts = key, None
+                    fifo.write(frame)
+                    if fifo.samples >= JOINED:
+                        yield from self._rest(fifo)
+        except Exception:
+            yield from self._rest(fifo)  # a damaged file may count up to there
+            raise
+        yield from self._rest(fifo)
+
+    def _rest(self, fifo: Any) -> Iterator[Any]:
+        if not fifo.samples:
+            return
+        frame = fifo.read()
+        if frame.format.name.startswith(("flt", "dbl")) and not np.isfinite(frame.to_ndarray()).all():
+            raise AudioError("the sound has samples that are NaN or infinite; the file is damaged")
+        yield frame
 
     def _first_stream(self) -> Any:
         streams = list(self._container.streams)
@@ -126,13 +149,11 @@ class OtherSamples:
         return stream
 
     def _check_frame(self, frame: Any) -> None:
-        """Raise AudioError for a frame with an unsupported rate, too many channels, or values that are not finite."""
+        """Raise AudioError for a frame with an unsupported rate or too many channels."""
         if not LEAST_RATE <= frame.rate <= MOST_RATE:
             raise AudioError(f"the sound has {frame.rate} samples a second; {LEAST_RATE} to {MOST_RATE} are supported")
         if not 1 <= frame.layout.nb_channels <= MOST_CHANNELS:
             raise AudioError(f"the sound has {frame.layout.nb_channels} channels; 1 to {MOST_CHANNELS} are supported")
-        if frame.format.name.startswith(("flt", "dbl")) and not np.isfinite(frame.to_ndarray()).all():
-            raise AudioError("the sound has samples that are NaN or infinite; the file is damaged")
 
     def _counted(self, frames: list[Any]) -> Iterator[np.ndarray]:
         for frame in frames:
