@@ -1,4 +1,4 @@
-"""The choice between direct kernels and panels: measured once for each processor, kept in a file, without a change of results."""
+"""The choice between direct kernels and panels: measured once for each processor and kept in a file; results do not change."""
 
 import json
 from pathlib import Path
