@@ -149,8 +149,8 @@ void Packer::fill(const Piece& piece) {
         if (!row_block_is_finite(tensor, block)) job.finite = false;
     }
     if (request.mapped_bytes && !request.source.permutation) {
-        // The pages of a large matrix would otherwise stay next to its packed rows. A row that another thread still reads
-        // comes back from the page cache.
+        // The pages of a large matrix would otherwise stay next to its packed rows. A row that another thread still
+        // reads comes back from the page cache.
         const size_t row = static_cast<size_t>(request.source.row_bytes), first = 16 * static_cast<size_t>(piece.first);
         const size_t start = std::min(first * row, request.mapped_bytes);
         const size_t end = std::min(16 * static_cast<size_t>(piece.last) * row, request.mapped_bytes);
