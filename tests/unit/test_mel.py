@@ -58,7 +58,11 @@ def no_kept_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mel, "_sums", mel._sums.__wrapped__)
 
 
-@pytest.mark.parametrize(("name", "slip"), [("_hann", _symmetric), ("filters", _htk), ("RANGE", 7.0), ("FLOOR", 1e-3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "slip"),
+    [("_hann", _symmetric), ("filters", _htk), ("RANGE", 7.0), ("FLOOR", 1e-3)],
+    ids=["symmetric-window", "htk-filters", "range", "floor"],
+)
 def test_slips_are_caught(monkeypatch: pytest.MonkeyPatch, name: str, slip: Callable[[], np.ndarray] | float) -> None:
     monkeypatch.setattr(mel, name, slip)
     samples = sound()
