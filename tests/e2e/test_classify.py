@@ -206,7 +206,7 @@ def test_a_class_is_a_label_with_probabilities(llm: LLM) -> None:
         ({"criterion": "max_prob", "threshold": 1.5}, "the threshold of max_prob must be 0 to 1 here, not 1.5"),
         ({"criterion": "entropy", "threshold": 1.2}, "must be 0 to 1.09861 here"),
         ({"criterion": "kl", "threshold": -1.0}, "must be 0 or more here"),
-        ({"criterion": "patience", "threshold": 3.0}, "must be 1 to 2 here"),
+        ({"criterion": "patience", "threshold": 3.0}, "must be 0 to 2 here"),
         ({"criterion": "entropy"}, "no threshold of entropy was calibrated"),
         ({"threshold": 0.5}, "threshold needs a criterion"),
         ({"criterion": "off", "threshold": 0.5}, "threshold needs a criterion"),

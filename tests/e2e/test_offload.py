@@ -57,12 +57,18 @@ def tokens(llm: LLM, **settings: Any) -> list[list[int]]:
 
 
 def most_resident(llm: LLM) -> int:
-    """Largest number of bytes of the weights in memory while the model generates, in its pages and in the system's cache."""
+    """Largest number of bytes of the weights in memory while the model generates, in its pages and in the system's cache.
+
+    The smaller of two looks in a row: pages change during a look, which may count released pages and those read after them.
+    """
     seen, over = [0], threading.Event()
 
     def watch() -> None:
+        before = 0
         while not over.is_set():
-            seen[0] = max(seen[0], program(llm).weights.arena.resident)
+            now = program(llm).weights.arena.resident
+            seen[0] = max(seen[0], min(before, now))
+            before = now
             time.sleep(0.0005)
 
     thread = threading.Thread(target=watch)

@@ -189,4 +189,4 @@ def test_every_type_of_the_list_is_read_and_no_other(tmp_path: Path) -> None:
             with pytest.raises(WeightError, match=rf"tensor 't' has the type {type_.name}, which is not read"):
                 GGUFFile(path)
     assert set(KINDS) - {type_.name for type_ in gguf.GGMLQuantizationType} == set(NOT_GGUF)
-    assert len(KINDS) == 24
+    assert len(KINDS) == 25
