@@ -2,6 +2,8 @@
 # Target: the static library headrace_kernels, everything in csrc/ that does not need Python.
 
 set(HEADRACE_KERNEL_SOURCES
+  csrc/kernels/amx_attention.cpp
+  csrc/kernels/amx_linear.cpp
   csrc/kernels/attention.cpp
   csrc/kernels/linear.cpp
   csrc/kernels/linear_direct.cpp
@@ -62,7 +64,7 @@ set(HEADRACE_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi -mbmi2)
 set(HEADRACE_FLAGS_avxvnni ${HEADRACE_FLAGS_avx2} -mavxvnni)
 set(HEADRACE_FLAGS_avx512vnni ${HEADRACE_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni
     -mprefer-vector-width=512)
-set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16 -mamx-tile -mamx-bf16)
+set(HEADRACE_FLAGS_avx512 ${HEADRACE_FLAGS_avx512vnni} -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8)
 set(HEADRACE_FLAGS_neon -march=armv8.2-a+dotprod)
 set(HEADRACE_FLAGS_i8mm -march=armv8.2-a+dotprod+i8mm)
 

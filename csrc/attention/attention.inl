@@ -37,6 +37,8 @@ struct Tile {
     int begin_page, end_page;  // pages of the item
     State state;               // of the current split; row r is query head r % share of token r / share
 
+    mutable int configured = 0;  // kTiles: rows of the AMX shapes in use
+
     const AttentionRow& row(int r) const { return task.rows[tile.row + r / share]; }
 };
 
@@ -147,18 +149,28 @@ __attribute__((noinline)) static void attend_rows(const Tile& tile, int first, C
                                                   float* room) {
     const float* q = tile.q + first * tile.q_stride;
     const KVShape& kv = tile.task.kv;
-    int b = 0;
-    for (; kMaxPages >= 4 && b + 4 <= chunk.count; b += 4) {
-        scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
-    }
-    for (; kMaxPages >= 4 && b + 2 <= chunk.count; b += 2) {
-        scores<Pool, rows, 2, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
-    }
-    for (; b < chunk.count; ++b) scores<Pool, rows, 1, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
     typename Pool::Weights weights;
     float keep[16];
-    softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
-    all_values<Pool, rows, kTuning.attention_vectors, fetch>(tile, weights, keep, chunk, 0, tile.state.values(first));
+    if constexpr (Pool::kTiles) {
+        Pool::use_rows(rows, tile.configured);
+        Pool::template scores<fetch>(q, tile.q_stride, kv, chunk, room);
+        softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
+        float* values = tile.state.values(first);
+        return Pool::template values<fetch>(weights, keep, rows, chunk, kv, values, tile.state.stride());
+    } else {
+        int b = 0;
+        for (; kMaxPages >= 4 && b + 4 <= chunk.count; b += 4) {
+            scores<Pool, rows, kMaxPages, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
+        }
+        for (; kMaxPages >= 4 && b + 2 <= chunk.count; b += 2) {
+            scores<Pool, rows, 2, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
+        }
+        for (; b < chunk.count; ++b)
+            scores<Pool, rows, 1, fetch>(q, tile.q_stride, kv, chunk, b, room + b * kPageTokens);
+        softmax_update<Pool, rows>(tile, first, view, room, chunk, keep, weights);
+        all_values<Pool, rows, kTuning.attention_vectors, fetch>(tile, weights, keep, chunk, 0,
+                                                                 tile.state.values(first));
+    }
 }
 
 template <class Pool, bool fetch, int rows = Pool::kRows>
@@ -258,7 +270,7 @@ static void attend_nodes(const Tile& tile, ChunkView view, const ChunkPages& chu
     }
 }
 
-// Computes one split, starting from an empty state. `room`: scores [8][kChunk], then pages of paths.
+// Computes one split, starting from an empty state. `room`: scores [kScoreRows][kChunk], then pages of paths.
 template <class Pool>
 static void attend_split(const Tile& tile, const Reach& reach, int split, float* room) {
     const State& state = tile.state;
@@ -273,7 +285,7 @@ static void attend_split(const Tile& tile, const Reach& reach, int split, float*
         const ChunkView view{first_page * kPageTokens,
                              first_page * kPageTokens >= reach.open_begin && last_page * kPageTokens <= reach.open_end};
         if (reach.paths && last_page * kPageTokens > tile.feed.first_node) {
-            attend_nodes<Pool>(tile, view, chunk, room, (uint8_t*)(room + 8 * kChunk));
+            attend_nodes<Pool>(tile, view, chunk, room, (uint8_t*)(room + kScoreRows * kChunk));
         } else {
             attend_chunk<Pool>(tile, 0, state.rows, view, chunk, room);
         }
@@ -420,19 +432,6 @@ static void attend_item(const AttentionTask& task, const AttentionItem& item, co
     if (item.first_split == item.last_split)
         attend_split<Pool>(tile, {0, 0, 0, 0, false}, 0, room);  // no row sees anything
     finish_rows(task, at, state, head);
-}
-
-static void attend(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
-    switch (task.kv.type) {
-        case KVType::kBf16:
-            return attend_item<Bf16Pages>(task, item, after, scratch);
-        case KVType::kInt8:
-            return attend_item<Int8Pages>(task, item, after, scratch);
-        case KVType::kInt4:
-            return attend_item<Int4Pages>(task, item, after, scratch);
-        case KVType::kF32:
-            return attend_item<F32Pages>(task, item, after, scratch);
-    }
 }
 
 static void merge(const AttentionTask& task, const AttentionTile& tile, float* scratch) {

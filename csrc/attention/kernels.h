@@ -12,6 +12,7 @@
 namespace headrace {
 
 constexpr int kChunk = 128;
+constexpr int kScoreRows = 16;  // most rows that attend to a chunk at once
 constexpr int kSplit = 256;
 constexpr int kTileRows = 48;  // most rows of a tile (tokens * query heads per KV head), unless one token has more
 
@@ -130,8 +131,8 @@ static inline int tile_rows(int share) { return share >= kTileRows ? share : kTi
 // Floats of scratch per thread, 64-byte aligned: queries, two running results, scores, one token, pages of paths.
 static inline size_t attention_scratch_floats(const KVShape& kv, int share) {
     const int rows = tile_rows(share), pages = kChunk / kPageTokens * kv.page_bytes / 4;
-    return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + 8 * kChunk + 4 * (size_t)kv.padded +
-           (size_t)pages;
+    return (size_t)rows * (size_t)(kv.padded + 16) + 2 * state_floats(kv, rows) + kScoreRows * kChunk +
+           4 * (size_t)kv.padded + (size_t)pages;
 }
 
 }  // namespace headrace

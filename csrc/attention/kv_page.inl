@@ -225,4 +225,12 @@ static void append(const AttentionTask& task, int feed_index, int kv_head, int f
     }
 }
 
+// Rounds and stores one token's K and V of one head. `scratch`: 4 * padded floats.
+static void write_rounded(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch) {
+    prepare_head(k, kv, nullptr, 0.0f, {}, 0, scratch);
+    prepare_head(v, kv, nullptr, 0.0f, {}, 0, scratch + kv.padded);
+    if (!keeps(kv, scratch + kv.padded)) poison(kv, scratch, scratch + kv.padded);
+    write_token(kv, page, slot, scratch, scratch + kv.padded, (uint8_t*)(scratch + 2 * kv.padded));
+}
+
 }  // namespace headrace::HEADRACE_ISA

@@ -3,7 +3,8 @@
 // them.
 //
 // A line is 64 bytes: 16 tokens of K (or 16 dimensions of V) times kDeep dimensions (or tokens). A product with a line
-// uses kDeep numbers of a row. A key has kHalves parts with a scale each.
+// uses kDeep numbers of a row. A key has kHalves parts with a scale each. kTiles: the struct has its own functions for
+// scores and values (attention/amx.inl).
 #pragma once
 
 #include "attention/kernels.h"
@@ -24,7 +25,7 @@ struct ChunkPages {
 
 struct Bf16Pages {
     static constexpr int kDeep = 2, kRows = kMaxRows, kHalves = 1;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kTiles = false;
     using Sum = F32v;
     struct Row {  // one row of numbers: a query, or the weights of a chunk
         const uint16_t* x;
@@ -54,7 +55,7 @@ struct Bf16Pages {
 
 struct F32Pages {
     static constexpr int kDeep = 1, kRows = kMaxRows, kHalves = 1;
-    static constexpr bool kScaled = false;
+    static constexpr bool kScaled = false, kTiles = false;
     using Sum = F32v;
     struct Row {
         const float* x;
@@ -88,7 +89,7 @@ struct F32Pages {
 struct Int8Pages {
     static constexpr int kDeep = 4, kRows = (kMaxRows + 1) / 2, kHalves = 1;
     static constexpr int kOffset = 128 - kWideZero;  // offset that the multiplied bytes still have
-    static constexpr bool kScaled = true;
+    static constexpr bool kScaled = true, kTiles = false;
     struct Sum {
         I32v high, low;
     };

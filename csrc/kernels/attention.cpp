@@ -3,14 +3,20 @@
 
 namespace headrace::HEADRACE_ISA {
 
-static void write(const KVShape& kv, uint8_t* page, int slot, const float* k, const float* v, float* scratch) {
-    prepare_head(k, kv, nullptr, 0.0f, {}, 0, scratch);
-    prepare_head(v, kv, nullptr, 0.0f, {}, 0, scratch + kv.padded);
-    if (!keeps(kv, scratch + kv.padded)) poison(kv, scratch, scratch + kv.padded);
-    write_token(kv, page, slot, scratch, scratch + kv.padded, (uint8_t*)(scratch + 2 * kv.padded));
+static void attend(const AttentionTask& task, const AttentionItem& item, const AttentionItem* after, float* scratch) {
+    switch (task.kv.type) {
+        case KVType::kBf16:
+            return attend_item<Bf16Pages>(task, item, after, scratch);
+        case KVType::kInt8:
+            return attend_item<Int8Pages>(task, item, after, scratch);
+        case KVType::kInt4:
+            return attend_item<Int4Pages>(task, item, after, scratch);
+        case KVType::kF32:
+            return attend_item<F32Pages>(task, item, after, scratch);
+    }
 }
 
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {append, attend, merge, copy_token, write, read_token};
+const AttentionKernels attention_kernels = {append, attend, merge, copy_token, write_rounded, read_token};
 
 }  // namespace headrace::HEADRACE_ISA

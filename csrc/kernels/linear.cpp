@@ -5,9 +5,6 @@
 #include "linear/epilogue.inl"
 #include "linear/internal.h"
 #include "linear/panel.inl"
-#if HEADRACE_IS(avx512)
-#include "linear/amx.inl"
-#endif
 
 namespace headrace::HEADRACE_ISA {
 
@@ -91,23 +88,6 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
         const uint8_t* data = weight.data + (block + b) * weight.stride;
         const int64_t ahead = fetched_ahead(task, weight, block + b, pass, data);
         kernel(data, table_of(weight.kind), ahead, segments, x, task.a8.tiles, y + b * rows * 16);
-    }
-}
-
-// Row blocks of a unit; the last unit may have fewer.
-HEADRACE_INLINE int blocks_of_unit(const LinearTask& task, int unit) {
-    const int left = task.weight->row_blocks() - unit * task.unit_blocks;
-    return left < task.unit_blocks ? left : task.unit_blocks;
-}
-
-HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
-                            const float* up) {
-    if (task.epilogue.kind == EpilogueKind::kGated) {
-        finish_gated(task, unit, blocks, row, rows, y, up);
-    } else if (task.epilogue.kind == EpilogueKind::kLogits) {
-        finish_logits(task, unit, blocks, row, rows, y);
-    } else {
-        finish_store(task, unit * task.unit_blocks, blocks, row, rows, y);
     }
 }
 
@@ -206,60 +186,5 @@ static void run(const LinearTask& task, int first, int last, int row0, int row1)
 
 extern const LinearKernels linear_kernels;
 const LinearKernels linear_kernels = {run, kTuning.panels_from - 1};
-
-#if HEADRACE_IS(avx512)
-struct AmxScratch {
-    alignas(64) float sums[kAmxBlocks * kStretchRows * 16];
-    float levels[kSegmentLevels * kAmxBlocks * kStretchRows * 16];
-};
-
-static_assert(sizeof(AmxScratch) <= kLinearScratchBytes, "the scratch must hold the sums of all segments");
-
-// Multiplies and finishes row blocks [block, block + blocks) of the weight, and with `unit` >= 0 this unit of gate and
-// up or of logits.
-static void run_amx_blocks(const LinearTask& task, int unit, int block, int blocks, int row0, int row1,
-                           AmxShapes& shapes) {
-    AmxScratch& scratch = *(AmxScratch*)task.scratch;
-    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const uint8_t* w[kAmxBlocks];
-    for (int b = 0; b < blocks; ++b) {
-        w[b] = task.weight->data + (block + b) * task.weight->stride;
-        if (gated) w[blocks + b] = task.up->data + (block + b) * task.up->stride;
-    }
-    const int all = gated ? 2 * blocks : blocks;
-    const uint16_t* x = task.bf16.x + (int64_t)row0 * task.bf16.kp;
-    multiply_amx(w, all, *task.segments, x, task.bf16.kp, row1 - row0, scratch.sums, scratch.levels, shapes);
-    const float* y = scratch.sums;
-    for (int row = row0, rows; row < row1; row += rows, y += all * rows * 16) {
-        rows = row1 - row < kAmxRows ? row1 - row : kAmxRows;
-        if (unit < 0) {
-            finish_store(task, block, blocks, row, rows, y);
-        } else {
-            finish(task, unit, blocks, row, rows, y, y + blocks * rows * 16);
-        }
-    }
-}
-
-static void run_amx(const LinearTask& task, int first, int last, int row0, int row1) {
-    if (task.weight->kind != PackedKind::kBf16) return run(task, first, last, row0, row1);
-    AmxShapes shapes;
-    if (task.epilogue.kind == EpilogueKind::kGated || task.epilogue.kind == EpilogueKind::kLogits) {
-        for (int unit = first; unit < last; ++unit) {
-            run_amx_blocks(task, unit, unit * task.unit_blocks, blocks_of_unit(task, unit), row0, row1, shapes);
-        }
-    } else {  // two blocks at once, also of two units: independent sums hide the latency of a product
-        const int all = task.weight->row_blocks();
-        const int end = last * task.unit_blocks < all ? last * task.unit_blocks : all;
-        for (int block = first * task.unit_blocks, blocks; block < end; block += blocks) {
-            blocks = end - block < 2 ? end - block : 2;
-            run_amx_blocks(task, -1, block, blocks, row0, row1, shapes);
-        }
-    }
-    tiles_release();
-}
-
-extern const LinearKernels amx_linear_kernels;
-const LinearKernels amx_linear_kernels = {run_amx, kTuning.panels_from - 1};
-#endif
 
 }  // namespace headrace::HEADRACE_ISA

@@ -116,4 +116,21 @@ static void finish_logits(const LinearTask& task, int unit, int blocks, int row,
     }
 }
 
+// Row blocks of a unit; the last unit may have fewer.
+HEADRACE_INLINE int blocks_of_unit(const LinearTask& task, int unit) {
+    const int left = task.weight->row_blocks() - unit * task.unit_blocks;
+    return left < task.unit_blocks ? left : task.unit_blocks;
+}
+
+HEADRACE_INLINE void finish(const LinearTask& task, int unit, int blocks, int row, int rows, const float* y,
+                            const float* up) {
+    if (task.epilogue.kind == EpilogueKind::kGated) {
+        finish_gated(task, unit, blocks, row, rows, y, up);
+    } else if (task.epilogue.kind == EpilogueKind::kLogits) {
+        finish_logits(task, unit, blocks, row, rows, y);
+    } else {
+        finish_store(task, unit * task.unit_blocks, blocks, row, rows, y);
+    }
+}
+
 }  // namespace headrace::HEADRACE_ISA

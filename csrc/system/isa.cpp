@@ -1,5 +1,6 @@
 #include "system/isa.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -16,7 +17,7 @@ namespace {
 #if defined(HEADRACE_ARM)
 constexpr std::string_view kKnown = "i8mm, neon or plain";
 #else
-constexpr std::string_view kKnown = "amx, avx512, avx512vnni, avxvnni, avx2 or plain";
+constexpr std::string_view kKnown = "amx, amxall, avx512, avx512vnni, avxvnni, avx2 or plain";
 #endif
 
 #if defined(HEADRACE_X86)
@@ -81,13 +82,14 @@ std::vector<Isa> detect() { return {Isa::kPlain}; }
 }  // namespace
 
 std::string_view isa_name(Isa isa) {
-    constexpr std::string_view kNames[] = {"plain", "avx2", "avxvnni", "avx512vnni", "avx512", "amx", "neon", "i8mm"};
+    constexpr std::string_view kNames[] = {"plain", "avx2",   "avxvnni", "avx512vnni", "avx512",
+                                           "amx",   "amxall", "neon",    "i8mm"};
     return kNames[static_cast<int>(isa)];
 }
 
 Isa parse_isa(std::string_view name) {
-    for (const Isa isa :
-         {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kAmx, Isa::kNeon, Isa::kI8mm}) {
+    for (const Isa isa : {Isa::kPlain, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512Vnni, Isa::kAvx512, Isa::kAmx,
+                          Isa::kAmxAll, Isa::kNeon, Isa::kI8mm}) {
         if (name == isa_name(isa)) return isa;
     }
     throw std::invalid_argument("unknown instruction set '" + std::string(name) + "'; use " + std::string(kKnown));
@@ -96,6 +98,16 @@ Isa parse_isa(std::string_view name) {
 const std::vector<Isa>& supported_isas() {
     static const std::vector<Isa> isas = detect();
     return isas;
+}
+
+bool runs(Isa isa) {
+    const std::vector<Isa>& have = supported_isas();
+    const bool all = isa == Isa::kAmxAll;
+    if (std::find(have.begin(), have.end(), all ? Isa::kAmx : isa) == have.end()) return false;
+#if defined(HEADRACE_X86)
+    if (all) return has(cpuid(7, 0).d, {25});  // INT8 of AMX
+#endif
+    return true;
 }
 
 }  // namespace headrace

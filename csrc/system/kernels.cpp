@@ -1,6 +1,5 @@
 #include "system/kernels.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -24,8 +23,9 @@ HEADRACE_DECLARE_TABLES(avxvnni)
 HEADRACE_DECLARE_TABLES(avx512vnni)
 HEADRACE_DECLARE_TABLES(avx512)
 namespace avx512 {
-extern const LinearKernels amx_linear_kernels;
-}
+extern const LinearKernels amx_linear_kernels, amxall_linear_kernels;
+extern const AttentionKernels amxall_attention_kernels;
+}  // namespace avx512
 #elif defined(HEADRACE_ARM)
 HEADRACE_DECLARE_TABLES(neon)
 HEADRACE_DECLARE_TABLES(i8mm)
@@ -56,6 +56,15 @@ constexpr Kernels with_amx() {
     return table;
 }
 constexpr Kernels amx_table = with_amx();
+
+constexpr Kernels with_all_of_amx() {
+    Kernels table = avx512_table;
+    table.isa = Isa::kAmxAll;
+    table.linear = &avx512::amxall_linear_kernels;
+    table.attention = &avx512::amxall_attention_kernels;
+    return table;
+}
+constexpr Kernels amxall_table = with_all_of_amx();
 #elif defined(HEADRACE_ARM)
 HEADRACE_TABLE(neon, Isa::kNeon)
 HEADRACE_TABLE(i8mm, Isa::kI8mm)
@@ -69,16 +78,17 @@ const Kernels& choose() {
 }  // namespace
 
 const Kernels& kernels_for(Isa isa) {
-    const std::vector<Isa>& have = supported_isas();
-    if (std::find(have.begin(), have.end(), isa) == have.end()) {
+    if (!runs(isa)) {
         throw std::invalid_argument("this CPU does not run " + std::string(isa_name(isa)) +
-                                    " kernels; set HEADRACE_ISA to " + std::string(isa_name(have.front())) +
+                                    " kernels; set HEADRACE_ISA to " + std::string(isa_name(supported_isas().front())) +
                                     " or leave it out");
     }
     switch (isa) {
 #if defined(HEADRACE_X86)
         case Isa::kAmx:
             return amx_table;
+        case Isa::kAmxAll:
+            return amxall_table;
         case Isa::kAvx512:
             return avx512_table;
         case Isa::kAvx512Vnni:

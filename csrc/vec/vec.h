@@ -45,6 +45,7 @@
 #define HEADRACE_CODE_avx512 5
 #define HEADRACE_CODE_neon 6
 #define HEADRACE_CODE_i8mm 7
+#define HEADRACE_CODE_soft 5  // avx512 with HEADRACE_SOFT_TILES (vec/amx.h), for tests
 #define HEADRACE_IS(name) (HEADRACE_PASTE(HEADRACE_CODE_, HEADRACE_ISA) == HEADRACE_CODE_##name)
 
 namespace headrace::HEADRACE_ISA {

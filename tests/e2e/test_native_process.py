@@ -59,7 +59,7 @@ def test_an_instruction_set_is_chosen_by_the_environment(isa: str, llm: LLM, tin
 def test_an_unknown_instruction_set_is_refused(tiny_gguf: Path) -> None:
     done = run_script(tiny_gguf, "avx1024")
     assert done.returncode != 0
-    known = "amx, avx512, avx512vnni, avxvnni, avx2 or plain"
+    known = "amx, amxall, avx512, avx512vnni, avxvnni, avx2 or plain"
     assert done.stderr.splitlines()[-1].endswith(f"unknown instruction set 'avx1024'; use {known}")
 
 

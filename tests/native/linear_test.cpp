@@ -11,6 +11,7 @@
 #include "bits.h"
 #include "pack/pack.h"
 #include "rows.h"
+#include "soft_tiles.h"
 
 using namespace headrace;
 using namespace headrace::test;
@@ -213,11 +214,10 @@ void check(const Case& which, ThreadPool& pool, std::mt19937& rng) {
     const std::vector<float> bias = normal_floats(rng, static_cast<size_t>(which.n));
     const std::vector<float> x = normal_floats(rng, static_cast<size_t>(kMost * which.k));
     std::unique_ptr<Results> same, amx;  // of AMX: its own order of sums in bfloat16
-    for (const Isa isa : supported_isas()) {
-        const Kernels& kernels = kernels_for(isa);
+    for (const Kernels& kernels : tested_kernels()) {
         Arena arena(size_t{1} << 21);
         const Layer layer(which, rows, bias, kernels, arena, pool);
-        std::unique_ptr<Results>& wanted = isa == Isa::kAmx && layer.plain.bf16() ? amx : same;
+        std::unique_ptr<Results>& wanted = is_amx(kernels.isa) && layer.plain.bf16() ? amx : same;
         for (const int m : {kMost, 1, 2, 3, 6, 7, 16, 17, 32, 33}) {
             // The rows in their own memory, so that the sanitizers find a read past the last row.
             const std::vector<float> some(x.begin(), x.begin() + static_cast<ptrdiff_t>(m) * which.k);
@@ -252,14 +252,14 @@ void check_bits(ThreadPool& pool) {
     Bits bits;
     for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
         const SourceKind source = static_cast<SourceKind>(kind);
-        for (const Isa isa : supported_isas()) {
-            const bool amx = isa == Isa::kAmx && packed_kind(source) == PackedKind::kBf16;
-            bits.compare(amx ? "amx" : "linear", kind, isa, fingerprint(source, kernels_for(isa), pool));
+        for (const Kernels& kernels : tested_kernels()) {
+            const bool amx = is_amx(kernels.isa) && packed_kind(source) == PackedKind::kBf16;
+            bits.compare(amx ? "amx" : "linear", kind, kernels.isa, fingerprint(source, kernels, pool));
         }
     }
     const SourceKind rows = static_cast<SourceKind>(PackedKind::kC8);
-    for (const Isa isa : supported_isas())
-        bits.compare("by_row", 0, isa, fingerprint(rows, kernels_for(isa), pool, Rounding::kToken));
+    for (const Kernels& kernels : tested_kernels())
+        bits.compare("by_row", 0, kernels.isa, fingerprint(rows, kernels, pool, Rounding::kToken));
     bits.finish();
     const uint64_t other = fingerprint(SourceKind::kF32, kernels(), pool);
     require(!bits.holds("linear", 0, other), "the control: another kind has the same bits");
@@ -296,9 +296,7 @@ float amx_sum(const float* x, const float* w, int k, bool chain) {
     return total;
 }
 
-void check_amx_order(ThreadPool& pool) {
-    const std::vector<Isa>& isas = supported_isas();
-    if (std::find(isas.begin(), isas.end(), Isa::kAmx) == isas.end()) return;
+void check_amx_order(const Kernels& kernels, ThreadPool& pool) {
     constexpr int n = 130, k = 1000, m = 33;
     std::mt19937 rng(6);
     const std::vector<float> w = bf16_floats(rng, n * k), x = bf16_floats(rng, m * k);
@@ -306,7 +304,6 @@ void check_amx_order(ThreadPool& pool) {
     std::memcpy(rows.data(), w.data(), rows.size());
     const std::vector<float> bias(n, 0.0f);
     Arena arena(size_t{1} << 21);
-    const Kernels& kernels = kernels_for(Isa::kAmx);
     const Results got = results(Layer({SourceKind::kF32, n, k}, rows, bias, kernels, arena, pool), Rounding::kGroup,
                                 x.data(), m, 1 << 30, kernels, pool);
     int others = 0;
@@ -327,7 +324,9 @@ int main() {
     std::mt19937 rng(5);
     ThreadPool pool(3);
     check_bits(pool);
-    check_amx_order(pool);
+    for (const Kernels& kernels : tested_kernels()) {
+        if (is_amx(kernels.isa)) check_amx_order(kernels, pool);
+    }
     for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
         const SourceKind source = static_cast<SourceKind>(kind);
         const bool wide = throws([&] { source_row_bytes(source, 32); });   // blocks of 256

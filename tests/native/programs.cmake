@@ -21,6 +21,17 @@ foreach(isa IN LISTS HEADRACE_ISAS)
   target_sources(vec_test PRIVATE $<TARGET_OBJECTS:headrace_shim_${isa}>)
 endforeach()
 
+# AMX in plain C++, for tests on CPUs without it (tests/native/soft_tiles.h).
+if("avx512" IN_LIST HEADRACE_ISAS)
+  add_library(headrace_soft_tiles OBJECT EXCLUDE_FROM_ALL csrc/kernels/amx_attention.cpp csrc/kernels/amx_linear.cpp)
+  target_include_directories(headrace_soft_tiles PRIVATE csrc)
+  target_compile_definitions(headrace_soft_tiles PRIVATE HEADRACE_ISA=soft HEADRACE_SOFT_TILES)
+  target_compile_options(headrace_soft_tiles PRIVATE ${HEADRACE_KERNEL_FLAGS} ${HEADRACE_FLAGS_avx512})
+  foreach(name IN ITEMS attention linear)
+    target_sources(${name}_test PRIVATE $<TARGET_OBJECTS:headrace_soft_tiles>)
+  endforeach()
+endif()
+
 # Each header and each kernel part (.inl) of the core compiles alone: it includes everything it uses. Excluded are bind/,
 # which needs Python's headers, and the shims of vec/, which only vec/vec.h includes.
 if(NOT HEADRACE_SANITIZE)

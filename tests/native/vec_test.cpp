@@ -21,6 +21,7 @@ const VecShim& shim_of(Isa isa) {
     switch (isa) {
 #if defined(HEADRACE_X86)
         case Isa::kAmx:
+        case Isa::kAmxAll:
         case Isa::kAvx512:
             return avx512::vec_shim;
         case Isa::kAvx512Vnni:

@@ -39,8 +39,9 @@ def module() -> ModuleType:
 
 
 def order_of_sums() -> str:
-    """Name of the order in which bfloat16 products are summed: "amx", or "common" of the other instruction sets."""
-    return "amx" if available() and module().cpu_info()["isa"] == "amx" else "common"
+    """Name of the order in which bfloat16 products are summed: "amx", "amxall", or "common" of the other instruction sets."""
+    isa = module().cpu_info()["isa"] if available() else ""
+    return isa if isa in ("amx", "amxall") else "common"
 
 
 def processors() -> int:
