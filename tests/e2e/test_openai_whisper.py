@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from headrace.audio.mel import HOP, LogMel
 from headrace.audio.text_formats import FORMATS, Layout
 from headrace.audio.transcript import Transcript
 from headrace.audio.transcription import Transcription
+from headrace.decoding.speech_beams import SpeechBeamSearch
 from headrace.runner import alignment
 from headrace.startup.speech import speech_model
 from headrace.weights.ctranslate2 import CTranslate2Folder
@@ -100,6 +102,35 @@ def test_tokens_and_times_are_those_of_openai(
 
     monkeypatch.setattr(Transcription, "_cut", cut_all)
     assert [one.tokens for one in ours(llm, sound).segments] != [one["tokens"] for one in expected]
+
+
+@pytest.mark.weights
+def test_beams_are_those_of_openai(theirs: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a window. Control: the least likely hypothesis wins."""
+    window = samples_of(model_file("speech.wav"))[:]
+    rows = whisper.audio.log_mel_spectrogram(torch.from_numpy(window.copy()), padding=480_000)
+    mel = whisper.audio.pad_or_trim(rows[:, : len(window) // HOP], 3000)
+    options = whisper.DecodingOptions(language="en", beam_size=5, fp16=False)
+    with torch.inference_mode():
+        expected = whisper.decode(theirs, mel, options)
+        greedy = whisper.decode(theirs, mel, replace(options, beam_size=None))
+    windows: list[list[int]] = []
+    cut = Transcription._cut
+
+    def kept(self: Transcription, result: Any, *rest: Any) -> Any:
+        windows.append(result.tokens)
+        return cut(self, result, *rest)
+
+    monkeypatch.setattr(Transcription, "_cut", kept)
+    found = llm.transcribe(window, language="en", temperatures=(0.0,), vad=False, beams=5)
+    assert windows[0] == expected.tokens
+    assert found.segments[0].avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-3)
+    assert expected.avg_logprob >= greedy.avg_logprob
+    rank = SpeechBeamSearch._rank
+    monkeypatch.setattr(SpeechBeamSearch, "_rank", lambda self, seq: -rank(self, seq))
+    windows.clear()
+    llm.transcribe(window, language="en", temperatures=(0.0,), vad=False, beams=5)
+    assert windows[0] != expected.tokens
 
 
 @pytest.fixture(scope="module")
