@@ -27,6 +27,8 @@ def announce(engine: Engine, folder: Path) -> None:
 
     def taken() -> int:
         changes["taken"].append(block := take())
+        if block in changes["freed"]:  # given up and taken again before this step
+            changes["freed"].remove(block)
         return block
 
     def retired(block: int) -> None:
