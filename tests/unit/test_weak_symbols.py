@@ -43,9 +43,12 @@ def test_missing_objects_are_an_error(tmp_path: Path) -> None:
 
 
 def test_the_built_kernels_have_no_weak_symbols() -> None:
-    """Every file of kernels, once for each instruction set."""
+    """Every file of kernels, once for each instruction set. The soft tiles of tests are two of these files."""
     built = [path for path in (ROOT / "build").glob("*/CMakeFiles") if "sanitize" not in path.parent.name]
-    found = [sorted(folder.glob("headrace_*.dir/csrc/kernels/*.o")) for folder in built]
+    found = [
+        [path for path in sorted(folder.glob("headrace_*.dir/csrc/kernels/*.o")) if "soft" not in path.parts[-4]]
+        for folder in built
+    ]
     objects = max(found, key=len, default=[])
     if not objects:
         pytest.skip("the native core was built elsewhere; `make native` builds it here")
