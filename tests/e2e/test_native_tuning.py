@@ -71,10 +71,15 @@ def test_a_choice_is_kept_for_this_processor(home: Path, monkeypatch: pytest.Mon
     ]
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"cpu": 3}', '{"cpu": {"avx2": {"Q8_0": "many"}}}'])
-def test_an_invalid_file_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def kept(rows: object) -> bytes:
+    """A file with this choice for the processor at hand."""
+    return json.dumps({tuning._processor(): {core.module().cpu_info()["isa"]: {"Q8_0": rows}}}).encode()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"\xff": 1}', b'{"cpu": 3}', kept("many"), kept(-1), kept(0), kept(1 << 40)])
+def test_an_invalid_file_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     home.mkdir()
-    (home / tuning.FILE).write_text(content)
+    (home / tuning.FILE).write_bytes(content)
     asked = measured(monkeypatch, 64)
     assert tuning.direct_rows("Q8_0", None) == 64
     assert asked == ["Q8_0"]
@@ -84,6 +89,13 @@ def test_an_invalid_file_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_home_that_cannot_be_written_costs_only_the_measurement(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.write_text("a file, where a folder should be")
+    asked = measured(monkeypatch, 64)
+    assert [tuning.direct_rows("Q8_0", None) for _ in range(2)] == [64, 64]
+    assert asked == ["Q8_0"]
+
+
+def test_without_a_home_directory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "find_home", lambda: None)
     asked = measured(monkeypatch, 64)
     assert [tuning.direct_rows("Q8_0", None) for _ in range(2)] == [64, 64]
     assert asked == ["Q8_0"]

@@ -5,16 +5,16 @@ from which panels are faster depends on the processor and on the weight type. Bo
 """
 
 import contextlib
-import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 import headrace
 from headrace import core, host
+from headrace.weights.atomic_file import atomic_write
 from headrace.weights.kinds import FLOATS, KINDS
 from headrace.weights.sparse import ZEROS
 from headrace.weights.store import find_home
@@ -22,14 +22,15 @@ from headrace.weights.store import find_home
 FILE = "kernels.json"  # in the home folder
 # Input rows that are measured: from the last of them at which the direct kernels are not slower, panels are used.
 ROWS = (16, 32, 64, 256)
-FEWEST = 8  # direct kernels have kernels of their own up to this number of rows
+FEWEST = 8  # most rows of one pass of a direct kernel, for which panels are never faster
 ALWAYS = 1 << 30
 # Outputs and columns of the measured layer: its rows and weights fit the second cache.
 OUTPUTS, COLUMNS = 192, 1536
 REPEATS = 3
 
 # Rows by weight type, by instruction set, by processor and version of Headrace.
-Choices = dict[str, dict[str, dict[str, int]]]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=ALWAYS)]
+Choices = dict[str, dict[str, dict[str, Rows]]]
 
 
 def choose_kernels(linear: Any, pool: Any) -> None:
@@ -41,11 +42,12 @@ def choose_kernels(linear: Any, pool: Any) -> None:
 
 def direct_rows(kind: str, pool: Any) -> int:
     """Most input rows for which the direct kernels of a weight type are used on this processor, measured if it is not known."""
-    isa = str(core.module().cpu_info()["isa"])
-    known = _known(find_home(), isa)
+    home = find_home()
+    known = _known(home)
     if kind not in known:
         known[kind] = measure(kind, pool)
-        _keep(isa, known)
+        if home is not None:
+            _keep(home / FILE, known)
     return known[kind]
 
 
@@ -68,31 +70,31 @@ def measure(kind: str, pool: Any) -> int:
 
 
 @cache
-def _known(home: Path | None, isa: str) -> dict[str, int]:
-    """The kept choices of this processor; this process adds to them."""
-    return {} if home is None else _read(home / FILE).get(_processor(), {}).get(isa, {})
+def _known(home: Path | None) -> dict[str, int]:
+    """The kept choices of this processor and instruction set; this process adds to them."""
+    return {} if home is None else _read(home / FILE).get(_processor(), {}).get(_isa(), {})
 
 
 def _read(file: Path) -> Choices:
     """The file's content; empty if there is none, or if it is not valid."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Choices)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return {}
 
 
-def _keep(isa: str, choices: dict[str, int]) -> None:
+def _keep(file: Path, choices: dict[str, int]) -> None:
     """Write choices to the file. A home folder that cannot be written only costs the measurement in the next process."""
-    home = find_home()
-    if home is None:
-        return
     with contextlib.suppress(OSError):
-        home.mkdir(parents=True, exist_ok=True)
-        everything = _read(home / FILE)
-        everything.setdefault(_processor(), {})[isa] = choices
-        part = home / f".{FILE}.{os.getpid()}"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
-        part.replace(home / FILE)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        everything = _read(file)
+        everything.setdefault(_processor(), {})[_isa()] = choices
+        with atomic_write(file) as part:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(everything), indent=1))
+
+
+def _isa() -> str:
+    return str(core.module().cpu_info()["isa"])
 
 
 def _processor() -> str:

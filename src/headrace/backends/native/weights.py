@@ -261,13 +261,13 @@ class PackedWeights:
     def _packed_linear(self, tensors: list[Any], part: WeightPart, unit: int) -> Any:
         """A packed layer. part: one of its parts, which have the same columns. unit: of the fixed segments."""
         if self.share is None or part.columns is None:
-            return self._made(tensors, segment_unit=unit)
+            return self._new_linear(tensors, segment_unit=unit)
         kind = "F32" if self._read(part) else self.source.info(part.source).kind
         start, _ = _packed_columns(part, kind, self._quantize(part))
         ranks = {"share": (self.share.rank, self.share.world), "columns": _all_columns(part), "start": start}
-        return self._made(tensors, segment_unit=unit, **ranks)
+        return self._new_linear(tensors, segment_unit=unit, **ranks)
 
-    def _made(self, tensors: list[Any], **settings: Any) -> Any:
+    def _new_linear(self, tensors: list[Any], **settings: Any) -> Any:
         """A new packed layer, with the kernels that are faster on this processor."""
         linear = core.module().PackedLinear(tensors, **settings)
         choose_kernels(linear, self._pool)
@@ -293,7 +293,7 @@ class PackedWeights:
             quantize = self._quantize(parts[0])
             pair = self._packer.add_pair(gate, gate_kind, up, up_kind, n, k, quantize=quantize, mapped=mapped)
             self._note(*parts, mapped=mapped)
-            self._gated[path] = self._made(list(pair), gated=True)
+            self._gated[path] = self._new_linear(list(pair), gated=True)
         return self._gated[path]
 
     def table(self, holder: Holder) -> Any:
@@ -314,7 +314,7 @@ class PackedWeights:
             tensor = self._pack(part, bias if bias is None else bias[ids], wide=True, ids=ids)
         else:
             tensor = self.table(table) if bias is None else self.table(table).with_bias(bias)
-        return PackedPart(self._made([tensor]), 0, self._form(part), self._order(part))
+        return PackedPart(self._new_linear([tensor]), 0, self._form(part), self._order(part))
 
     def vector(self, holder: Holder, field: str = "weight") -> np.ndarray | None:
         """Norm weights or biases, flat float32; None if the holder has no such parameter."""
