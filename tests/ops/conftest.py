@@ -1,7 +1,10 @@
-"""What the tests of drawing share."""
+"""What the tests of drawing and of the core's kernels share."""
+
+from typing import Any
 
 import pytest
 
+from headrace import core
 from headrace.ops.keys import key
 from tests.ops.sampling_reference import N
 
@@ -17,3 +20,14 @@ class Keys(dict[int, list[tuple[int, int]]]):
 @pytest.fixture(scope="session")
 def keys() -> Keys:
     return Keys()
+
+
+@pytest.fixture(params=core.module().cpu_info()["isas"] if core.available() else [])
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set of this CPU."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    return core.module().ThreadPool(2)

@@ -13,11 +13,6 @@ module = core.module()
 ISAS = module.cpu_info()["isas"]
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def rows(m: int, k: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng((seed, m, k))
     return (rng.standard_normal((m, k)) * np.exp(rng.standard_normal((m, k)))).astype(np.float32)

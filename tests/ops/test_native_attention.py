@@ -26,11 +26,6 @@ TOLERANCE = {"bf16": 1e-2, "int8": 1e-3, "int4": 1e-3, "f32": 3e-6}  # of the la
 THREADS = {n: module.ThreadPool(n) for n in (1, 2)}
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def rows(n: int, shape: Shape, seed: int) -> np.ndarray:
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim
     return np.random.default_rng(seed).standard_normal((n, width)).astype(np.float32)

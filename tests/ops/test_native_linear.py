@@ -16,16 +16,6 @@ PATHS = ("direct", "panels")
 KINDS = (*INTEGER_KINDS, "BF16")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return module.ThreadPool(2)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def layer(kind: str, n: int, k: int, pool, seed: int = 0, segment_unit: int = 0, **more):
     """A layer and its weights as float32 [n, k]."""
     rows = random_rows(kind, n, k, seed, **more)

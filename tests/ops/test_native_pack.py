@@ -15,11 +15,6 @@ ISAS = module.cpu_info()["isas"]
 QUANTS = pytest.importorskip("gguf.quants", reason="the oracle of stored blocks is the gguf package (extra dev)")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return module.ThreadPool(2)
-
-
 @pytest.fixture
 def arena():
     return module.Arena(1 << 21)

@@ -20,11 +20,6 @@ module = core.module()
 ISAS = module.cpu_info()["isas"]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return module.ThreadPool(2)
-
-
 def packed(rows: np.ndarray, kind: str, k: int, pool):
     return module.pack(rows, kind, len(rows), k, module.Arena(1 << 21), pool)
 

@@ -17,16 +17,6 @@ PATHS = ("direct", "panels")
 MOST = 64  # outliers of a row
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return module.ThreadPool(2)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def rows(m: int, k: int, outliers: int = 0, seed: int = 0) -> np.ndarray:
     """Normal numbers, and in each row some that are far larger, in columns of its own."""
     rng = np.random.default_rng((seed, m, k))

@@ -15,16 +15,6 @@ PATHS = ("direct", "panels")
 BY_ROW = {"token": 6.0, "tensor": 0.02}  # roundings with one scale a row, and their thresholds
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return module.ThreadPool(2)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def packed(rows: np.ndarray, kind: str, k: int, pool):
     return module.pack(rows, kind, len(rows), k, module.Arena(1 << 21), pool)
 

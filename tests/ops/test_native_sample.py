@@ -30,11 +30,6 @@ VECTORS = {
 }
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def logits(vocab: int, seed: int, spread: float = 3.0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, spread, vocab).astype(np.float32)
 
