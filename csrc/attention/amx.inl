@@ -1,7 +1,7 @@
-// Attention with K/V in bfloat16 on AMX. A page of K ([dim / 2][16 tokens][2]) and a page of V ([8 pairs of
-// tokens][dim][2]) are right operands as they are; up to 16 queries, or their softmax weights, are the left one. The
-// order of sums is the instruction's: scores add 32 dimensions at a time (even and odd ones from zero, then their sum),
-// values 16 tokens. It does not depend on the number of rows.
+// Attention with K/V in bfloat16 on AMX. The left operand of a product is up to 16 queries, or their softmax weights.
+// The right operand is a page of K ([dim / 2][16 tokens][2]) or of V ([8 pairs of tokens][dim][2]), as it is stored.
+// The order of sums is the instruction's: scores add 32 dimensions at a time (even and odd ones from zero, then their
+// sum), values 16 tokens. It does not depend on the number of rows.
 #pragma once
 
 #include "attention/pools.inl"

@@ -10,15 +10,9 @@ import pytest
 import torch
 
 from headrace.compress.judge import Judgement
-from headrace.training.distil import HEALING_LOSSES
-from headrace.training.examples import batch_of, windows
-from headrace.training.losses import DistillationLoss
-from headrace.training.run import Budget, Run
 from headrace.training.students import student_of
-from headrace.training.teacher_forward import TorchForward
 from headrace.weights.loader import load_model
-from tests.models.test_stories import texts_of
-from tests.models.test_uptraining import LAYERS, STEPS, original
+from tests.models.test_uptraining import LAYERS, STEPS, healed, original
 
 SHARE = 2
 
@@ -28,20 +22,15 @@ def trained(place: Path, steps: int, seed: int, random: int | None = None) -> tu
 
     random: seed of random K and V weights, of the size of the original's, in the layers that compute them (the control).
     """
-    teacher, source = load_model(original()), original()
+    config, source = load_model(original()).config, original()
     for layer in range(0, LAYERS, SHARE) if random is not None else ():
         for name in ("attn_k", "attn_v"):
             weight = source.tensors[f"blk.{layer}.{name}.weight"]
             drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1000 * (random or 0) + layer))
             source.tensors[f"blk.{layer}.{name}.weight"] = drawn * weight.std()
-    items, held = (windows(texts_of(teacher, count, first)) for count, first in ((128, 1), (16, 10_001)))
-    student = student_of(f"share={SHARE}", SimpleNamespace(config=teacher.config, source=source))  # type: ignore[arg-type]
+    student = student_of(f"share={SHARE}", SimpleNamespace(config=config, source=source))  # type: ignore[arg-type]
     assert student.model.config.kv_share == SHARE
-    loss = DistillationLoss(TorchForward(teacher), student, HEALING_LOSSES, 2.0, 0.5)
-    before = loss.judge(held)
-    run = Run(loss.tensors, place, Budget(steps=steps), 2e-3)
-    run.train(lambda step: loss.backward(batch_of(items, step, 4, seed)))
-    return before, loss.judge(held)
+    return healed(student, place, steps, seed)
 
 
 @pytest.mark.slow

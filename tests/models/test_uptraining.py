@@ -44,16 +44,21 @@ def pooled(seed: int | None = None) -> MemorySource:
     return source
 
 
-def uptrained(source: MemorySource, place: Path, steps: int, seed: int) -> tuple[Judgement, Judgement]:
+def healed(student: Student, place: Path, steps: int, seed: int) -> tuple[Judgement, Judgement]:
     """Loss on held-out texts of the original, before and after `steps` steps of four texts on its outputs."""
     teacher = load_model(original())
     items, held = (windows(texts_of(teacher, count, first)) for count, first in ((128, 1), (16, 10_001)))
-    student = Student(load_model(source), None, list(range(LAYERS)))  # type: ignore[arg-type]  # nothing is written
     loss = DistillationLoss(TorchForward(teacher), student, HEALING_LOSSES, 2.0, 0.5)
     before = loss.judge(held)
     run = Run(loss.tensors, place, Budget(steps=steps), 2e-3)
     run.train(lambda step: loss.backward(batch_of(items, step, 4, seed)))
     return before, loss.judge(held)
+
+
+def uptrained(source: MemorySource, place: Path, steps: int, seed: int) -> tuple[Judgement, Judgement]:
+    """`healed` of a model of all layers."""
+    student = Student(load_model(source), None, list(range(LAYERS)))  # type: ignore[arg-type]  # nothing is written
+    return healed(student, place, steps, seed)
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def separation(scores: np.ndarray, wrong: np.ndarray) -> float:
 
 
 def doubt(predictions: Predictions) -> dict[str, float]:
-    """How well the full model's errors are told by the confusion of its exits, and by the last exit's probability alone.
+    """How well two scores separate the full model's errors: the confusion of the exits, and the last exit's probability.
 
     `confusion`, `probability`: `separation` of wrong texts from right ones. `error`: standard error of `confusion` (Hanley and
     McNeil, 1982). `wrong`, `right`: mean confusion of such texts.
