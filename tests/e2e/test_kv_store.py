@@ -75,6 +75,14 @@ def run(engine: Engine, prompt: list[int] = PROMPT, params: SamplingParams = GRE
     return tokens_of(request)
 
 
+def wait_for_writer(engine: Engine) -> None:
+    """Wait until the segments of the requests so far are copied: the store holds few blocks, and does not save what exceeds them."""
+    kv_store = kv_store_of(engine)
+    while any(True for _ in kv_store.held):
+        kv_store.wait()
+        kv_store.release()
+
+
 def end(engine: Engine) -> segments.SegmentCounts:
     """Wait for the store's threads; its counts."""
     kv_store = engine.scheduler.store
@@ -392,6 +400,7 @@ def test_size_limit(tmp_path: Path) -> None:
     prompts = [[at + 1, *PROMPT[:63]] for at in range(6)]
     for prompt in prompts:
         run(engine, prompt)
+        wait_for_writer(engine)
     counts = end(engine)
     assert counts.evicted
     assert sum(path.stat().st_size for path in files(root)) <= 5 * size + 100
