@@ -76,7 +76,7 @@ def run(engine: Engine, prompt: list[int] = PROMPT, params: SamplingParams = GRE
 
 
 def wait_for_writer(engine: Engine) -> None:
-    """Wait until the segments of the requests so far are copied: the store holds few blocks, and does not save what exceeds them."""
+    """Wait until the segments of the requests so far are copied: the store holds few blocks and saves no others."""
     kv_store = kv_store_of(engine)
     while any(True for _ in kv_store.held):
         kv_store.wait()

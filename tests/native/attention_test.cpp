@@ -344,9 +344,9 @@ void check_families(const Kernels& kernels, KVType type, const Layer& layer, Thr
     family.check({left, right}, {1, 1}, false);
 }
 
-// Name of the reference hash: attention has the same bits on all instruction sets with fma. Exceptions: AVX-512, whose
-// bfloat16 products treat subnormals as 0, plain C++ on x86-64, which has no fma, and bfloat16 on AMX, which has an
-// order of sums of its own.
+// Name of the reference hash: attention has the same bits on all instruction sets with fma. Exceptions: AVX-512 with
+// bfloat16 products, which add weights in another order and treat subnormals as 0, plain C++ on x86-64, which has no
+// fma, and bfloat16 on AMX, which has an order of sums of its own.
 std::string rounding_of(Isa isa, KVType type) {
     if (isa == Isa::kAmxAll && type == KVType::kBf16) return "attention-amx";
 #ifndef __aarch64__

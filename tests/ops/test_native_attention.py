@@ -1,5 +1,6 @@
 """Native attention and its KV pool: against float64, and bit for bit against itself however the rows are fed."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -122,6 +123,20 @@ def test_long_context_over_many_splits(isa, dtype, splits):
     out = torch.from_numpy(stepper.run(feeds, x)).double()
     assert stepper.step.items(shape.options(1)) > shape.kv_heads  # really cut, and merged
     assert (out - reference(stepper, feeds, x)).abs().max() < TOLERANCE[dtype]
+
+
+def test_instruction_sets_with_one_order_of_sums_have_the_same_bits():
+    """All that share K/V and continue each other's outputs. Control: K/V in bfloat16 has other bits in each other order."""
+    shape, start = Shape(6, 2, 64), 300
+    (table,), blocks = tables(random.Random(1), [start + 3], 16)
+    x, bits = rows(3, shape, 5), {}
+    for dtype, one in itertools.product(DTYPES, ISAS):
+        stepper = Stepper(shape, blocks, dtype, one, THREADS[2])
+        fill(stepper, [feed := Feed(start, 3, (), table)], 7)
+        bits.setdefault((dtype, core.order_of_sums(one)), set()).add(stepper.run([feed], x).tobytes())
+    assert all(len(found) == 1 for found in bits.values())
+    orders = [order for dtype, order in bits if dtype == "bf16" and order != "amx"]  # AMX: other bits of linear layers alone
+    assert len(set.union(*(bits["bf16", order] for order in orders))) == len(orders)
 
 
 @pytest.mark.parametrize("signs", ["same", "opposite", "mixed"])

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import os
+import platform
 import shutil
 from types import ModuleType
 
@@ -13,6 +14,8 @@ except ImportError as error:
     _CORE, _PROBLEM = None, str(error)
 
 COMPILERS = ("c++", "g++", "clang++")
+# Fused multiply-add, and no bfloat16 products of the CPU, which add the softmax weights of bfloat16 K/V in another order.
+FUSED = ("avx512vnni", "avxvnni", "avx2", "neon", "i8mm")
 
 
 def available() -> bool:
@@ -38,10 +41,12 @@ def module() -> ModuleType:
     return _CORE
 
 
-def order_of_sums() -> str:
-    """Name of the order in which bfloat16 products are summed: "amx", "amxall", or "common" of the other instruction sets."""
-    isa = module().cpu_info()["isa"] if available() else ""
-    return isa if isa in ("amx", "amxall") else "common"
+def order_of_sums(isa: str = "") -> str:
+    """Name of the way in which sums round on an instruction set, by default the one that the core uses. Instruction sets with
+    the same name give a model the same bits; two names may give other bits. Empty without the core."""
+    isa = isa or (module().cpu_info()["isa"] if available() else "")
+    plain_fuses = platform.machine() in ("aarch64", "arm64")
+    return "fused" if isa in FUSED or (isa == "plain" and plain_fuses) else isa
 
 
 def processors() -> int:
