@@ -134,7 +134,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(LogMel(samples, 80).window(0, 400), rows)
 
 
-def test_the_rows_of_one_window_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_short_file_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[tuple[int, int]] = []
     logs = LogMel._logs
     monkeypatch.setattr(LogMel, "_logs", lambda self, start, end: (computed.append((start, end)), logs(self, start, end))[1])
@@ -144,9 +144,14 @@ def test_the_rows_of_one_window_are_computed_once(monkeypatch: pytest.MonkeyPatc
     assert computed == [(0, file.count)]
     assert np.array_equal(file.window(0, file.count), kept)  # computed again, with the same bits
     assert len(computed) == 2
+    several = LogMel(np.tile(samples, 8), 80)
+    first = several.window(0, 3000)
+    several.window(3000, 100)
+    assert computed[2:] == [(0, 3000), (3000, 3200)]
+    monkeypatch.setattr(mel, "KEPT_ROWS", 3199)
     longer = LogMel(np.tile(samples, 8), 80)
-    longer.window(0, 10)
-    assert computed[2:] == [(0, 3000), (3000, 3200), (0, 10)]
+    assert np.array_equal(longer.window(0, 3000), first)
+    assert computed[4:] == [(0, 3000), (3000, 3200), (0, 3000)]
 
 
 def test_a_file_of_a_few_samples_has_rows() -> None:

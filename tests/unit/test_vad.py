@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch.nn import functional
 
 from headrace.audio import vad
+from headrace.audio.decode import samples_of
 from headrace.audio.mel import HOP, RATE
 from headrace.audio.vad import CONTEXT, FRAME, EnergyDetector, SileroDetector, chunks, clips, speech_parts
+from tests.places import model_file
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -69,6 +72,52 @@ def test_the_network_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [SileroDetector(weights()).probabilities(sound()[at : at + FRAME]) for at in range(0, len(sound()), FRAME)]
     forgets = np.concatenate(alone)
     assert np.abs(forgets - expected).max() > 1e-3  # the state of the frames before counts
+
+
+ONNX_NAMES = {  # of the tensors, by the ends of their names in the ONNX file
+    "stft_conv.weight": "stft.forward_basis_buffer",
+    **{f"conv{at + 1}.{part}": f"encoder.{at}.reparam_conv.{part}" for at in range(4) for part in ("weight", "bias")},
+    **{f"lstm_cell.{part}_{side}": f"decoder.rnn.{part}_{side}" for part in ("weight", "bias") for side in ("ih", "hh")},
+    **{f"final_conv.{part}": f"decoder.decoder.2.{part}" for part in ("weight", "bias")},
+}
+
+
+@pytest.mark.peers
+@pytest.mark.weights
+def test_the_network_equals_onnxruntime() -> None:
+    """With the weights of the package's ONNX file, on speech, silence and noise.
+
+    The package's safetensors file has tensors of the same shapes from another training, so its probabilities differ.
+    """
+    onnx: Any = pytest.importorskip("onnx")
+    onnxruntime: Any = pytest.importorskip("onnxruntime")
+    path = str(model_file("silero_vad_16k_op15.onnx"))
+    stored = {one.name: onnx.numpy_helper.to_array(one) for one in onnx.load(path).graph.initializer}
+    tensors = {ours: next(value for name, value in stored.items() if name.endswith(end)) for ours, end in ONNX_NAMES.items()}
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    speech = samples_of(model_file("speech.wav"))[:]
+    samples = np.concatenate([speech, np.zeros(2 * RATE, np.float32), sound(2.0), speech[: 5 * RATE + 77]])
+
+    def original(carry: bool = True) -> np.ndarray:
+        """Probabilities by onnxruntime. carry: each frame receives the state of the frame before."""
+        padded = np.zeros((1, CONTEXT + -(-len(samples) // FRAME) * FRAME), np.float32)
+        padded[0, CONTEXT : CONTEXT + len(samples)] = samples
+        state, found = np.zeros((2, 1, 128), np.float32), []
+        for start in range(0, padded.shape[1] - CONTEXT, FRAME):
+            frame = {"input": padded[:, start : start + CONTEXT + FRAME], "state": state, "sr": np.array(RATE)}
+            probability, new = session.run(None, frame)
+            state = new if carry else state
+            found.append(probability[0, 0])
+        return np.array(found)
+
+    ours, expected = SileroDetector(tensors).probabilities(samples), original()
+    assert expected.min() < 0.05
+    assert expected.max() > 0.95
+    assert np.abs(ours - expected).max() < 1e-4
+    assert speech_parts(ours, len(samples)) == speech_parts(expected, len(samples))
+    assert np.abs(ours - original(carry=False)).max() > 0.1  # a control: the state is not carried on
+    package = SileroDetector(load_file(model_file("silero_vad_16k.safetensors"))).probabilities(samples)
+    assert np.corrcoef(package, expected)[0, 1] > 0.9
 
 
 def test_levels_tell_silence_from_sound_but_never_skip_loud_sound() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from headrace.audio.mel import HOP, RATE, Samples
 
 FRAME, CONTEXT = 512, 64  # samples of a frame, and of the frame before it that it reads
-FRAMES_AT_ONCE = 512
+FRAMES_AT_ONCE = 256
+_HALF = np.float32(0.5)
 BEGIN, HYSTERESIS = 0.5, 0.15  # probability at which speech begins, and how far below it ends
 SPLIT, PAD = 0.16, 0.4  # seconds: silences that end speech, and sound that is kept around it
 LONGEST = 30.0  # seconds of a window
@@ -57,17 +58,23 @@ class SileroDetector:
     name = "silero"
 
     def __init__(self, weights: Mapping[str, np.ndarray]) -> None:
-        self._stft = weights["stft_conv.weight"][:, 0].astype(np.float32)
+        self._stft = np.ascontiguousarray(weights["stft_conv.weight"][:, 0].T)
         self._convs = [
-            (weights[f"conv{at}.weight"].reshape(len(weights[f"conv{at}.bias"]), -1), weights[f"conv{at}.bias"], stride)
+            (_taps_first(weights[f"conv{at}.weight"]), weights[f"conv{at}.bias"], stride)
             for at, stride in ((1, 1), (2, 2), (3, 2), (4, 1))
         ]
-        self._inputs, self._state = weights["lstm_cell.weight_ih"], weights["lstm_cell.weight_hh"]
+        self._inputs, self._state = weights["lstm_cell.weight_ih"].T, weights["lstm_cell.weight_hh"]
         self._bias = weights["lstm_cell.bias_ih"] + weights["lstm_cell.bias_hh"]
+        # Gates in the order input, forget, output, cell. sigmoid(x) is tanh(x / 2) / 2 + 1 / 2, so one tanh serves all four.
+        size = self._state.shape[1]
+        order = np.r_[: 2 * size, 3 * size : 4 * size, 2 * size : 3 * size]
+        scale = np.r_[np.full(3 * size, 0.5, np.float32), np.ones(size, np.float32)]
+        self._inputs, self._bias = np.ascontiguousarray(self._inputs[:, order] * scale), self._bias[order] * scale
+        self._state = self._state[order] * scale[:, None]
         self._last, self._last_bias = weights["final_conv.weight"].reshape(-1), float(weights["final_conv.bias"][0])
 
     def probabilities(self, samples: Samples) -> np.ndarray:
-        hidden = cell = np.zeros(self._state.shape[1], np.float32)
+        hidden, cell = np.zeros((2, self._state.shape[1]), np.float32)
         before = np.zeros(CONTEXT, np.float32)
         found: list[np.ndarray] = []
         for block in _blocks(samples):
@@ -76,35 +83,51 @@ class SileroDetector:
             frames[1:, :CONTEXT] = frames[:-1, -CONTEXT:]
             frames[0, :CONTEXT] = before
             before = block[-1, -CONTEXT:]
-            gates = self._gates(frames)[: len(block)]
-            states = np.empty((len(block), len(hidden)), np.float32)
-            for at in range(len(block)):
-                hidden, cell = _step(gates[at] + self._state @ hidden, cell)
-                states[at] = hidden
+            states = self._states(self._gates(frames)[: len(block)], hidden, cell)
+            hidden = states[-1]
             found.append(_sigmoid(np.maximum(states, 0) @ self._last + self._last_bias))
         return np.concatenate(found) if found else np.zeros(0, np.float32)
 
     def _gates(self, frames: np.ndarray) -> np.ndarray:
         """Inputs of the recurrent gates of frames [n, CONTEXT + FRAME], float32 [n, 4 * state]."""
         mirrored = np.concatenate([frames, frames[:, -2 : -CONTEXT - 2 : -1]], axis=1)
-        windows = np.lib.stride_tricks.sliding_window_view(mirrored, self._stft.shape[1], axis=1)[:, ::128]
-        spectrum = windows @ self._stft.T
-        half = spectrum.shape[-1] // 2
-        x = np.sqrt(spectrum[..., :half] ** 2 + spectrum[..., half:] ** 2)
+        windows = np.lib.stride_tricks.sliding_window_view(mirrored, len(self._stft), axis=1)[:, ::128]
+        # Products of two-dimensional arrays: with three, numpy multiplies the few rows of each frame alone.
+        power = (windows.reshape(-1, len(self._stft)) @ self._stft) ** 2
+        half = power.shape[1] // 2
+        x = np.sqrt(power[:, :half] + power[:, half:]).reshape(len(frames), -1, half)
         for weight, bias, stride in self._convs:
             padded = np.pad(x, ((0, 0), (1, 1), (0, 0)))
-            taps = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)[:, ::stride]
-            x = np.maximum(taps.reshape(*taps.shape[:2], -1) @ weight.T + bias, 0)
-        gates: np.ndarray = x[:, 0] @ self._inputs.T + self._bias
+            taps = np.lib.stride_tricks.sliding_window_view(padded, 3, axis=1)[:, ::stride].swapaxes(2, 3)
+            rows = taps.reshape(-1, len(weight)) @ weight + bias
+            x = np.maximum(rows, 0, out=rows).reshape(*taps.shape[:2], -1)
+        gates: np.ndarray = x[:, 0] @ self._inputs + self._bias
         return gates
 
+    def _states(self, gates: np.ndarray, hidden: np.ndarray, cell: np.ndarray) -> np.ndarray:
+        """State after each step of the recurrent network, [n, state] float32. cell: changed in place."""
+        size = len(cell)
+        states, values = np.empty((len(gates), size), np.float32), np.empty(4 * size, np.float32)
+        opened, proposed = values[: 3 * size], values[3 * size :]
+        entered, kept, shown = opened.reshape(3, size)
+        for inputs, state in zip(gates, states, strict=True):
+            np.dot(self._state, hidden, out=values)
+            np.add(values, inputs, out=values)
+            np.tanh(values, out=values)
+            np.multiply(opened, _HALF, out=opened)
+            np.add(opened, _HALF, out=opened)
+            np.multiply(kept, cell, out=cell)
+            np.multiply(entered, proposed, out=proposed)
+            np.add(cell, proposed, out=cell)
+            np.tanh(cell, out=state)
+            np.multiply(shown, state, out=state)
+            hidden = state
+        return states
 
-def _step(gates: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """State after one step of the recurrent network. gates: input, forget, cell, output."""
-    size = len(cell)
-    opened = _sigmoid(gates)
-    cell = opened[size : 2 * size] * cell + opened[:size] * np.tanh(gates[2 * size : 3 * size])
-    return opened[3 * size :] * np.tanh(cell), cell
+
+def _taps_first(weight: np.ndarray) -> np.ndarray:
+    """Weights [out, in, taps] of a convolution as a matrix [taps * in, out]."""
+    return np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(-1, len(weight)))
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
