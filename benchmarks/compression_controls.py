@@ -1,25 +1,38 @@
 """Each method of compression next to its control and next to itself switched off, on several pairs of texts.
 
-Methods: `rtn` reads no text; `weighted` searches the same scales with the importance of inputs (rtn --calibrate) and is the
-control of both `awq` and `gptq`, which are `weighted` if switched off. Prints nats lost on each text to judge by, with the
-standard error over windows, and the difference from `weighted` on the same windows.
+| method | control: the method switched off |
+|---|---|
+| `awq`, `gptq`, `awq,gptq` | `weighted`: the same search of scales with the importance of inputs (rtn --calibrate) |
+| `smoothquant` (`-f w8a8 --activations token`) | `weighted` with the same rounding of inputs |
+| `wanda` (`--sparsity`) | `magnitude`, which knows no inputs |
+| `sparsegpt` (`--sparsity`) | `wanda`: a mask by the size of weights and inputs, without compensation |
+
+`rtn` and `magnitude` read no text. Prints nats lost on each text to judge by, with the standard error over windows, and the
+difference from the control on the same windows, if the control is in `--methods` before the method.
 
     python -m benchmarks.compression_controls MODEL -f int3-g64 --calibrate a.txt --judge b.txt c.txt --methods rtn weighted awq
+    python -m benchmarks.compression_controls MODEL -f Q8_0 --sparsity 0.5 --calibrate a.txt --judge b.txt \\
+        --methods magnitude wanda sparsegpt
 """
 
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.backends.eager.rounded import round_inputs
 from headrace.compress.base import Compressor, apply_methods
-from headrace.compress.folding import AWQ
+from headrace.compress.folding import AWQ, SmoothQuant
+from headrace.compress.grids.keep import Sparsity, parse_sparsity
 from headrace.compress.grids.targets import nearest, target
 from headrace.compress.layer_pass import LayerPass
+from headrace.compress.pruning import prune_rows
 from headrace.compress.rounding import Rounding
 from headrace.compress.texts import Texts, check_apart, draw_texts, passage_hashes
 from headrace.compress.work_folder import WorkFolder
@@ -37,31 +50,62 @@ STEPS: dict[str, list[Compressor]] = {
     "awq": [AWQ(), Rounding(False)],
     "gptq": [Rounding(True)],
     "awq,gptq": [AWQ(), Rounding(True)],
+    "smoothquant": [SmoothQuant(), Rounding(False)],
 }
+PRUNES = ("magnitude", "wanda", "sparsegpt")
+CONTROLS = dict.fromkeys(("awq", "gptq", "awq,gptq", "smoothquant"), "weighted") | {"wanda": "magnitude", "sparsegpt": "wanda"}
 
 
-def compressed(source: WeightSource, method: str, format: str, texts: Texts) -> Model:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all methods share: format of the matrices, share of zeros (of PRUNES), and rounding of inputs (empty: none)."""
+
+    format: str
+    sparsity: Sparsity | None
+    activations: str
+
+
+def compressed(source: WeightSource, method: str, setting: Setting, texts: Texts) -> Model:
     """The model with all matrices of its layers rounded, in memory."""
     model = load_model(source)
     holders = dict(model.holders())
     linears = {name: one for name, one in holders.items() if isinstance(one, Linear) and name.startswith("layers.")}
-    if method == "rtn":
+    if method in ("rtn", "magnitude"):
         for linear in linears.values():
             for part in linear.weight.split(linear.sizes):
-                part.copy_(nearest(part, target(format), None, 1)[1])
-        return model
+                if setting.sparsity is not None:
+                    part.copy_(torch.from_numpy(prune_rows(part.numpy(), ("magnitude", setting.sparsity), None)))
+                part.copy_(nearest(part, target(setting.format), None, 1)[1])
+    else:
+        _pass_layers(source, holders, linears, method, setting, texts)
+    if setting.activations:
+        round_inputs(model, {name: (True,) * len(one.parts) for name, one in linears.items()}, setting.activations, {})
+    return model
+
+
+def _pass_layers(
+    source: WeightSource,
+    holders: dict[str, Any],
+    linears: dict[str, Linear],
+    method: str,
+    setting: Setting,
+    texts: Texts,
+) -> None:
+    """Change the weights of `holders` by a method that reads texts."""
     kinds = {
-        ".".join(filter(None, (name, part, "weight"))): format for name, linear in linears.items() for part, _ in linear.parts
+        ".".join(filter(None, (name, part, "weight"))): setting.format
+        for name, linear in linears.items()
+        for part, _ in linear.parts
     }
+    steps = [Rounding(False, prune=(method, setting.sparsity))] if setting.sparsity is not None else STEPS[method]
     with TemporaryDirectory() as folder:
         for visit in LayerPass(source, texts, WorkFolder(Path(folder)), kinds):
-            apply_methods(visit, STEPS[method])
+            apply_methods(visit, steps)
             if not visit.outputs:
                 raise ValueError(f"layer {visit.number}: no matrix was rounded")
             for name, holder in visit.holders.items():
                 for field in holder.params():
                     getattr(holders[f"layers.{visit.number}.{name}"], field).copy_(getattr(holder, field))
-    return model
 
 
 @torch.inference_mode()
@@ -85,12 +129,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-f", "--format", default="int4-g32")
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--judge", type=Path, nargs="+", required=True)
-    parser.add_argument("--methods", nargs="+", default=["rtn", *STEPS], choices=["rtn", *STEPS])
+    parser.add_argument("--methods", nargs="+", default=["rtn", "weighted", "awq", "gptq"], choices=["rtn", *STEPS, *PRUNES])
+    parser.add_argument("--sparsity", type=parse_sparsity, help="zeros of magnitude, wanda and sparsegpt: 0.5, 2:4 …")
+    parser.add_argument("--activations", choices=["token", "group"], default="", help="round inputs to int8")
     parser.add_argument("--tokens", type=int, default=3072)
     parser.add_argument("--windows", type=int, default=8, help="windows of each text to judge by")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration texts")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(arguments)
+    if bool(args.sparsity) != all(method in PRUNES for method in args.methods):
+        parser.error(f"--sparsity is of {', '.join(PRUNES)}, which need it; run other methods without it")
+    setting = Setting(args.format, args.sparsity, args.activations)
     torch.set_num_threads(args.threads)
     opened, silent = open_files(args.model), Progress()
     read = draw_texts(opened, str(args.calibrate), args.tokens, args.seed, silent)
@@ -102,18 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = load_model(opened.source)
     before = {path: losses(model, texts) for path, texts in judged.items()}
     del model
-    control: dict[Path, np.ndarray] = {}
+    lost: dict[tuple[str, Path], np.ndarray] = {}
     for method in args.methods:
-        start = time.process_time()
-        model = compressed(opened.source, method, args.format, read)
+        start, control = time.process_time(), CONTROLS.get(method, "")
+        model = compressed(opened.source, method, setting, read)
         for path, texts in judged.items():
-            lost = losses(model, texts) - before[path]
+            lost[method, path] = losses(model, texts) - before[path]
             line = f"{args.format} {method}, {args.calibrate.stem} -> {path.stem}: "
-            line += f"lost {interval(lost)} of {before[path].mean():.3f}"
-            if method == "weighted":
-                control[path] = lost
-            elif path in control:
-                line += f"; less weighted {interval(lost - control[path])}"
+            line += f"lost {interval(lost[method, path])} of {before[path].mean():.3f}"
+            if (control, path) in lost:
+                line += f"; less {control} {interval(lost[method, path] - lost[control, path])}"
             print(f"{line}; {time.process_time() - start:.0f} CPU s", flush=True)
 
 

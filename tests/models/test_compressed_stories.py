@@ -97,13 +97,17 @@ def test_texts_are_sampled_from_the_model(source: MemorySource, judge: Judge) ->
     assert ours.nll == pytest.approx(torch.tensor(theirs.perplexity / theirs.perplexity_before).log().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("format", ["int4-g32", "int4-g96", "int3-g32", "int3-g96"])
-def test_methods_that_read_texts_lose_less_than_rounding_to_nearest(format: str, lost: Lost) -> None:
-    rtn, gptq, ordered, awq = (lost(method, format) for method in ("rtn", "gptq", "act-order", "awq"))
-    assert gptq <= 0.75 * rtn
-    assert ordered <= 0.70 * rtn
+@pytest.mark.parametrize(
+    ("format", "awq_share"), [("int4-g32", 0.9), ("int4-g96", 0.95), ("int3-g32", 0.93), ("int3-g96", 0.99)]
+)
+def test_methods_that_read_texts_lose_less_than_rounding_to_nearest(format: str, awq_share: float, lost: Lost) -> None:
+    """The control `weighted` searches scales with the same importance; gptq and awq switched off equal it, a share of 1."""
+    rtn, weighted, gptq, ordered, awq = (lost(method, format) for method in ("rtn", "weighted", "gptq", "act-order", "awq"))
+    assert weighted <= 0.9 * rtn
+    assert gptq <= 0.8 * weighted
+    assert ordered <= 0.85 * weighted
     assert ordered <= 1.07 * gptq  # a gain in groups of 96 with 3 bits, and none in small ones, whose scales change little
-    assert awq <= 0.92 * rtn
+    assert awq <= awq_share * weighted
 
 
 def test_bits_zero_points_and_groups_count(lost: Lost) -> None:
@@ -118,7 +122,7 @@ def test_bits_zero_points_and_groups_count(lost: Lost) -> None:
 def test_input_statistics_improve_the_pruning_mask(lost: Lost) -> None:
     magnitude, wanda, sparsegpt = (lost(method, "Q8_0", "0.5") for method in ("magnitude", "wanda", "sparsegpt"))
     assert wanda <= 0.70 * magnitude
-    assert sparsegpt <= 0.72 * magnitude
+    assert sparsegpt <= 0.95 * wanda
 
 
 def test_two_of_four(lost: Lost) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import compression_controls
 from headrace.compress.base import Matrix, Visit
 from headrace.compress.cutting import Neurons
 from headrace.compress.folding import ALPHAS, AWQ, LayerOutputs, RoundedInput, SmoothQuant, rounded_scaled
@@ -249,3 +250,40 @@ def test_a_repair_is_chosen_on_texts_that_report_nothing(model: Path, tmp_path: 
     expected = other.matrices["out"].inputs.choice
     KVHeads(opened.config.layers, "first").visit(other)
     torch.testing.assert_close(chosen[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "methods", "gains"),
+    [
+        (["-f", "Q4_0"], ["weighted", "awq", "gptq"], ["awq", "gptq"]),
+        (["-f", "w8a8", "--activations", "token"], ["weighted", "smoothquant"], ["smoothquant"]),
+        (["-f", "Q8_0", "--sparsity", "0.5"], ["magnitude", "wanda", "sparsegpt"], ["wanda", "sparsegpt"]),
+    ],
+)
+def test_the_benchmark_compares_methods_with_their_controls(
+    options: list[str],
+    methods: list[str],
+    gains: list[str],
+    model: Path,
+    book: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line a method, with its difference from its control; a control has none."""
+    monkeypatch.setattr(compression_controls, "WINDOW", 128)
+    monkeypatch.setattr(compression_controls, "SCORED", 96)
+    judged, rng = tmp_path / "judged.txt", np.random.default_rng(7)
+    judged.write_text(" ".join("".join(rng.choice(list("etaoinshrdlu"), rng.integers(1, 9))) for _ in range(500)))
+    texts = ["--calibrate", str(book), "--judge", str(judged), "--tokens", "1024", "--windows", "4"]
+    compression_controls.main([str(model), *options, *texts, "--methods", *methods])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[0] for line in lines] == [f"{options[1]} {method}" for method in methods]
+    lost = {method: float(line.split("lost ")[1].split()[0]) for method, line in zip(methods, lines, strict=True)}
+    assert len(set(lost.values())) == len(methods)
+    for method, line in zip(methods, lines, strict=True):
+        control = compression_controls.CONTROLS.get(method, "") if method in gains else ""
+        assert ("less " in line) == bool(control)
+        if control:
+            less = float(line.split(f"less {control} ")[1].split()[0])
+            assert less == pytest.approx(lost[method] - lost[control], abs=2e-4)
