@@ -18,10 +18,12 @@ from headrace.bench.synthetic import write_synthetic
 from headrace.data.explicit import params_of
 from headrace.kv.blocks import BlockManager
 from headrace.parallel.pipeline import executor
+from headrace.parallel.processes import start_module
+from headrace.parallel.ranks import lead
 from tests.e2e.test_windows import poison
 from tests.early_exits import write_exits
 from tests.parallel.engines import no_process_is_left
-from tests.parallel.poisoned_stage import FOLDER, announce
+from tests.parallel.poisoned_process import MODULE, NAN_IN, fill_sources, poison_plans
 
 __all__ = ["no_process_is_left"]
 
@@ -35,6 +37,7 @@ GEMMA = {
     "num_key_value_heads": 2, "query_pre_attn_scalar": 64, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
     "rope_theta": 1000000, "sliding_window": 24, "vocab_size": 320, "tie_word_embeddings": False,
 }  # fmt: skip
+LAST = 3  # first layer of the second of two stages
 GIVEN: dict[str, Any] = {"threads": 1, "device": "cpu", "kv_cache_memory": "8MiB", "max_model_len": 256}
 PROMPTS = [[(7 * i + j * (i + 3)) % 250 for j in range(count)] for i, count in enumerate((150, 60, 9, 150))]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "logprobs": 2, "max_tokens": 40, "ignore_eos": True}
@@ -165,34 +168,48 @@ def give_up_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "check", lambda self, seqs, held=(): None)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def poisoned(files: Files, layout: dict[str, Any], patch: pytest.MonkeyPatch) -> LLM:
+    """An engine whose processes have sources of large numbers and of NaN. The engine's process is the first rank of the last
+    stage."""
+
+    def start(module: str, *arguments: Any, **more: Any) -> Any:
+        return start_module(MODULE if module in (executor.MODULE, lead.MODULE) else module, *arguments, **more)
+
+    for place in (executor, lead):
+        patch.setattr(place, "start_module", start)
+    llm = opened(files, {**layout, "enable_prefix_caching": False})
+    program = llm.engine.executor.runner.target  # type: ignore[attr-defined]
+    fill_sources(program, 0, LAST if "pp" in layout else 0)
+    return llm
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
 def test_freed_blocks_of_ranks_and_stages_are_never_read(
-    files: Files, kept: Any, layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Files, kept: Any, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freed blocks hold NaN: with tp in the first rank, which has half of the heads; with pp in both stages. Tokens and the
-    bits of their log-probabilities are those of K and V that are kept. Control: blocks that rows still read are given up."""
-    fields, given = GREEDY, {**layout, "enable_prefix_caching": False}
-    wanted = kept({}, fields)
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    start = executor.start_module
+    """Freed blocks of all processes hold NaN. Tokens and the bits of their log-probabilities are those of K and V that are
+    kept."""
+    with poisoned(files, layout, monkeypatch) as llm:
+        copied = poison_plans(llm.engine)
+        assert tokens(llm, GREEDY) == kept({}, GREEDY)
+    assert sum(copied) > 20
 
-    def poisoned(module: str, *arguments: Any, **more: Any) -> Any:
-        return start("tests.parallel.poisoned_stage" if module == executor.MODULE else module, *arguments, **more)
 
-    def freed(llm: LLM) -> None:
-        if "tp" in layout:
-            poison(llm.engine)
-        else:
-            announce(llm.engine, tmp_path)
-
-    monkeypatch.setattr(executor, "start_module", poisoned)
-    with opened(files, given) as llm:
-        freed(llm)
-        assert tokens(llm, fields) == wanted
-    if "pp" in layout:
-        assert sum(len(json.loads(path.read_text())["freed"]) for path in tmp_path.glob("*.json")) > 20
-    give_up_all(monkeypatch)
-    with opened(files, given) as llm, suppress(AssertionError):
-        freed(llm)
-        assert tokens(llm, fields) == wanted
-        pytest.fail("blocks that rows still read were given up, and nothing changed")
+@pytest.mark.parametrize(
+    ("layout", "process"),
+    [
+        *(({"tp": 2}, process) for process in ("0 0", "1 0")),
+        *(({"pp": 2}, process) for process in ("0 0", f"0 {LAST}")),
+        *(({"tp": 2, "pp": 2}, process) for process in ("0 0", "1 0", f"0 {LAST}", f"1 {LAST}")),
+    ],
+    ids=str,
+)
+def test_nan_in_a_block_of_one_process_is_seen(
+    files: Files, layout: dict[str, Any], process: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: blocks that the next rows read hold NaN in one process alone; no token can be drawn."""
+    monkeypatch.setenv(NAN_IN, process)
+    with poisoned(files, layout, monkeypatch) as llm:
+        poison_plans(llm.engine, seen=True)
+        outputs = llm.generate(PROMPTS, params_of(GREEDY))
+    assert {str(output.error) for output in outputs} == {"the model's logits are broken: the largest is nan"}
