@@ -21,6 +21,7 @@ def check_help(name: str, shown: str) -> None:
 @pytest.mark.parametrize("name", sorted(MOVED.values()))
 def test_a_benchmark_shows_its_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["", "--help"])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)  # as in a new process
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     check_help(name, capsys.readouterr().out)
@@ -58,6 +59,41 @@ def test_peers_runs_without_other_engines(shell: Shell, tiny_gguf: Path, tmp_pat
     assert json.loads(file.read_text())["cells"]["b1"]["tokens_per_s"] > 0
     code, _, err = shell(importlib.import_module("benchmarks.peers.__main__").main, tiny_gguf, "--engines", "mlx")
     assert (code, err) == (1, "headrace: there is no engine 'mlx'; choose from llama.cpp, ort, openvino, vllm\n")
+
+
+def test_servers_in_turns(shell: Shell, tiny_gguf: Path, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    command = f"{sys.executable} -m headrace serve {tiny_gguf} --port {{port}} --threads 1"
+    options = ("--streams", 2, "--input", 4, "--output", 3, "--rounds", 1, "--logs", tmp_path / "logs")
+    out = run(shell, "peers.servers", f"one={command}", f"other={command}", *options, "--json", file)
+    assert [line.split("\t")[:2] for line in out.splitlines()[1:]] == [["2", "one"], ["2", "other"]]
+    cell = json.loads(file.read_text())["cells"]["2"]
+    assert {name: len(rates) for name, rates in cell["rates"].items()} == {"one": 1, "other": 1}
+    assert cell["ratios"]["other"]["median"] == cell["rates"]["one"][0] / cell["rates"]["other"][0]
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        (["one=serve {port}"], "1 server is given; give two or more to compare them"),
+        (["one=serve {port}", "one=serve {port}"], "server 'one' is given twice; name each once"),
+        (["one=serve {port}", "two=serve"], "server 'two=serve': give NAME=COMMAND, and {port} in the command"),
+        (
+            ["one=no-such-program {port}", "two=serve {port}"],
+            "server one: cannot start no-such-program: No such file or directory",
+        ),
+    ],
+)
+def test_servers_refuses(shell: Shell, tmp_path: Path, servers: list[str], message: str) -> None:
+    main = importlib.import_module("benchmarks.peers.servers").main
+    code, _, err = shell(main, *servers, "--logs", tmp_path)
+    assert (code, err.splitlines()[-1]) == (1, f"headrace: {message}")
+
+
+def test_servers_reports_a_server_that_ends(shell: Shell, tmp_path: Path) -> None:
+    main = importlib.import_module("benchmarks.peers.servers").main
+    code, _, err = shell(main, "one=false {port}", "two=false {port}", "--logs", tmp_path)
+    assert (code, err.splitlines()[-1]) == (1, f"headrace: server one ended with code 1; {tmp_path / 'one.log'} says why")
 
 
 def test_beams_runs_without_a_peer(shell: Shell, tiny_gguf: Path) -> None:
