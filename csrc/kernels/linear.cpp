@@ -1,30 +1,17 @@
 // Linear kernels of one instruction set: runs a unit with direct kernels or panels, then its epilogue.
 #include "linear/bf16.inl"
 #include "linear/by_row.inl"
-#include "linear/columns.inl"
-#include "linear/epilogue.inl"
 #include "linear/internal.h"
-#include "linear/panel.inl"
+#include "linear/panel_vectors.inl"
+#include "linear/run_panels.inl"
 
 namespace headrace::HEADRACE_ISA {
 
-// Most input rows of one pass.
-constexpr int kMostRows = kTuning.direct_rows > kPanelRows ? kTuning.direct_rows : kPanelRows;
-constexpr int kMostBlocks = 4;                     // row blocks per unit
-using Sums = float[kMostBlocks * kMostRows * 16];  // [block][rows][16]
-
-constexpr int kStretchFloats = (kStretchRows + kPanelRows - 1) / kPanelRows * kStepFloats;
+constexpr int kMostBlocks = 4;                               // row blocks per unit
+using Sums = float[kMostBlocks * kTuning.direct_rows * 16];  // [block][rows][16]
 
 static_assert(kTuning.by_row_rows <= kTuning.direct_rows, "a pass may have tensors of both kinds");
-
-// Contents of LinearTask::scratch.
-struct Scratch {
-    Panel panel;
-    alignas(64) float sums[2][kStretchFloats];
-    alignas(64) float levels[3 * kStretchFloats];
-};
-
-static_assert(sizeof(Scratch) <= kLinearScratchBytes, "the scratch must hold a panel and the sums");
+static_assert(kTuning.bf16_rows <= kTuning.direct_rows, "Sums must hold the rows of a pass");
 
 // Distance from `data` to the memory that pass number `pass` over a row block prefetches. Pass 0 prefetches its own
 // weights. Later passes prefetch a piece of the fetch list; if it is empty, pass 1 prefetches the next unit's block.
@@ -91,12 +78,6 @@ static void multiply(const LinearTask& task, const PackedTensor& weight, int blo
     }
 }
 
-// Prefetches the outputs that kAdd reads: another core may have written them.
-HEADRACE_INLINE void fetch_sums(const LinearTask& task, int block, int row, int rows) {
-    const float* out = task.epilogue.out + row * task.epilogue.stride + block * 16;
-    for (int m = 0; m < rows; ++m) prefetch(out + m * task.epilogue.stride);
-}
-
 static void run_direct(const LinearTask& task, int unit, int row0, int row1, int most) {
     const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
     for (int row = row0, pass = 0, rows; row < row1; row += rows, ++pass) {
@@ -119,52 +100,6 @@ static void run_direct(const LinearTask& task, int unit, int row0, int row1, int
     }
 }
 
-// Runs one panel: two row blocks of the weight; gated: panel 0 is the gate and panel 1 is up.
-template <class Done>
-static void run_panel(const LinearTask& task, int unit, int index, int row0, int row1, bool keeps, const Done& done) {
-    Scratch& scratch = *(Scratch*)task.scratch;
-    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const PackedTensor& weight = gated && index == 1 ? *task.up : *task.weight;
-    const int first = unit * task.unit_blocks + (gated ? 0 : 2 * index), last = weight.row_blocks() - 1;
-    const int block[2] = {first, first < last ? first + 1 : first};  // a single block: its second result is ignored
-    const uint8_t* next[2] = {nullptr, nullptr};
-    for (int c = 0; c < 2; ++c) {
-        if (gated && index == 0) {
-            next[c] = task.up->data + block[c] * task.up->stride;
-        } else if (first + 2 + c <= last) {
-            next[c] = task.weight->data + (first + 2 + c) * task.weight->stride;
-        }
-    }
-    multiply_panel(task, weight, block, next, row0, row1, scratch.panel, scratch.sums[index], scratch.levels, keeps,
-                   done);
-}
-
-// The last panel of a unit finishes the rows of each step as soon as their sums are complete: they are still in L1, and
-// the stores overlap with the next step's products.
-static void run_panels(const LinearTask& task, int unit, int row0, int row1) {
-    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const int blocks = blocks_of_unit(task, unit), first = unit * task.unit_blocks;
-    const int panels = gated ? 2 : (blocks + 1) / 2;
-    if (panels == 2) run_panel(task, unit, 0, row0, row1, true, [](int, int, float*) {});
-    float* before = ((Scratch*)task.scratch)->sums[0];  // of panel 0, step by step
-    run_panel(task, unit, panels - 1, row0, row1, false, [&](int row, int rows, float* y) {
-        if (task.epilogue.kind == EpilogueKind::kAdd && row + 3 * kPanelRows <= row1) {
-            for (int b = 0; b < blocks; ++b) fetch_sums(task, first + b, row + 2 * kPanelRows, kPanelRows);
-        }
-        alignas(64) Sums joined;
-        float *sums = panels == 2 ? before : y, *up = y;
-        before += kStepFloats;
-        if (panels == 2 && !gated) {  // logits: four blocks
-            __builtin_memcpy(joined, sums, sizeof(float) * 32 * rows);
-            __builtin_memcpy(joined + 32 * rows, y, sizeof(float) * 32 * rows);
-            sums = joined;
-        }
-        add_outliers(task, *task.weight, first, blocks, row, rows, sums);
-        if (gated) add_outliers(task, *task.up, first, blocks, row, rows, up);
-        finish(task, unit, blocks, row, rows, sums, up);
-    });
-}
-
 // Most rows of a pass, or 0: panels.
 HEADRACE_INLINE int rows_of_pass(const LinearTask& task) {
     if (task.weight->kind == PackedKind::kBf16) return kTuning.bf16_rows;
@@ -175,9 +110,10 @@ HEADRACE_INLINE int rows_of_pass(const LinearTask& task) {
 
 static void run(const LinearTask& task, int first, int last, int row0, int row1) {
     const int most = rows_of_pass(task);
+    VectorProducts products;
     for (int unit = first; unit < last; ++unit) {
         if (most == 0) {
-            run_panels(task, unit, row0, row1);
+            run_panels(products, task, unit, row0, row1);
         } else {
             run_direct(task, unit, row0, row1, most);
         }
