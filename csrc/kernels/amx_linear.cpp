@@ -1,9 +1,11 @@
-// Linear layers on AMX: bfloat16 weights, and kC8 by row. Compiled for avx512 alone.
+// Linear layers on AMX: bfloat16 weights, kC8 by row, and panels of all other kinds. Compiled for avx512 alone.
 #include "vec/vec.h"
 #if HEADRACE_IS(avx512)
 #include "linear/amx.inl"
+#include "linear/amx_panel.inl"
 #include "linear/amx_row.inl"
 #include "linear/epilogue.inl"
+#include "linear/run_panels.inl"
 
 namespace headrace::avx512 {
 extern const LinearKernels linear_kernels;
@@ -48,19 +50,29 @@ static void run_amx_blocks(const LinearTask& task, int unit, int block, int bloc
     }
 }
 
-// `rows`: also kC8 by row; all other tasks run without AMX.
-static void run_amx(const LinearTask& task, int first, int last, int row0, int row1, bool rows) {
-    const bool gated = task.epilogue.kind == EpilogueKind::kGated;
-    const bool c8 = rows && by_row(task.weight->kind, task.a8) && (!gated || by_row(task.up->kind, task.a8));
-    if (task.weight->kind != PackedKind::kBf16 && !c8) return avx512::linear_kernels.run(task, first, last, row0, row1);
+// Units [first, last) with panels.
+static void run_amx_panels(const LinearTask& task, int first, int last, int row0, int row1) {
+    AmxProducts products;
+    for (int unit = first; unit < last; ++unit) run_panels(products, task, unit, row0, row1);
+    tiles_release();
+}
+
+// `all`: also integer kinds by row and in panels; all other tasks run without AMX.
+static void run_amx(const LinearTask& task, int first, int last, int row0, int row1, bool all) {
+    if (task.weight->kind != PackedKind::kBf16) {
+        const bool gated = task.epilogue.kind == EpilogueKind::kGated, row = by_row(task.weight->kind, task.a8);
+        const bool both = !gated || by_row(task.up->kind, task.a8) == row;
+        if (all && both && !row && task.panels) return run_amx_panels(task, first, last, row0, row1);
+        if (!all || !both || !row) return avx512::linear_kernels.run(task, first, last, row0, row1);
+    }
     AmxShapes shapes;
     if (task.epilogue.kind == EpilogueKind::kGated || task.epilogue.kind == EpilogueKind::kLogits) {
         for (int unit = first; unit < last; ++unit) {
             run_amx_blocks(task, unit, unit * task.unit_blocks, blocks_of_unit(task, unit), row0, row1, shapes);
         }
     } else {  // two blocks at once, also of two units: independent sums hide the latency of a product
-        const int all = task.weight->row_blocks();
-        const int end = last * task.unit_blocks < all ? last * task.unit_blocks : all;
+        const int left = task.weight->row_blocks();
+        const int end = last * task.unit_blocks < left ? last * task.unit_blocks : left;
         for (int block = first * task.unit_blocks, blocks; block < end; block += blocks) {
             blocks = end - block < 2 ? end - block : 2;
             run_amx_blocks(task, -1, block, blocks, row0, row1, shapes);

@@ -152,6 +152,17 @@ static void amx_pass(const AmxPass& pass, int rows, int blocks, float* sums, Amx
     }
 }
 
+// Joins the sums of segment number `segment` with those of the segments before. `levels`: [kSegmentLevels][floats].
+static void join_stored_segment(int segment, float* levels, float* sums, int floats) {
+    for (int i = 0; i < floats; i += kLanes) {
+        F32v level[kSegmentLevels][1], total[1] = {load_f32(sums + i)};
+        for (int l = 0; l < kSegmentLevels; ++l) level[l][0] = load_f32(levels + l * floats + i);
+        join_segment<1>(segment, level, total);
+        for (int l = 0; l < kSegmentLevels; ++l) store_f32(levels + l * floats + i, level[l][0]);
+        store_f32(sums + i, total[0]);
+    }
+}
+
 // Multiplies `blocks` row blocks at w, at most four, by `rows` input rows, at most kStretchRows. The sums of input rows
 // [16 i, 16 i + 16) are at sums + i * blocks * 256 as [block][rows][16]. `levels`: three times as many floats.
 static void multiply_amx(const uint8_t* const* w, int blocks, const Segments& segments, const uint16_t* x, int64_t kp,
@@ -166,13 +177,7 @@ static void multiply_amx(const uint8_t* const* w, int blocks, const Segments& se
             amx_pass({w, x + (tile - segments.begin) * 64, 2 * kp, tile, last, fresh}, rows, blocks, sums, shapes);
         }
         if (segments.count == 1) return;
-        for (int i = 0; i < floats; i += kLanes) {
-            F32v level[kSegmentLevels][1], total[1] = {load_f32(sums + i)};
-            for (int l = 0; l < kSegmentLevels; ++l) level[l][0] = load_f32(levels + l * floats + i);
-            join_segment<1>(s, level, total);
-            for (int l = 0; l < kSegmentLevels; ++l) store_f32(levels + l * floats + i, level[l][0]);
-            store_f32(sums + i, total[0]);
-        }
+        join_stored_segment(s, levels, sums, floats);
     }
 }
 

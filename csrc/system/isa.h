@@ -9,9 +9,9 @@ namespace headrace {
 enum class Isa { kPlain, kAvx2, kAvxVnni, kAvx512Vnni, kAvx512, kAmx, kAmxAll, kNeon, kI8mm };
 
 // "plain", "avx2", "avxvnni" (AVX2 with VNNI), "avx512vnni" (AVX-512 with VNNI), "avx512" (with VNNI and BF16), "amx"
-// (avx512 whose bfloat16 linear layers use AMX) or "amxall" (amx whose C8 layers and bfloat16 attention use AMX, too;
-// not yet run on a CPU with AMX, so only HEADRACE_ISA chooses it); on Arm "neon" (with the dot product of signed bytes)
-// or "i8mm" (with the dot product of unsigned and signed bytes).
+// (avx512 whose bfloat16 linear layers use AMX) or "amxall" (amx whose C8 layers, panels and bfloat16 attention use
+// AMX, too; not yet run on a CPU with AMX, so only HEADRACE_ISA chooses it); on Arm "neon" (with the dot product of
+// signed bytes) or "i8mm" (with the dot product of unsigned and signed bytes).
 std::string_view isa_name(Isa isa);
 
 // Throws std::invalid_argument for an unknown name.

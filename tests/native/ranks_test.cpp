@@ -16,6 +16,7 @@
 #include "program/commands.h"
 #include "program/program.h"
 #include "rows.h"
+#include "soft_tiles.h"
 
 using namespace headrace;
 using namespace headrace::test;
@@ -194,13 +195,13 @@ void cut_linear(const Case& which, int unit, const Kernels& kernels, ThreadPool&
 void cut_linears() {
     std::mt19937 rng(5);
     ThreadPool pool(1);
-    for (const Isa isa : supported_isas()) {
+    for (const Kernels& kernels : tested_kernels()) {
         for (int kind = 0; kind <= static_cast<int>(SourceKind::kLast); ++kind) {
             const SourceKind source = static_cast<SourceKind>(kind);
-            cut_linear({source, 33, 2304}, 64, kernels_for(isa), pool, rng);
-            cut_linear({source, 17, 2560}, 192, kernels_for(isa), pool, rng);
+            cut_linear({source, 33, 2304}, 64, kernels, pool, rng);
+            cut_linear({source, 17, 2560}, 192, kernels, pool, rng);
         }
-        cut_linear({SourceKind::kF32, 33, 545}, 64, kernels_for(isa), pool, rng);  // the last tile is not full
+        cut_linear({SourceKind::kF32, 33, 545}, 64, kernels, pool, rng);  // the last tile is not full
     }
     require(begins > 0, "the control: the begin of a share's segments changes nothing");
     require(orders > 0, "the control: ranks joined one after the other have the same bits");
