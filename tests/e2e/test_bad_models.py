@@ -5,6 +5,7 @@ Each row: what is wrong, how it is made, and the command's message. Controls: th
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.startup import thresholds
 from headrace.weights.gguf import GGUFFile
 from headrace.weights.safetensors import SafetensorsFolder
 from tests.cli_shell import Shell
@@ -170,6 +172,27 @@ def test_settings_that_do_not_go_with_an_adapter(
     given = [base[0] if option == "base" else exits if option == "exits" else option for option in options]
     text: Command = ["hi"] if command == "run" else ["--port", "0"]
     refused(shell, read, [command, base[0], *text, "--adapter", adapter, *given], says)
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_calibrated_exits_do_not_go_with_an_adapter(
+    command: str, base: tuple[Path, Any], exits: Path, shell: Shell, read: list[str], tmp_path: Path
+) -> None:
+    """Refused although the thresholds are calibrated for this model. Control: it runs with them and without the adapter."""
+    place, prompts = tmp_path / "calibrated", tmp_path / "prompts.txt"
+    shutil.copytree(exits, place)
+    prompts.write_text("\n".join(f"line {number}" for number in range(6)))
+    given = ("--exits", place, "--threads", "1")
+    code, _, err = shell("calibrate", base[0], *given, "-i", prompts, "-m", "4", "--delta", "0.9")
+    assert code == 0, err
+    (rule,) = thresholds.load(place)
+    code, _, err = shell("run", base[0], "hi", "--raw", "-m", "2", *given)
+    assert code == 0, err
+    assert f"calibrated: {rule.summary()}" in " ".join(err.split())
+    read.clear()
+    adapter = write_adapter(tmp_path / "a", base[1], 1)
+    text: Command = ["hi"] if command == "run" else ["--port", "0"]
+    refused(shell, read, [command, base[0], *text, *given, "--adapter", adapter], PAIRS["exits"][1])
 
 
 def test_the_same_model_and_adapter_run(base: tuple[Path, Any], shell: Shell, read: list[str], tmp_path: Path) -> None:
