@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import encoders, second_turn
+from headrace.bench.synthetic import write_synthetic
 from headrace.cli.commands import BENCH, MOVED
 from tests.cli_shell import ROOT, Shell, environment
+from tests.parallel.test_windows import GEMMA
 
 
 def check_help(name: str, shown: str) -> None:
@@ -106,3 +110,33 @@ def test_batching_counts_steps_of_both_policies(shell: Shell) -> None:
     policies, memory = (part.splitlines() for part in out.split("\n\n"))
     assert [line.split("\t")[:2] for line in policies[1:]] == [["fake model", "static"], ["fake model", "continuous"]]
     assert [line.split("\t")[0] for line in memory[1:]] == ["max", "pow2", "oracle", "paged (16)"]
+
+
+def test_encoders_of_two_engines_give_the_same_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    options = ["--small", "--rounds", "1", "--threads", "1", "--tokens", "16,32"]
+    assert encoders.main([*options, "--engines", "headrace,torch"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens, " in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"4 x {count} tokens, {name}" for count in (16, 32) for name in ("headrace bf16", "headrace Q8_0", "torch f32")
+    ]
+    assert all(float(line.rpartition(" ")[2]) > 0.999 for line in lines)
+    assert encoders.main(["--small", "--engines", "llama.cpp"]) == 1
+    assert "llama.cpp is not installed under" in capsys.readouterr().err
+    assert encoders.main(["--engines", "onnx"]) == 1
+    assert capsys.readouterr().err == "--engines onnx: must be headrace, torch or llama.cpp\n"
+
+
+def test_a_second_turn_over_http_computes_its_new_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    file = write_synthetic(str(tmp_path / "config.json"), tmp_path / "m.gguf", "Q8_0").path
+    options = [str(file), "--first", "200", "--new", "20", "--rounds", "1", "--threads", "1"]
+    assert second_turn.main(options) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    computed, total = map(int, re.findall(r"(\d+) of (\d+) prompt tokens computed", line)[0])
+    assert total == 236
+    assert computed <= 20 + 16
+    assert second_turn.main([*options, "--llama-server", str(tmp_path / "none")]) == 1
+    assert "none: cannot be started (No such file or directory); give the path of a llama-server" in capsys.readouterr().err
