@@ -14,15 +14,19 @@ import pytest
 
 from headrace import LLM
 from headrace.audio import transcription
+from headrace.audio.decode import samples_of
+from headrace.audio.mel import Samples
 from headrace.audio.text_formats import FORMATS
 from headrace.audio.transcript import Segment, Transcript
 from headrace.audio.transcription import Decoded, SpeechSettings, Transcription, Window, compression_ratio
+from headrace.audio.vad import FRAME
 from headrace.audio.vocabulary import LanguageError
 from headrace.audio.wav import AudioError
 from headrace.cli.app import main
 from headrace.data.windows import WindowOutput
 from headrace.startup.opening import open_model
 from headrace.startup.speech import speech_model
+from headrace.weights.ctranslate2 import CTranslate2Folder
 from tests.places import model_file
 from tests.tiny_whisper import EOT, LANGUAGES, RATE, noise, write_folder, write_wav
 
@@ -289,17 +293,95 @@ def test_models_with_a_cut_decoder_do_not_translate(folder: Path) -> None:
         tokens.check("fr", "translate")
 
 
+def test_models_of_english_alone_take_no_other_language_and_do_not_translate(folder: Path) -> None:
+    tokens = replace(speech_model(open_model(folder))[1], languages={})
+    tokens.check(None, "transcribe")
+    for language, task in (("fr", "transcribe"), ("en", "translate")):
+        with pytest.raises(LanguageError, match="this model knows English alone; open a multilingual one"):
+            tokens.check(language, task)
+
+
 @pytest.mark.weights
-def test_whisper_base_writes_the_words_of_speech() -> None:
-    with LLM(model_file("whisper-base"), quantize="int8") as base:
-        sound = model_file("speech.wav")
-        transcript = base.transcribe(sound)
-        wanted = sound.with_suffix(".txt").read_text("utf-8").split()
-        heard = transcript.text.replace(",", "").replace(".", "").lower().split()
-        assert transcript.language == "en"
-        assert sum(word in heard for word in wanted) >= 0.9 * len(wanted)
-        assert not transcript.fallbacks
-        assert base.transcribe(noise(3.0) * 0.0).text in ("", "you", "You")
+def test_tiny_en_writes_the_words_of_speech() -> None:
+    with LLM(model_file("whisper-tiny.en"), quantize="int8") as llm:
+        assert share_of_words(llm.transcribe(model_file("speech.wav")).text) >= 0.9
+        with pytest.raises(LanguageError, match="knows English alone"):
+            llm.transcribe(model_file("speech.wav"), language="fr")
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[LLM]:
+    with LLM(model_file("whisper-base"), quantize="int8") as opened:
+        yield opened
+
+
+def share_of_words(text: str) -> float:
+    """Share of the words of `speech.txt` that a text has."""
+    wanted = model_file("speech.txt").read_text("utf-8").split()
+    heard = text.replace(",", "").replace(".", "").lower().split()
+    return sum(word in heard for word in wanted) / len(wanted)
+
+
+@pytest.mark.weights
+def test_whisper_base_writes_the_words_of_speech(base: LLM) -> None:
+    transcript = base.transcribe(model_file("speech.wav"))
+    assert transcript.language == "en"
+    assert share_of_words(transcript.text) >= 0.9
+    assert not transcript.fallbacks
+    assert base.transcribe(noise(3.0) * 0.0).text in ("", "you", "You")
+
+
+@pytest.mark.weights
+def test_int4_writes_the_words_and_doubled_scales_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(model_file("whisper-base"), quantize="int4") as llm:
+        assert share_of_words(llm.transcribe(model_file("speech.wav")).text) >= 0.9
+    raw = CTranslate2Folder.raw
+
+    def doubled(self: CTranslate2Folder, name: str) -> np.ndarray:
+        """Matrices that are twice as large have the same integers with doubled scales."""
+        info, data = self.info(name), raw(self, name)
+        inside = ".layers." in name and len(info.shape) == 2
+        return (data.view(np.float16) * np.float16(2)).view(np.uint8) if inside else data
+
+    monkeypatch.setattr(CTranslate2Folder, "raw", doubled)
+    with LLM(model_file("whisper-base"), quantize="int4") as llm:
+        assert share_of_words(llm.transcribe(model_file("speech.wav"), language="en").text) < 0.5
+
+
+class SpeechEverywhere:
+    """A detector that does not find silence."""
+
+    name = "everywhere"
+
+    def probabilities(self, samples: Samples) -> np.ndarray:
+        return np.ones(-(-len(samples) // FRAME), np.float32)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("long", ["sequential", "chunked"])
+def test_silence_between_speech_gets_no_words(base: LLM, long: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """45 s of silence between two copies of a clip. Controls: no guards, and a detector that finds speech everywhere."""
+    clip = samples_of(model_file("speech.wav"))[:]
+    sound = np.concatenate([clip, np.zeros(45 * RATE, np.float32), clip])
+    first, last = len(clip) / RATE, len(clip) / RATE + 45
+    settings: dict[str, Any] = {"language": "en", "long": long}
+    alone = base.transcribe(clip, **settings)
+
+    def invented(transcript: Transcript) -> list[str]:
+        """Segments that begin or end within the silence, more than a second from the speech."""
+        inside = range(round(first) + 1, round(last) - 1)
+        return [one.text for one in transcript.segments if any(one.start <= at < one.end for at in inside)]
+
+    guarded = base.transcribe(sound, **settings)
+    assert invented(guarded) == []
+    assert guarded.text == f"{alone.text} {alone.text}"
+    (silence,) = [one for one in guarded.skipped if one.reason == "silence"]
+    assert (silence.start, silence.end) == (pytest.approx(first, abs=1.0), pytest.approx(last, abs=1.0))
+    monkeypatch.setattr(transcription, "NO_SPEECH", 2.0)
+    unguarded = base.transcribe(sound, **settings, vad=False, temperatures=(0.0,))
+    assert invented(unguarded)
+    monkeypatch.setattr("headrace.llm.voice_detector", SpeechEverywhere)
+    assert invented(base.transcribe(sound, **settings, temperatures=(0.0,)))
 
 
 def test_split_channels_are_merged_by_time(llm: LLM) -> None:

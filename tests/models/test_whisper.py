@@ -87,9 +87,23 @@ def test_logits_of_real_weights_equal_transformers() -> None:
     ours = load_model(source, torch.float64)
     assert (logits(ours, rows, prompt) - right).abs().max() < 1e-9
     assert right.abs().max() > 10
+    positions = dict(ours.named_parameters())["encoder.positions.weight"]
+    stored = positions.data.clone()
+    # The file's positions are sinusoids. A control: computed with another base they give other logits.
+    assert (sinusoids(*stored.shape) - stored).abs().max() < 1e-3
+    positions.data.copy_(sinusoids(*stored.shape, base=5_000))
+    assert (logits(ours, rows, prompt) - right).abs().max() > 1e-3
+    positions.data.copy_(stored)
     # A control: the last row of sound is lost.
     rows[len(samples) // HOP - 1] = 0
     assert (logits(ours, rows, prompt) - right).abs().max() > 1e-6
+
+
+def sinusoids(count: int, width: int, base: float = 10_000) -> torch.Tensor:
+    """The positions with which Whisper's encoders were trained, [count, width] float64."""
+    steps = torch.arange(width // 2, dtype=torch.float64) / (width // 2 - 1)
+    angles = torch.arange(count, dtype=torch.float64)[:, None] * base**-steps
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def test_a_shorter_window_is_that_of_a_model_with_fewer_positions(folder: Path) -> None:
@@ -127,6 +141,10 @@ def test_slips_in_the_encoder_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
         gelu = whisper.act
         slip.setattr(whisper, "act", lambda x, kind: gelu(x, "gelu_tanh"))
         assert error(loaded(theirs)) > 1e-6
+    computed = loaded(theirs)  # positions that are computed and not the file's
+    positions = dict(computed.named_parameters())["encoder.positions.weight"]
+    positions.data.copy_(sinusoids(*positions.shape))
+    assert error(computed) > 1e-3
     biased: Any = loaded(theirs)
     biased.layers[0].qkv.bias[32:64] = torch.linspace(-1, 1, 32)
     assert error(biased) < 1e-9  # all keys move alike, which softmax does not see
