@@ -61,7 +61,8 @@ def headrace_turns(address: str, first: list[int], answer: int, new: list[int]) 
     # Letters alone: their bytes are the ids of the answer. A salt: the server tells how much it found.
     fixed = {"model": model, "temperature": 0, "ignore_eos": True, "cache_salt": "second turn", "allowed_token_ids": LETTERS}
     one, reply = post(address, "/v1/completions", {**fixed, "prompt": first, "max_tokens": answer})
-    prompt = first + list(reply["choices"][0]["text"].encode()) + new
+    text = reply["choices"][0]["text"]  # may begin with the end of a character that the prompt began
+    prompt = first + [byte for byte in text.encode() if byte in LETTERS] + new
     two, reply = post(address, "/v1/completions", {**fixed, "prompt": prompt, "max_tokens": 1})
     cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Turns(one, two, len(prompt), len(prompt) - cached)

@@ -131,7 +131,10 @@ def test_rows_equal_transformers_and_export_is_the_inverse(name: str, tmp_path: 
 # A number of a family, and its value for models without it.
 NEUTRAL: dict[str, dict[str, Any]] = {
     "bert": {"layer_norm_eps": 1e-12},
-    "mpnet": {"relative_attention_num_buckets": 16},
+    "roberta": {"layer_norm_eps": 0.05},
+    "xlm-roberta": {"layer_norm_eps": 0.05},
+    "camembert": {"layer_norm_eps": 0.05},
+    "mpnet": {"relative_attention_num_buckets": 16, "layer_norm_eps": 0.05},
     "modernbert": {
         "local_attention": 512,
         "layer_types": ["full_attention"] * 5,
@@ -145,6 +148,23 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
 }
+# The same of GGUF metadata, without the architecture.
+GGUF_NEUTRAL: dict[str, dict[str, Any]] = {
+    "bert": {"attention.layer_norm_epsilon": 1e-12},
+    "xlm-roberta": {"attention.layer_norm_epsilon": 0.05},
+    "modernbert": {
+        "attention.layer_norm_epsilon": 0.01,
+        "attention.sliding_window": 512,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 100.0,
+        "rope.freq_base_swa": 1000.0,
+    },
+    "gemma-embedding": {
+        "attention.layer_norm_rms_epsilon": 0.01,
+        "attention.sliding_window": 512,
+        "rope.freq_base": 10000.0,
+    },
+}
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -156,6 +176,18 @@ def test_a_neutral_number_is_seen(name: str) -> None:
         if key == "relative_attention_num_buckets":
             tensors["encoder.relative_attention_bias.weight"] = tensors["encoder.relative_attention_bias.weight"][:value]
         gaps[key] = gap(MemorySource("safetensors", tensors, {**source.config, key: value}), expected)
+    assert {key: found for key, found in gaps.items() if not found > SEEN} == {}
+
+
+@pytest.mark.parametrize("name", IN_GGUF)
+def test_a_neutral_number_of_metadata_is_seen(name: str, tmp_path: Path) -> None:
+    theirs, expected = models(name)
+    file = GGUFFile(write_gguf(theirs, tmp_path / "model.gguf"))
+    tensors, prefix = {key: read_tensor(file, key) for key in file.names()}, file.metadata["general.architecture"]
+    gaps = {
+        key: gap(MemorySource("gguf", tensors, {**file.metadata, f"{prefix}.{key}": value}), expected)
+        for key, value in GGUF_NEUTRAL[name].items()
+    }
     assert {key: found for key, found in gaps.items() if not found > SEEN} == {}
 
 

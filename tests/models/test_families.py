@@ -24,6 +24,7 @@ from tests.models.test_gguf_models import NOT_IN_GGUF
 from tests.models.zoo import (
     CONFIGS,
     GRANITE,
+    YARN,
     MemorySource,
     hf_source,
     in_float64,
@@ -97,10 +98,13 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "rope_parameters.rope_type": "default",
         "rope_parameters.factor": 1.0,
         "rope_parameters.beta_fast": 32.0,
+        "rope_parameters.beta_slow": 0.25,
+        "rope_parameters.truncate": False,
         "rope_parameters.attention_factor": 1.0,
         "rope_parameters.original_max_position_embeddings": 256,
     },
     "ministral3": {"rope_parameters.llama_4_scaling_beta": 0.0, "rope_parameters.mscale_all_dim": 1.0},
+    "olmo2": LLAMA,
     "olmo3": {"layer_types": ["full_attention"] * 5},
     "olmo3-yarn": {"rope_parameters.full_attention.rope_type": "default"},
     "falcon3": {"rope_parameters.rope_theta": 10000.0},
@@ -129,11 +133,13 @@ GGUF_NEUTRAL: dict[str, dict[str, Any]] = {
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1.0,
         "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 0.25,
         "rope.scaling.original_context_length": 256,
         "rope.scaling.attn_factor": 1.5,
         "rope.scaling.yarn_log_multiplier": 1.0,
     },
     "ministral3": {"attention.temperature_scale": 0.0, "rope.scaling.yarn_log_multiplier": 1.0},
+    "olmo2": GGUF_LLAMA,
     "olmo3": {"attention.sliding_window": 0, "attention.sliding_window_pattern": 3},
     "olmo3-yarn": {"rope.scaling.type": "none", "rope.scaling.attn_factor": 1.5},
     "seed_oss": {**GGUF_LLAMA, "attention.key_length": 16, "attention.value_length": 16},
@@ -181,6 +187,17 @@ def test_a_neutral_number_is_seen(name: str, tmp_path: Path) -> None:
             made = MemorySource("gguf", file.tensors, {**file.config, f"{prefix}.{key}": value})
             gaps[key] = gap_or_error(made, expected)
     assert {key: found for key, found in gaps.items() if not found > SEEN} == {}
+
+
+def test_every_number_of_yarn_equals_transformers() -> None:
+    numbers = {**YARN, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.25}
+    with in_float64():
+        theirs = oracle("arcee-yarn", DOUBLE, rope_parameters=numbers)
+        expected = oracle_logits(theirs, PROMPTS)
+    source = hf_source(theirs)
+    assert gap(load_model(source, DOUBLE), expected) <= EXACT
+    for key, value in (("beta_slow", 1.0), ("truncate", True), ("attention_factor", 1.0)):
+        assert gap(load_model(with_setting(source, f"rope_parameters.{key}", value), DOUBLE), expected) > SEEN, key
 
 
 def test_longrope_is_chosen_by_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
