@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import adapters
 from benchmarks.peers import encoders, second_turn
 from headrace.bench.synthetic import write_synthetic
 from headrace.cli.commands import BENCH, MOVED
@@ -140,3 +141,11 @@ def test_a_second_turn_over_http_computes_its_new_tokens(tmp_path: Path, capsys:
     assert computed <= 20 + 16
     assert second_turn.main([*options, "--llama-server", str(tmp_path / "none")]) == 1
     assert "none: cannot be started (No such file or directory); give the path of a llama-server" in capsys.readouterr().err
+
+
+def test_adapters_run_on_a_tiny_model(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters.main([str(tiny_gguf), "--rank", "2", "--new", "2", "--rounds", "2", "--threads", "1", "--targets", "attention"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "1 sequence, 1 adapter", "8 sequences, 1 adapter", "8 sequences, 8 adapters"
+    ]  # fmt: skip
