@@ -144,6 +144,17 @@ def test_a_process_takes_the_planned_memory(name: str, tmp_path: Path) -> None:
         assert found.peak > 1.05 * (plan.total - part)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "internlm3", "granite"])
+def test_the_plan_of_a_config_is_that_of_its_file(name: str, tmp_path: Path) -> None:
+    """Also of families whose GGUF files have another name: the head of a Q4_K_M file is Q6_K there, too."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    changes = {**sizes, "vocab_size": 3000, "tie_word_embeddings": False}
+    shape = config(tmp_path, **{**zoo.CONFIGS[name]().to_dict(), **changes})
+    file, load = write_synthetic(shape, tmp_path / "out.gguf").path, Load(context=64, batch=1, chunk=64)
+    assert bytes_of(open_shape(shape, "Q4_K_M"), load) == bytes_of(open_shape(str(file)), load)
+    assert open_shape(shape, "Q4_K_M").architecture == name
+
+
 def test_a_vocabulary_has_room_for_all_bytes(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="a vocabulary of 100 tokens has no room for 257"):
         write_synthetic(config(tmp_path, **{**LLAMA31_8B, **SMALL, "vocab_size": 100}), tmp_path / "out.gguf")

@@ -159,13 +159,16 @@ def _from_config(values: Mapping[str, Any], path: Path, name: str, weights: str,
         like = ModelConfig("unknown", 1, 1, (), 1, tied_head=tied)
         return shape_by_formula(values, str(path), name, _kinds(chosen, like), str(error))
     shaped = planned(config, chosen, path)
-    return shape_of(config, shaped, name, quantize, f"keys of {path.name}, weights as {chosen}")
+    stored = with_gguf_architecture(config) if shaped.format == "gguf" else config
+    shape = shape_of(stored, shaped, name, quantize, f"keys of {path.name}, weights as {chosen}")
+    return replace(shape, architecture=config.architecture)
 
 
 def planned(config: ModelConfig, chosen: str, path: Path = Path("model")) -> PlannedSource:
     """A source with the tensors that a GGUF file of the mix has, or a folder, if there are no GGUF files of the family."""
-    container: Literal["gguf", "safetensors"] = "safetensors" if isinstance(FAMILIES[config.architecture].gguf, str) else "gguf"
-    model: Model = describe(with_gguf_architecture(config) if container == "gguf" else config)
+    stored = with_gguf_architecture(config)
+    container: Literal["gguf", "safetensors"] = "safetensors" if isinstance(FAMILIES[stored.architecture].gguf, str) else "gguf"
+    model: Model = describe(stored if container == "gguf" else config)
     kind_of = _kinds(chosen, model.config)
     tensors = {}
     for name, parts in stored_as(model, container).items():
