@@ -174,9 +174,11 @@ def servers(
         for name, command in commands.items():
             running.append(stack.enter_context(started(name, command, logs / f"{name}.log", kind)))
             running[-1].send(signal.SIGSTOP)
-        result["cells"] = {count: _cell(running, load, count, rounds, probe) for count in counts}
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        result["cells"] = {}
+        for count in counts:
+            result["cells"][count] = _cell(running, load, count, rounds, probe)
+            if json_file is not None:
+                json_file.write_text(json.dumps(result, indent=1) + "\n")
     print_table(("streams", "server", "tokens/s", "times", "interval", "GB/s"), list(_rows(result["cells"], running[0].name)))
 
 
