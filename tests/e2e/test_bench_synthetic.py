@@ -1,6 +1,7 @@
 """bench synthetic: files of published shapes with random weights, which every reader opens and which run."""
 
 import json
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def test_a_file_of_every_family_has_the_config_of_its_shape(name: str, tmp_path:
     shape = zoo.CONFIGS[name]()
     shape.vocab_size = 320
     place = config(tmp_path, **shape.to_dict())
-    out = write_synthetic(place, tmp_path / "out.gguf", "F32").path
+    with warnings.catch_warnings(action="error"):  # pairs without rotation have the divisor infinity
+        out = write_synthetic(place, tmp_path / "out.gguf", "F32").path
     stored, given = read_config(GGUFFile(out)), read_config(PlannedSource(tmp_path, "safetensors", config_of(place)))
     numbers = [asdict(replace(one, architecture="", layers=())) for one in (stored, given)]
     floats = {key for key, value in numbers[0].items() if isinstance(value, float)}
@@ -144,7 +146,7 @@ def test_a_process_takes_the_planned_memory(name: str, tmp_path: Path) -> None:
         assert found.peak > 1.05 * (plan.total - part)
 
 
-@pytest.mark.parametrize("name", ["olmo3", "internlm3", "granite"])
+@pytest.mark.parametrize("name", ["olmo3", "internlm3", "mistral-no-window", "granite"])
 def test_the_plan_of_a_config_is_that_of_its_file(name: str, tmp_path: Path) -> None:
     """Also of families whose GGUF files have another name: the head of a Q4_K_M file is Q6_K there, too."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -152,7 +154,7 @@ def test_the_plan_of_a_config_is_that_of_its_file(name: str, tmp_path: Path) -> 
     shape = config(tmp_path, **{**zoo.CONFIGS[name]().to_dict(), **changes})
     file, load = write_synthetic(shape, tmp_path / "out.gguf").path, Load(context=64, batch=1, chunk=64)
     assert bytes_of(open_shape(shape, "Q4_K_M"), load) == bytes_of(open_shape(str(file)), load)
-    assert open_shape(shape, "Q4_K_M").architecture == name
+    assert open_shape(shape, "Q4_K_M").architecture == name.partition("-")[0]
 
 
 def test_a_vocabulary_has_room_for_all_bytes(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def _settings(writer: Any, config: Any) -> None:
 
 def _rope_settings(writer: Any, config: Any, head_dim: int) -> None:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -194,13 +195,17 @@ def _laid_out(name: str, tensor: torch.Tensor, config: Any, permute: bool) -> np
 
 
 def _rope_divisors(writer: Any, config: Any) -> None:
-    """Llama 3.1's scaling, as GGUF has it: what each frequency is divided by."""
+    """Scalings that GGUF has as divisors of the frequencies: Llama 3.1's, and proportional (1e30: a pair without rotation)."""
     rope = getattr(config, "rope_parameters", None) or {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if rope.get("rope_type") == "proportional":
+        rotated = int(rope["partial_rotary_factor"] * head_dim // 2)
+        pairs = [rope["factor"]] * rotated + [1e30] * (head_dim // 2 - rotated)
+        writer.add_tensor("rope_freqs.weight", np.array(pairs, dtype=np.float32))
     if rope.get("rope_type") != "llama3":
         return
     context, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
     divisors = []
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for i in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
         if wavelength < context / high:

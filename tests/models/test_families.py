@@ -77,6 +77,11 @@ LLAMA: dict[str, Any] = {"rope_parameters.rope_theta": 100.0, "rms_norm_eps": 0.
 GGUF_LLAMA: dict[str, Any] = {"rope.freq_base": 100.0, "attention.layer_norm_rms_epsilon": 0.05}
 # A number of a family, and its value for models without it. `full_attention.factor` is inside of rope_parameters.
 NEUTRAL: dict[str, dict[str, Any]] = {
+    "llama-rope-proportional": {
+        "rope_parameters.rope_type": "default",
+        "rope_parameters.factor": 1.0,
+        "rope_parameters.partial_rotary_factor": 1.0,
+    },
     "granite": {**dict.fromkeys(GRANITE, 1.0), "attention_multiplier": 0.25},
     "smollm3": {"no_rope_layers": [1] * 5},
     "smollm3-window": {"use_sliding_window": False},

@@ -62,6 +62,8 @@ def _gpt2(**changes: Any) -> Any:
 THETA = {"rope_type": "default", "rope_theta": 10000.0}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 2.0}
+# Of the 8 pairs of a head, the first 4 are rotated.
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "factor": 2.0}
 # Of a head of 16 values, of which 12 are rotated.
 LONGROPE = {
     "rope_type": "longrope",
@@ -142,6 +144,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-mqa": lambda: _llama(num_key_value_heads=1),
     "llama-rope-llama3": lambda: _llama(rope_parameters={"rope_theta": 500000.0, **LLAMA3_ROPE}),
     "llama-rope-linear": lambda: _llama(rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}),
+    "llama-rope-proportional": lambda: _llama(rope_parameters=PROPORTIONAL),
     "llama-wide-heads": lambda: _llama(head_dim=24),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
     "mistral-window": lambda: _mistral(sliding_window=7),

@@ -1,6 +1,7 @@
 """/v1/rerank: the order and the scores of `LLM.rank`, limits, keys, and one-line errors; prompts of /v1/embeddings."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from headrace.llm import LLM
 from tests.e2e.test_sentence import PROMPTS, write_modules
-from tests.server.harness import Running
+from tests.server.harness import PATIENT, Running
+from tests.server.key_principals import ALICE, http
+from tests.server.test_principals import quota
 from tests.tiny_rerankers import write_cross_encoder
 
 QUERY, DOCUMENTS = "the water wheel", ["the mill stands by a river", "a wheel", "by", "water turns the wheel"]
@@ -72,6 +75,26 @@ def test_a_bad_request_is_refused(server: Running, change: dict[str, Any], statu
     assert answer.status_code == status, error
     assert says in error["message"]
     assert field is None or error["param"] == field
+
+
+def test_limits_count_pairs(folder: Path, offline: LLM, tmp_path: Path) -> None:
+    """A request costs the tokens of its pairs, the query in each of them, and is refused before one of them runs."""
+    pairs = {one.index: len(one.token_ids) for one in offline.rank(QUERY, DOCUMENTS)}
+    tokens, cheapest = sum(pairs.values()), min(pairs, key=pairs.__getitem__)
+    settings = {"keys": quota(tmp_path, tokens=2 * tokens + pairs[cheapest]), "limits": replace(PATIENT, inputs=8)}
+    with Running(folder, threads=1, **settings) as server, http(server, ALICE) as alice:
+
+        def ask(*documents: str) -> tuple[int, str]:
+            response = alice.post("/v1/rerank", json={**ASKED, "documents": documents})
+            return response.status_code, response.json().get("error", {}).get("message", "")
+
+        status, message = ask(*DOCUMENTS, *DOCUMENTS, "a")
+        assert (status, "at most 8 documents in a request, not 9" in message) == (400, True)
+        assert ask(*DOCUMENTS, *DOCUMENTS)[0] == 200
+        status, message = ask(*DOCUMENTS)
+        assert (status, f"has used {2 * tokens}" in message) == (429, True)
+        assert ask(DOCUMENTS[cheapest])[0] == 200
+        assert ask("a")[0] == 429
 
 
 def test_a_model_without_a_head_is_refused(folder: Path, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def shape_keys(prefix: str, config: ModelConfig) -> dict[str, int]:
 
 
 def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """Tensors of a GGUF file that are not parameters: the frequency divisors of Llama 3 or LongRoPE, float32."""
+    """Tensors of a GGUF file that are not parameters: the frequency divisors of a rotary scaling, float32."""
     layer = full_layer(config)
     if (rope := layer.rope) is None or rope.scaling not in ("llama3", "divisors"):
         return {}
@@ -229,5 +229,7 @@ def made_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
         lists = {LONG_DIVISORS: rope.divisors, SHORT_DIVISORS: rope.short}
         return {name: np.array(divisors, np.float32) for name, divisors in lists.items()}
     dim = rope.dim or layer.head_dim
+    if rope.scaling == "divisors":
+        return {ROPE_DIVISORS: np.array(rope.divisors, np.float32)}
     plain = frequencies(replace(rope, scaling="none"), dim)
     return {ROPE_DIVISORS: (plain / frequencies(rope, dim)).astype(np.float32)}
